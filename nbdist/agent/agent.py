@@ -1,0 +1,384 @@
+"""The agent: one process per node that owns its ranks.
+
+Starts the template, has ranks forked, reads their pipes and reports their ends. It outlives neither its controller
+nor its ranks. Knows nothing of cells.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from nbdist.agent.pipes import PipeReader
+from nbdist.agent.warm import WarmTemplate, find_torch
+from nbdist.processes import allow_many_files, describe_exit, end_descendants, reap_group
+from nbdist.protocol import (
+    AGENT_CONTROL,
+    AGENT_OUTPUT,
+    STDERR,
+    STDOUT,
+    Credit,
+    Exited,
+    Gone,
+    Keys,
+    Kill,
+    Message,
+    Progress,
+    RankSetup,
+    Shutdown,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Spawning,
+    connect,
+    decode,
+    encode,
+)
+
+_STORE = -1
+_ORPHANS_LIMIT = 0.5  # seconds that the end of a rank's orphans may take until its own end is reported
+
+
+class AgentSetup(msgspec.Struct, frozen=True):
+    """What the controller tells its agent on standard input, once it knows it itself."""
+
+    keys: Keys
+    token: bytes
+    leftovers: list[str]  # files and folders to remove if the controller can't
+
+
+def run(template: WarmTemplate, controller: int) -> None:
+    """Run the agent.
+
+    Args:
+        template: Its template, which has just started.
+        controller: Process id of the controller, its parent.
+    """
+    try:
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        setup = msgspec.json.decode(line, type=AgentSetup)
+        try:
+            end = os.pidfd_open(controller)
+        except ProcessLookupError:
+            end = -1
+        if os.getppid() == controller:  # else it has gone, and its number may be another's
+            Agent(setup, template, end).run()
+        else:
+            _remove(setup.leftovers)
+    finally:
+        end_descendants()
+
+
+def _remove(leftovers: list[str]) -> None:
+    for path in map(Path, leftovers):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@dataclass
+class _Set:
+    """The processes of one epoch."""
+
+    spawn: Spawn
+    listener: socket.socket | None = None
+    pids: dict[int, int] = field(default_factory=dict)  # pid -> rank
+    expected: int = 0  # processes asked for that have not ended
+    forked: bool = False  # the processes have been asked for
+    complete: bool = False  # and they have all come to life
+    ending: bool = False
+    kill_at: float | None = None
+
+
+class Agent:
+    """The agent's one loop and what it knows."""
+
+    def __init__(self, setup: AgentSetup, template: WarmTemplate, controller: int) -> None:
+        self._setup = setup
+        self._template: WarmTemplate | None = template
+        self._controller = controller
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._control = connect(context, setup.keys, AGENT_CONTROL)
+        self._output = connect(context, setup.keys, AGENT_OUTPUT)
+        self._pipes = PipeReader(setup.token)
+        self._set: _Set | None = None
+        self._notes: list[str] = []
+
+    def run(self) -> None:
+        """Serve until the controller goes or says so."""
+        poller = zmq.Poller()
+        for source in (self._control, self._controller, self._pipes):
+            poller.register(source, zmq.POLLIN)
+        watched: WarmTemplate | None = None
+        watched_descriptor = -1
+        while True:
+            if watched is not self._template:
+                if watched is not None:
+                    poller.unregister(watched_descriptor)
+                watched = self._template
+                if watched is not None:
+                    watched_descriptor = watched.channel.fileno()
+                    poller.register(watched_descriptor, zmq.POLLIN)
+            ready = dict(poller.poll(self._patience()))
+            if self._controller in ready:
+                self._end(remove=True)
+                return
+            if self._control in ready and not self._handle_messages():
+                self._end(remove=False)
+                return
+            if outputs := [encode(output) for output in self._pipes.read() if output.rank != _STORE]:
+                self._output.send_multipart(outputs)
+            if watched is not None and watched is self._template and watched_descriptor in ready:
+                self._handle_template(watched)
+            self._kill_overdue()
+
+    def _patience(self) -> int | None:
+        """Milliseconds until something is due."""
+        dues = [self._pipes.due()]
+        if self._set is not None and self._set.kill_at is not None:
+            dues.append(max(0.0, self._set.kill_at - time.monotonic()))
+        waits = [due for due in dues if due is not None]
+        return int(min(waits) * 1000) + 1 if waits else None
+
+    def _end(self, remove: bool) -> None:
+        end_descendants()
+        if remove:
+            _remove(self._setup.leftovers)
+        self._output.close(linger=0 if remove else 500)
+        self._control.close(linger=0 if remove else 500)
+
+    # --- what the controller says
+
+    def _handle_messages(self) -> bool:
+        while self._control.poll(0):
+            message = decode(self._control.recv())
+            if isinstance(message, Credit):
+                self._pipes.credit(message.rank, message.size)
+            elif isinstance(message, Spawn):
+                self._spawn(message)
+            elif isinstance(message, Kill):
+                self._kill(message)
+            elif isinstance(message, Shutdown):
+                return False
+        return True
+
+    def _spawn(self, message: Spawn) -> None:
+        self._set = _Set(message)
+        self._notes = []
+        if self._template is not None:
+            reasons = self._template.stale(message.options)
+            if reasons:
+                self._notes.append(f"cold start: {'; '.join(reasons)}")
+                self._template.end()
+                self._template = None
+        if self._template is None:
+            path = message.options.search_path()
+            # Python's own path unless the notebook means another torch: its folders may hold a `random.py`.
+            other = find_torch(path) != find_torch(sys.path)
+            self._template = WarmTemplate(message.options.environment, path if other else [])
+        self._template.hurry()
+        if self._template.ready:
+            self._fork_all(self._template, self._set)
+        else:
+            self._say(Progress("importing torch"))
+
+    def _kill(self, message: Kill) -> None:
+        if self._set is None or self._set.spawn.epoch != message.epoch:
+            self._say(Gone(message.epoch))
+            return
+        self._set.ending = True
+        self._set.kill_at = time.monotonic() + message.grace
+        self._check_gone()
+
+    def _kill_overdue(self) -> None:
+        group = self._set
+        if group is None or group.kill_at is None or time.monotonic() < group.kill_at or self._template is None:
+            return
+        group.kill_at = None
+        for pid in group.pids:
+            self._template.kill(pid)
+
+    # --- what the template says
+
+    def _handle_template(self, template: WarmTemplate) -> None:
+        answer, pidfd = template.receive()
+        if pidfd is not None:
+            os.close(pidfd)
+        if answer is None:
+            self._template_died(template)
+        elif "ready" in answer:
+            template.ready, template.origin = True, answer["ready"]
+            if self._set is not None and not self._set.forked and not self._set.ending:
+                self._fork_all(template, self._set)
+        elif "failed" in answer:
+            self._spawn_failed(answer["failed"])
+        elif "forked" in answer:
+            self._forked(answer["forked"], answer["pid"])
+        elif "fork_failed" in answer:
+            if self._set is not None:
+                self._set.expected -= 1
+            self._spawn_failed(
+                f"a rank could not be forked: {answer['error']}. Type `%distributed start` to try again."
+            )
+        elif "exited" in answer:
+            self._exited(answer["exited"], answer["code"])
+
+    def _template_died(self, template: WarmTemplate) -> None:
+        """Its ranks die with it, by their death signal, and come to us as orphans."""
+        self._template = None
+        code = template.reap()
+        group = self._set
+        if group is None:
+            return
+        cause = (
+            f"the template (pid {template.pid}), the process that ranks are forked from, ended: {describe_exit(code)}"
+        )
+        codes = {pid: reap_group(pid) for pid in group.pids}
+        for pid, rank_code in codes.items():
+            self._exited(pid, rank_code, cause)
+        group.expected = 0
+        self._end_orphans()
+        if not group.complete:
+            self._spawn_failed(f"{cause}. Type `%distributed start` to try again.")
+        self._check_gone()
+
+    # --- bringing up a set
+
+    def _fork_all(self, template: WarmTemplate, group: _Set) -> None:
+        group.forked = True
+        options = group.spawn.options
+        try:
+            self._fork_store(template, group)
+            for rank in range(options.count):
+                self._fork_rank(template, group, rank)
+        except OSError as error:
+            self._spawn_failed(self._explain(error, options.count))
+
+    def _fork_store(self, template: WarmTemplate, group: _Set) -> None:
+        # Listening before anybody forks: ranks may connect before the store has come up.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        group.listener = listener
+        read, write = os.pipe2(os.O_CLOEXEC)
+        self._pipes.add(_STORE, STDERR, read)
+        template.fork(_STORE, "store", [listener.fileno(), write])
+        os.close(write)
+        group.expected += 1
+
+    def _fork_rank(self, template: WarmTemplate, group: _Set, rank: int) -> None:
+        setup = self._rank_setup(group, rank)
+        writers = []
+        for stream in (STDOUT, STDERR):
+            read, write = os.pipe2(os.O_CLOEXEC)
+            self._pipes.add(rank, stream, read)
+            writers.append(write)
+        memory = os.memfd_create("nbdist-setup", os.MFD_CLOEXEC)
+        try:
+            os.write(memory, msgspec.msgpack.encode(setup))
+            os.lseek(memory, 0, os.SEEK_SET)
+            template.fork(rank, "rank", [*writers, memory])
+            group.expected += 1
+        finally:
+            for descriptor in (*writers, memory):
+                os.close(descriptor)
+
+    def _rank_setup(self, group: _Set, rank: int) -> RankSetup:
+        assert group.listener is not None
+        keys, options = self._setup.keys, group.spawn.options
+        return RankSetup(
+            epoch=group.spawn.epoch,
+            rank=rank,
+            url=keys.url,
+            server_key=keys.server_key,
+            public_key=keys.public_key,
+            secret_key=keys.secret_key,
+            token=self._setup.token,
+            store_port=group.listener.getsockname()[1],
+            gpu_count=len(options.gpus or []),
+            threads=max(1, len(os.sched_getaffinity(0)) // options.count),
+            options=options,
+        )
+
+    def _explain(self, error: OSError, count: int) -> str:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return (
+                f"too few file handles for {count} ranks: this system allows a process {allow_many_files()}. "
+                "Type `ulimit -n 4096` in the shell before you start Jupyter, or ask for fewer ranks (`-n 2`)."
+            )
+        return f"the ranks could not be forked: {error}. Type `%distributed start` to try again."
+
+    def _forked(self, key: int, pid: int) -> None:
+        group = self._set
+        assert group is not None
+        group.pids[pid] = key
+        if group.ending and self._template is not None:
+            self._template.kill(pid)
+            return
+        if key == _STORE:
+            if group.listener is not None:
+                group.listener.close()
+        else:
+            self._say(Spawned(group.spawn.epoch, key, pid))
+        if len(group.pids) == group.spawn.options.count + 1:
+            group.complete = True
+            self._say(Spawning(group.spawn.epoch, self._notes))
+
+    def _spawn_failed(self, text: str) -> None:
+        group = self._set
+        if group is None or group.ending:
+            return
+        group.ending = True
+        group.kill_at = time.monotonic()
+        self._say(SpawnFailed(group.spawn.epoch, text))
+        self._check_gone()
+
+    # --- ends
+
+    def _exited(self, pid: int, code: int, cause: str = "") -> None:
+        group = self._set
+        if group is None or pid not in group.pids:
+            return
+        rank = group.pids.pop(pid)
+        group.expected -= 1
+        for output in self._pipes.drain(rank):
+            if rank != _STORE:
+                self._output.send(encode(output))
+        if not group.ending:
+            self._end_orphans()
+        tail = self._pipes.stderr_tail(rank)
+        # By the output lane: it must not overtake the rank's last words.
+        self._output.send(encode(Exited(group.spawn.epoch, rank, pid, code, tail, time.monotonic(), cause)))
+        self._check_gone()
+
+    def _check_gone(self) -> None:
+        group = self._set
+        if group is not None and group.ending and list(group.pids.values()) == [_STORE] and self._template is not None:
+            self._template.kill(next(iter(group.pids)))  # the ranks no longer need it
+        if group is None or not group.ending or group.expected:
+            return
+        if group.listener is not None:
+            group.listener.close()
+        self._set = None
+        self._end_orphans()
+        self._output.send(encode(Gone(group.spawn.epoch)))
+
+    def _end_orphans(self) -> None:
+        """End what ranks have left behind outside of their process groups.
+
+        A living rank adopts its own orphans, so all that comes to this process was a dead rank's.
+        """
+        end_descendants(_ORPHANS_LIMIT, keep={self._template.pid} if self._template is not None else ())
+
+    def _say(self, message: Message) -> None:
+        self._control.send(encode(message))

@@ -1,0 +1,163 @@
+"""The agent's hold on its warm template: starting it, asking it to fork, and knowing when it has become stale."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nbdist.processes import python_command
+
+if TYPE_CHECKING:
+    from nbdist.protocol import StartOptions
+
+# Variables that are read when a library is imported, so that a template made before can't follow a change.
+_LATCHED_PREFIXES = (
+    "LD_",
+    "PYTHON",
+    "TORCH",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "NPY_",
+    "NUMEXPR_",
+    "MALLOC_",
+    "GLIBC_",
+)
+_READ_LATER = (
+    "OMP_NUM_THREADS",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_CPP_LOG_LEVEL",
+    "PYTHONSTARTUP",
+    "PYTHONUNBUFFERED",
+)
+_READ_LATER_PREFIXES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCHELASTIC_")
+_PACKAGES = ("torch", "numpy", "ipython", "nbdist")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_LOW_PRIORITY = 10
+
+
+@dataclass
+class WarmTemplate:
+    """One template process. It is a child of this process, which the agent reaps.
+
+    Args:
+        environment: The environment in which it imports.
+        sys_path: Its `sys.path`; empty for Python's own.
+        patient: Whether to leave the cores to others while it imports.
+    """
+
+    environment: Mapping[str, str]
+    sys_path: list[str] = field(default_factory=list)
+    patient: bool = False
+    ready: bool = False
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = python_command("nbdist.agent.template", str(theirs.fileno()), json.dumps(self.sys_path))
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                env={**self.environment, **_ONE_THREAD},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        if self.patient and os.geteuid() == 0:  # others may lower their priority, but never raise it again
+            os.setpriority(os.PRIO_PROCESS, self.pid, _LOW_PRIORITY)
+        self.versions = installed_versions()
+
+    def hurry(self) -> None:
+        """Somebody waits for it, and will work in processes that inherit its priority."""
+        if self.patient and os.geteuid() == 0:
+            os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0))
+            self.patient = False
+
+    def stale(self, options: StartOptions) -> list[str]:
+        """Why ranks can't be forked from it for these options; empty: they can."""
+        reasons = []
+        if changed := changed_variables(self.environment, options.environment):
+            reasons.append(
+                f"{', '.join(changed)} changed since torch was imported for the ranks, which is when libraries read it"
+            )
+        now = installed_versions()
+        for name, version in self.versions.items():
+            if now[name] != version:
+                reasons.append(f"{name} {version} was replaced by {now[name]}")
+        found = find_torch(options.search_path())
+        if self.origin and found and found != self.origin:
+            reasons.append(f"sys.path leads to another torch ({found})")
+        return reasons
+
+    def fork(self, key: int, role: str, descriptors: list[int]) -> None:
+        """Ask for a child; the answer comes by the channel and carries `key`."""
+        request = json.dumps({"id": key, "role": role}).encode()
+        socket.send_fds(self.channel, [request], descriptors)
+
+    def kill(self, pid: int) -> None:
+        """End a child and its process group."""
+        self.channel.send(json.dumps({"kill": pid}).encode())
+
+    def receive(self) -> tuple[dict[str, Any] | None, int | None]:
+        """The next answer, and the pidfd that came with it. None: the template has gone."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
+        except ConnectionResetError:
+            return None, None
+        if not data:
+            return None, None
+        return json.loads(data), descriptors[0] if descriptors else None
+
+    def end(self) -> None:
+        """End it and its children."""
+        self._process.kill()
+        self.reap()
+
+    def reap(self) -> int:
+        """Forget a template that has ended. Returns its exit code."""
+        self.channel.close()
+        return self._process.wait()
+
+
+def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Names of the variables that differ and are read at import."""
+    names = (name for name in {*before, *now} if before.get(name) != now.get(name))
+    return sorted(name for name in names if _is_latched(name))
+
+
+def _is_latched(name: str) -> bool:
+    if name in _READ_LATER or name.startswith(_READ_LATER_PREFIXES):
+        return False
+    return name.startswith(_LATCHED_PREFIXES)
+
+
+def find_torch(path: list[str]) -> str:
+    """The file that `import torch` would load with this `sys.path`; empty without torch."""
+    spec = importlib.machinery.PathFinder.find_spec("torch", path)
+    return (spec.origin or "") if spec is not None else ""
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what the template preloads, as they are on disk now."""
+    import importlib.metadata  # slow itself, and the template should start first
+
+    importlib.invalidate_caches()
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "none"
+    return versions

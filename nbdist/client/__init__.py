@@ -1,0 +1,1 @@
+"""The side inside the notebook kernel: sessions, magics, display."""

@@ -1,0 +1,140 @@
+"""How magic lines are read: every wrong flag or value becomes one clear UsageError. Knows no session."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import keyword
+import shlex
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from nbdist.errors import UsageError
+
+
+class HelpShown(Exception):
+    """`--help` was typed; the help is the text of this."""
+
+
+class MagicParser(argparse.ArgumentParser):
+    """argparse for a line of a magic: raises instead of ending the process."""
+
+    def __init__(self, magic: str, description: str) -> None:
+        super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False)
+        self.add_argument("-h", "--help", action="store_true", help="show this")
+
+    def read(self, line: str) -> argparse.Namespace:
+        """The arguments in a line.
+
+        Raises:
+            UsageError: Something in it is wrong.
+            HelpShown: It asks for help.
+        """
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"{self.prog}: {error} in {line!r}. `{self.prog} --help` shows what is allowed.") from None
+        if "-h" in words or "--help" in words:
+            raise HelpShown(self.format_help())
+        arguments, unknown = self.parse_known_args(words)
+        if unknown:
+            raise UsageError(self._explain_unknown(unknown[0]))
+        return arguments
+
+    def suggest(self, typed: str) -> list[str]:
+        """What may stand at the end of a line that begins like this: flags, and the words that it chooses among."""
+        words = typed.split()
+        if words and not typed[-1].isspace():
+            words.pop()
+        flag = self._option_string_actions.get(words[-1]) if words else None
+        if flag is not None and flag.nargs is None:  # its value comes next
+            return [str(choice) for choice in flag.choices or ()]
+        open_actions = [action for action in self._actions if not set(action.option_strings) & set(words)]
+        shown = [action for action in open_actions if action.help != argparse.SUPPRESS]
+        flags = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
+        choices = [str(choice) for action in shown if not action.option_strings for choice in action.choices or ()]
+        return [*choices, *flags]
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls when a value is wrong."""
+        raise UsageError(f"{self.prog}: {message}. `{self.prog} --help` shows what is allowed.")
+
+    def _explain_unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{self.prog}: {word!r} is one word too many. `{self.prog} --help` shows what is allowed."
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        known = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
+        close = difflib.get_close_matches(word.split("=", maxsplit=1)[0], known, 1)
+        hint = f": did you mean {close[0]}?" if close else "."
+        return f"{self.prog} knows no {word}{hint} Its flags are {', '.join(known)}."
+
+
+def count(text: str) -> int:
+    """A number of ranks."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: it is 1 or more, for example -n 2")
+    return int(text)
+
+
+def number(text: str) -> int:
+    """A number of something else: lines, or of a cell."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time span of more than nothing."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: it is in seconds and more than 0, for example 60")
+    return value
+
+
+def names(text: str) -> list[str]:
+    """Words separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def variable(text: str) -> str:
+    """A Python name."""
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no variable name")
+    return text
+
+
+def suggest_verb(verb: str, verbs: Sequence[str]) -> str:
+    """What to say of a verb that does not exist."""
+    close = difflib.get_close_matches(verb, verbs, 1)
+    hint = f": did you mean `%distributed {close[0]}`?" if close else "."
+    return f"%distributed knows no {verb!r}{hint} Its verbs are {', '.join(verbs)}."
+
+
+def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
+    """Aligned columns; numbers to the right."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    right = [all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+
+    return "\n".join(line(row) for row in cells)
+
+
+def size(value: int | None) -> str:
+    """Bytes for people: "1.5 GiB"; "–" for what is not known."""
+    if value is None:
+        return "–"
+    amount, unit = float(value), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit in ("B", "KiB", "MiB") else f"{amount:.1f} {unit}"

@@ -1,0 +1,128 @@
+"""What a start asks for: the user's arguments, checked, and the notebook's state at that moment."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.devices import visible_gpus
+from nbdist.errors import UsageError
+from nbdist.protocol import StartOptions
+
+_TIMEOUT = 1800.0  # seconds, torch's own default
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a Session that count for each of its starts. They mean what they mean there."""
+
+    gpus: Sequence[int | str] | None
+    backend: str | None
+    init: bool
+    timeout: float | None
+
+    def options(self, count: int | None) -> StartOptions:
+        """What to ask for.
+
+        Args:
+            count: Number of ranks; None: one for each GPU.
+
+        Raises:
+            UsageError: Something is wrong with them.
+        """
+        gpus = _choose_gpus(self.gpus)
+        if count is None and not gpus:
+            raise UsageError("this machine has no GPU, so say how many ranks you want: `%distributed start -n 2`")
+        if count is None:
+            count = len(gpus)
+        _check_count(count)
+        _check_backend(self.backend, count, gpus)
+        return StartOptions(
+            count=count,
+            environment=dict(os.environ),
+            cwd=_current_folder(),
+            sys_path=list(sys.path),
+            argv=list(sys.argv),
+            umask=_umask(),
+            open_files=_open_files(count),
+            gpus=gpus[:count] or None,
+            backend=self.backend,
+            init=self.init,
+            timeout=_TIMEOUT if self.timeout is None else float(self.timeout),
+        )
+
+
+def _choose_gpus(wanted: Sequence[int | str] | None) -> list[str]:
+    visible = visible_gpus()
+    if wanted is None:
+        return visible
+    chosen = []
+    for name in map(str, wanted):
+        if name.isdigit() and int(name) < len(visible):
+            chosen.append(visible[int(name)])
+        elif name in visible:
+            chosen.append(name)
+        else:
+            have = (
+                f"it has {', '.join(map(str, range(len(visible))))}; for example --gpus 0" if visible else "it has none"
+            )
+            raise UsageError(f"GPU {name} isn't on this machine: {have}")
+    if len(set(chosen)) < len(chosen):
+        raise UsageError("--gpus names a GPU twice; name each once: `--gpus 0,2`. More ranks than GPUs share them")
+    return chosen
+
+
+def _check_count(count: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UsageError(f"the number of ranks must be 1 or more, not {count!r}: `%distributed start -n 2`")
+
+
+def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None:
+    if backend is None:
+        return
+    if backend not in _BACKENDS:
+        close = difflib.get_close_matches(backend, _BACKENDS, 1)
+        hint = f"did you mean `--backend {close[0]}`? " if close else ""
+        raise UsageError(f"backend {backend!r} is unknown: {hint}Allowed are {', '.join(_BACKENDS)}")
+    if "nccl" in backend and count > len(gpus):
+        have = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
+        raise UsageError(
+            f"nccl needs a GPU for each rank, and there are {count} ranks for {have}: "
+            f"`--backend gloo`, or `-n {len(gpus) or 1}`"
+        )
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the notebook's current folder has been removed: change to one that exists (`%cd ~`) first"
+        ) from None
+
+
+def _open_files(count: int) -> int:
+    """How many files a rank may open: as many as the notebook, and at least what the ranks' own connections need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 40 + 6 * count
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"{count} ranks need about {needed} file handles, and this system allows a process {hard}: "
+            f"type `ulimit -n {max(4096, needed)}` in the shell before you start Jupyter, or ask for fewer ranks"
+        )
+    return soft if soft == resource.RLIM_INFINITY else max(soft, needed)
+
+
+def _umask() -> int:
+    with contextlib.suppress(OSError):  # no file handle is left: the start is about to fail, with better words
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022

@@ -1,0 +1,177 @@
+"""From what ranks replied to one error that names the first cause first. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from nbdist.errors import RankDied, RankError, RankFailure, RankTimeout
+from nbdist.processes import describe_exit
+from nbdist.protocol import Died, Reply
+from nbdist.ranks import describe_ranks, format_ranks
+
+# What torch says on a rank whose peer has failed or gone.
+_CONSEQUENCE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket timeout|timed out (waiting|after)|"
+    r"(nccl|process group).*(abort|timeout)|store.*(closed|timeout)|remote process exited",
+    re.IGNORECASE,
+)
+_PLACE = re.compile(r"Cell In\[(\d+)\], line (\d+)")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_LAST_WORDS = 20  # lines of a dead rank's stderr that are shown
+_LINE_LIMIT = 300  # characters of a message that one line shows
+_TRACEBACK_LIMIT = 20_000  # characters of a traceback that are shown
+
+
+def from_reply(reply: Reply) -> RankFailure | None:
+    """The failure in a reply, if there is one."""
+    failure = reply.failure
+    if failure is None:
+        return None
+    kind = "interrupted" if reply.status == "interrupted" else "raised"
+    return RankFailure(reply.rank, kind, failure.name, failure.text, failure.traceback, failure.when, failure.pickled)
+
+
+def from_death(died: Died, running: str) -> RankFailure:
+    """The failure that a death is.
+
+    Args:
+        running: What the rank was running, in words.
+    """
+    text = f"{describe_death(died)}{running}"
+    return RankFailure(died.rank, "died", describe_exit(died.code).split(" ")[0], text, died.stderr, died.when)
+
+
+def describe_death(died: Died) -> str:
+    """How a rank ended, in words; the same for all ranks that ended with another process."""
+    return died.cause or f"{describe_exit(died.code)}, pid {died.pid}"
+
+
+def build(failures: Iterable[RankFailure], finished: Sequence[int] = ()) -> RankError:
+    """One error for all failures of a cell.
+
+    Args:
+        failures: At least one.
+        finished: Ranks that ended well.
+    """
+    ordered = sorted(failures, key=_causality)
+    first = ordered[0]
+    same = [failure.rank for failure in ordered[1:] if _signature(failure) == _signature(first)]
+    lines = [_headline(first, same), *_details(first)]
+    if same and first.kind == "raised":
+        lines.append(f"{describe_ranks(same)}: same")
+    lines += _others([failure for failure in ordered[1:] if failure.rank not in same], first)
+    if finished:
+        lines.append(f"{describe_ranks(finished)}: finished")
+    lines += _advice(first, ordered, finished)
+    kinds = {"died": RankDied, "running": RankTimeout}
+    error = kinds.get(first.kind, RankError)
+    return error("\n".join(lines), {failure.rank: failure for failure in ordered})
+
+
+def _causality(failure: RankFailure) -> tuple[int, float]:
+    """Deaths and own exceptions by time, then what follows from them, then what was only interrupted or goes on."""
+    order = {"interrupted": 2, "running": 3}.get(failure.kind, 0)
+    return (1 if order == 0 and _follows(failure) else order), failure.when
+
+
+def _follows(failure: RankFailure) -> bool:
+    return failure.kind == "raised" and _CONSEQUENCE.search(failure.text) is not None
+
+
+def _signature(failure: RankFailure) -> tuple[object, ...]:
+    if failure.kind == "died":
+        return failure.kind, failure.text
+    return failure.kind, failure.name, failure.text, _place(failure)
+
+
+def _place(failure: RankFailure) -> str:
+    """Where in the user's cells it was raised: " (cell 7 line 4)"; empty where that is not known."""
+    places = _PLACE.findall(_ANSI.sub("", failure.traceback)) if failure.kind == "raised" else []
+    return f" (cell {places[-1][0]} line {places[-1][1]})" if places else ""
+
+
+def _headline(first: RankFailure, same: Sequence[int]) -> str:
+    who = describe_ranks([first.rank, *same])
+    if first.kind == "died":
+        return f"{who} died: {first.text}"
+    if first.kind == "interrupted":
+        return f"{who} interrupted"
+    if first.kind == "running":
+        return f"{who} still running, {first.text}"
+    return f"rank {first.rank} raised {_one_line(first)}"
+
+
+def _details(first: RankFailure) -> list[str]:
+    if not first.traceback.strip():
+        return []
+    if first.kind == "died":
+        return ["its last lines on stderr:", *("  " + line for line in _last_words(first.traceback))]
+    return _fold(first.traceback.rstrip(), first.rank).splitlines()
+
+
+def _last_words(stderr: str) -> list[str]:
+    """The last lines; of a crash that Python has described, where it was: the innermost frames."""
+    lines = stderr.rstrip().splitlines()
+    crash = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error:")), None)
+    if crash is None:
+        return lines[-_LAST_WORDS:]
+    rest = lines[crash:]
+    place = next((number for number, line in enumerate(rest) if line.startswith("Current thread")), 1)
+    half = _LAST_WORDS // 2
+    return [*lines[max(0, crash - half) : crash + 1], *rest[place : place + half]]
+
+
+def _fold(text: str, rank: int) -> str:
+    """The text without its middle, where it is too long for a page."""
+    hidden = len(text) - _TRACEBACK_LIMIT
+    if hidden <= 0:
+        return text
+    half = _TRACEBACK_LIMIT // 2
+    note = f"… {hidden:,} characters are left out here; `error.failures[{rank}].traceback` of this RankError has all …"
+    return f"{text[:half]}\n{note}\n{text[-half:]}"
+
+
+def _others(failures: Sequence[RankFailure], first: RankFailure) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for failure in failures:
+        groups.setdefault(_one_word(failure, first), []).append(failure.rank)
+    return [f"{describe_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+
+
+def _one_word(failure: RankFailure, first: RankFailure) -> str:
+    if failure.kind == "died":
+        return f"died: {failure.text}"
+    if failure.kind == "running":
+        return f"still running, {failure.text}"
+    if failure.kind == "interrupted":
+        return "interrupted" if first.kind == "running" else f"interrupted, because rank {first.rank} failed"
+    if _follows(failure) and not _follows(first):
+        return f"{_one_line(failure)}, follows from rank {first.rank}"
+    return _one_line(failure) + _place(failure)
+
+
+def _one_line(failure: RankFailure) -> str:
+    text = failure.text.strip().split("\n", 1)[0]
+    if len(text) > _LINE_LIMIT:
+        text = text[:_LINE_LIMIT] + "…"
+    return f"{failure.name}: {text}" if text else failure.name
+
+
+def _advice(first: RankFailure, failures: Sequence[RankFailure], finished: Sequence[int]) -> list[str]:
+    dead = {failure.rank for failure in failures if failure.kind == "died"}
+    if dead:
+        living = sorted({failure.rank for failure in failures} - dead | set(finished))
+        advice = "`%distributed restart` brings up a fresh set of ranks."
+        if living:
+            advice += f" {describe_ranks(living).capitalize()} kept their variables: "
+            advice += f"`%%distributed -r {format_ranks(living)}`."
+        return [advice]
+    running = [failure.rank for failure in failures if failure.kind == "running"]
+    if running:
+        return [
+            f"Until they are done, {describe_ranks(running)} can't take another cell; "
+            "`%distributed status` shows where they are.",
+            "`%distributed interrupt` asks them again, `%distributed restart` brings up a fresh set.",
+        ]
+    return []

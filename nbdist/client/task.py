@@ -1,0 +1,414 @@
+"""One Execute on its way: gathers what ranks send, shows it, handles interrupts, and ends with results or one error.
+
+Runs in the thread of the cell that started it (a background cell has a thread of its own). Knows nothing of the wire
+but the messages; the traffic sends for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from nbdist.client import report
+from nbdist.client.display import Publisher
+from nbdist.client.results import CellResult
+from nbdist.client.screen import Screen
+from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
+from nbdist.protocol import Broken, Died, Display, Interrupt, Notice, Output, Reply, WidgetMessage
+from nbdist.ranks import describe_ranks
+
+if TYPE_CHECKING:
+    from nbdist.client.traffic import Traffic
+
+_EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or another rank's failure, until it is explained
+# A death is an error on screen within 0.5 s: the time that survivors have to stop, and then to say where they are.
+_TAKE = 0.01  # seconds for which what has come is taken before it is shown
+_DEATH_GRACE = 0.3
+_DEATH_ANSWER = 0.1
+_TIMEOUT_GRACE = 2.0  # seconds that ranks have to stop after --timeout
+
+
+class Task:
+    """What one Execute has become so far.
+
+    Args:
+        traffic: What sends for it.
+        serial: Its number on the wire.
+        number: The cell's number in the notebook.
+        ranks: Where it runs.
+        code: What it runs, for messages.
+        show: Whether output goes to the notebook.
+        keep: Whether output is kept in `result`.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        serial: int,
+        number: int,
+        ranks: list[int],
+        code: str,
+        *,
+        show: bool,
+        keep: bool,
+    ) -> None:
+        self.serial = serial
+        self.number = number
+        self.ranks = ranks
+        self.result = CellResult(ranks)
+        self.replies: dict[int, Reply] = {}
+        self.failures: dict[int, RankFailure] = {}
+        self.started = time.monotonic()
+        self.context = contextvars.copy_context()
+        self.error: BaseException | None = None
+        self._traffic = traffic
+        self._code = code
+        self._keep = keep
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._unread: list[Any] = []
+        self._unpaid: list[Display] = []
+        self._left = set(ranks)
+        self._lock = threading.Lock()
+        self._closed = False  # what comes from now on is late
+        self._screen = Screen(ranks, Publisher(number), f"{traffic.key}-{serial}") if show else None
+        self._interrupts = 0
+        self._explain_at: float | None = None
+        self._give_up_at: float | None = None
+        self._broken: str | None = None
+
+    # --- from the listening thread
+
+    def put(self, message: object) -> bool:
+        """Hand over a message for this task. False: it is over, and `show_late` is for what comes now."""
+        with self._lock:
+            if not self._closed:
+                self._events.put(message)
+            return not self._closed
+
+    # --- in the task's own thread
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Work until every rank has ended its part, or the user wants the notebook back.
+
+        Args:
+            timeout: Seconds after which the ranks are interrupted.
+
+        Raises:
+            RankError: A rank raised, died, or was still running in the end.
+            KeyboardInterrupt: The user interrupted, and the ranks did.
+            SessionBroken: The session has ended meanwhile.
+        """
+        deadline = None if timeout is None else self.started + timeout
+        timed_out = False
+        try:
+            with self._interruptible():
+                while self._left and self._broken is None:
+                    now = time.monotonic()
+                    if deadline is not None and now >= deadline and not timed_out:
+                        timed_out = True
+                        self._time_out(now)
+                    if self._give_up_at is not None and now >= self._give_up_at:
+                        break
+                    if self._explain_at is not None and now >= self._explain_at:
+                        self._explain()
+                    self._take(self._patience(deadline if not timed_out else None))
+                self._finish_output()
+        finally:
+            self._close()
+        self._conclude(timeout if timed_out else None)
+
+    @property
+    def bereaved(self) -> bool:
+        """Whether one of its ranks has died, so that the others have been stopped."""
+        return any(failure.kind == "died" for failure in self.failures.values())
+
+    def interrupt(self) -> None:
+        """Ask for KeyboardInterrupt on the ranks that are still at it."""
+        self._traffic.send(Interrupt(self.serial, sorted(self._left)))
+
+    def describe(self) -> str:
+        """In words, what this is and since when."""
+        return f"cell {self.number} ({time.monotonic() - self.started:.0f} s)"
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Ctrl-C becomes an event of the task, so that it never strikes in the middle of our own work."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda signum, frame: self._events.put(KeyboardInterrupt))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _patience(self, deadline: float | None) -> float | None:
+        now = time.monotonic()
+        dues = [at - now for at in (deadline, self._give_up_at, self._explain_at) if at is not None]
+        if self._screen is not None and (due := self._screen.due(now)) is not None:
+            dues.append(due)
+        return max(0.0, min(dues)) if dues else None
+
+    def _take(self, patience: float | None) -> None:
+        """Handle what has come within `patience` seconds, and show what may be shown."""
+        credits: dict[int, int] = {}
+        with contextlib.suppress(queue.Empty):
+            self._handle(self._events.get(timeout=patience), credits)
+            enough = time.monotonic() + _TAKE
+            while time.monotonic() < enough:  # a flood would never end
+                self._handle(self._events.get_nowait(), credits)
+        if self._screen is not None:
+            self._screen.poll(time.monotonic())
+        self._pay_items()
+        for rank, size in credits.items():
+            self._traffic.pay(rank, size)
+
+    def _handle(self, event: Any, credits: dict[int, int]) -> None:
+        now = time.monotonic()
+        if isinstance(event, Output):
+            credits[event.rank] = credits.get(event.rank, 0) + len(event.data)
+            self._show(event, now)
+        elif isinstance(event, Display):
+            self._show(event, now)
+        elif isinstance(event, Reply):
+            self._end_rank(event.rank, report.from_reply(event), now)
+            self.replies[event.rank] = event
+            self.result[event.rank].result = event.result
+        elif isinstance(event, Died):
+            self._end_rank(event.rank, report.from_death(event, self._running()), now)
+            self._give_up_at = now + _DEATH_GRACE
+        elif isinstance(event, WidgetMessage):
+            self._traffic.pay_item(event)
+            self._traffic.widgets.relay(event)
+        elif isinstance(event, Notice):
+            self.say(event.text)
+        elif isinstance(event, Broken):
+            self._broken = event.text
+        elif event is KeyboardInterrupt:
+            self._interrupted(now)
+
+    def _end_rank(self, rank: int, failure: RankFailure | None, now: float) -> None:
+        self._left.discard(rank)
+        if self._screen is not None:
+            self._screen.end_rank(rank, now)
+        if failure is None:
+            return
+        self.failures[rank] = self.result[rank].error = failure
+        if self._explain_at is None and failure.kind == "raised" and self._left:
+            self._explain_at = now + _EXPLAIN_AFTER
+
+    # --- showing
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing of it has been shown."""
+        return self._screen is None or self._screen.silent
+
+    def say(self, text: str) -> None:
+        """A line of nbdist's own, among the output. In the task's thread, or once the task is over."""
+        if self._closed:
+            self._traffic.put_late(self, Notice(text))
+        elif self._screen is not None:
+            self._screen.say(text)
+
+    def show_late(self, message: Any, now: float) -> float | None:
+        """Show what came after the end. In the thread for late output, with this task's context.
+
+        Args:
+            message: What came; None: only look whether something is due.
+
+        Returns:
+            Seconds until it should be called again.
+        """
+        if isinstance(message, (Output, Display)):
+            self._show(message, now)
+        if self._screen is not None:
+            if isinstance(message, Notice):
+                self._screen.say(message.text)
+            self._screen.poll(now)
+        self._pay_items()
+        return self._screen.due(now) if self._screen is not None else None
+
+    def _show(self, event: Output | Display, now: float) -> None:
+        if isinstance(event, Output):
+            if self._keep:
+                self.result[event.rank].add(event.stream, event.data)
+            if self._screen is not None:
+                self._screen.print(event, now)
+            return
+        self._unpaid.append(event)
+        if self._keep and event.kind in ("display", "result"):
+            self.result[event.rank].outputs.append(event.data)
+        if self._screen is not None:
+            self._screen.display(event, now)
+
+    def _pay_items(self) -> None:
+        """Let ranks show more, if the page keeps up with them."""
+        if self._unpaid and (self._screen is None or not self._screen.crowded):
+            for item in self._unpaid:
+                self._traffic.pay_item(item)
+            self._unpaid.clear()
+
+    def _finish_output(self) -> None:
+        if self._screen is None:
+            return
+        self._screen.finish(time.monotonic())
+        while (due := self._screen.due(time.monotonic())) is not None:  # the page takes only so much a second
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=due)
+                if event is KeyboardInterrupt:
+                    self._screen.abandon()
+                else:
+                    self._unread.append(event)
+            self._screen.poll(time.monotonic())
+            self._pay_items()
+
+    def _close(self) -> None:
+        """From now on what comes is late; so is what came while the rest was shown."""
+        with self._lock:
+            self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._unread.append(self._events.get_nowait())
+        for event in self._unread:
+            if event is not KeyboardInterrupt:
+                self._traffic.put_late(self, event)
+
+    # --- when things go wrong
+
+    def _interrupted(self, now: float) -> None:
+        self._interrupts += 1
+        if self._screen is not None:
+            self._screen.hurry()
+        if self._interrupts == 1:
+            self.interrupt()
+            self._explain_at = now + _EXPLAIN_AFTER
+        else:
+            self._give_up_at = now
+
+    def _time_out(self, now: float) -> None:
+        self.interrupt()
+        self._give_up_at = now + _TIMEOUT_GRACE
+
+    def _explain(self) -> None:
+        """Say who is still at it, where, and what the user can do."""
+        self._explain_at = None
+        lines = [f"rank {rank} is in {line}" for rank, line in self._lines().items() if line]
+        where = ("; " + "; ".join(lines[:4])) if lines else ""
+        who = describe_ranks(sorted(self._left))
+        if self._interrupts:
+            self.say(f"{who} will stop when this call ends{where}. Interrupt again to have the notebook back now.")
+            return
+        failed = sorted(self.failures)
+        first = self.failures[failed[0]]
+        self.say(
+            f"{describe_ranks(failed)} raised {first.name}: {first.text.splitlines()[0] if first.text else ''}\n"
+            f"nbdist: {who} still run{where}. Interrupt the kernel to stop them."
+        )
+
+    def _lines(self, limit: float = 0.3) -> dict[int, str]:
+        answers = self._traffic.ask(sorted(self._left), "stack", timeout=limit)
+        return {rank: answer.get("line", "") for rank, answer in answers.items()}
+
+    def _running(self) -> str:
+        line = next((line for line in self._code.splitlines() if line.strip()), "")
+        return f", while it ran cell {self.number}: {line.strip()[:60]}" if line else ""
+
+    def _conclude(self, timed_out: float | None) -> None:
+        """End with the results, or raise what there is to raise."""
+        if self._broken is not None:
+            raise SessionBroken(self._broken)
+        if self._left:
+            self._note_running()
+        if not self.failures:
+            return
+        finished = [rank for rank in self.ranks if rank not in self.failures]
+        error = report.build(self.failures.values(), finished)
+        if timed_out is not None:
+            raise RankTimeout(
+                f"not done after {timed_out:g} s (--timeout); the ranks were interrupted\n{error.report}",
+                error.failures,
+            )
+        if all(failure.kind == "interrupted" for failure in self.failures.values()):
+            raise _interruption(error, finished)
+        raise error
+
+    def _note_running(self) -> None:
+        lines = self._lines(_DEATH_ANSWER if self.bereaved else 0.3)
+        for rank in self._left:
+            text = f"in {lines[rank]}" if lines.get(rank) else "in a call that does not let Python answer"
+            failure = RankFailure(rank, "running", "RankTimeout", text, "", time.monotonic())
+            self.failures[rank] = self.result[rank].error = failure
+
+
+def _interruption(error: RankError, finished: list[int]) -> KeyboardInterrupt:
+    """KeyboardInterrupt as the notebook shows it: one line, and where the ranks were."""
+    who = describe_ranks(sorted(error.failures))
+    interruption = KeyboardInterrupt(f"{who} interrupted; their variables are kept")
+    text = [f"KeyboardInterrupt: {interruption}", *error.report.splitlines()[1:]]
+    interruption._render_traceback_ = lambda: text  # type: ignore[attr-defined]
+    return interruption
+
+
+class BackgroundCell:
+    """A cell that runs while the notebook goes on: `%%distributed --background`.
+
+    Its output appears below the cell that started it.
+    """
+
+    def __init__(self, task: Task, work: Callable[[], None]) -> None:
+        self._task = task
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(work,), name=f"nbdist-cell-{task.number}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has ended its part."""
+        return not self._thread.is_alive()
+
+    @property
+    def output(self) -> CellResult:
+        """What the ranks have printed and shown so far, by rank."""
+        return self._task.result
+
+    def wait(self, timeout: float | None = None) -> CellResult:
+        """Wait for the end.
+
+        Args:
+            timeout: Seconds to wait at most; the cell goes on after that.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RankError: A rank failed.
+            RankTimeout: It is not done after `timeout` seconds.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise RankTimeout(
+                f"{self._task.describe()} is not done after {timeout:g} s; it goes on. `.interrupt()` stops it."
+            )
+        if self._task.error is not None:
+            raise self._task.error
+        return self._task.result
+
+    def interrupt(self) -> None:
+        """KeyboardInterrupt on its ranks."""
+        self._task.interrupt()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "running"
+        if self.done and self._task.error is not None:
+            state = f"failed: {self._task.error}"
+        where = describe_ranks(self._task.ranks)
+        return f"<cell {self._task.number} in the background on {where}: {state}>"

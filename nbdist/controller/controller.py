@@ -1,0 +1,596 @@
+"""The controller: routes between the notebook, the agent and the ranks, and knows who lives.
+
+Owns membership (start, stop, death), the join of replies, marks and displays, and the output log. It imports no
+torch and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from nbdist.controller.outputlog import OutputLog
+from nbdist.processes import describe_exit, end_descendants
+from nbdist.protocol import (
+    AGENT_CONTROL,
+    CLIENT_EVENTS,
+    END,
+    PLAIN_END,
+    RANK_CELL,
+    RANK_CONTROL,
+    RANK_DISPLAY,
+    STDOUT,
+    VERSION,
+    Answer,
+    Ask,
+    AskController,
+    Broken,
+    Credit,
+    Died,
+    Display,
+    Execute,
+    Exited,
+    Gone,
+    Hello,
+    Interrupt,
+    Keys,
+    Kill,
+    Message,
+    Notice,
+    Output,
+    Progress,
+    Quit,
+    RankInfo,
+    Ready,
+    Reply,
+    Shutdown,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Spawning,
+    Start,
+    Started,
+    StartFailed,
+    StartOptions,
+    Stop,
+    Stopped,
+    WidgetMessage,
+    decode,
+    encode,
+    lane,
+    parse_lane,
+    write_key_file,
+)
+
+_LOG_CHUNK = 1 << 20
+_START_LIMIT = 120.0
+_QUIT_GRACE = 1.0
+_HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
+# Bounds what somebody without keys can make this process hold: zmq takes in a whole frame before it checks who sent it.
+_LARGEST_MESSAGE = 1 << 30
+
+
+class ControllerSetup(msgspec.Struct, frozen=True):
+    """What the notebook tells its controller on standard input."""
+
+    kernel: int
+    runtime_folder: str
+
+
+def run(agent: subprocess.Popen[bytes]) -> None:
+    """Run a controller.
+
+    Args:
+        agent: Its agent, which has just started and waits for its setup on standard input.
+    """
+    try:
+        controller = _make(agent)
+        if controller is not None:
+            with contextlib.closing(controller):
+                controller.run()
+    finally:
+        end_descendants()
+
+
+def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
+    """The controller; None if it is not wanted any more or can't be, which then has been said on standard output."""
+    try:
+        setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=ControllerSetup)
+        kernel = os.pidfd_open(setup.kernel)
+        if os.getppid() == setup.kernel:  # else the notebook has gone, and its number may be another's
+            return Controller(setup, kernel, agent)
+    except (msgspec.DecodeError, ProcessLookupError):
+        pass  # the notebook went before it had said what it wants
+    except (OSError, zmq.ZMQError) as error:
+        where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        what = f"the session's controller did not start: {error.strerror}{where}."
+        text = f"{what} Mend that, then type `%distributed start` again."
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"error": text}), flush=True)
+    return None
+
+
+@dataclass
+class _Rank:
+    """What is known of a rank."""
+
+    rank: int
+    pid: int = 0
+    device: str = ""
+    ready: bool = False
+    dead: Died | None = None
+    serial: int = 0  # the cell it runs
+    since: float = 0.0
+    last: int = 0  # the newest cell it was given
+    reply: Reply | None = None
+    printed: bool = False  # the mark at the end of the cell has come
+    displays: dict[int, Display] = field(default_factory=dict)
+    shown_early: set[int] = field(default_factory=set)
+    held: deque[Output] = field(default_factory=deque)  # stdout that waits for a display's payload
+
+
+@dataclass
+class _Set:
+    """The ranks of one epoch."""
+
+    epoch: int
+    options: StartOptions
+    ranks: list[_Rank]
+    started: float
+    up: bool = False
+    ending: bool = False
+    backend: str = ""
+    notes: list[str] | None = None
+
+
+class Controller:
+    """The controller's one loop and what it knows."""
+
+    def __init__(self, setup: ControllerSetup, kernel: int, agent: subprocess.Popen[bytes]) -> None:
+        self._setup = setup
+        self._kernel = kernel
+        self._agent = agent
+        self._agent_end = os.pidfd_open(agent.pid)
+        self._key_file = Path(setup.runtime_folder) / f"nbdist-{secrets.token_hex(8)}.json"
+        self._set: _Set | None = None
+        self._epoch = 0
+        self._pending: Start | None = None
+        self._connected: set[bytes] = set()
+        self._news: list[bytes] = []  # for the notebook
+        self._waiting: dict[bytes, list[bytes]] = {}  # for a lane that has not connected yet
+        self._log = OutputLog()
+        self._leave_at: float | None = None
+        self._linger = 0.0
+        try:
+            self._listen()
+        except Exception:
+            self._remove_files()
+            raise
+
+    def _listen(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        public, secret = zmq.curve_keypair()
+        client, node = zmq.curve_keypair(), zmq.curve_keypair()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _Whitelist({client[0], node[0]}))
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.linger = 500
+        self._socket.maxmsgsize = _LARGEST_MESSAGE
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        url = f"tcp://127.0.0.1:{port}"
+        self._key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_key_file(self._key_file, Keys(url, public, *client))
+        leftovers = [str(self._key_file)] + ([str(self._log.folder)] if self._log.folder else [])
+        token = b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode()
+        line = {"keys": Keys(url, public, *node), "token": token, "leftovers": leftovers}
+        assert self._agent.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
+            self._agent.stdin.write(msgspec.json.encode(line) + b"\n")
+            self._agent.stdin.close()
+        print(json.dumps(str(self._key_file)), flush=True)
+
+    def run(self) -> None:
+        """Serve until the notebook has gone or says so."""
+        poller = zmq.Poller()
+        for source in (self._socket, self._kernel, self._agent_end):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(self._patience()))
+            if self._agent_end in ready:
+                self._agent_died()
+                return
+            if self._kernel in ready:
+                poller.unregister(self._kernel)
+                self._leave_at = time.monotonic() + (self._linger if self._set is not None else 0.0)
+            if self._leave_at is not None and time.monotonic() >= self._leave_at:
+                return
+            if self._socket in ready and not self._receive_all():
+                return
+            self._check_start()
+            self._deliver_news()
+
+    def close(self) -> None:
+        """End everything that this controller has started, and leave nothing behind."""
+        self._send(AGENT_CONTROL, Shutdown())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._agent.wait(1)
+        end_descendants()
+        self._deliver_news()
+        self._remove_files()
+        self._socket.close(linger=500)
+        self._authenticator.stop()
+        self._context.term()
+
+    def _remove_files(self) -> None:
+        self._log.close()
+        self._key_file.unlink(missing_ok=True)
+
+    def _patience(self) -> int | None:
+        dues = []
+        if self._leave_at is not None:
+            dues.append(self._leave_at - time.monotonic())
+        if self._set is not None and not self._set.up and not self._set.ending:
+            dues.append(self._set.started + _START_LIMIT - time.monotonic())
+        return max(0, int(min(dues) * 1000) + 1) if dues else None
+
+    # --- messages
+
+    def _receive_all(self) -> bool:
+        """Handle what has come. False: the notebook wants everything to end."""
+        for _ in range(256):  # then look at the other sources again
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            for frame in frames:
+                try:
+                    message = decode(frame)
+                    if isinstance(message, Shutdown):
+                        return False
+                    self._handle(identity, message)
+                except Exception:  # one bad message must not cost the user all ranks
+                    with contextlib.suppress(OSError):  # a notebook that has gone does not listen
+                        traceback.print_exc()
+        return True
+
+    def _handle(self, identity: bytes, message: Message) -> None:
+        name, epoch, rank = parse_lane(identity)
+        if isinstance(message, Hello):
+            self._hello(identity, message)
+        elif name.startswith("rank"):
+            if self._set is not None and self._set.epoch == epoch:
+                self._handle_rank(self._set, self._set.ranks[rank], message)
+        elif name.startswith("agent"):
+            self._handle_agent(message)
+        else:
+            self._handle_client(message)
+
+    def _hello(self, identity: bytes, message: Hello) -> None:
+        if message.version != VERSION:
+            raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
+        self._connected.add(identity)
+        for frame in self._waiting.pop(identity, []):
+            self._socket.send_multipart([identity, frame])
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        self._forward(identity, encode(message))
+
+    def _forward(self, identity: bytes, frame: bytes) -> None:
+        if identity in self._connected:
+            self._socket.send_multipart([identity, frame])
+        else:
+            self._waiting.setdefault(identity, []).append(frame)
+
+    def _tell(self, message: Message) -> None:
+        """Tell the notebook, together with all else of this round."""
+        self._news.append(encode(message))
+
+    def _deliver_news(self) -> None:
+        if self._news and CLIENT_EVENTS in self._connected:
+            self._socket.send_multipart([CLIENT_EVENTS, *self._news])
+            self._news.clear()
+
+    # --- from the notebook
+
+    def _handle_client(self, message: Message) -> None:
+        if isinstance(message, Execute):
+            self._execute(message)
+        elif isinstance(message, Credit) and message.items:
+            self._to_rank(RANK_DISPLAY, message.rank, message)
+        elif isinstance(message, Credit):
+            self._send(AGENT_CONTROL, message)
+        elif isinstance(message, Interrupt):
+            self._interrupt(message)
+        elif isinstance(message, Ask):
+            self._ask(message)
+        elif isinstance(message, AskController):
+            self._tell(Answer(message.request, -1, self._answer(message.question, message.arguments)))
+        elif isinstance(message, WidgetMessage):
+            self._to_rank(RANK_CELL, message.rank, message)
+        elif isinstance(message, Start):
+            self._start(message)
+        elif isinstance(message, Stop):
+            self._pending = None
+            self._end_set()
+
+    def _execute(self, message: Execute) -> None:
+        group = self._set
+        if group is None or not group.up:
+            return
+        self._log.begin(message.serial, message.number)
+        frame = encode(message)
+        for number in message.ranks:
+            rank = group.ranks[number]
+            if rank.dead:
+                self._tell(msgspec.structs.replace(rank.dead, serial=message.serial))
+                continue
+            rank.serial = rank.last = message.serial
+            rank.since = time.time()
+            rank.reply, rank.printed = None, False
+            self._forward(lane(RANK_CELL, group.epoch, number), frame)
+        if any(group.ranks[number].dead for number in message.ranks):  # the notebook did not know yet
+            self._interrupt(Interrupt(message.serial, message.ranks))
+
+    def _interrupt(self, message: Interrupt) -> None:
+        for rank in self._set.ranks if self._set is not None else []:
+            if rank.rank in message.ranks and rank.serial == message.serial:
+                self._to_rank(RANK_CONTROL, rank.rank, message)
+
+    def _ask(self, message: Ask) -> None:
+        for number in message.ranks:
+            if self._set is None or number >= len(self._set.ranks) or self._set.ranks[number].dead:
+                self._tell(Answer(message.request, number, {"error": "dead"}))
+            else:
+                self._to_rank(RANK_CONTROL, number, message)
+
+    def _to_rank(self, name: str, rank: int, message: Message) -> None:
+        if self._set is not None and rank < len(self._set.ranks) and not self._set.ranks[rank].dead:
+            self._send(lane(name, self._set.epoch, rank), message)
+
+    def _answer(self, question: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if question == "log":
+            part = self._log.read(arguments["number"], _LOG_CHUNK, arguments["position"])
+            return {"error": "none"} if part is None else asdict(part)
+        ranks = self._set.ranks if self._set is not None else []
+        return {
+            "ranks": [
+                {
+                    "rank": r.rank,
+                    "pid": r.pid,
+                    "device": r.device,
+                    "serial": r.serial,
+                    "since": r.since,
+                    "dead": describe_exit(r.dead.code) if r.dead is not None else "",
+                }
+                for r in ranks
+            ]
+        }
+
+    # --- start and end of a set
+
+    def _start(self, message: Start) -> None:
+        if self._set is not None:
+            self._pending = message
+            self._end_set()
+            return
+        self._linger = message.linger
+        self._epoch += 1
+        ranks = [_Rank(number) for number in range(message.options.count)]
+        self._set = _Set(self._epoch, message.options, ranks, time.monotonic())
+        self._send(AGENT_CONTROL, Spawn(self._epoch, message.options))
+
+    def _end_set(self) -> None:
+        group = self._set
+        if group is None:
+            self._tell(Stopped())
+            return
+        if group.ending:
+            return
+        group.ending = True
+        for rank in group.ranks:
+            if rank.serial:
+                self._to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
+            if rank.ready:
+                self._to_rank(RANK_CELL, rank.rank, Quit())
+        self._send(AGENT_CONTROL, Kill(group.epoch, _QUIT_GRACE if group.up else 0.0))
+
+    def _start_failed(self, text: str) -> None:
+        group = self._set
+        if group is None or group.ending:
+            return
+        self._tell(StartFailed(text))
+        self._end_set()
+
+    def _check_start(self) -> None:
+        group = self._set
+        if group is None or group.up or group.ending:
+            return
+        missing = [rank.rank for rank in group.ranks if not rank.ready]
+        if not missing and group.notes is not None:
+            group.up = True
+            infos = [RankInfo(rank.rank, rank.pid, rank.device) for rank in group.ranks]
+            self._tell(Started(group.epoch, infos, group.backend, group.notes))
+        elif time.monotonic() > group.started + _START_LIMIT:
+            self._start_failed(
+                f"ranks {missing} were not ready after {_START_LIMIT:.0f} s. Type `%distributed start` to try again."
+            )
+
+    # --- from the agent
+
+    def _handle_agent(self, message: Message) -> None:
+        group = self._set
+        if isinstance(message, Progress):
+            self._tell(message)
+            return
+        if group is None or getattr(message, "epoch", group.epoch) != group.epoch:
+            return
+        if isinstance(message, Output):
+            self._output(group.ranks[message.rank], message)
+        elif isinstance(message, Spawned):
+            group.ranks[message.rank].pid = message.pid
+        elif isinstance(message, Spawning):
+            group.notes = message.notes
+            self._tell(Progress("ranks join their group"))
+        elif isinstance(message, SpawnFailed):
+            self._start_failed(message.text)
+        elif isinstance(message, Exited):
+            self._exited(group, message)
+        elif isinstance(message, Gone):
+            self._gone()
+
+    def _exited(self, group: _Set, message: Exited) -> None:
+        if group.ending:
+            return
+        what = message.cause or describe_exit(message.code)
+        if message.rank < 0:
+            self._store_died(group, message)
+            return
+        rank = group.ranks[message.rank]
+        serial, rank.serial = rank.serial, 0
+        rank.dead = Died(rank.rank, message.pid, message.code, message.stderr, serial, message.when, message.cause)
+        self._advance(rank)  # what waited for a display that will not come
+        if not group.up:
+            self._start_failed(
+                f"rank {message.rank} (pid {message.pid}) ended while it started: {what}.\n{message.stderr}".rstrip()
+                + "\nType `%distributed start` to try again."
+            )
+            return
+        self._tell(rank.dead)
+        for other in group.ranks:
+            if serial and other.serial == serial:
+                self._to_rank(RANK_CONTROL, other.rank, Interrupt(serial, [other.rank]))
+
+    def _store_died(self, group: _Set, message: Exited) -> None:
+        what = message.cause or describe_exit(message.code)
+        if not group.up:
+            self._start_failed(
+                f"the rendezvous store (pid {message.pid}) ended while ranks started: {what}. "
+                "Type `%distributed start` to try again."
+            )
+            return
+        if message.cause:  # the ranks ended with it, which says all
+            return
+        self._tell(
+            Notice(
+                f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
+                "groups that exist go on, but no new group can be made. "
+                "`%distributed restart` brings up a fresh set."
+            )
+        )
+
+    def _gone(self) -> None:
+        self._set = None
+        self._connected = {identity for identity in self._connected if not identity.startswith(b"rank")}
+        self._waiting = {}
+        if self._pending is not None:
+            start, self._pending = self._pending, None
+            self._start(start)
+        else:
+            self._tell(Stopped())
+
+    def _agent_died(self) -> None:
+        code = self._agent.wait()
+        end_descendants()  # its ranks have come to us
+        if CLIENT_EVENTS not in self._connected and self._socket.poll(int(_HELLO_GRACE * 1000)):
+            self._receive_all()
+        self._tell(
+            Broken(
+                f"the session's agent (pid {self._agent.pid}) has ended: {describe_exit(code)}; and all ranks with it. "
+                "`%distributed start` begins anew."
+            )
+        )
+
+    # --- from ranks
+
+    def _handle_rank(self, group: _Set, rank: _Rank, message: Message) -> None:
+        if isinstance(message, Reply):
+            rank.reply = message
+            self._check_done(rank)
+        elif isinstance(message, Display):
+            rank.displays[message.sequence] = message
+            self._advance(rank)
+        elif isinstance(message, (Answer, WidgetMessage)):
+            self._tell(message)
+        elif isinstance(message, Ready):
+            self._ready(group, rank, message)
+
+    def _ready(self, group: _Set, rank: _Rank, message: Ready) -> None:
+        if message.failure:
+            self._start_failed(
+                f"rank {rank.rank} could not join the process group: {message.failure}\n"
+                "Type `%distributed start` to try again, `--backend gloo` for another backend, "
+                "or `--no-init` to call init_process_group yourself."
+            )
+            return
+        rank.ready, rank.device, group.backend = True, message.device, message.backend
+
+    def _output(self, rank: _Rank, message: Output) -> None:
+        if message.stream != STDOUT:
+            self._pass_on(rank, message)
+            return
+        rank.held.append(message)
+        self._advance(rank)
+
+    def _advance(self, rank: _Rank) -> None:
+        """Pass on stdout and displays in their order; stop where a display's payload has not come yet."""
+        while rank.held:
+            mark = rank.held[0].mark
+            sequence = mark[1] if mark is not None else END
+            if sequence > END and sequence not in rank.displays and sequence not in rank.shown_early and not rank.dead:
+                return
+            self._pass_on(rank, rank.held.popleft())
+            rank.shown_early.discard(sequence)
+            display = rank.displays.pop(sequence, None)
+            if display is not None:
+                self._tell(display)
+
+    def _pass_on(self, rank: _Rank, message: Output) -> None:
+        if message.data:
+            notice = self._log.write(rank.last, message.rank, message.stream, message.data)
+            if notice is not None:
+                self._tell(Notice(notice))
+            self._tell(Output(message.rank, message.stream, message.data))
+        if message.mark is not None and message.mark[1] <= END and message.mark[0] == rank.serial:
+            rank.printed = True
+            if message.mark[1] == PLAIN_END:
+                rank.reply = Reply(rank.serial, rank.rank, "ok")
+            self._check_done(rank)
+
+    def _check_done(self, rank: _Rank) -> None:
+        """A cell is over on a rank when its reply and the mark behind its output have come."""
+        if rank.reply is None or not rank.printed:
+            return
+        for sequence in sorted(rank.displays):  # an interrupt fell between the payload and its mark
+            rank.shown_early.add(sequence)
+            self._tell(rank.displays.pop(sequence))
+        self._tell(rank.reply)
+        rank.serial, rank.reply, rank.printed = 0, None, False
+
+
+class _Whitelist:
+    """Admits exactly these public keys."""
+
+    def __init__(self, keys: set[bytes]) -> None:
+        self._keys = keys
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys

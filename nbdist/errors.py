@@ -1,0 +1,147 @@
+"""The errors that nbdist raises. Knows nothing of torch, the wire or Jupyter.
+
+NbdistError
+├── UsageError            what was typed can't be done; nothing has changed
+├── SessionError
+│   ├── SessionClosed     you closed it (or never opened it)
+│   ├── SessionBroken     it broke: its controller, its agent or its start-up failed
+│   └── SessionBusy       its ranks are running something else
+├── RankError             ranks raised; the first cause stands first
+│   ├── RankDied          a rank's process has ended
+│   └── RankTimeout       ranks were still running when the time was over
+├── TransferError         a value can't travel between processes
+└── InteractionError      code on a rank asked for the keyboard
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class NbdistError(Exception):
+    """Root of all errors of nbdist.
+
+    >>> try:
+    ...     session.run("1/0")
+    ... except nbdist.NbdistError as error:
+    ...     print(error)
+
+    In a notebook only its text is shown, without frames of nbdist's own.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        return f"{type(self).__name__}: {self}".splitlines()
+
+
+class UsageError(NbdistError, ValueError):
+    """What was typed can't be done. Nothing has changed; the text says what is allowed and what to type."""
+
+
+class SessionError(NbdistError):
+    """A session can't do what was asked of it."""
+
+
+class SessionClosed(SessionError):
+    """There is no session, or you closed it. Type `%distributed start -n 2` (or `nbdist.Session(2)`) to have one."""
+
+
+class SessionBroken(SessionError):
+    """A process that the session can't do without has ended, or its ranks could not be brought up.
+
+    Every rank is gone, and their variables with them. `%distributed start` begins anew, without a kernel restart.
+    """
+
+
+class SessionBusy(SessionError):
+    """Ranks that were asked for are still running another cell. Nothing has been sent to any rank.
+
+    Wait for that cell, or `%distributed interrupt`, or as the last resort `%distributed restart`.
+    """
+
+
+class TransferError(NbdistError):
+    """A value can't be sent to another process. Nothing was sent; the text names the part that can't travel."""
+
+
+class InteractionError(NbdistError):
+    """Code on a rank asked for the keyboard, which ranks do not have. The cell ends; the rank lives on."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What went wrong on one rank.
+
+    Attributes:
+        rank: The rank.
+        kind: "raised", "died", "interrupted" or "running" (did not end in time).
+        name: Name of the exception's class, or of the signal that ended the process.
+        text: The exception's message.
+        traceback: The rank's traceback as the notebook would show it (may hold ANSI colours).
+        when: Seconds on the machine's monotonic clock.
+        pickled: The pickled exception, if it could be pickled.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    text: str
+    traceback: str
+    when: float
+    pickled: bytes | None = None
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The exception object, or None when it does not unpickle in this process."""
+        if self.pickled is None:
+            return None
+        try:
+            value = pickle.loads(self.pickled)
+        except Exception:
+            return None
+        return value if isinstance(value, BaseException) else None
+
+
+class RankError(NbdistError):
+    """One or more ranks raised. The ranks live on, and their variables with them; the next cell works.
+
+    Attributes:
+        report: The whole text: the first failure with its traceback, then one line for each other group of ranks.
+        failures: What went wrong, by rank, the first cause first.
+    """
+
+    def __init__(self, report: str, failures: Mapping[int, RankFailure] | None = None) -> None:
+        super().__init__(report)
+        self.report = report
+        self.failures: dict[int, RankFailure] = dict(failures or {})
+
+    @property
+    def first(self) -> RankFailure | None:
+        """The failure that came first: the root cause."""
+        return next(iter(self.failures.values()), None)
+
+    @property
+    def exceptions(self) -> dict[int, BaseException | None]:
+        """The ranks' exception objects (None where one does not unpickle here)."""
+        return {rank: failure.exception for rank, failure in self.failures.items()}
+
+    def __str__(self) -> str:
+        return self.report.split("\n", 1)[0]
+
+    def _render_traceback_(self) -> list[str]:
+        return self.report.splitlines()
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, RankFailure]]]:
+        return type(self), (self.report, self.failures)
+
+
+class RankDied(RankError):
+    """The process of a rank has ended; its variables are lost. The other ranks keep theirs.
+
+    Go on with the living (`%%distributed -r 0,2-3`), or bring up a fresh set with `%distributed restart`.
+    """
+
+
+class RankTimeout(RankError, TimeoutError):
+    """Ranks were still running when the time given was over. They were interrupted and keep their variables."""

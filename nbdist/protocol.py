@@ -1,0 +1,469 @@
+"""The wire: every message between client, controller, agent and ranks, and how their connections are named and secured.
+
+The only module that knows it. It knows nothing of what the messages cause.
+
+Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays
+another. A connection's identity is its lane: `client.events`, `agent.control`, `rank.cell/2/3` (epoch 2, rank 3).
+A message is one frame: a msgspec struct with a tag. CurveZMQ protects every hop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+VERSION = 1
+
+CLIENT_COMMANDS = b"client.commands"
+CLIENT_EVENTS = b"client.events"
+AGENT_CONTROL = b"agent.control"
+AGENT_OUTPUT = b"agent.output"
+RANK_CELL = "rank.cell"
+RANK_CONTROL = "rank.control"
+RANK_DISPLAY = "rank.display"
+
+STDOUT, STDERR = 1, 2
+
+# Sequence numbers of marks in a rank's stdout: above END the place of an item, END the end of a cell whose reply comes
+# by itself, PLAIN_END the end of one that has nothing to say but that all went well.
+END, PLAIN_END = 0, -1
+
+# What a rank may have printed (or shown) that its notebook has not taken yet; then its pipe fills and the rank waits.
+OUTPUT_WINDOW = 1 << 20
+OUTPUT_CREDIT = 1 << 17
+
+
+def lane(name: str, epoch: int, rank: int) -> bytes:
+    """The identity of a rank's connection."""
+    return b"%s/%d/%d" % (name.encode(), epoch, rank)
+
+
+def parse_lane(identity: bytes) -> tuple[str, int, int]:
+    """Name, epoch and rank of a connection; epoch and rank are -1 for connections that belong to no rank."""
+    name, _, rest = identity.decode().partition("/")
+    if not rest:
+        return name, -1, -1
+    epoch, _, rank = rest.partition("/")
+    return name, int(epoch), int(rank)
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Base of all messages."""
+
+
+# --- any process to the controller -------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message on each connection."""
+
+    version: int
+    pid: int
+
+
+# --- client to controller ----------------------------------------------------------------------------------
+
+
+class StartOptions(msgspec.Struct, frozen=True):
+    """What `start` asks for. The environment is the notebook's, as it is at that moment."""
+
+    count: int
+    environment: dict[str, str]
+    cwd: str
+    sys_path: list[str]
+    argv: list[str]
+    umask: int
+    open_files: int  # how many the notebook may have open (RLIMIT_NOFILE)
+    gpus: list[str] | None = None
+    backend: str | None = None
+    init: bool = True
+    timeout: float = 1800.0
+
+    def search_path(self) -> list[str]:
+        """`sys_path` as it is meant in `cwd`."""
+        return [os.path.join(self.cwd, entry) for entry in self.sys_path]
+
+
+class Start(Message, frozen=True):
+    """Bring up a set of ranks (and end the present one, if any). `linger`: seconds that it outlives a killed kernel."""
+
+    options: StartOptions
+    linger: float = 0.0
+
+
+class Execute(Message, frozen=True):
+    """Run something on the main thread of ranks.
+
+    kind: "cell" (code in the shell), "call" (a pickled function), "push" (a pickled dict), "pull" (an expression in
+    `code`), "free".
+    number: the cell's number in the notebook. offset: lines of the cell above `code`.
+    """
+
+    serial: int
+    ranks: list[int]
+    kind: str
+    code: str
+    number: int = 0
+    offset: int = 0
+    payload: bytes = b""
+
+
+class Interrupt(Message, frozen=True):
+    """KeyboardInterrupt on ranks that still run the cell `serial`."""
+
+    serial: int
+    ranks: list[int]
+
+
+class Ask(Message, frozen=True):
+    """A question to the control threads of ranks ("complete", "inspect", "stack", "memory"), answered at once."""
+
+    request: int
+    ranks: list[int]
+    question: str
+    arguments: dict[str, Any] = {}
+
+
+class AskController(Message, frozen=True):
+    """A question to the controller and its agent: "status", "log"."""
+
+    request: int
+    question: str
+    arguments: dict[str, Any] = {}
+
+
+class Credit(Message, frozen=True):
+    """The client has taken `size` bytes of what a rank has printed; `items`: of its displays and widget messages."""
+
+    rank: int
+    size: int
+    items: bool = False
+
+
+class WidgetMessage(Message, frozen=True):
+    """A comm message between the page and a widget that lives on a rank, in either direction.
+
+    size: bytes to be credited to the rank when the client has taken it.
+    """
+
+    rank: int
+    event: str
+    comm_id: str
+    target: str
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    buffers: list[bytes]
+    size: int = 0
+
+
+class Stop(Message, frozen=True):
+    """End the ranks. The controller, its agent and the template stay."""
+
+
+class Shutdown(Message, frozen=True):
+    """End everything."""
+
+
+# --- controller to client ----------------------------------------------------------------------------------
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """A rank as the notebook sees it."""
+
+    rank: int
+    pid: int
+    device: str
+
+
+class Progress(Message, frozen=True):
+    """What a start-up is doing at the moment, in plain words."""
+
+    text: str
+
+
+class Started(Message, frozen=True):
+    """The ranks are up and their process group is ready."""
+
+    epoch: int
+    ranks: list[RankInfo]
+    backend: str
+    notes: list[str]
+
+
+class StartFailed(Message, frozen=True):
+    """The ranks could not be brought up; nothing of them is left."""
+
+    text: str
+
+
+class Stopped(Message, frozen=True):
+    """The ranks have ended."""
+
+
+class Output(Message, frozen=True):
+    """Bytes that a rank printed. On the way from the agent they may carry the mark that follows them."""
+
+    rank: int
+    stream: int
+    data: bytes
+    mark: tuple[int, int] | None = None
+
+
+class Display(Message, frozen=True):
+    """A rich item of a rank. kind: "display", "update", "result", "clear". `sequence`: its place in the rank's stdout.
+
+    size: bytes to be credited to the rank when the client has taken it.
+    """
+
+    rank: int
+    sequence: int
+    kind: str
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str = ""
+    wait: bool = False
+    size: int = 0
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An exception on a rank, as text and, if possible, pickled. `when` is on the machine's monotonic clock."""
+
+    name: str
+    text: str
+    traceback: str
+    when: float
+    pickled: bytes | None = None
+
+
+class Reply(Message, frozen=True):
+    """A rank has finished an Execute. status: "ok", "error" or "interrupted"."""
+
+    serial: int
+    rank: int
+    status: str
+    failure: Failure | None = None
+    result: str | None = None
+    payload: bytes = b""
+    names: list[str] | None = None
+
+
+class Died(Message, frozen=True):
+    """The process of a rank has ended. `serial`: the cell it ran, 0 for none. `cause`: whose end it follows from."""
+
+    rank: int
+    pid: int
+    code: int
+    stderr: str
+    serial: int
+    when: float
+    cause: str = ""
+
+
+class Notice(Message, frozen=True):
+    """One line for the user."""
+
+    text: str
+
+
+class Broken(Message, frozen=True):
+    """The session is over: every rank is gone, and why."""
+
+    text: str
+
+
+class Answer(Message, frozen=True):
+    """A rank's answer to Ask, or (rank -1) the controller's to AskController."""
+
+    request: int
+    rank: int
+    data: dict[str, Any]
+
+
+# --- controller and agent ----------------------------------------------------------------------------------
+
+
+class Spawn(Message, frozen=True):
+    """Fork a store and ranks from the template."""
+
+    epoch: int
+    options: StartOptions
+
+
+class Kill(Message, frozen=True):
+    """End the ranks of an epoch: after `grace` seconds by force."""
+
+    epoch: int
+    grace: float
+
+
+class Spawned(Message, frozen=True):
+    """A rank's process exists."""
+
+    epoch: int
+    rank: int
+    pid: int
+
+
+class Spawning(Message, frozen=True):
+    """All ranks of the epoch are forked. `notes` are lines for the user."""
+
+    epoch: int
+    notes: list[str]
+
+
+class SpawnFailed(Message, frozen=True):
+    """The agent could not bring up the epoch; it has cleaned up what there was."""
+
+    epoch: int
+    text: str
+
+
+class Exited(Message, frozen=True):
+    """A process of the epoch has ended, its output is all read and its process group is gone. rank -1: the store.
+
+    code: as subprocess has it, -9 for SIGKILL. cause: whose end it follows from, if it is not its own.
+    """
+
+    epoch: int
+    rank: int
+    pid: int
+    code: int
+    stderr: str
+    when: float
+    cause: str = ""
+
+
+class Gone(Message, frozen=True):
+    """No process of the epoch is left."""
+
+    epoch: int
+
+
+# --- controller and ranks ----------------------------------------------------------------------------------
+
+
+class Ready(Message, frozen=True):
+    """A rank is up. `failure` says why it is not."""
+
+    rank: int
+    device: str
+    backend: str
+    failure: str = ""
+
+
+class Quit(Message, frozen=True):
+    """Leave in an orderly way: run what atexit has, then go."""
+
+
+class RankSetup(msgspec.Struct, frozen=True):
+    """What a rank needs to know, given to it by file descriptor."""
+
+    epoch: int
+    rank: int
+    url: str
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+    token: bytes
+    store_port: int
+    gpu_count: int
+    threads: int
+    options: StartOptions
+
+
+AnyMessage = (
+    Hello
+    | Start
+    | Execute
+    | Interrupt
+    | Ask
+    | AskController
+    | Credit
+    | WidgetMessage
+    | Stop
+    | Shutdown
+    | Progress
+    | Started
+    | StartFailed
+    | Stopped
+    | Output
+    | Display
+    | Reply
+    | Died
+    | Notice
+    | Broken
+    | Answer
+    | Spawn
+    | Kill
+    | Spawned
+    | Spawning
+    | SpawnFailed
+    | Exited
+    | Gone
+    | Ready
+    | Quit
+)
+
+encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """The message in a frame.
+
+    Raises:
+        msgspec.DecodeError: The frame is none of ours.
+    """
+    message: AnyMessage = _decoder.decode(frame)
+    return message
+
+
+# --- keys --------------------------------------------------------------------------------------------------
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """Where the controller listens, and the key pair with which one kind of process may connect to it."""
+
+    url: str
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+
+
+def write_key_file(path: Path, keys: Keys) -> None:
+    """Write keys to a file that only its owner can read."""
+    fields = {
+        name: value.decode() if isinstance(value, bytes) else value
+        for name, value in msgspec.structs.asdict(keys).items()
+    }
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(fields, file)
+
+
+def read_key_file(path: Path) -> Keys:
+    """The keys in a file that `write_key_file` wrote."""
+    fields = json.loads(path.read_text())
+    return Keys(fields["url"], *(fields[name].encode() for name in ("server_key", "public_key", "secret_key")))
+
+
+def connect(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, identity: bytes) -> zmq.Socket[bytes]:
+    """A connection to the controller, encrypted, that has said hello."""
+    socket = context.socket(zmq.DEALER)
+    socket.identity = identity
+    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
+        keys.server_key,
+        keys.public_key,
+        keys.secret_key,
+    )
+    # Queues are bounded by credits in bytes (Output) and by one request at a time, not by zmq's message counts.
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.linger = 1000
+    socket.connect(keys.url)
+    socket.send(encode(Hello(VERSION, os.getpid())))
+    return socket

@@ -1,0 +1,75 @@
+"""How users write sets of ranks: "0,2-3" and "all". Knows nothing of sessions; numbers and text only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_PIECE = re.compile(r"(?P<first>[0-9]+)(?:\s*-\s*(?P<last>[0-9]+))?")
+
+
+def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+    """Read a set of ranks.
+
+    Args:
+        text: Ranks and ranges separated by commas, such as "0,2-3", or "all". Blanks don't matter.
+        world_size: Number of ranks in the session, at least 1.
+
+    Returns:
+        The ranks, each once, in ascending order.
+
+    Raises:
+        ValueError: A piece is no rank or range, or not in the session. The message says what is allowed.
+    """
+    if text.strip().lower() == "all":
+        return tuple(range(world_size))
+    ranks: set[int] = set()
+    for piece in text.split(","):
+        ranks.update(_parse_piece(piece.strip(), world_size))
+    return tuple(sorted(ranks))
+
+
+def _parse_piece(piece: str, world_size: int) -> range:
+    match = _PIECE.fullmatch(piece)
+    if match is None:
+        wrong = f"'{piece}' isn't a rank or a range of ranks" if piece else "a rank is missing"
+        raise ValueError(f"{wrong}: {_allowed(world_size)}")
+    first = match["first"]
+    last = match["last"] or first
+    for number in (first, last):
+        # The length first: int() refuses thousands of digits with advice that is not for our users.
+        if len(number.lstrip("0")) > len(str(world_size)) or int(number) >= world_size:
+            raise ValueError(f"rank {number} isn't in this session: {_allowed(world_size)}")
+    if int(last) < int(first):
+        raise ValueError(f"'{piece}' counts down: write {last}-{first}; {_allowed(world_size)}")
+    return range(int(first), int(last) + 1)
+
+
+def _allowed(world_size: int) -> str:
+    if world_size == 1:
+        return "it has rank 0 only; for example -r 0"
+    example = "0,2-3" if world_size > 3 else "0-1"
+    return f"it has ranks 0-{world_size - 1}; for example -r {example}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """The shortest text that `parse_ranks` reads as these ranks: "0,2-3"."""
+    return ",".join(_spans(ranks))
+
+
+def describe_ranks(ranks: Iterable[int]) -> str:
+    """A set of ranks for a sentence: "rank 2", "ranks 0, 2-3", "no ranks"."""
+    numbers = set(ranks)
+    if not numbers:
+        return "no ranks"
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(_spans(numbers))
+
+
+def _spans(ranks: Iterable[int]) -> list[str]:
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]

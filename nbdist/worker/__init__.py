@@ -1,0 +1,1 @@
+"""The inside of a rank: its shell, its control thread, its process group."""

@@ -1,0 +1,139 @@
+"""From an exception on a rank to what is sent of it. Knows nothing of the wire's other messages or the shell's work."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import sys
+import sysconfig
+import time
+import traceback as tracebacks
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from nbdist.protocol import Failure
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OURS = __file__.rsplit("/", 2)[0]
+_CELL = re.compile(r'File "<ipython-input-(\d+)-\w+>", line')
+_ENDS = 20  # frames that are shown of each end of a recursion
+_PICKLE_LIMIT = 1 << 20  # bytes of an exception object that are worth sending
+
+
+def describe(error: BaseException, traceback: str) -> Failure:
+    """The failure to send for an exception, with its traceback as text."""
+    return Failure(
+        name=type(error).__name__,
+        text=_message(error),
+        traceback=traceback,
+        when=time.monotonic(),
+        pickled=_pickle(error),
+    )
+
+
+def trim(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback with the user's own frames, and the innermost one whosever it is but ours.
+
+    Of a deep recursion only both ends: rendering a thousand frames takes seconds.
+    """
+    frames: list[types.TracebackType] = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    kept = [entry for entry in frames[:-1] if _is_users(entry.tb_frame.f_code.co_filename)] + frames[-1:]
+    if len(kept) > 2 * _ENDS:
+        kept = kept[:_ENDS] + kept[-_ENDS:]
+    trimmed: types.TracebackType | None = None
+    for entry in reversed(kept):
+        trimmed = types.TracebackType(trimmed, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return trimmed
+
+
+def holds_group(error: BaseException | None) -> bool:
+    """Whether an exception group is part of it, which IPython does not render."""
+    return any(_is_group(part) for part in _chain(error))
+
+
+def _is_group(error: BaseException) -> bool:
+    return any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
+
+
+def render_plainly(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> str:
+    """The traceback as Python prints it, with cells named as the notebook names them."""
+    text = "".join(tracebacks.format_exception(kind, error, traceback))
+    return _CELL.sub(r"Cell In[\1], line", text)
+
+
+@contextlib.contextmanager
+def trimmed_causes(error: BaseException) -> Iterator[None]:
+    """While the body runs, the exceptions behind this one have trimmed tracebacks too."""
+    causes = [(cause, cause.__traceback__) for cause in _chain(error) if cause is not error]
+    for cause, traceback in causes:
+        cause.__traceback__ = trim(traceback)
+    try:
+        yield
+    finally:
+        for cause, traceback in causes:
+            cause.__traceback__ = traceback
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An exception and all that it came from, also what its groups hold."""
+    found: list[BaseException] = []
+    todo = [error]
+    while todo:
+        current = todo.pop()
+        if current is None or any(current is known for known in found):
+            continue
+        found.append(current)
+        todo += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
+    return found
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((*_LIBRARIES, "<frozen"))
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its str() raised {type(broken).__name__}>"
+
+
+def _pickle(error: BaseException) -> bytes | None:
+    sink = _Sink()
+    try:
+        _Pickler(sink).dump(error)
+    except Exception:
+        return None
+    return b"".join(sink.chunks)
+
+
+class _Sink:
+    """Takes a pickle of limited size."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self._left = _PICKLE_LIMIT
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._left -= size
+        if self._left < 0:
+            raise pickle.PicklingError("too large")
+        self.chunks.append(bytes(data))
+        return size
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses tensors: an error report is no way to copy them, and unpickling one may wake the notebook's CUDA."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            raise pickle.PicklingError("a tensor")
+        return NotImplemented

@@ -1,0 +1,179 @@
+"""The process group of a rank: joining it, leaving it, and what torchrun's environment says of it.
+
+The module that leans on young or private parts of torch; each is probed when used, and a missing one costs that
+feature only. Knows nothing of the shell or the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from nbdist.protocol import RankSetup, StartOptions
+
+_LOOPBACK = "lo"
+
+
+def environment(setup: RankSetup) -> dict[str, str]:
+    """Torchrun's variables for this rank."""
+    world, rank = str(setup.options.count), str(setup.rank)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": "0",
+        "ROLE_RANK": rank,
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(setup.store_port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": f"nbdist-{setup.epoch}",
+        # The user's own init_process_group() then connects to our store instead of opening one.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    defaults = {
+        "OMP_NUM_THREADS": str(setup.threads),
+        # One machine: nothing of it listens to the network.
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "NCCL_SOCKET_IFNAME": _LOOPBACK,
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+    }
+    if setup.options.gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.options.gpus)
+    return {name: value for name, value in defaults.items() if name not in setup.options.environment} | variables
+
+
+def prepare_torch(setup: RankSetup) -> None:
+    """Give the forked torch what a fresh process would have read from its environment."""
+    import numpy
+    import torch
+    import torch.distributed
+
+    wanted = os.environ["OMP_NUM_THREADS"].split(",")[0].strip()  # OpenMP allows a list by nesting level
+    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else setup.threads)
+    read_debug_level = getattr(torch.distributed, "set_debug_level_from_env", None)
+    if read_debug_level is not None:
+        read_debug_level()
+    # torch's own generator starts from a constant in every process, so it is left as a fresh one would be.
+    random.seed()
+    numpy.random.seed()
+
+
+def device(setup: RankSetup) -> Any:
+    """The device of this rank: its own GPU, or the CPU."""
+    import torch
+
+    if _gpu_count(setup) == 0:
+        return torch.device("cpu")
+    local = torch.device("cuda", setup.rank % setup.gpu_count)
+    torch.cuda.set_device(local)
+    return local
+
+
+def _gpu_count(setup: RankSetup) -> int:
+    """The GPUs that this torch can use."""
+    import torch
+
+    return setup.gpu_count if torch.backends.cuda.is_built() else 0
+
+
+def backend_for(options: StartOptions, gpu_count: int) -> str:
+    """The backend to use: what was asked for, else nccl and gloo where every rank has a GPU of its own, else gloo."""
+    if options.backend is not None:
+        return options.backend
+    return "cpu:gloo,cuda:nccl" if gpu_count >= options.count else "gloo"
+
+
+def join(setup: RankSetup) -> str:
+    """Make the default process group.
+
+    Returns:
+        Its backend, as torch names it.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False, timeout=timedelta(seconds=60))
+    backend = backend_for(setup.options, _gpu_count(setup))
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"nbdist/{setup.epoch}", store),
+        rank=setup.rank,
+        world_size=setup.options.count,
+        timeout=timedelta(seconds=setup.options.timeout),
+    )
+    _keep_from_children()
+    return backend
+
+
+def _keep_from_children() -> None:
+    """Programs that a cell starts must not hold the group's connections: its peers would not notice this rank's end."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):  # the descriptor with which the folder was read
+                os.set_inheritable(int(name), False)
+
+
+def separate_rendezvous(cell: Callable[[], int]) -> None:
+    """Give each `init_process_group()` of the user's a part of the store of its own.
+
+    Without that, a rank that runs a cell again may find the addresses that others left there the time before.
+
+    Args:
+        cell: Gives the serial number of the cell that runs, which is the same on all ranks.
+    """
+    from torch.distributed import PrefixStore
+
+    # Not `from torch.distributed import rendezvous`: that is the function of the same name.
+    handlers = getattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+    original = handlers.get("env")
+    if original is None:
+        return
+    latest = (0, 0)
+
+    def handler(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        nonlocal latest
+        serial = cell()
+        latest = (serial, latest[1] + 1 if latest[0] == serial else 1)
+        for store, rank, world_size in original(*args, **kwargs):
+            yield PrefixStore(f"cell/{latest[0]}/{latest[1]}", store), rank, world_size
+
+    handlers["env"] = handler
+
+
+def serve_store(listener: socket.socket) -> Any:
+    """Host the rendezvous store on a listening socket. It serves from a thread of its own for as long as it is kept.
+
+    Given only a host name, TCPStore would listen on every interface.
+    """
+    import torch.distributed as dist
+
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+
+
+def free_device_memory() -> int:
+    """Give cached device memory back to the device. Returns the bytes that this freed."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    before = int(torch.cuda.memory_reserved())
+    torch.cuda.empty_cache()
+    return before - int(torch.cuda.memory_reserved())

@@ -1,0 +1,132 @@
+"""Who may be interrupted when: KeyboardInterrupt reaches exactly the cell that was meant, or nobody.
+
+Knows the main thread's signals; knows nothing of the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+_RESEND = 1.0  # seconds until a KeyboardInterrupt that did not end the cell is sent again
+_RESEND_UNRAISABLE = 0.02
+
+
+class InterruptGate:
+    """Raises KeyboardInterrupt on the main thread, only while the cell that it was asked for is running.
+
+    Args:
+        wake: Called from any thread when `resend_due` has changed.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._main = threading.main_thread().ident or 0
+        self._pid = os.getpid()
+        self._wanted = 0
+        self._asked = 0
+        self._running = 0
+        self._due: float | None = None
+        signal.signal(signal.SIGINT, self._handle)
+        self._ignored = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
+
+    @property
+    def running(self) -> int:
+        """The serial number of the cell that runs, 0 for none."""
+        return self._running
+
+    @property
+    def asked(self) -> bool:
+        """Whether the running cell has been asked to stop."""
+        return self._running != 0 and self._asked == self._running
+
+    @contextlib.contextmanager
+    def open(self, serial: int) -> Iterator[None]:
+        """While the body runs, requests for this serial number raise KeyboardInterrupt in it."""
+        self._running = serial
+        try:
+            if self._asked == serial:  # asked before the cell came
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._running = 0
+            self._due = None
+
+    def request(self, serial: int) -> None:
+        """Interrupt the cell `serial`, now or when it starts. From any thread."""
+        self._asked = serial
+        self._send()
+
+    def resend(self) -> None:
+        """Send the interrupt again if the cell has swallowed it. From the control thread."""
+        if self._due is not None and time.monotonic() >= self._due:
+            self._send()
+
+    def resend_due(self) -> float | None:
+        """Seconds until `resend` should be called, or None."""
+        due = self._due
+        return None if due is None else max(0.0, due - time.monotonic())
+
+    def _send(self) -> None:
+        self._wanted = self._asked
+        if self._running != self._asked:
+            self._due = None
+            return
+        self._due = time.monotonic() + _RESEND
+        self._wake()
+        signal.pthread_kill(self._main, signal.SIGINT)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        if self._running and self._wanted == self._running and os.getpid() == self._pid:
+            self._wanted = 0
+            raise KeyboardInterrupt
+
+    def _unraisable(self, args: Any) -> None:
+        if args.exc_type is KeyboardInterrupt and self.asked:
+            self._due = time.monotonic() + _RESEND_UNRAISABLE  # a finaliser swallowed it
+            self._wake()
+            return
+        self._ignored(args)
+
+
+def run_coroutine(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a cell's coroutine. When interrupted, cancel it: else it would go on inside the next cell that awaits."""
+    task = loop.create_task(coroutine)
+    try:
+        return loop.run_until_complete(task)
+    except BaseException:
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                loop.run_until_complete(asyncio.wait([task], timeout=1))
+        raise
+
+
+def run_command(command: str) -> int:
+    """Run a shell command with the rank's own stdout and stderr. An interrupt ends the command and then the cell.
+
+    Returns:
+        The exit code as subprocess has it.
+    """
+    process = subprocess.Popen(
+        command, shell=True, executable=os.environ.get("SHELL") or None, stdin=subprocess.DEVNULL
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise

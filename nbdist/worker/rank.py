@@ -1,0 +1,252 @@
+"""The process of a rank, from the fork to its end: becomes itself, joins the group, runs what it is told.
+
+Knows its lanes and its shell; knows nothing of other ranks but through torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from nbdist import transfer
+from nbdist.processes import adopt_orphans, die_with_parent
+from nbdist.protocol import (
+    END,
+    PLAIN_END,
+    RANK_CELL,
+    RANK_CONTROL,
+    RANK_DISPLAY,
+    Execute,
+    Failure,
+    Keys,
+    Quit,
+    RankSetup,
+    Ready,
+    Reply,
+    WidgetMessage,
+    connect,
+    decode,
+    encode,
+    lane,
+)
+from nbdist.worker import groups, streams
+from nbdist.worker.control import ControlThread
+from nbdist.worker.display import DisplayLane
+from nbdist.worker.shell import RankShell
+from nbdist.worker.widgets import WidgetRelay
+
+
+def enter(parent: int, role: str, descriptors: list[int]) -> None:
+    """What a process does that the template has just forked; returns when its work is done.
+
+    Args:
+        parent: The template's process id.
+        role: "rank" or "store".
+        descriptors: Of a rank: stdout, stderr, its setup. Of the store: the listening socket, stderr.
+    """
+    os.setsid()
+    die_with_parent(parent)
+    adopt_orphans()  # what its children leave behind stays below it, and so is found when it dies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.enable()
+    if role == "store":
+        _become_store(*descriptors)
+    else:
+        _become_rank(*descriptors)
+
+
+def _become_store(listener: int, stderr: int) -> None:
+    os.dup2(stderr, 1)
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    store = groups.serve_store(socket.socket(fileno=listener))
+    threading.Event().wait()
+    del store
+
+
+def _become_rank(stdout: int, stderr: int, setup_file: int) -> None:
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    with open(setup_file, "rb") as file:
+        setup = msgspec.msgpack.decode(file.read(), type=RankSetup)
+    os.close(stdout)
+    os.close(stderr)
+    _take_on(setup)
+    streams.redirect_python()
+    faulthandler.enable(file=2)
+    Rank(setup).run()
+
+
+def _take_on(setup: RankSetup) -> None:
+    """Take over the notebook's environment, as it was at `start`."""
+    options = setup.options
+    os.environ.clear()
+    os.environ.update(options.environment)
+    os.environ.update(groups.environment(setup))
+    os.umask(options.umask)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (options.open_files, hard))
+    os.chdir(options.cwd)
+    sys.path[:] = options.sys_path
+    sys.argv[:] = options.argv
+    importlib.invalidate_caches()
+    time.tzset()
+    # Python 3.14 has another default; workers of a DataLoader must find the classes of cells.
+    multiprocessing.set_start_method("fork", force=True)
+    groups.prepare_torch(setup)
+
+
+class Rank:
+    """One rank at work."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self._setup = setup
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._cells = self._connect(RANK_CELL)
+        self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
+        self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
+        self._control.release = self._release
+        self._parcels: dict[int, transfer.Packed] = {}
+        self._names: list[str] = []
+        self._widgets = WidgetRelay(self._lane)
+
+    def run(self) -> None:
+        """Join the group, then run what comes until told to quit."""
+        self._control.start()
+        try:
+            groups.separate_rendezvous(lambda: self._control.gate.running)
+            device = groups.device(self._setup)
+            self._shell = RankShell.make(self._lane, self._own_names(device))
+            self._control.shell = self._shell
+            self._names = self._current_names()
+            backend = groups.join(self._setup) if self._setup.options.init else "none"
+        except Exception as error:
+            self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))
+        else:
+            self._cells.send(encode(Ready(self._setup.rank, str(device), backend)))
+        self._serve()
+        # What an orderly end of a Python process does that matters here; the rest would cost 0.2 s a rank.
+        atexit._run_exitfuncs()
+        streams.flush_c()
+
+    def _connect(self, name: str) -> zmq.Socket[bytes]:
+        setup = self._setup
+        keys = Keys(setup.url, setup.server_key, setup.public_key, setup.secret_key)
+        return connect(self._context, keys, lane(name, setup.epoch, setup.rank))
+
+    def _own_names(self, device: Any) -> dict[str, Any]:
+        rank, world_size = self._setup.rank, self._setup.options.count
+        return {"rank": rank, "local_rank": rank, "world_size": world_size, "device": device}
+
+    def _serve(self) -> None:
+        while True:
+            message = decode(self._cells.recv())
+            if isinstance(message, Execute):
+                self._execute(message)
+            elif isinstance(message, WidgetMessage):
+                self._widgets.deliver(message)
+            elif isinstance(message, Quit):
+                return
+
+    def _execute(self, task: Execute) -> None:
+        self._shell.forget_failure()
+        work = {
+            "cell": self._run_cell,
+            "call": self._call,
+            "push": self._push,
+            "pull": self._pull,
+            "free": self._free,
+        }
+        reply = self._guarded(task, work[task.kind])
+        streams.flush_c()
+        if reply == Reply(task.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost
+            self._lane.mark(task.serial, PLAIN_END)
+            return
+        self._lane.mark(task.serial, END)
+        self._cells.send(encode(reply))
+
+    def _guarded(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
+        """Run the work so that whatever it raises, an interrupt at its very end too, becomes its reply."""
+        try:
+            with self._control.gate.open(task.serial):
+                return work(task)
+        except BaseException as error:
+            return self._failed(task, self._shell.fail(error))
+
+    def _run_cell(self, task: Execute) -> Reply:
+        failure, result = self._shell.run(task.code, task.number, task.offset)
+        if failure is not None:
+            return self._failed(task, failure)
+        return Reply(task.serial, self._setup.rank, "ok", result=result, names=self._changed_names())
+
+    def _call(self, task: Execute) -> Reply:
+        function, arguments, keywords, source = transfer.unpack(_parcel(task.payload))
+        if source is not None:
+            self._shell.learn_source(*source)
+        value = function(*arguments, **keywords)
+        return self._with_value(task, value, "the return value")
+
+    def _push(self, task: Execute) -> Reply:
+        values = transfer.unpack(_parcel(task.payload))
+        self._shell.user_ns.update(values)
+        return Reply(task.serial, self._setup.rank, "ok", names=self._changed_names())
+
+    def _pull(self, task: Execute) -> Reply:
+        return self._with_value(task, eval(task.code, self._shell.user_ns), task.code)
+
+    def _free(self, task: Execute) -> Reply:
+        before = self._private()
+        self._shell.free()
+        gc.collect()
+        device = groups.free_device_memory()
+        streams.trim_heap()
+        report = {"private": before - self._private(), "device": device}
+        return Reply(task.serial, self._setup.rank, "ok", payload=msgspec.msgpack.encode(report))
+
+    def _private(self) -> int:
+        return int(self._control.memory()["private"])
+
+    def _with_value(self, task: Execute, value: Any, name: str) -> Reply:
+        packed = transfer.pack(value, name=name)
+        self._parcels[task.serial] = packed  # until the notebook has it
+        payload = msgspec.msgpack.encode(packed.parcel)
+        return Reply(task.serial, self._setup.rank, "ok", payload=payload, names=self._changed_names())
+
+    def _release(self, serial: int) -> None:
+        packed = self._parcels.pop(serial, None)
+        if packed is not None:
+            packed.close()
+
+    def _failed(self, task: Execute, failure: Failure) -> Reply:
+        status = "interrupted" if failure.name == "KeyboardInterrupt" else "error"
+        return Reply(task.serial, self._setup.rank, status, failure, names=self._changed_names())
+
+    def _changed_names(self) -> list[str] | None:
+        names = self._current_names()
+        if names == self._names:
+            return None
+        self._names = names
+        return names
+
+    def _current_names(self) -> list[str]:
+        hidden = self._shell.user_ns_hidden
+        return [name for name in self._shell.user_ns if name[:1] != "_" and name not in hidden]
+
+
+def _parcel(payload: bytes) -> transfer.Parcel:
+    return msgspec.msgpack.decode(payload, type=transfer.Parcel)

@@ -1,0 +1,323 @@
+"""The IPython shell of a rank: as in a notebook, but its results and displays go out by the rank's display lane.
+
+Owns how a cell is compiled, named, run and rendered. Knows nothing of the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bdb
+import builtins
+import contextlib
+import functools
+import getpass
+import linecache
+import os
+import sys
+import traceback as tracebacks
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from IPython.core import page
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from nbdist.errors import InteractionError, NbdistError, TransferError, UsageError
+from nbdist.protocol import Failure
+from nbdist.worker import failures
+from nbdist.worker.display import DisplayLane
+from nbdist.worker.interrupts import run_command, run_coroutine
+
+_NO_INPUT = (
+    "input() can't ask anybody on a rank. Ask in a local cell, then send the answer: "
+    "`answer = input()` in one cell, `%distributed push answer` in the next."
+)
+_NO_DEBUGGER = (
+    "a debugger can't stop on a rank: there is no keyboard. Print what you need, or look at the rank's variables "
+    "after the cell has failed: they are kept (`%%distributed -r 0`, then the name)."
+)
+_MAGIC_ADVICE = "type it in a cell of its own (with `auto on`, in one that begins with `%%local`)."
+
+
+class CellCompiler(CachingCompiler):
+    """Compiles a cell so that its line numbers are those of the notebook, where a magic stands above the code."""
+
+    offset = 0
+    _current = ""
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        self._current = super().cache("\n" * self.offset + transformed_code, number, raw_code)
+        return self._current
+
+    def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> Any:
+        padding = "\n" * self.offset if filename == self._current else ""
+        return super().ast_parse(padding + source, filename, symbol)
+
+
+class RankDisplayHook(DisplayHook):
+    """Sends the value of a cell's last expression instead of printing it."""
+
+    shell: Any
+    result_text: str | None = None
+
+    def write_output_prompt(self) -> None: ...
+
+    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+        self.result_text = format_dict.get("text/plain")
+        self.shell.lane.show("result", format_dict, md_dict or {})
+
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        """Keep no copy: a history of every image shown would only grow."""
+
+    def finish_displayhook(self) -> None:
+        self._is_active = False
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """Sends what `display` and its friends show."""
+
+    shell: Any
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        source: object = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **_: Any,
+    ) -> None:
+        display_id = (transient or {}).get("display_id", "")
+        self.shell.lane.show("update" if update else "display", data, metadata or {}, display_id)
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.shell.lane.show("clear", {}, {}, wait=wait)
+
+
+class RankShell(InteractiveShell):
+    """The shell in which a rank runs cells. Made once per process by `make`."""
+
+    compiler_class = CellCompiler
+    displayhook_class = RankDisplayHook
+    display_pub_class = RankDisplayPublisher
+
+    compile: CellCompiler
+    displayhook: RankDisplayHook
+    history_manager: Any
+    lane: DisplayLane
+    failure: Failure | None = None
+
+    @classmethod
+    def prepare(cls) -> RankShell:
+        """The shell as far as it is the same for all ranks. The template makes it before it forks them."""
+        config = Config()
+        config.HistoryManager.enabled = False  # a database and a thread that no rank needs
+        config.IPCompleter.use_jedi = False  # too slow to answer while Tab is held
+        shell: RankShell = cls.instance(config=config)
+        return shell
+
+    @classmethod
+    def make(cls, lane: DisplayLane, names: dict[str, Any]) -> RankShell:
+        """The shell, with these names in its namespace."""
+        shell = cls.prepare()
+        shell.lane = lane
+        shell.starting_dir = os.getcwd()
+        shell.user_ns["_dh"][:] = [Path.cwd()]
+        shell.user_ns.update(names)
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        shell.loop_runner = functools.partial(run_coroutine, loop)
+        shell.set_hook("show_in_pager", page.as_hook(shell._show_in_pager), 99)  # type: ignore[no-untyped-call]
+        warnings.filterwarnings("ignore", message="To exit: use 'exit'")
+        _refuse_keyboard()
+        _refuse_magics(shell)
+        return shell
+
+    def run(self, code: str, number: int, offset: int) -> tuple[Failure | None, str | None]:
+        """Run a cell.
+
+        Args:
+            code: Its body.
+            number: Its number in the notebook.
+            offset: Lines of the cell that stand above the body.
+
+        Returns:
+            What it raised, and the text of its last value; both may be None.
+        """
+        self.failure, self.displayhook.result_text = None, None
+        self._start_cell(number, offset)
+        result = self.run_cell(code, store_history=True)  # type: ignore[no-untyped-call]
+        error = result.error_before_exec or result.error_in_exec
+        if error is None or _is_plain_exit(error):
+            return None, self.displayhook.result_text
+        return self.failure or failures.describe(error, ""), None
+
+    def fail(self, error: BaseException) -> Failure:
+        """The failure to send for an exception that was raised outside `run`."""
+        self.failure = None
+        self.showtraceback((type(error), error, error.__traceback__))
+        return self.failure or failures.describe(error, "")
+
+    def forget_failure(self) -> None:
+        """Let go of the frames of the last failure: they may hold tensors and DataLoader workers."""
+        for name in ("last_exc", "last_value", "last_traceback", "last_type"):
+            value = getattr(sys, name, None)
+            if isinstance(value, BaseException):
+                _clear_frames(value)
+            if hasattr(sys, name):
+                delattr(sys, name)
+        self.last_execution_result = None
+        renderers: list[Any] = [self.InteractiveTB, self.SyntaxTB]
+        for renderer in renderers:
+            renderer.tb = None
+            renderer.etype = renderer.evalue = None
+        self.SyntaxTB.last_syntax_error = None
+
+    def free(self) -> None:
+        """Let go of everything that only the shell keeps alive: last failure, `Out`, `_`."""
+        self.forget_failure()
+        self.displayhook.flush()  # type: ignore[no-untyped-call]
+        self.user_ns["Out"] = self.user_ns["_oh"]
+        # `flush` forgets the copies that say whether the user has taken these names.
+        self.push({"_": "", "__": "", "___": ""}, interactive=False)  # type: ignore[no-untyped-call]
+
+    def learn_source(self, filename: str, number: int, text: str) -> None:
+        """Let tracebacks show a cell of the notebook that has come here only as a compiled function."""
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        self.compile._filename_map[filename] = number
+
+    def _start_cell(self, number: int, offset: int) -> None:
+        self.compile.offset = offset
+        if number:
+            self.execution_count = number
+        inputs = self.history_manager.input_hist_parsed
+        inputs.extend([""] * (self.execution_count - len(inputs)))
+        raw_inputs = self.history_manager.input_hist_raw
+        raw_inputs.extend([""] * (self.execution_count - len(raw_inputs)))
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
+        self.failure = failures.describe(evalue, self.InteractiveTB.stb2text(stb))
+
+    def showtraceback(
+        self,
+        exc_tuple: Any = None,
+        filename: str | None = None,
+        tb_offset: int | None = None,
+        exception_only: bool = False,
+        running_compiled_code: bool = False,
+    ) -> None:
+        kind, error, traceback = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
+        if isinstance(error, SyntaxError):
+            super().showtraceback((kind, error, traceback), filename, 0, False, running_compiled_code)
+        else:
+            self.failure = failures.describe(error, self._render(kind, error, failures.trim(traceback)))
+
+    def _render(self, kind: type[BaseException], error: BaseException, traceback: Any) -> str:
+        """The traceback as IPython shows it, or as Python does where IPython can't."""
+        if isinstance(error, TransferError):
+            return ""  # it says all there is to say, and its frames are ours
+        try:
+            with failures.trimmed_causes(error):
+                if failures.holds_group(error):
+                    return failures.render_plainly(kind, error, traceback)
+                own = getattr(error, "_render_traceback_", None)
+                if own is not None and not isinstance(error, NbdistError):
+                    return "\n".join(own())
+                lines = self.InteractiveTB.structured_traceback(kind, error, traceback, tb_offset=0)
+                return str(self.InteractiveTB.stb2text(lines))
+        except Exception:  # the user's own __str__ or _render_traceback_ may raise anything
+            return failures.render_plainly(kind, error, traceback)
+
+    def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
+        """Render no second traceback for a history that nobody reads, as IPython 9 does."""
+        return {"ename": type(exception).__name__, "evalue": "", "traceback": []}
+
+    @contextlib.contextmanager
+    def _tee(self, channel: str) -> Iterator[None]:
+        """Keep no copy of what is printed, as IPython 9 does for its history."""
+        yield
+
+    def system(self, cmd: str) -> None:
+        """`!cmd`, with the rank's own stdout and stderr."""
+        self.user_ns["_exit_code"] = run_command(self.var_expand(cmd, depth=1))  # type: ignore[no-untyped-call]
+
+    system_piped = system_raw = system
+
+    @property
+    def call_pdb(self) -> bool:
+        """Whether a debugger opens after a failure: never, since nobody could type into it."""
+        return False
+
+    @call_pdb.setter
+    def call_pdb(self, wanted: bool) -> None:
+        if wanted:
+            raise InteractionError(_NO_DEBUGGER)
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """Ranks have no event loop of a window system; figures are shown as images."""
+
+    def ask_exit(self) -> None:
+        """`exit` ends the cell, not the rank."""
+        raise SystemExit
+
+    def _show_in_pager(self, data: Any, start: int, screen_lines: int) -> None:
+        bundle = data if isinstance(data, dict) else {"text/plain": data}
+        self.lane.show("display", {"text/plain": bundle.get("text/plain", "")}, {})
+
+
+def _is_plain_exit(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _clear_frames(error: BaseException) -> None:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        current = todo.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        for frame, _ in tracebacks.walk_tb(current.__traceback__):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                frame.clear()
+                _ = frame.f_locals  # refreshes the copy that a traceback's rendering left in the frame (Python < 3.13)
+        current.__traceback__ = None
+        todo += [current.__cause__, current.__context__]
+
+
+def _refuse_keyboard() -> None:
+    """Make everything that would wait for the keyboard raise at once, with what to use instead."""
+
+    def refuse_input(prompt: object = "", *_: Any, **__: Any) -> NoReturn:
+        raise InteractionError(_NO_INPUT)
+
+    def refuse_debugger(*_: Any, **__: Any) -> NoReturn:
+        raise InteractionError(_NO_DEBUGGER)
+
+    builtins.input = refuse_input
+    getpass.getpass = refuse_input
+    sys.breakpointhook = refuse_debugger
+    bdb.Bdb.set_trace = refuse_debugger  # type: ignore[method-assign]
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None:
+        distributed.breakpoint = refuse_debugger  # type: ignore[attr-defined]
+
+
+def _refuse_magics(shell: RankShell) -> None:
+    """Say where the notebook's own magics belong, instead of "not found"."""
+
+    def refuse(name: str) -> None:
+        def magic(*_: str) -> NoReturn:
+            raise UsageError(f"{name} works in the notebook, not on ranks: {_MAGIC_ADVICE}")
+
+        kind = "cell" if name.startswith("%%") else "line"
+        shell.magics_manager.register_function(magic, kind, name.strip("%"))
+
+    for name in ("%distributed", "%dist", "%%distributed", "%%dist", "%%rank", "%%local"):
+        refuse(name)

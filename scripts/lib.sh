@@ -1,0 +1,135 @@
+# What the scripts share: where things are, how they speak, how the environment comes about.
+# Sourced by bash; knows nothing of what a script does with the environment.
+#
+# NBDIST_VENV    where the environment lives (default: .venv in the repository)
+# NBDIST_PYTHON  the Python that makes it (default: python3)
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${NBDIST_VENV:-$root/.venv}"
+[[ $venv == /* ]] || venv="$PWD/$venv"
+python="$venv/bin/python"
+log="$root/build/setup.log"
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+    say "$@"
+    exit 1
+}
+
+# step WORDS COMMAND...: one line that says what is done, then how many seconds it took.
+# What the command prints goes to $log.
+step() {
+    local words="$1" began=$SECONDS
+    shift
+    printf '%s ... ' "$words" >&2
+    if "$@" >>"$log" 2>&1; then
+        say "$((SECONDS - began)) s"
+    else
+        say "failed after $((SECONDS - began)) s"
+        return 1
+    fi
+}
+
+# Makes the environment, or does nothing (some milliseconds) when it is as pyproject.toml and the constraints ask.
+ensure_environment() {
+    local stamp="$venv/.nbdist-stamp"
+    [[ -f $stamp && "$(cat "$stamp")" == "$(environment_wanted)" ]] && return
+    mkdir -p "$(dirname "$log")"
+    : >"$log"
+    make_venv
+    install_project
+    environment_wanted >"$stamp"
+}
+
+environment_wanted() {
+    {
+        printf '%s\n' "$root"
+        "$python" -V
+        grep '^__version__' "$root/nbdist/__init__.py"
+        cat "$root/pyproject.toml" "$root/scripts/constraints.txt"
+    } 2>&1 | sha256sum
+}
+
+make_venv() {
+    "$python" -c 'import pip' 2>/dev/null && return # one that works is kept
+    if [[ -e $venv && ! -f $venv/pyvenv.cfg && -n "$(ls -A "$venv")" ]]; then
+        die "$venv is not a Python environment; nothing in it was touched. Set NBDIST_VENV to another folder."
+    fi
+    local base="${NBDIST_PYTHON:-python3}"
+    require_python "$base"
+    step "making the environment $venv ($("$base" -V))" "$base" -m venv --clear "$venv" || show_log_and_die
+}
+
+require_python() {
+    local base="$1" version
+    command -v "$base" >/dev/null ||
+        die "there is no $base here. $(how_to_install python3 python3-venv)"
+    version="$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        die "nbdist needs Python 3.10 or newer; $base is $version." \
+            "Install a newer one and type: NBDIST_PYTHON=python3.12 $0"
+    "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+        die "$base can't make environments: its venv module is missing. $(how_to_install "python$version-venv")"
+}
+
+install_project() {
+    local pip=("$python" -m pip install --disable-pip-version-check --constraint "$root/scripts/constraints.txt")
+    step "installing PyTorch (the largest download: 0.2 GB for CPUs, 3 GB for GPUs)" \
+        "${pip[@]}" torch || show_log_and_die
+    step "installing nbdist and the tools for tests and demo" \
+        "${pip[@]}" --editable "$root[dev]" || show_log_and_die
+}
+
+show_log_and_die() {
+    tail -n 15 "$log" >&2
+    say ""
+    if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError' "$log"; then
+        die "pip can't reach its package index: is there a network? Behind a proxy set HTTPS_PROXY." \
+            "With the packages in a folder type: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER $0"
+    fi
+    if grep -q 'No space left on device' "$log"; then
+        die "the disk is full. The environment takes 2 GB (6 GB with CUDA);" \
+            "NBDIST_VENV puts it elsewhere, TMPDIR what pip unpacks."
+    fi
+    die "The whole log: $log. Once the cause is mended, type again: $0"
+}
+
+# need_debian COMMAND=PACKAGE...: installs the packages whose command is missing (as root), or says what to type.
+need_debian() {
+    local pair missing=()
+    for pair in "$@"; do
+        command -v "${pair%%=*}" >/dev/null || missing+=("${pair#*=}")
+    done
+    ((${#missing[@]} == 0)) && return
+    install_debian "${missing[@]}"
+}
+
+install_debian() {
+    if [[ $EUID -ne 0 ]] || ! command -v apt-get >/dev/null; then
+        die "missing on this machine: $*. $(how_to_install "$@")"
+    fi
+    mkdir -p "$(dirname "$log")"
+    step "installing $*" install_debian_now "$@" || show_log_and_die
+}
+
+install_debian_now() {
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "$@"
+}
+
+how_to_install() {
+    if command -v apt-get >/dev/null; then
+        printf 'On this system type: sudo apt-get install %s' "$*"
+    else
+        printf 'Install it with the package manager of this system (Debian calls it: %s).' "$*"
+    fi
+}
+
+# Kernels, settings and start-up files of the user must not win over the environment's own.
+isolate() {
+    unset PYTHONPATH PYTHONHOME JUPYTER_PATH JUPYTER_CONFIG_PATH
+    export PYTHONNOUSERSITE=1 JUPYTER_PREFER_ENV_PATH=1 JUPYTER_NO_CONFIG=1
+    export IPYTHONDIR="$root/build/ipython"
+    export PATH="$venv/bin:$PATH"
+    mkdir -p "$IPYTHONDIR"
+}

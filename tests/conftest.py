@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness import MARK, Kernel, files_of_sessions, kernel_with_ranks, processes_of_this_run, wait_until
+
+_shared: list[Kernel] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this run's processes a mark of their own, and its files folders of their own."""
+    folder = Path(tempfile.mkdtemp(prefix="tests-of-nbdist-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ[MARK] = secrets.token_hex(8)
+    for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        path = folder / name.lower()
+        path.mkdir(mode=0o700)
+        os.environ[name] = str(path)
+    tempfile.tempdir = None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """In CI a test that was skipped for anything but a missing GPU is a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") != "true" or reporter is None or exitstatus != 0:
+        return
+    skipped = [report for report in reporter.stats.get("skipped", []) if "gpu" not in report.keywords]
+    if skipped:
+        reporter.write_line(f"{len(skipped)} tests were skipped, which CI counts as a failure", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """After each test: no process, key file or log folder but those of kernels that tests share."""
+    files = files_of_sessions()
+    yield
+    wait_until(lambda: not _leaked(), f"leftover processes to end: {_leaked()}", limit=6.0)
+    if not _shared:
+        assert files_of_sessions() <= files
+
+
+def _leaked() -> dict[int, str]:
+    # Python's own helper of multiprocessing lives as long as the test run.
+    found = {pid: command for pid, command in processes_of_this_run().items() if "resource_tracker" not in command}
+    for kernel in _shared:
+        try:
+            root = psutil.Process(kernel.pid)
+            kept = {kernel.pid, *(child.pid for child in root.children(recursive=True))}
+        except psutil.NoSuchProcess:
+            continue
+        found = {pid: command for pid, command in found.items() if pid not in kept}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Kernel]:
+    """A kernel with two ranks, shared by the tests of a module that leave it as they found it."""
+    with kernel_with_ranks(2) as kernel:
+        _shared.append(kernel)
+        yield kernel
+        _shared.remove(kernel)
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    """A kernel of the test's own, without nbdist."""
+    with Kernel() as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[Kernel]:
+    """A kernel of the test's own, with two ranks."""
+    with kernel_with_ranks(2) as kernel:
+        yield kernel

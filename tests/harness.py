@@ -1,0 +1,211 @@
+"""What tests stand on: a real kernel as a user has it, and the search for what a test has left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+LIMIT = 60.0
+MARK = "NBDIST_TEST_RUN"
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Outcome:
+    """What a user sees of a cell that has ended."""
+
+    status: str = ""
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def plain(self) -> list[str]:
+        """The text of each display, updates applied."""
+        return [data.get("text/plain", "") for data in self.displays]
+
+    def __str__(self) -> str:
+        error = f"{self.status} {self.ename}: {self.evalue}\n{self.traceback}"
+        return f"{error}\nstdout: {self.stdout}\nstderr: {self.stderr}\n{self.plain}"
+
+
+class Execution:
+    """A cell that is running in a kernel."""
+
+    def __init__(self, client: BlockingKernelClient, message_id: str) -> None:
+        self._client = client
+        self._id = message_id
+        self._began = time.monotonic()
+        self._idle = False
+        self._display_ids: dict[str, int] = {}
+        self.outcome = Outcome()
+
+    def wait_for(self, text: str, limit: float = LIMIT) -> None:
+        """Until the cell has printed this."""
+        self.wait_until(lambda outcome: text in outcome.stdout + outcome.stderr, f"the text {text!r}", limit)
+
+    def wait_until(self, reached: Callable[[Outcome], bool], what: str = "it", limit: float = LIMIT) -> None:
+        deadline = time.monotonic() + limit
+        while not reached(self.outcome):
+            assert not self._idle, f"the cell ended without {what}: {self.outcome}"
+            self._step(deadline, what)
+
+    def wait_late(self, text: str, limit: float = LIMIT) -> None:
+        """Until this stands below the cell, which may have ended."""
+        deadline = time.monotonic() + limit
+        while text not in self.outcome.stdout + self.outcome.stderr:
+            self._step(deadline, f"text {text!r}")
+
+    def finish(self, limit: float = LIMIT) -> Outcome:
+        """Until the cell has ended."""
+        deadline = time.monotonic() + limit
+        while not self._idle:
+            self._step(deadline, "an end")
+        self.outcome.seconds = time.monotonic() - self._began
+        while True:
+            reply = self._client.get_shell_msg(timeout=max(0.1, deadline - time.monotonic()))
+            if reply["parent_header"].get("msg_id") == self._id:
+                break
+        self.outcome.status = reply["content"]["status"]
+        return self.outcome
+
+    def _step(self, deadline: float, what: str) -> None:
+        assert time.monotonic() < deadline, f"no {what} in time: {self.outcome}"
+        try:
+            message = self._client.get_iopub_msg(timeout=0.5)
+        except queue.Empty:
+            return
+        if message["parent_header"].get("msg_id") == self._id:
+            self._note(message["msg_type"], message["content"])
+
+    def _note(self, kind: str, content: dict[str, Any]) -> None:
+        outcome = self.outcome
+        outcome.events.append((kind, content))
+        if kind == "status":
+            self._idle = self._idle or content["execution_state"] == "idle"
+        elif kind == "stream":
+            setattr(outcome, content["name"], getattr(outcome, content["name"]) + content["text"])
+        elif kind in ("display_data", "execute_result"):
+            if identity := content.get("transient", {}).get("display_id"):
+                self._display_ids[identity] = len(outcome.displays)
+            outcome.displays.append(content["data"])
+        elif kind == "update_display_data":
+            index = self._display_ids.get(content["transient"]["display_id"])
+            if index is not None:
+                outcome.displays[index] = content["data"]
+        elif kind == "error":
+            outcome.ename, outcome.evalue = content["ename"], content["evalue"]
+            outcome.traceback = _ANSI.sub("", "\n".join(content["traceback"]))
+
+
+class Kernel:
+    """A kernel of this interpreter, driven over its own protocol."""
+
+    def __init__(self, **environment: str) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(env={**os.environ, **environment})
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=LIMIT)
+        self.pid: int = self.manager.provisioner.process.pid  # type: ignore[union-attr]
+
+    def start(self, code: str) -> Execution:
+        """Run a cell and don't wait for it."""
+        return Execution(self.client, self.client.execute(code))
+
+    def run(self, code: str, limit: float = LIMIT) -> Outcome:
+        """Run a cell to its end."""
+        return self.start(code).finish(limit)
+
+    def ok(self, code: str, limit: float = LIMIT) -> Outcome:
+        """Run a cell that must not fail."""
+        outcome = self.run(code, limit)
+        assert outcome.status == "ok", str(outcome)
+        return outcome
+
+    def fails(self, code: str, ename: str, limit: float = LIMIT) -> Outcome:
+        """Run a cell that must fail with this error."""
+        outcome = self.run(code, limit)
+        assert outcome.ename == ename, str(outcome)
+        return outcome
+
+    def value(self, expression: str) -> Any:
+        """What an expression is worth in the kernel, through its repr."""
+        import ast
+
+        reply = self.client.execute("", user_expressions={"it": f"repr({expression})"}, reply=True, timeout=LIMIT)
+        return ast.literal_eval(ast.literal_eval(reply["content"]["user_expressions"]["it"]["data"]["text/plain"]))
+
+    def interrupt(self) -> None:
+        self.manager.interrupt_kernel()
+
+    def rank_pids(self) -> list[int]:
+        """The processes of the ranks."""
+        return list(self.value("[info.pid for info in __import__('nbdist').get_session().ranks]"))
+
+    def close(self) -> None:
+        """An orderly shutdown."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=False)
+        self.manager.cleanup_resources()
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def kernel_with_ranks(count: int = 2, options: str = "", **environment: str) -> Iterator[Kernel]:
+    """A kernel with nbdist loaded and a session running."""
+    with Kernel(**environment) as kernel:
+        kernel.ok("%load_ext nbdist")
+        kernel.ok(f"%distributed start -n {count} {options}")
+        yield kernel
+
+
+def wait_until(reached: Callable[[], object], what: str, limit: float = 10.0) -> None:
+    """Poll until something is true, with a bound: for what other processes do without telling."""
+    deadline = time.monotonic() + limit
+    while not reached():
+        assert time.monotonic() < deadline, f"not in {limit:g} s: {what}"
+        time.sleep(0.02)
+
+
+def processes_of_this_run() -> dict[int, str]:
+    """All processes that carry this test run's mark but the run itself, with their command lines."""
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    found = {}
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if process.pid == os.getpid():
+            continue
+        with contextlib.suppress(OSError, psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found[process.pid] = " ".join(process.info["cmdline"] or [])[:200]
+    return found
+
+
+def files_of_sessions() -> set[str]:
+    """Key files and log folders of sessions."""
+    runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
+    temporary = Path(os.environ["TMPDIR"])
+    return {str(path) for folder in (runtime, temporary) for path in folder.glob("nbdist-*")}

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import Kernel, Outcome
+
+
+def refuses(kernel: Kernel, cell: str, ename: str = "UsageError") -> str:
+    """Run what can't be done: it must end in one message. Returns it."""
+    outcome: Outcome = kernel.fails(cell, ename)
+    assert [kind for kind, _ in outcome.events].count("error") == 1
+    assert (outcome.stdout, outcome.stderr, outcome.plain) == ("", "", [])
+    assert "nbdist/" not in outcome.traceback  # no frames of our own
+    return outcome.evalue
+
+
+@pytest.mark.parametrize(
+    ("line", "says", "type_next"),
+    [
+        ("start -n 0", "'0' is no number of ranks", "-n 2"),
+        ("start -n x", "'x' is no number of ranks", "-n 2"),
+        ("start -n -3", "'-3' is no number of ranks", "-n 2"),
+        ("start -n", "expected one argument", "`%distributed start --help`"),
+        ("start -n 2", "a session with 2 ranks is running already", "`%distributed restart -n 2`"),
+        ("start 4", "'4' is one word too many", "`%distributed start --help`"),
+        ("start --replce", "did you mean --replace?", "--replace"),
+        ("start --timeout never", "'never' is no time", "for example 60"),
+        ("start -n 'two", "No closing quotation", "`%distributed start --help`"),
+        ("strt -n 2", "%distributed knows no 'strt'", "did you mean `%distributed start`?"),
+        ("xyzzy", "%distributed knows no 'xyzzy'", "Its verbs are auto, "),
+        ("restart -n 0", "'0' is no number of ranks", "-n 2"),
+        ("auto", "state", "`%distributed auto --help`"),
+        ("auto maybe", "'maybe'", "on"),
+        ("push", "NAME", "`%distributed push --help`"),
+        ("push x -r 7", "the notebook has no 'x'", "define it in a local cell"),
+        ("pull", "NAME", "`%distributed pull --help`"),
+        ("pull x y --as z", "--as names one variable", "`%distributed pull loss --as first`"),
+        ("pull rank --as 3x", "'3x' is no variable name", "`%distributed pull --help`"),
+        ("pull rank+1", "'rank+1' is no variable name", "--as NAME"),
+        ("logs --cell x", "'x' is no number", "`%distributed logs --help`"),
+        ("logs --cell 100000", "cell 100000 printed nothing", "`%distributed logs`"),
+        ("interrupt -r 9", "rank 9 isn't in this session", "-r 0-1"),
+        ("status --all", "%distributed status knows no --all", "--help"),
+    ],
+)
+def test_a_wrong_line_gets_one_message_that_says_what_to_type(
+    ranks: Kernel, line: str, says: str, type_next: str
+) -> None:
+    message = refuses(ranks, f"%distributed {line}")
+    assert says in message and type_next in message
+
+
+@pytest.mark.parametrize(
+    ("magic", "says", "type_next"),
+    [
+        ("%%distributed -r 5", "rank 5 isn't in this session", "it has ranks 0-1; for example -r 0-1"),
+        ("%%distributed -r 1-0", "'1-0' counts down", "write 0-1"),
+        ("%%distributed -r one", "'one' isn't a rank", "for example -r 0-1"),
+        ("%%distributed -r ,", "a rank is missing", "for example -r 0-1"),
+        ("%%rank 2", "rank 2 isn't in this session", "for example -r 0-1"),
+        ("%%rank", "%%rank needs ranks", "`%%rank 0`"),
+        ("%%distributed --qiet", "did you mean --quiet?", "--quiet"),
+        ("%%distributed everywhere", "'everywhere' is one word too many", "--help"),
+        ("%%distributed --timeout 0", "'0' is no time", "for example 60"),
+        ("%%distributed --capture 3x", "'3x' is no variable name", "--help"),
+        ("%%distributed --tee", "--tee shows what --capture keeps", "`%%distributed --capture NAME --tee`"),
+        ("%%local now", "%%local takes nothing", "`%%local` alone"),
+    ],
+)
+def test_a_cell_with_a_wrong_magic_runs_nowhere(ranks: Kernel, magic: str, says: str, type_next: str) -> None:
+    message = refuses(ranks, f"{magic}\nran_anyway = True")
+    assert says in message and type_next in message
+    assert ranks.ok("%%distributed\n'ran_anyway' in globals()").plain == ["[0-1] False"]
+    assert ranks.value("'ran_anyway' in globals()") is False
+
+
+def test_the_session_is_as_it_was_after_all_that(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nkept = rank")
+    for line in ("start -n 0", "start -n 2", "strt", "restart -n x"):
+        refuses(ranks, f"%distributed {line}")
+    assert ranks.ok("%%distributed\nkept").plain == ["[0] 0\n[1] 1"]
+
+
+def test_without_a_session_everything_offers_to_start_one(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    cells = ["%%distributed\n1", "%%rank 0\n1", "%%dist -r 0\n1"]
+    lines = ["stop", "restart", "status", "push x", "pull x", "logs", "free", "interrupt", "auto on"]
+    for cell in cells + [f"%distributed {line}" for line in lines]:
+        assert "type `%distributed start -n 2` first" in refuses(kernel, cell, "SessionClosed"), cell
+    assert "no session is running" in refuses(kernel, "import nbdist\nnbdist.get_session()", "SessionClosed")
+
+
+def test_a_start_that_can_not_be_leaves_the_next_one_possible(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    assert "`%distributed start -n 2`" in refuses(kernel, "%distributed start")
+    assert "nccl needs a GPU for each rank" in refuses(kernel, "%distributed start -n 2 --backend nccl")
+    assert "did you mean `--backend gloo`?" in refuses(kernel, "%distributed start -n 2 --backend glo")
+    assert "GPU 7 isn't on this machine" in refuses(kernel, "%distributed start -n 2 --gpus 7")
+    kernel.ok("import resource\nlimits = resource.getrlimit(resource.RLIMIT_NOFILE)")
+    kernel.ok("resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))")
+    message = refuses(kernel, "%distributed start -n 100")
+    assert "100 ranks need about 640 file handles" in message and "`ulimit -n 4096`" in message
+    kernel.ok("%distributed start -n 2")
+    assert kernel.ok("%%distributed\nrank").plain == ["[0] 0\n[1] 1"]
+
+
+def test_the_magics_say_no_on_a_rank(ranks: Kernel) -> None:
+    outcome = ranks.fails("%%distributed\n%load_ext nbdist", "RankError")
+    assert "this is a rank" in outcome.evalue

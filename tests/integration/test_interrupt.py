@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Kernel, Outcome, wait_until
+
+DATASET = """%%distributed
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, index):
+        time.sleep(0.2)
+        return torch.ones(2)
+"""
+
+# What main threads may be doing when the user interrupts. Each prints "go" first.
+PYTHON = {
+    "a_loop": "n = 0\nwhile True: n += 1",
+    "sleep": "import time\ntime.sleep(60)",
+    "await": "import asyncio\nawait asyncio.sleep(60)",
+    "a_shell_command": "!sleep 60",
+    "subprocess": "import subprocess\nsubprocess.run(['sleep', '60'])",
+    "a_lock": "import threading\nlock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "a_queue": "import queue\nqueue.Queue().get()",
+    "joining_a_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
+    "threading.enumerate()[-1].join()",
+    "torch_calls": "import torch\nx = torch.rand(300, 300)\nwhile True: x = (x @ x).softmax(0)",
+    "an_autograd_hook": "import torch, time\nx = torch.ones(3, requires_grad=True)\ny = x * 2\n"
+    "y.register_hook(lambda grad: time.sleep(60))\ny.sum().backward()",
+    "a_finally_block": "import time\ntry: time.sleep(60)\nfinally: cleaned = True",
+}
+
+
+def interrupted(kernel: Kernel, code: str, text: str = "go", count: int = 2) -> Outcome:
+    """Run a cell, interrupt the kernel once every rank has printed the text, and see the end."""
+    cell = kernel.start(code)
+    cell.wait_until(lambda seen: _printed_by_all(seen, text, count), f"{text!r} from {count} ranks")
+    kernel.interrupt()
+    return cell.finish()
+
+
+def _printed_by_all(seen: Outcome, text: str, count: int) -> bool:
+    return f"[0-{count - 1}] {text}\n" in seen.stdout or seen.stdout.count(f"] {text}\n") >= count
+
+
+def _waits_for_other_threads(pid: int) -> bool:
+    """Whether the main thread has been waiting in a futex, as it does in a gloo collective, at five looks in a row."""
+    return all("futex" in Path(f"/proc/{pid}/wchan").read_text() for _ in range(5) if not time.sleep(0.01))
+
+
+@pytest.mark.parametrize("what", PYTHON)
+def test_an_interrupt_ends_the_cell_on_every_rank_in(what: str, ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nkept = ['state', rank]")
+    outcome = interrupted(ranks, f"%%distributed\nprint('go')\n{PYTHON[what]}")
+    assert outcome.ename == "KeyboardInterrupt", str(outcome)
+    assert "ranks 0-1" in outcome.evalue
+    assert ranks.ok("%%distributed\nprint(kept)").stdout.count("state") == 2
+
+
+def test_an_interrupt_ends_a_loop_over_a_data_loader_and_its_workers(ranks: Kernel) -> None:
+    ranks.ok(DATASET)
+    code = "%%distributed\nfor batch in DataLoader(Slow(), batch_size=2, num_workers=2):\n    print('go')"
+    assert interrupted(ranks, code).ename == "KeyboardInterrupt"
+    ranks.ok("%%distributed\nimport multiprocessing\npass")
+    outcome = ranks.ok("%%distributed\nprint(len(multiprocessing.active_children()))")
+    assert outcome.stdout == "[0-1] 0\n"
+
+
+def test_an_interrupted_await_does_not_go_on_in_the_next_cell(ranks: Kernel) -> None:
+    code = "%%distributed\nimport asyncio\nzombie = False\nprint('go')\nawait asyncio.sleep(0.3)\nzombie = True"
+    assert interrupted(ranks, code).ename == "KeyboardInterrupt"
+    assert ranks.ok("%%distributed\nawait asyncio.sleep(0.5)\nprint(zombie)").stdout == "[0-1] False\n"
+
+
+def test_an_interrupt_swallowed_by_a_finaliser_is_sent_again(ranks: Kernel) -> None:
+    code = (
+        "%%distributed\nimport time\nclass Slow:\n    def __del__(self):\n        print('go')\n        time.sleep(1)\n"
+        "slow = Slow()\ndel slow\ntime.sleep(60)"
+    )
+    assert interrupted(ranks, code).ename == "KeyboardInterrupt"
+
+
+def test_an_interrupt_that_user_code_swallows_once_is_sent_again(ranks: Kernel) -> None:
+    code = "%%distributed\nimport time\nprint('go')\ntry: time.sleep(60)\nexcept BaseException: pass\ntime.sleep(60)"
+    assert interrupted(ranks, code).ename == "KeyboardInterrupt"
+
+
+def test_what_was_printed_before_the_interrupt_is_shown(ranks: Kernel) -> None:
+    code = "%%distributed\nimport time\nprint('step', end=' ')\nprint('go')\ntime.sleep(60)"
+    outcome = interrupted(ranks, code, "step go")
+    assert outcome.stdout == "[0-1] step go\n"
+
+
+def test_the_lines_after_an_interrupted_shell_command_do_not_run(ranks: Kernel) -> None:
+    code = "%%distributed\nprint('go')\nafter = False\n!sleep 60\nafter = True"
+    assert interrupted(ranks, code).ename == "KeyboardInterrupt"
+    assert ranks.ok("%%distributed\nprint(after)").stdout == "[0-1] False\n"
+
+
+def test_the_interrupted_line_is_shown(ranks: Kernel) -> None:
+    outcome = interrupted(ranks, "%%distributed\nimport time\nprint('go')\ntime.sleep(60)")
+    assert "time.sleep(60)" in outcome.traceback
+    assert "interrupts.py" not in outcome.traceback
+
+
+def test_an_interrupt_never_hits_the_next_cell_nor_a_moment_between_cells(ranks: Kernel) -> None:
+    """Short cells in a row, interrupted at moments that wander through all of their phases."""
+    ranks.ok(
+        "import nbdist, threading, time\n"
+        "session = nbdist.get_session()\n"
+        "ends = {'interrupted': 0, 'finished': 0}\n"
+        "for moment in range(200):\n"
+        "    handle = session.run_in_background('import time\\nfor _ in range(3): time.sleep(0.001)', show=False)\n"
+        "    threading.Timer(moment * 0.00005, handle.interrupt).start()\n"
+        "    try:\n"
+        "        handle.wait(20)\n"
+        "        ends['finished'] += 1\n"
+        "    except KeyboardInterrupt:\n"
+        "        ends['interrupted'] += 1\n"
+        "    assert session.run('x = 1; x')[1].result == '1'\n"
+    )
+    assert ranks.value("ends['interrupted']") > 0 and ranks.value("ends['finished']") > 0
+
+
+def test_a_rank_that_has_finished_is_not_hit(ranks: Kernel) -> None:
+    code = "%%distributed\nimport time\nfinished = True\nprint('go')\nif rank == 1: time.sleep(60)"
+    outcome = interrupted(ranks, code)
+    assert outcome.evalue.startswith("rank 1 interrupted")
+    assert "rank 0: finished" in outcome.traceback
+
+
+def test_a_second_interrupt_gives_the_notebook_back_with_stacks_and_advice(own_ranks: Kernel) -> None:
+    kernel = own_ranks
+    pid = kernel.rank_pids()[0]
+    cell = kernel.start(
+        "%%distributed\nimport torch, torch.distributed as dist\nx = torch.ones(4)\nprint('go')\n"
+        "if rank == 0: dist.all_reduce(x)"
+    )
+    cell.wait_until(lambda seen: _printed_by_all(seen, "go", 2))
+    wait_until(lambda: _waits_for_other_threads(pid), "rank 0 to block in its collective")
+    kernel.interrupt()
+    cell.wait_for("Interrupt again")
+    kernel.interrupt()
+    outcome = cell.finish()
+    assert outcome.ename == "RankTimeout", str(outcome)
+    assert "all_reduce" in outcome.traceback
+    assert "%distributed restart" in outcome.traceback
+    refused = kernel.fails("%%distributed -r 0\n1", "SessionBusy")
+    assert "line 5" in refused.evalue and "all_reduce" in refused.evalue and "%distributed restart" in refused.evalue
+    assert kernel.ok("%%distributed -r 1\nprint('free')").stdout == "[1] free\n"
+    kernel.ok("%distributed restart")
+    assert kernel.ok("%%distributed\nprint('fresh')").stdout == "[0-1] fresh\n"
+
+
+def test_a_long_call_into_c_is_named_with_its_line_and_waited_for(ranks: Kernel) -> None:
+    code = (
+        "%%distributed -r 0\nimport hashlib, time\nbegan = time.perf_counter()\n"
+        "hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000)\n"
+        "rounds = int(3 * 100_000 / (time.perf_counter() - began))  # three seconds' worth\nprint('go')\n"
+        "hashlib.pbkdf2_hmac('sha256', b'', b'', rounds)\nafter = True"
+    )
+    ranks.ok("%%distributed -r 0\nafter = False")
+    outcome = interrupted(ranks, code, count=1)
+    assert "rank 0 will stop when this call ends; rank 0 is in cell" in outcome.stderr
+    assert "line 7: hashlib.pbkdf2_hmac" in outcome.stderr
+    assert outcome.ename == "KeyboardInterrupt", str(outcome)
+    assert ranks.ok("%%distributed -r 0\nprint(after)").stdout == "[0] False\n"
+
+
+def test_a_background_cell_is_interrupted_through_its_handle(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --background\nimport time\nprint('go')\ntime.sleep(60)")
+    ranks.ok("handle = _")
+    ranks.ok("handle.interrupt()")
+    outcome = ranks.run("handle.wait(20)")
+    assert outcome.ename == "KeyboardInterrupt"
+    ranks.ok("%%distributed\nx = 1")
+
+
+def test_the_interrupt_verb_stops_a_background_cell(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --background -r 1\nimport time\ntime.sleep(60)")
+    ranks.ok("handle = _")
+    ranks.ok("%distributed interrupt -r 1")
+    assert ranks.run("handle.wait(20)").ename == "KeyboardInterrupt"
+
+
+def test_an_interrupt_during_a_start_leaves_no_ranks(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    cell = kernel.start("%distributed start -n 2")
+    cell.wait_for("importing")
+    kernel.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+    kernel.fails("%%distributed\n1", "SessionClosed")
+    kernel.ok("%distributed start -n 2")
+    kernel.ok("%%distributed\n1")
+
+
+def test_an_interrupt_in_the_notebook_itself_does_not_reach_the_ranks(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --background\nimport time\nfor _ in range(20): time.sleep(0.05)\nprint('undisturbed')")
+    ranks.ok("handle = _")
+    cell = ranks.start("print('here')\nimport time\ntime.sleep(60)")
+    cell.wait_for("here")
+    ranks.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+    ranks.ok("handle.wait(20)")
+    wait_until(lambda: ranks.value("'undisturbed' in handle.output[1].stdout"), "the ranks' last line")

@@ -1,0 +1,118 @@
+"""`%distributed logs`: all that a cell printed on ranks, whole and in order, whatever page and disk take."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness import Kernel, Outcome
+
+
+def number_of(outcome: Outcome) -> int:
+    """The number that the notebook gave to a cell."""
+    return next(int(content["execution_count"]) for kind, content in outcome.events if kind == "execute_input")
+
+
+def test_the_newest_cell_is_shown_rank_by_rank(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nprint('one')\nprint('two', rank)")
+    assert ranks.ok("%distributed logs").stdout == "[0] one\n[0] two 0\n[1] one\n[1] two 1\n"
+
+
+def test_any_cell_is_found_by_its_number(ranks: Kernel) -> None:
+    old = ranks.ok("%%distributed\nprint('old')")
+    ranks.ok("%%distributed\nprint('new')")
+    assert ranks.ok(f"%distributed logs --cell {number_of(old)} -r 1").stdout == "[1] old\n"
+
+
+def test_everything_that_a_local_cell_ran_is_one_log(ranks: Kernel) -> None:
+    ranks.ok("session = __import__('nbdist').get_session()\nfor i in range(3): session.run(f'print({i})', ranks=[0])")
+    assert ranks.ok("%distributed logs -r 0").stdout == "[0] 0\n[0] 1\n[0] 2\n"
+
+
+def test_ranks_are_chosen(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nprint('mine', rank)")
+    assert ranks.ok("%distributed logs -r 1").stdout == "[1] mine 1\n"
+
+
+def test_only_the_last_lines_are_shown_when_asked(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nfor i in range(100): print(i)")
+    assert ranks.ok("%distributed logs --tail 2").stdout == "[0] 98\n[0] 99\n[1] 98\n[1] 99\n"
+
+
+def test_stdout_and_stderr_stand_in_their_order(ranks: Kernel) -> None:
+    ranks.ok(
+        "%%distributed -r 0\nimport sys, time\nfor i in range(3):\n    print('out', i)\n    time.sleep(0.1)\n"
+        "    print('err', i, file=sys.stderr)\n    time.sleep(0.1)"
+    )
+    assert ranks.ok("%distributed logs -r 0").stdout == "".join(f"[0] out {i}\n[0] err {i}\n" for i in range(3))
+
+
+def test_a_saved_log_is_whole_and_exact(ranks: Kernel, tmp_path: Path) -> None:
+    ranks.ok("%%distributed --quiet\nfor i in range(200_000): print(rank, i, 'é' * 40)", 120)
+    ranks.ok(f"%distributed logs --save {tmp_path / 'log'}", 120)
+    lines = [f"[{rank}] {rank} {i} {'é' * 40}" for rank in (0, 1) for i in range(200_000)]
+    assert (tmp_path / "log").read_text().split("\n")[:-1] == lines
+
+
+def test_a_saved_log_keeps_carriage_returns_and_unusual_separators(ranks: Kernel, tmp_path: Path) -> None:
+    ranks.ok("%%distributed -r 0\nprint('a\\rb\\x0bc\\x1cd\\u2028e')")
+    ranks.ok(f"%distributed logs -r 0 --save {tmp_path / 'log'}")
+    assert (tmp_path / "log").read_bytes().decode() == "[0] a\rb\x0bc\x1cd\u2028e\n"
+
+
+def test_a_log_too_long_for_a_page_is_refused_with_what_to_type(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --quiet\nfor i in range(10): print('x' * 999_999)")
+    outcome = ranks.fails("%distributed logs", "UsageError")
+    assert "--save" in outcome.traceback and "--tail" in outcome.traceback
+
+
+def test_a_file_that_cannot_be_written_is_said(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nprint('x')")
+    assert "No such file" in ranks.fails("%distributed logs --save /nowhere/log", "UsageError").traceback
+
+
+def test_a_cell_that_printed_nothing_is_said(ranks: Kernel) -> None:
+    quiet = ranks.ok("%%distributed\npass")
+    outcome = ranks.fails(f"%distributed logs --cell {number_of(quiet)}", "UsageError")
+    assert "printed nothing" in outcome.traceback
+
+
+@pytest.fixture
+def full_disk(own_ranks: Kernel) -> Iterator[Kernel]:
+    """A kernel whose controller can write files of 100 kB at most."""
+    for process in psutil.Process(own_ranks.pid).children(recursive=True):
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    yield own_ranks
+
+
+def test_with_no_space_left_cells_run_on_show_their_output_and_say_so_once(full_disk: Kernel) -> None:
+    outcome = full_disk.ok("%%distributed\nfor i in range(20_000): print(rank, 'line', i)")
+    assert len(outcome.stdout.splitlines()) == 40_000
+    assert outcome.stderr.count("the output log can't keep") == 1
+    assert "next" in full_disk.ok("%%distributed\nprint('next')").stdout
+    assert full_disk.ok("%distributed logs -r 0").stdout == "[0] next\n"
+
+
+def test_without_a_temporary_folder_cells_run_and_show_their_output(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with Kernel(TMPDIR=str(folder)) as kernel:
+        kernel.ok("%load_ext nbdist")
+        kernel.ok("%distributed start -n 2")
+        shutil.rmtree(folder)
+        outcome = kernel.ok("%%distributed\nprint('well')")
+        assert "well" in outcome.stdout
+        assert outcome.stderr.count("the output log can't keep") == 1
+
+
+def test_a_closed_session_leaves_no_log(tmp_path: Path) -> None:
+    with Kernel(TMPDIR=str(tmp_path)) as kernel:
+        kernel.ok("%load_ext nbdist\n%distributed start -n 1")
+        kernel.ok("%%distributed\nprint('secret')")
+        assert list(tmp_path.glob("nbdist-*"))
+    assert not list(tmp_path.glob("nbdist-*"))

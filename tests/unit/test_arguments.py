@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from nbdist.client import arguments
+from nbdist.client.arguments import HelpShown, MagicParser, size, suggest_verb, table
+from nbdist.errors import UsageError
+
+
+@pytest.fixture
+def parser() -> MagicParser:
+    parser = MagicParser("%distributed fly", "Fly somewhere.")
+    parser.add_argument("where", nargs="?", choices=("up", "down"))
+    parser.add_argument("-n", "--number", type=arguments.count, metavar="N", help="how many")
+    parser.add_argument("--limit", type=arguments.seconds, metavar="S")
+    parser.add_argument("--names", type=arguments.names)
+    parser.add_argument("--as", dest="target", type=arguments.variable)
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--secret", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def test_flags_and_values_are_read_as_a_shell_would(parser: MagicParser) -> None:
+    read = parser.read("-n 3 --limit=1.5 --names 'a, b' --as loss --fast")
+    assert (read.number, read.limit, read.names) == (3, 1.5, ["a", "b"])
+    assert (read.target, read.fast) == ("loss", True)
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "-n 3 --help", "--nonsense -h"])
+def test_help_is_shown_whatever_else_stands_there(parser: MagicParser, line: str) -> None:
+    with pytest.raises(HelpShown, match="Fly somewhere"):
+        parser.read(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-n 0", "'0' is no number of ranks"),
+        ("-n 1.5", "'1.5' is no number of ranks"),
+        ("-n ²", "'²' is no number of ranks"),
+        ("--limit 0", "'0' is no time"),
+        ("--limit nan", "'nan' is no time"),
+        ("--limit inf", "'inf' is no time"),
+        ("--limit -1", "'-1' is no time"),
+        ("--as a-b", "'a-b' is no variable name"),
+        ("--as class", "'class' is no variable name"),
+        ("sideways", "sideways"),
+        ("--fas", "did you mean --fast"),
+        ("--fats", "did you mean --fast"),
+        ("-n 'x", "No closing quotation"),
+    ],
+)
+def test_what_is_wrong_is_one_usage_error_that_names_the_magic(parser: MagicParser, line: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parser.read(line)
+    assert message in str(caught.value) and str(caught.value).startswith("%distributed fly")
+
+
+def test_secret_flags_are_not_offered(parser: MagicParser) -> None:
+    with pytest.raises(UsageError) as caught:
+        parser.read("--zzz")
+    assert "--fast" in str(caught.value) and "--secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("", ["up", "down", "--help", "--number", "--limit", "--names", "--as", "--fast"]),
+        ("--fast ", ["up", "down", "--help", "--number", "--limit", "--names", "--as"]),
+        ("--fast --n", ["up", "down", "--help", "--number", "--limit", "--names", "--as"]),
+        ("--limit ", []),
+        ("-n 2", []),
+    ],
+)
+def test_what_may_come_next_is_suggested(parser: MagicParser, typed: str, offered: list[str]) -> None:
+    assert parser.suggest(typed) == offered
+
+
+def test_an_unknown_verb_suggests_the_nearest_and_lists_all() -> None:
+    assert suggest_verb("stats", ["start", "status"]) == (
+        "%distributed knows no 'stats': did you mean `%distributed status`? Its verbs are start, status."
+    )
+    assert suggest_verb("xyzzy", ["start"]) == "%distributed knows no 'xyzzy'. Its verbs are start."
+
+
+def test_a_table_aligns_words_left_and_numbers_right() -> None:
+    assert table([("a", 5), ("long", 123)], ("name", "count")) == "name  count\na         5\nlong    123"
+    assert table([], ("name",)) == "name"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (2048, "2 KiB"),
+        (5 << 20, "5 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 50, "1024.0 TiB"),
+    ],
+)
+def test_sizes_have_a_unit(value: int | None, text: str) -> None:
+    assert size(value) == text

@@ -1,0 +1,51 @@
+"""What people get when they install nbdist and import it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import nbdist
+from nbdist import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_import_loads_neither_torch_nor_ipywidgets() -> None:
+    program = "import sys, nbdist; print(*sorted({'torch', 'ipywidgets'} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert loaded.stdout.split() == []
+
+
+def test_all_is_sorted() -> None:
+    assert list(nbdist.__all__) == sorted(nbdist.__all__)
+
+
+def test_every_name_in_all_can_be_had() -> None:
+    assert [name for name in nbdist.__all__ if not hasattr(nbdist, name)] == []
+
+
+def test_every_error_is_in_all() -> None:
+    tree = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.NbdistError)
+    }
+    assert tree - set(nbdist.__all__) == set()
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    assert nbdist.__version__ == metadata.version("nbdist")
+
+
+def test_wheel_carries_types_and_licence_but_no_tests(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "nbdist/py.typed" in names
+    assert [name for name in names if name.endswith("/licenses/LICENSE")]
+    assert {name.split("/")[0] for name in names} == {"nbdist", f"nbdist-{nbdist.__version__}.dist-info"}

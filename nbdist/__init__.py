@@ -25,6 +25,7 @@ from nbdist.errors import (
     SessionBusy,
     SessionClosed,
     SessionError,
+    StaleGroupError,
     TransferError,
     UsageError,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "SessionBusy",
     "SessionClosed",
     "SessionError",
+    "StaleGroupError",
     "TransferError",
     "UsageError",
     "get_session",

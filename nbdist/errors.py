@@ -9,6 +9,7 @@ NbdistError
 ├── RankError             ranks raised; the first cause stands first
 │   ├── RankDied          a rank's process has ended
 │   └── RankTimeout       ranks were still running when the time was over
+├── StaleGroupError       a process group that is gone was used
 ├── TransferError         a value can't travel between processes
 └── InteractionError      code on a rank asked for the keyboard
 """
@@ -58,6 +59,13 @@ class SessionBusy(SessionError):
     """Ranks that were asked for are still running another cell. Nothing has been sent to any rank.
 
     Wait for that cell, or `%distributed interrupt`, or as the last resort `%distributed restart`.
+    """
+
+
+class StaleGroupError(NbdistError, RuntimeError):
+    """Code on a rank used a process group that is gone: a member has died, or it was never whole.
+
+    The text says which way there is to go on. Raised on the rank, so the notebook sees it inside a RankError.
     """
 
 

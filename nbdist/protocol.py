@@ -102,6 +102,7 @@ class Execute(Message, frozen=True):
     kind: "cell" (code in the shell), "call" (a pickled function), "push" (a pickled dict), "pull" (an expression in
     `code`), "free".
     number: the cell's number in the notebook. offset: lines of the cell above `code`.
+    grace: seconds that ranks may wait in a collective for one that has raised.
     """
 
     serial: int
@@ -111,17 +112,25 @@ class Execute(Message, frozen=True):
     number: int = 0
     offset: int = 0
     payload: bytes = b""
+    grace: float = 1.0
 
 
 class Interrupt(Message, frozen=True):
-    """KeyboardInterrupt on ranks that still run the cell `serial`."""
+    """Stop ranks that still run the cell `serial`. On its way to a rank: KeyboardInterrupt there.
+
+    now: without waiting for the end of a step, or for a rank to leave a collective by itself.
+    """
 
     serial: int
     ranks: list[int]
+    now: bool = False
 
 
 class Ask(Message, frozen=True):
-    """A question to the control threads of ranks ("complete", "inspect", "stack", "memory"), answered at once."""
+    """A question to the control threads of ranks ("complete", "inspect", "stack", "state", ...), answered at once.
+
+    request: positive from the notebook, negative from the controller itself.
+    """
 
     request: int
     ranks: list[int]
@@ -270,6 +279,28 @@ class Notice(Message, frozen=True):
     text: str
 
 
+class Remark(Message, frozen=True):
+    """One line for the cell `serial`, while it runs. A later one with the same `topic` takes its place."""
+
+    serial: int
+    text: str
+    topic: str = ""
+
+
+class Recovered(Message, frozen=True):
+    """What was done after the failed cell `serial`; empty text: nothing was amiss. Comes before its last reply.
+
+    generation: of the process groups from now on. step: the step after which all ranks stopped together, 0 for none.
+    seconds: that it took, from the last rank's end.
+    """
+
+    serial: int
+    generation: int
+    text: str
+    step: int
+    seconds: float
+
+
 class Broken(Message, frozen=True):
     """The session is over: every rank is gone, and why."""
 
@@ -356,6 +387,33 @@ class Ready(Message, frozen=True):
     failure: str = ""
 
 
+class Recover(Message, frozen=True):
+    """Put this rank in order after a failed cell.
+
+    generation: of the groups that are renewed. renew, stale, lost: names of groups that get a new backend, that only
+    some members have, that had a member which is dead. count: how many groups are numbered.
+    reset: whether models were caught in the middle of a step.
+    """
+
+    serial: int
+    generation: int
+    renew: list[str]
+    stale: list[str]
+    lost: list[str]
+    dead: list[int]
+    count: int
+    reset: bool
+
+
+class InOrder(Message, frozen=True):
+    """A rank has done what Recover asked. `failure`: why it could not."""
+
+    failure: str = ""
+    models: int = 0
+    gradients: bool = False
+    notes: list[str] = []
+
+
 class Quit(Message, frozen=True):
     """Leave in an orderly way: run what atexit has, then go."""
 
@@ -396,6 +454,8 @@ AnyMessage = (
     | Reply
     | Died
     | Notice
+    | Remark
+    | Recovered
     | Broken
     | Answer
     | Spawn
@@ -406,6 +466,8 @@ AnyMessage = (
     | Exited
     | Gone
     | Ready
+    | Recover
+    | InOrder
     | Quit
 )
 

@@ -177,7 +177,7 @@ class DistributedMagics(Magics):
         number = sessions.cell_number()
         _check_syntax(code, offset, number)
         ranks = _ranks(arguments.ranks, session)
-        where = {"number": number, "offset": offset}
+        where: dict[str, Any] = {"number": number, "offset": offset, "grace": arguments.grace}
         show = not arguments.quiet and (arguments.capture is None or arguments.tee)
         if arguments.background:
             handle = session.run_in_background(code, ranks, arguments.timeout, show=show, **where)
@@ -346,7 +346,7 @@ class DistributedMagics(Magics):
 
     def _interrupt(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        if not session.interrupt(_ranks(arguments.ranks, session)):
+        if not session.interrupt(_ranks(arguments.ranks, session), now=arguments.now):
             print("nothing to interrupt: these ranks run nothing")
 
 
@@ -430,6 +430,13 @@ def _cell_parser() -> MagicParser:
         help="return at once with a handle: .done .wait() .output .interrupt()",
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help="interrupt the ranks after S seconds")
+    parser.add_argument(
+        "--grace",
+        type=seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds that ranks may wait in a collective for one that has raised (default: 1)",
+    )
     parser.add_argument("--quiet", "-q", action="store_true", help="show no output (errors are shown)")
     parser.add_argument(
         "--capture",
@@ -505,6 +512,10 @@ def _logs_parser() -> MagicParser:
 
 
 def _interrupt_parser() -> MagicParser:
-    parser = MagicParser("%distributed interrupt", "KeyboardInterrupt on ranks that run something.")
+    parser = MagicParser(
+        "%distributed interrupt",
+        "Stop what ranks run: after the step they are in, if they train, else by KeyboardInterrupt.",
+    )
     _add_ranks(parser)
+    parser.add_argument("--now", action="store_true", help="don't wait for the step, or for a collective to end")
     return parser

@@ -47,12 +47,13 @@ def describe_death(died: Died) -> str:
     return died.cause or f"{describe_exit(died.code)}, pid {died.pid}"
 
 
-def build(failures: Iterable[RankFailure], finished: Sequence[int] = ()) -> RankError:
+def build(failures: Iterable[RankFailure], finished: Sequence[int] = (), *, recovered: str = "") -> RankError:
     """One error for all failures of a cell.
 
     Args:
         failures: At least one.
         finished: Ranks that ended well.
+        recovered: What was put in order afterwards, in words.
     """
     ordered = sorted(failures, key=_causality)
     first = ordered[0]
@@ -64,6 +65,8 @@ def build(failures: Iterable[RankFailure], finished: Sequence[int] = ()) -> Rank
     if finished:
         lines.append(f"{describe_ranks(finished)}: finished")
     lines += _advice(first, ordered, finished)
+    if recovered:
+        lines.append(f"nbdist: {recovered}")
     kinds = {"died": RankDied, "running": RankTimeout}
     error = kinds.get(first.kind, RankError)
     return error("\n".join(lines), {failure.rank: failure for failure in ordered})

@@ -130,7 +130,6 @@ class Session:
     Attributes:
         ranks: What each rank is.
         backend: Backend of the process group; "none" without one.
-        generation: Number of the process-group set.
         closed: Whether it has no ranks.
         broken: Why it is closed, if nobody closed it.
         started_in: Seconds that the last start took.
@@ -153,7 +152,6 @@ class Session:
         global _current
         self.ranks: list[RankInfo] = []
         self.backend = ""
-        self.generation = 0
         self.closed = True
         self.broken = ""
         self.started_in = 0.0
@@ -213,6 +211,11 @@ class Session:
     ) -> None:
         self.close()
 
+    @property
+    def generation(self) -> int:
+        """How often the process groups have been renewed since the start, and one."""
+        return self.traffic.generation
+
     def _forget(self) -> None:
         """The kernel ends: nobody waits for the ranks any more."""
         self.closed = True
@@ -238,7 +241,7 @@ class Session:
             self._give_up_start(error)
             raise
         assert isinstance(started, Started)
-        self.ranks, self.backend, self.generation = started.ranks, started.backend, 1
+        self.ranks, self.backend = started.ranks, started.backend
         self.traffic.begin()
         self.closed = False
         self.started_in = time.monotonic() - began
@@ -300,6 +303,7 @@ class Session:
         ranks: Iterable[int] | None = None,
         timeout: float | None = None,
         *,
+        grace: float = 1.0,
         show: bool = False,
     ) -> CellResult:
         """Run code in the shells of ranks.
@@ -308,6 +312,7 @@ class Session:
             code: What a `%%distributed` cell may hold.
             ranks: Where; None: on all.
             timeout: Seconds after which the ranks are interrupted.
+            grace: Seconds that ranks may wait in a collective for one that has raised; then they are freed.
             show: Whether to show the output as well.
 
         Returns:
@@ -317,7 +322,7 @@ class Session:
             RankError: A rank raised; the first cause first. RankDied, RankTimeout likewise.
             SessionBusy: One of these ranks is running something else.
         """
-        task = self.submit("cell", code, ranks, show=show, keep=True)
+        task = self.submit("cell", code, ranks, grace=grace, show=show, keep=True)
         task.wait(timeout)
         return task.result
 
@@ -328,11 +333,12 @@ class Session:
         *,
         number: int = 0,
         offset: int = 0,
+        grace: float = 1.0,
         show: bool = True,
         keep: bool = False,
     ) -> Task:
         """Send a cell to ranks; the caller waits for the task, or makes a BackgroundCell of it."""
-        return self.submit("cell", code, ranks, number=number, offset=offset, show=show, keep=keep)
+        return self.submit("cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=keep)
 
     def run_in_background(
         self,
@@ -342,10 +348,11 @@ class Session:
         *,
         number: int = 0,
         offset: int = 0,
+        grace: float = 1.0,
         show: bool = True,
     ) -> BackgroundCell:
         """Like `run`, but returns at once with a handle: `.done`, `.wait()`, `.output`, `.interrupt()`."""
-        task = self.submit("cell", code, ranks, number=number, offset=offset, show=show, keep=True)
+        task = self.submit("cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=True)
 
         def work() -> None:
             try:
@@ -424,11 +431,20 @@ class Session:
         task.wait()
         return {rank: msgspec.msgpack.decode(task.replies[rank].payload) for rank in task.ranks}
 
-    def interrupt(self, ranks: Iterable[int] | None = None) -> bool:
-        """KeyboardInterrupt on ranks that run something. Whether there were any."""
-        tasks = set(self.traffic.running(self._choose(ranks, living=False)).values())
+    def interrupt(self, ranks: Iterable[int] | None = None, *, now: bool = False) -> bool:
+        """Stop what ranks run: after the step they are in, if they train. Asked once more: at once.
+
+        Args:
+            ranks: Which; None: all.
+            now: Without waiting for the end of a step, or for a rank to leave a collective by itself.
+
+        Returns:
+            Whether any of them ran something.
+        """
+        chosen = self._choose(ranks, living=False)
+        tasks = set(self.traffic.running(chosen).values())
         for task in tasks:
-            task.interrupt()
+            task.interrupt(chosen, now=now)
         return bool(tasks)
 
     def status(self) -> list[dict[str, Any]]:
@@ -485,15 +501,17 @@ class Session:
         number: int = 0,
         offset: int = 0,
         payload: bytes = b"",
+        grace: float = 1.0,
         show: bool = False,
         keep: bool = False,
     ) -> Task:
         """Send an Execute, once nothing speaks against it."""
         chosen = self._choose(ranks)
-        task = Task(self.traffic, next(self._serials), number or cell_number(), chosen, code, show=show, keep=keep)
+        number = number or cell_number()
+        task = Task(self.traffic, next(self._serials), number, chosen, code, show=show, keep=keep, grace=grace)
         if others := self._assign(task):
             raise self._busy(others)
-        self.traffic.send(Execute(task.serial, chosen, kind, code, task.number, offset, payload))
+        self.traffic.send(Execute(task.serial, chosen, kind, code, number, offset, payload, grace))
         return task
 
     def _assign(self, task: Task) -> dict[int, Task]:

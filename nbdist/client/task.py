@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from nbdist.client import report
@@ -20,7 +20,18 @@ from nbdist.client.display import Publisher
 from nbdist.client.results import CellResult
 from nbdist.client.screen import Screen
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
-from nbdist.protocol import Broken, Died, Display, Interrupt, Notice, Output, Reply, WidgetMessage
+from nbdist.protocol import (
+    Broken,
+    Died,
+    Display,
+    Interrupt,
+    Notice,
+    Output,
+    Recovered,
+    Remark,
+    Reply,
+    WidgetMessage,
+)
 from nbdist.ranks import describe_ranks
 
 if TYPE_CHECKING:
@@ -31,7 +42,8 @@ _EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or anothe
 _TAKE = 0.01  # seconds for which what has come is taken before it is shown
 _DEATH_GRACE = 0.3
 _DEATH_ANSWER = 0.1
-_TIMEOUT_GRACE = 2.0  # seconds that ranks have to stop after --timeout
+_TIMEOUT_GRACE = 4.0  # seconds that ranks have to stop after --timeout
+_FORCE_GRACE = 1.0  # seconds that ranks have after the second Ctrl-C, before the notebook is given back without them
 
 
 class Task:
@@ -45,6 +57,10 @@ class Task:
         code: What it runs, for messages.
         show: Whether output goes to the notebook.
         keep: Whether output is kept in `result`.
+        grace: Seconds that ranks may wait in a collective for one that has raised.
+
+    Attributes:
+        recovered: What was put in order after it had failed.
     """
 
     def __init__(
@@ -57,6 +73,7 @@ class Task:
         *,
         show: bool,
         keep: bool,
+        grace: float = 1.0,
     ) -> None:
         self.serial = serial
         self.number = number
@@ -70,6 +87,8 @@ class Task:
         self._traffic = traffic
         self._code = code
         self._keep = keep
+        self._grace = grace
+        self.recovered: Recovered | None = None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
         self._unpaid: list[Display] = []
@@ -128,9 +147,15 @@ class Task:
         """Whether one of its ranks has died, so that the others have been stopped."""
         return any(failure.kind == "died" for failure in self.failures.values())
 
-    def interrupt(self) -> None:
-        """Ask for KeyboardInterrupt on the ranks that are still at it."""
-        self._traffic.send(Interrupt(self.serial, sorted(self._left)))
+    def interrupt(self, ranks: Iterable[int] | None = None, *, now: bool = False) -> None:
+        """Stop the ranks that are still at it; when asked once more: at once.
+
+        Args:
+            ranks: Which of them; None: all.
+            now: Without waiting for the end of a step, or for a rank to leave a collective by itself.
+        """
+        chosen = self._left if ranks is None else self._left & set(ranks)
+        self._traffic.send(Interrupt(self.serial, sorted(chosen), now))
 
     def describe(self) -> str:
         """In words, what this is and since when."""
@@ -188,6 +213,11 @@ class Task:
             self._traffic.widgets.relay(event)
         elif isinstance(event, Notice):
             self.say(event.text)
+        elif isinstance(event, Remark):
+            if event.text:
+                self.say(event.text)
+        elif isinstance(event, Recovered):
+            self.recovered = event
         elif isinstance(event, Broken):
             self._broken = event.text
         elif event is KeyboardInterrupt:
@@ -201,7 +231,7 @@ class Task:
             return
         self.failures[rank] = self.result[rank].error = failure
         if self._explain_at is None and failure.kind == "raised" and self._left:
-            self._explain_at = now + _EXPLAIN_AFTER
+            self._explain_at = now + self._grace + _EXPLAIN_AFTER
 
     # --- showing
 
@@ -289,6 +319,9 @@ class Task:
         if self._interrupts == 1:
             self.interrupt()
             self._explain_at = now + _EXPLAIN_AFTER
+        elif self._interrupts == 2:
+            self.interrupt(now=True)
+            self._give_up_at = now + _FORCE_GRACE
         else:
             self._give_up_at = now
 
@@ -303,7 +336,10 @@ class Task:
         where = ("; " + "; ".join(lines[:4])) if lines else ""
         who = describe_ranks(sorted(self._left))
         if self._interrupts:
-            self.say(f"{who} will stop when this call ends{where}. Interrupt again to have the notebook back now.")
+            self.say(
+                f"{who} will stop when this call ends{where}; if it is a collective, nbdist ends it in a moment. "
+                "Interrupt again to stop them now."
+            )
             return
         failed = sorted(self.failures)
         first = self.failures[failed[0]]
@@ -329,14 +365,15 @@ class Task:
         if not self.failures:
             return
         finished = [rank for rank in self.ranks if rank not in self.failures]
-        error = report.build(self.failures.values(), finished)
+        text = self.recovered.text if self.recovered is not None else ""
+        error = report.build(self.failures.values(), finished, recovered=text)
         if timed_out is not None:
             raise RankTimeout(
                 f"not done after {timed_out:g} s (--timeout); the ranks were interrupted\n{error.report}",
                 error.failures,
             )
         if all(failure.kind == "interrupted" for failure in self.failures.values()):
-            raise _interruption(error, finished)
+            raise _interruption(error, self.recovered.step if self.recovered is not None else 0)
         raise error
 
     def _note_running(self) -> None:
@@ -347,10 +384,17 @@ class Task:
             self.failures[rank] = self.result[rank].error = failure
 
 
-def _interruption(error: RankError, finished: list[int]) -> KeyboardInterrupt:
-    """KeyboardInterrupt as the notebook shows it: one line, and where the ranks were."""
+def _interruption(error: RankError, step: int) -> KeyboardInterrupt:
+    """KeyboardInterrupt as the notebook shows it: one line, and where the ranks were.
+
+    Args:
+        step: The step after which all ranks stopped together, 0 for none.
+    """
     who = describe_ranks(sorted(error.failures))
-    interruption = KeyboardInterrupt(f"{who} interrupted; their variables are kept")
+    what = f"{who} interrupted; their variables are kept"
+    if step:
+        what = f"all ranks stopped after step {step:,}; run the cell again to go on"
+    interruption = KeyboardInterrupt(what)
     text = [f"KeyboardInterrupt: {interruption}", *error.report.splitlines()[1:]]
     interruption._render_traceback_ = lambda: text  # type: ignore[attr-defined]
     return interruption
@@ -402,9 +446,9 @@ class BackgroundCell:
             raise self._task.error
         return self._task.result
 
-    def interrupt(self) -> None:
-        """KeyboardInterrupt on its ranks."""
-        self._task.interrupt()
+    def interrupt(self, *, now: bool = False) -> None:
+        """Stop its ranks: after the step they are in, if they train. Asked once more, or with `now`: at once."""
+        self._task.interrupt(now=now)
 
     def __repr__(self) -> str:
         state = "done" if self.done else "running"

@@ -30,6 +30,8 @@ from nbdist.protocol import (
     Message,
     Notice,
     Output,
+    Recovered,
+    Remark,
     Reply,
     WidgetMessage,
 )
@@ -47,12 +49,14 @@ class Traffic:
         key: A name that no other session has.
         names: The variables on each rank, as far as is known.
         dead: How ranks have died.
+        generation: Of the process groups: how often they have been renewed, and one.
     """
 
     def __init__(self, on_life: Callable[[Message], None]) -> None:
         self.key = secrets.token_hex(4)
         self.names: dict[int, list[str]] = {}
         self.dead: dict[int, Died] = {}
+        self.generation = 0
         self.widgets = WidgetProxies(self.send)
         self._on_life = on_life
         self._connection: Connection | None = None
@@ -74,6 +78,7 @@ class Traffic:
     def begin(self) -> None:
         """A fresh set of ranks is up: nothing of the last one counts for it."""
         self.names, self.dead, self._owed = {}, {}, {}
+        self.generation = 1
         self._untold.clear()
         self.widgets = WidgetProxies(self.send)
 
@@ -192,6 +197,8 @@ class Traffic:
                 answers.put(message)
         elif isinstance(message, Notice):
             self.notify(message)
+        elif isinstance(message, (Remark, Recovered)):
+            self._tell_cell(message)
         else:
             self._on_life(message)
 
@@ -212,6 +219,15 @@ class Traffic:
         task = self._latest.get(message.rank)
         if task is None or not task.put(message):
             self.put_late(task, message)
+
+    def _tell_cell(self, message: Remark | Recovered) -> None:
+        """Something about a cell as a whole. What comes after its end is a line below it."""
+        if isinstance(message, Recovered):
+            self.generation = message.generation
+        with self._lock:
+            task = next((task for task in self._latest.values() if task.serial == message.serial), None)
+        if task is not None and not task.put(message) and message.text:
+            self.put_late(task, Notice(f"nbdist: {message.text}"))
 
     def _end_part(self, message: Reply) -> None:
         with self._lock:

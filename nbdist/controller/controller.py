@@ -23,6 +23,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from nbdist.controller.cells import Cells
 from nbdist.controller.outputlog import OutputLog
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.protocol import (
@@ -46,6 +47,7 @@ from nbdist.protocol import (
     Exited,
     Gone,
     Hello,
+    InOrder,
     Interrupt,
     Keys,
     Kill,
@@ -155,6 +157,7 @@ class _Set:
     ending: bool = False
     backend: str = ""
     notes: list[str] | None = None
+    cells: Cells = field(init=False)
 
 
 class Controller:
@@ -226,6 +229,8 @@ class Controller:
             if self._socket in ready and not self._receive_all():
                 return
             self._check_start()
+            if self._set is not None and self._set.up:
+                self._set.cells.tick(time.monotonic())
             self._deliver_news()
 
     def close(self) -> None:
@@ -250,6 +255,8 @@ class Controller:
             dues.append(self._leave_at - time.monotonic())
         if self._set is not None and not self._set.up and not self._set.ending:
             dues.append(self._set.started + _START_LIMIT - time.monotonic())
+        if self._set is not None and self._set.up and (due := self._set.cells.due()) is not None:
+            dues.append(due - time.monotonic())
         return max(0, int(min(dues) * 1000) + 1) if dues else None
 
     # --- messages
@@ -300,10 +307,6 @@ class Controller:
         else:
             self._waiting.setdefault(identity, []).append(frame)
 
-    def _tell(self, message: Message) -> None:
-        """Tell the notebook, together with all else of this round."""
-        self._news.append(encode(message))
-
     def _deliver_news(self) -> None:
         if self._news and CLIENT_EVENTS in self._connected:
             self._socket.send_multipart([CLIENT_EVENTS, *self._news])
@@ -315,17 +318,18 @@ class Controller:
         if isinstance(message, Execute):
             self._execute(message)
         elif isinstance(message, Credit) and message.items:
-            self._to_rank(RANK_DISPLAY, message.rank, message)
+            self.to_rank(RANK_DISPLAY, message.rank, message)
         elif isinstance(message, Credit):
             self._send(AGENT_CONTROL, message)
         elif isinstance(message, Interrupt):
-            self._interrupt(message)
+            if self._set is not None:
+                self._set.cells.stop(message, time.monotonic())
         elif isinstance(message, Ask):
             self._ask(message)
         elif isinstance(message, AskController):
-            self._tell(Answer(message.request, -1, self._answer(message.question, message.arguments)))
+            self.to_notebook(Answer(message.request, -1, self._answer(message.question, message.arguments)))
         elif isinstance(message, WidgetMessage):
-            self._to_rank(RANK_CELL, message.rank, message)
+            self.to_rank(RANK_CELL, message.rank, message)
         elif isinstance(message, Start):
             self._start(message)
         elif isinstance(message, Stop):
@@ -336,35 +340,47 @@ class Controller:
         group = self._set
         if group is None or not group.up:
             return
+        now = time.monotonic()
+        if not group.cells.begin(message, now):
+            return
         self._log.begin(message.serial, message.number)
         frame = encode(message)
         for number in message.ranks:
             rank = group.ranks[number]
-            if rank.dead:
-                self._tell(msgspec.structs.replace(rank.dead, serial=message.serial))
+            if rank.dead:  # the notebook did not know yet
+                group.cells.died(msgspec.structs.replace(rank.dead, serial=message.serial), now)
                 continue
             rank.serial = rank.last = message.serial
             rank.since = time.time()
             rank.reply, rank.printed = None, False
             self._forward(lane(RANK_CELL, group.epoch, number), frame)
-        if any(group.ranks[number].dead for number in message.ranks):  # the notebook did not know yet
-            self._interrupt(Interrupt(message.serial, message.ranks))
-
-    def _interrupt(self, message: Interrupt) -> None:
-        for rank in self._set.ranks if self._set is not None else []:
-            if rank.rank in message.ranks and rank.serial == message.serial:
-                self._to_rank(RANK_CONTROL, rank.rank, message)
 
     def _ask(self, message: Ask) -> None:
         for number in message.ranks:
             if self._set is None or number >= len(self._set.ranks) or self._set.ranks[number].dead:
-                self._tell(Answer(message.request, number, {"error": "dead"}))
+                self.to_notebook(Answer(message.request, number, {"error": "dead"}))
             else:
-                self._to_rank(RANK_CONTROL, number, message)
+                self.to_rank(RANK_CONTROL, number, message)
 
-    def _to_rank(self, name: str, rank: int, message: Message) -> None:
+    # --- what cells need of us
+
+    def to_rank(self, name: str, rank: int, message: Message) -> None:
+        """Send to a rank, if it lives."""
         if self._set is not None and rank < len(self._set.ranks) and not self._set.ranks[rank].dead:
             self._send(lane(name, self._set.epoch, rank), message)
+
+    def to_notebook(self, message: Message) -> None:
+        """Tell the notebook, together with all else of this round."""
+        self._news.append(encode(message))
+
+    def idle(self) -> list[int]:
+        """Living ranks that run nothing."""
+        ranks = self._set.ranks if self._set is not None else []
+        return [rank.rank for rank in ranks if not rank.dead and not rank.serial]
+
+    def dead(self) -> list[int]:
+        """Ranks that have died."""
+        return [rank.rank for rank in self._set.ranks if rank.dead] if self._set is not None else []
 
     def _answer(self, question: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if question == "log":
@@ -396,28 +412,29 @@ class Controller:
         self._epoch += 1
         ranks = [_Rank(number) for number in range(message.options.count)]
         self._set = _Set(self._epoch, message.options, ranks, time.monotonic())
+        self._set.cells = Cells(self, self._execute)
         self._send(AGENT_CONTROL, Spawn(self._epoch, message.options))
 
     def _end_set(self) -> None:
         group = self._set
         if group is None:
-            self._tell(Stopped())
+            self.to_notebook(Stopped())
             return
         if group.ending:
             return
         group.ending = True
         for rank in group.ranks:
             if rank.serial:
-                self._to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
+                self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
             if rank.ready:
-                self._to_rank(RANK_CELL, rank.rank, Quit())
+                self.to_rank(RANK_CELL, rank.rank, Quit())
         self._send(AGENT_CONTROL, Kill(group.epoch, _QUIT_GRACE if group.up else 0.0))
 
     def _start_failed(self, text: str) -> None:
         group = self._set
         if group is None or group.ending:
             return
-        self._tell(StartFailed(text))
+        self.to_notebook(StartFailed(text))
         self._end_set()
 
     def _check_start(self) -> None:
@@ -428,7 +445,7 @@ class Controller:
         if not missing and group.notes is not None:
             group.up = True
             infos = [RankInfo(rank.rank, rank.pid, rank.device) for rank in group.ranks]
-            self._tell(Started(group.epoch, infos, group.backend, group.notes))
+            self.to_notebook(Started(group.epoch, infos, group.backend, group.notes))
         elif time.monotonic() > group.started + _START_LIMIT:
             self._start_failed(
                 f"ranks {missing} were not ready after {_START_LIMIT:.0f} s. Type `%distributed start` to try again."
@@ -439,7 +456,7 @@ class Controller:
     def _handle_agent(self, message: Message) -> None:
         group = self._set
         if isinstance(message, Progress):
-            self._tell(message)
+            self.to_notebook(message)
             return
         if group is None or getattr(message, "epoch", group.epoch) != group.epoch:
             return
@@ -449,7 +466,7 @@ class Controller:
             group.ranks[message.rank].pid = message.pid
         elif isinstance(message, Spawning):
             group.notes = message.notes
-            self._tell(Progress("ranks join their group"))
+            self.to_notebook(Progress("ranks join their group"))
         elif isinstance(message, SpawnFailed):
             self._start_failed(message.text)
         elif isinstance(message, Exited):
@@ -474,10 +491,7 @@ class Controller:
                 + "\nType `%distributed start` to try again."
             )
             return
-        self._tell(rank.dead)
-        for other in group.ranks:
-            if serial and other.serial == serial:
-                self._to_rank(RANK_CONTROL, other.rank, Interrupt(serial, [other.rank]))
+        group.cells.died(rank.dead, time.monotonic())
 
     def _store_died(self, group: _Set, message: Exited) -> None:
         what = message.cause or describe_exit(message.code)
@@ -489,7 +503,7 @@ class Controller:
             return
         if message.cause:  # the ranks ended with it, which says all
             return
-        self._tell(
+        self.to_notebook(
             Notice(
                 f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
                 "groups that exist go on, but no new group can be made. "
@@ -505,14 +519,14 @@ class Controller:
             start, self._pending = self._pending, None
             self._start(start)
         else:
-            self._tell(Stopped())
+            self.to_notebook(Stopped())
 
     def _agent_died(self) -> None:
         code = self._agent.wait()
         end_descendants()  # its ranks have come to us
         if CLIENT_EVENTS not in self._connected and self._socket.poll(int(_HELLO_GRACE * 1000)):
             self._receive_all()
-        self._tell(
+        self.to_notebook(
             Broken(
                 f"the session's agent (pid {self._agent.pid}) has ended: {describe_exit(code)}; and all ranks with it. "
                 "`%distributed start` begins anew."
@@ -528,8 +542,12 @@ class Controller:
         elif isinstance(message, Display):
             rank.displays[message.sequence] = message
             self._advance(rank)
+        elif isinstance(message, Answer) and message.request < 0:
+            group.cells.answered(message, time.monotonic())
         elif isinstance(message, (Answer, WidgetMessage)):
-            self._tell(message)
+            self.to_notebook(message)
+        elif isinstance(message, InOrder):
+            group.cells.in_order(rank.rank, message, time.monotonic())
         elif isinstance(message, Ready):
             self._ready(group, rank, message)
 
@@ -561,14 +579,14 @@ class Controller:
             rank.shown_early.discard(sequence)
             display = rank.displays.pop(sequence, None)
             if display is not None:
-                self._tell(display)
+                self.to_notebook(display)
 
     def _pass_on(self, rank: _Rank, message: Output) -> None:
         if message.data:
             notice = self._log.write(rank.last, message.rank, message.stream, message.data)
             if notice is not None:
-                self._tell(Notice(notice))
-            self._tell(Output(message.rank, message.stream, message.data))
+                self.to_notebook(Notice(notice))
+            self.to_notebook(Output(message.rank, message.stream, message.data))
         if message.mark is not None and message.mark[1] <= END and message.mark[0] == rank.serial:
             rank.printed = True
             if message.mark[1] == PLAIN_END:
@@ -581,9 +599,10 @@ class Controller:
             return
         for sequence in sorted(rank.displays):  # an interrupt fell between the payload and its mark
             rank.shown_early.add(sequence)
-            self._tell(rank.displays.pop(sequence))
-        self._tell(rank.reply)
-        rank.serial, rank.reply, rank.printed = 0, None, False
+            self.to_notebook(rank.displays.pop(sequence))
+        reply, rank.serial, rank.reply, rank.printed = rank.reply, 0, None, False
+        if self._set is not None:
+            self._set.cells.ended(reply, time.monotonic())
 
 
 class _Whitelist:

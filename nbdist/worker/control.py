@@ -9,13 +9,13 @@ import contextlib
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
 from nbdist.protocol import Answer, Ask, Interrupt, decode, encode
+from nbdist.worker import stacks
 from nbdist.worker.interrupts import InterruptGate
 from nbdist.worker.shell import RankShell
 
@@ -27,6 +27,14 @@ class ControlThread:
         context: Where to make the wake-up sockets.
         socket: The control lane; from `start` on it belongs to the thread.
         rank: This rank.
+
+    Attributes:
+        gate: Who may be interrupted.
+        shell: The shell whose names are completed.
+        answers: Questions that others answer, by name.
+        on_interrupt: Called when KeyboardInterrupt is asked for.
+        overdue: Seconds until a stop at the end of a step should be given up, None if none is pending.
+        on_overdue: Called then.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], rank: int) -> None:
@@ -34,14 +42,23 @@ class ControlThread:
         self._rank = rank
         self._main = threading.main_thread().ident or 0
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.gate = InterruptGate(self._wake)
+        self.gate = InterruptGate(self.wake)
         self.shell: RankShell | None = None
-        self.release: Callable[[int], None] = lambda serial: None
+        self.on_interrupt: Callable[[], None] = lambda: None
+        self.overdue: Callable[[], float | None] = lambda: None
+        self.on_overdue: Callable[[], None] = lambda: None
+        self.answers: dict[str, Callable[..., dict[str, Any]]] = {
+            "complete": self._complete,
+            "inspect": self._inspect,
+            "stack": self._stack,
+            "memory": self.memory,
+        }
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="nbdist-control", daemon=True).start()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Look at what is due anew. From any thread."""
         with contextlib.suppress(BlockingIOError):  # it has been woken already
             os.write(self._wake_write, b".")
 
@@ -50,34 +67,27 @@ class ControlThread:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         while True:
-            due = self.gate.resend_due()
-            ready = dict(poller.poll(None if due is None else int(due * 1000) + 1))
+            dues = [due for due in (self.gate.resend_due(), self.overdue()) if due is not None]
+            ready = dict(poller.poll(int(min(dues) * 1000) + 1 if dues else None))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             self.gate.resend()
+            if self.overdue() == 0.0:
+                self.on_overdue()
             if self._socket in ready:
                 self._handle(self._socket.recv())
 
     def _handle(self, frame: bytes) -> None:
         message = decode(frame)
         if isinstance(message, Interrupt):
+            self.on_interrupt()
             self.gate.request(message.serial)
         elif isinstance(message, Ask):
             try:
-                data = self._answer(message.question, message.arguments)
+                data = self.answers[message.question](**message.arguments)
             except Exception as error:  # the thread must outlive any question
                 data = {"error": f"{type(error).__name__}: {error}"}
             self._socket.send(encode(Answer(message.request, self._rank, data)))
-
-    def _answer(self, question: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        answers: dict[str, Callable[..., dict[str, Any]]] = {
-            "complete": self._complete,
-            "inspect": self._inspect,
-            "stack": self._stack,
-            "memory": self.memory,
-            "release": self._release,
-        }
-        return answers[question](**arguments)
 
     def _complete(self, code: str, position: int) -> dict[str, Any]:
         from IPython.core.completer import provisionalcompleter
@@ -99,14 +109,8 @@ class ControlThread:
         frame = sys._current_frames().get(self._main)
         if frame is None or not self.gate.running:
             return {"running": 0, "line": "", "stack": ""}
-        entries = [entry for entry in traceback.extract_stack(frame) if not _is_ours(entry.filename)]
-        cell = [entry for entry in entries if entry.filename.startswith("<ipython-input")]
-        inner = entries[-1] if entries else None
-        return {
-            "running": self.gate.running,
-            "line": _describe(cell[-1], inner) if cell and inner else "",
-            "stack": "".join(traceback.format_list(_from_cell(entries))),
-        }
+        line, stack = stacks.describe(frame)
+        return {"running": self.gate.running, "line": line, "stack": stack}
 
     def memory(self) -> dict[str, Any]:
         data: dict[str, Any] = {"private": _private_memory()}
@@ -115,33 +119,9 @@ class ControlThread:
             data["allocated"], data["reserved"] = cuda.memory_allocated(), cuda.memory_reserved()
         return data
 
-    def _release(self, serial: int) -> dict[str, Any]:
-        self.release(serial)
-        return {}
-
 
 def _private_memory() -> int:
     """Bytes of memory that only this process uses: what it shares with the template costs nothing twice."""
     with open("/proc/self/smaps_rollup") as file:
         fields = (line.split() for line in file)
         return 1024 * sum(int(parts[1]) for parts in fields if parts[0] in ("Private_Clean:", "Private_Dirty:"))
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(__file__.rsplit("/", 2)[0])
-
-
-def _from_cell(entries: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The frames from the cell on; what IPython does before is nobody's concern."""
-    for index, entry in enumerate(entries):
-        if entry.filename.startswith("<ipython-input"):
-            return entries[index:]
-    return entries
-
-
-def _describe(cell: traceback.FrameSummary, inner: traceback.FrameSummary) -> str:
-    number = cell.filename.split("-")[2]
-    place = f"cell {number} line {cell.lineno}: {(cell.line or '').strip()}"
-    if inner is cell:
-        return place
-    return f"{place} (in {inner.name}, {os.path.basename(inner.filename)}:{inner.lineno})"

@@ -18,6 +18,14 @@ from nbdist.protocol import Failure
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = __file__.rsplit("/", 2)[0]
 _CELL = re.compile(r'File "<ipython-input-(\d+)-\w+>", line')
+# Where torch's own frames are while a step is under way.
+_STEP_FILES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/",
+    "/torch/autograd/graph.py",
+    "/torch/optim/",
+    "/torch/amp/grad_scaler.py",
+)
 _ENDS = 20  # frames that are shown of each end of a recursion
 _PICKLE_LIMIT = 1 << 20  # bytes of an exception object that are worth sending
 
@@ -25,7 +33,7 @@ _PICKLE_LIMIT = 1 << 20  # bytes of an exception object that are worth sending
 def describe(error: BaseException, traceback: str) -> Failure:
     """The failure to send for an exception, with its traceback as text."""
     return Failure(
-        name=type(error).__name__,
+        name="KeyboardInterrupt" if isinstance(error, KeyboardInterrupt) else type(error).__name__,
         text=_message(error),
         traceback=traceback,
         when=time.monotonic(),
@@ -50,6 +58,15 @@ def trim(traceback: types.TracebackType | None) -> types.TracebackType | None:
     for entry in reversed(kept):
         trimmed = types.TracebackType(trimmed, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return trimmed
+
+
+def passed_through_step(error: BaseException) -> bool:
+    """Whether it came out of the middle of a training step: a model's forward, backward, a collective, an optimizer."""
+    return any(
+        any(part in frame.f_code.co_filename for part in _STEP_FILES)
+        for cause in _chain(error)
+        for frame, _ in tracebacks.walk_tb(cause.__traceback__)
+    )
 
 
 def holds_group(error: BaseException | None) -> bool:

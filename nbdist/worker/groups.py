@@ -1,7 +1,7 @@
-"""The process group of a rank: joining it, leaving it, and what torchrun's environment says of it.
+"""How a rank gets into its first process group: its device, torchrun's environment, the rendezvous.
 
-The module that leans on young or private parts of torch; each is probed when used, and a missing one costs that
-feature only. Knows nothing of the shell or the wire.
+Young or private parts of torch are probed when used, and a missing one costs that feature only. What becomes of groups
+later is for `collectives`. Knows nothing of the shell or the wire.
 """
 
 from __future__ import annotations
@@ -95,15 +95,18 @@ def backend_for(options: StartOptions, gpu_count: int) -> str:
     return "cpu:gloo,cuda:nccl" if gpu_count >= options.count else "gloo"
 
 
-def join(setup: RankSetup) -> str:
+def join(setup: RankSetup, store: Any) -> str:
     """Make the default process group.
+
+    Args:
+        setup: What this rank is.
+        store: A client of the session's rendezvous store.
 
     Returns:
         Its backend, as torch names it.
     """
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False, timeout=timedelta(seconds=60))
     backend = backend_for(setup.options, _gpu_count(setup))
     dist.init_process_group(
         backend,
@@ -124,13 +127,16 @@ def _keep_from_children() -> None:
                 os.set_inheritable(int(name), False)
 
 
-def separate_rendezvous(cell: Callable[[], int]) -> None:
+def separate_rendezvous(
+    cell: Callable[[], int], connecting: Callable[[int], contextlib.AbstractContextManager[None]]
+) -> None:
     """Give each `init_process_group()` of the user's a part of the store of its own.
 
     Without that, a rank that runs a cell again may find the addresses that others left there the time before.
 
     Args:
         cell: Gives the serial number of the cell that runs, which is the same on all ranks.
+        connecting: Entered with the store's port while a rendezvous connects to it.
     """
     from torch.distributed import PrefixStore
 
@@ -145,8 +151,11 @@ def separate_rendezvous(cell: Callable[[], int]) -> None:
         nonlocal latest
         serial = cell()
         latest = (serial, latest[1] + 1 if latest[0] == serial else 1)
-        for store, rank, world_size in original(*args, **kwargs):
-            yield PrefixStore(f"cell/{latest[0]}/{latest[1]}", store), rank, world_size
+        rendezvous = original(*args, **kwargs)
+        with connecting(int(os.environ.get("MASTER_PORT", "0"))):
+            store, rank, world_size = next(rendezvous)
+        yield PrefixStore(f"cell/{latest[0]}/{latest[1]}", store), rank, world_size
+        yield from rendezvous
 
     handlers["env"] = handler
 

@@ -25,10 +25,16 @@ class InterruptGate:
 
     Args:
         wake: Called from any thread when `resend_due` has changed.
+
+    Attributes:
+        held: Whether the main thread must not be interrupted right now (an optimizer's step is applied whole);
+            then `release` is called at the end of that.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
+        self.held: Callable[[], bool] = lambda: False
         self._wake = wake
+        self._insist = False  # it has been held back for long enough
         self._main = threading.main_thread().ident or 0
         self._pid = os.getpid()
         self._wanted = 0
@@ -64,17 +70,23 @@ class InterruptGate:
     def request(self, serial: int) -> None:
         """Interrupt the cell `serial`, now or when it starts. From any thread."""
         self._asked = serial
+        self._insist = False
         self._send()
 
     def resend(self) -> None:
         """Send the interrupt again if the cell has swallowed it. From the control thread."""
         if self._due is not None and time.monotonic() >= self._due:
+            self._insist = True
             self._send()
 
     def resend_due(self) -> float | None:
         """Seconds until `resend` should be called, or None."""
         due = self._due
         return None if due is None else max(0.0, due - time.monotonic())
+
+    def release(self) -> None:
+        """The main thread may be interrupted again: raise what was held back."""
+        self._handle(0, None)
 
     def _send(self) -> None:
         self._wanted = self._asked
@@ -87,6 +99,8 @@ class InterruptGate:
 
     def _handle(self, signum: int, frame: object) -> None:
         if self._running and self._wanted == self._running and os.getpid() == self._pid:
+            if self.held() and not self._insist:
+                return
             self._wanted = 0
             raise KeyboardInterrupt
 

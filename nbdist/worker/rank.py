@@ -33,10 +33,12 @@ from nbdist.protocol import (
     RANK_DISPLAY,
     Execute,
     Failure,
+    InOrder,
     Keys,
     Quit,
     RankSetup,
     Ready,
+    Recover,
     Reply,
     WidgetMessage,
     connect,
@@ -44,10 +46,13 @@ from nbdist.protocol import (
     encode,
     lane,
 )
-from nbdist.worker import groups, streams
+from nbdist.worker import groups, models, streams
+from nbdist.worker.collectives import Collectives
 from nbdist.worker.control import ControlThread
 from nbdist.worker.display import DisplayLane
+from nbdist.worker.progress import Progress
 from nbdist.worker.shell import RankShell
+from nbdist.worker.steps import StepCounter
 from nbdist.worker.widgets import WidgetRelay
 
 
@@ -119,22 +124,42 @@ class Rank:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cells = self._connect(RANK_CELL)
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
+        self._collectives = Collectives(setup.epoch, setup.store_port)
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
-        self._control.release = self._release
+        self._steps = StepCounter(self._control.wake)
+        self._control.gate.held = lambda: self._steps.in_step
+        self._progress = Progress(self._collectives, self._control.gate)
+        self._last = 0  # the newest cell
         self._parcels: dict[int, transfer.Packed] = {}
         self._names: list[str] = []
         self._widgets = WidgetRelay(self._lane)
 
     def run(self) -> None:
         """Join the group, then run what comes until told to quit."""
+        self._control.answers |= {
+            "release": self._release,
+            "state": self._state,
+            "cut": self._cut,
+            "progress": self._progress.look,
+            "arm": self._steps.arm,
+            "aim": self._aim,
+            "disarm": self._disarm,
+        }
+        self._control.on_interrupt = self._progress.mark
+        self._control.overdue = self._steps.overdue
+        self._control.on_overdue = self._interrupt_body
         self._control.start()
         try:
-            groups.separate_rendezvous(lambda: self._control.gate.running)
+            self._collectives.watch()
+            self._steps.install()
+            self._steps.after_step = self._control.gate.release
+            groups.separate_rendezvous(lambda: self._control.gate.running, self._collectives.connecting)
             device = groups.device(self._setup)
             self._shell = RankShell.make(self._lane, self._own_names(device))
+            self._shell.explain = self._collectives.explain
             self._control.shell = self._shell
             self._names = self._current_names()
-            backend = groups.join(self._setup) if self._setup.options.init else "none"
+            backend = groups.join(self._setup, self._collectives.store()) if self._setup.options.init else "none"
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))
         else:
@@ -160,11 +185,16 @@ class Rank:
                 self._execute(message)
             elif isinstance(message, WidgetMessage):
                 self._widgets.deliver(message)
+            elif isinstance(message, Recover):
+                self._cells.send(encode(self._recover(message)))
             elif isinstance(message, Quit):
                 return
 
     def _execute(self, task: Execute) -> None:
         self._shell.forget_failure()
+        self._collectives.begin()
+        self._steps.begin(task.serial)
+        self._last = task.serial
         work = {
             "cell": self._run_cell,
             "call": self._call,
@@ -173,6 +203,7 @@ class Rank:
             "free": self._free,
         }
         reply = self._guarded(task, work[task.kind])
+        self._steps.end(task.serial)
         streams.flush_c()
         if reply == Reply(task.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost
             self._lane.mark(task.serial, PLAIN_END)
@@ -227,10 +258,61 @@ class Rank:
         payload = msgspec.msgpack.encode(packed.parcel)
         return Reply(task.serial, self._setup.rank, "ok", payload=payload, names=self._changed_names())
 
-    def _release(self, serial: int) -> None:
+    def _release(self, serial: int) -> dict[str, Any]:
         packed = self._parcels.pop(serial, None)
         if packed is not None:
             packed.close()
+        return {}
+
+    # --- after a cell that failed, on any rank
+
+    def _state(self, serial: int) -> dict[str, Any]:
+        """Where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
+        current = serial == self._last
+        return self._collectives.state(current=current) | {
+            "caught": current and self._caught(),
+            "steps": self._steps.count if current else 0,
+            "stopped": self._steps.stopped if current else None,
+        }
+
+    def _caught(self) -> bool:
+        """Whether the cell's failure caught a model in the middle of a step."""
+        interrupted = self._shell.failure is not None and self._shell.failure.name == "KeyboardInterrupt"
+        if self._steps.stopped is not None:
+            return False
+        return self._shell.caught or (interrupted and self._steps.count > 0)
+
+    def _cut(self, serial: int, force: bool) -> dict[str, Any]:
+        """Free the main thread from a collective. In the control thread."""
+        if self._control.gate.running != serial or not (force or self._progress.stands_still()):
+            return {"groups": []}
+        return {"groups": self._collectives.cut()}
+
+    def _interrupt_body(self) -> None:
+        """The body of the loop does not end: interrupt it where it is. In the control thread."""
+        serial = self._control.gate.running
+        self._steps.disarm(serial)
+        self._control.gate.request(serial)
+
+    def _aim(self, serial: int, target: int) -> dict[str, Any]:
+        self._steps.aim(serial, target)
+        return {}
+
+    def _disarm(self, serial: int) -> dict[str, Any]:
+        self._steps.disarm(serial)
+        return {}
+
+    def _recover(self, task: Recover) -> InOrder:
+        failure = ""
+        try:
+            self._collectives.renew(task.generation, task.renew, task.stale, task.count)
+        except Exception as error:  # the ranks live on, and the user is told
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._collectives.lose(task.lost, task.dead)
+        if not task.reset:
+            return InOrder(failure)
+        report = models.reset_models()
+        return InOrder(failure, report.models, report.gradients, report.notes)
 
     def _failed(self, task: Execute, failure: Failure) -> Reply:
         status = "interrupted" if failure.name == "KeyboardInterrupt" else "error"

@@ -16,7 +16,7 @@ import os
 import sys
 import traceback as tracebacks
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -112,6 +112,8 @@ class RankShell(InteractiveShell):
     history_manager: Any
     lane: DisplayLane
     failure: Failure | None = None
+    caught: bool = False  # whether the last failure came out of the middle of a training step
+    explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
 
     @classmethod
     def prepare(cls) -> RankShell:
@@ -166,6 +168,7 @@ class RankShell(InteractiveShell):
 
     def forget_failure(self) -> None:
         """Let go of the frames of the last failure: they may hold tensors and DataLoader workers."""
+        self.caught = False
         for name in ("last_exc", "last_value", "last_traceback", "last_type"):
             value = getattr(sys, name, None)
             if isinstance(value, BaseException):
@@ -216,6 +219,10 @@ class RankShell(InteractiveShell):
         if isinstance(error, SyntaxError):
             super().showtraceback((kind, error, traceback), filename, 0, False, running_compiled_code)
         else:
+            self.caught = failures.passed_through_step(error)
+            better = self.explain(error)
+            if better is not None:
+                kind, error = type(better), better
             self.failure = failures.describe(error, self._render(kind, error, failures.trim(traceback)))
 
     def _render(self, kind: type[BaseException], error: BaseException, traceback: Any) -> str:
@@ -224,7 +231,8 @@ class RankShell(InteractiveShell):
             return ""  # it says all there is to say, and its frames are ours
         try:
             with failures.trimmed_causes(error):
-                if failures.holds_group(error):
+                # IPython takes 0.5 s for a first frame in a large file, and an interrupt is to be quick.
+                if failures.holds_group(error) or isinstance(error, KeyboardInterrupt):
                     return failures.render_plainly(kind, error, traceback)
                 own = getattr(error, "_render_traceback_", None)
                 if own is not None and not isinstance(error, NbdistError):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.harness import Kernel, Outcome
+from tests.harness import Kernel, Outcome, both, lines_by_rank
 
 
 def on_ranks(kernel: Kernel, code: str) -> Outcome:
@@ -65,8 +65,8 @@ def test_timeit_measures_on_the_ranks(ranks: Kernel) -> None:
 
 def test_a_shell_command_prints_as_the_rank_and_leaves_its_exit_code(ranks: Kernel) -> None:
     outcome = on_ranks(ranks, "!echo out; echo err >&2; exit 4\n_exit_code")
-    assert outcome.stdout == "[0-1] out\n"
-    assert outcome.stderr == "[0-1] err\n"
+    assert outcome.lines == both("out")
+    assert lines_by_rank(outcome.stderr) == both("err")
     assert outcome.plain == ["[0-1] 4"]
 
 
@@ -138,8 +138,8 @@ def test_the_source_of_functions_and_methods_of_cells_is_found(ranks: Kernel) ->
     outcome = on_ranks(
         ranks, "import inspect\nprint(inspect.getsource(function), inspect.getsource(Owner.method), sep='')"
     )
-    lines = [line.removeprefix("[0-1] ") for line in outcome.stdout.splitlines()]
-    assert lines[:4] == ["def function():", "    return 'in a function'", "    def method(self):", "        return 1"]
+    lines = ["def function():", "    return 'in a function'", "    def method(self):", "        return 1"]
+    assert {rank: printed[:4] for rank, printed in outcome.lines.items()} == both(*lines)
 
 
 def test_the_source_of_classes_of_cells_is_found_where_python_can(ranks: Kernel) -> None:
@@ -157,7 +157,7 @@ def test_the_source_of_classes_of_cells_is_found_where_python_can(ranks: Kernel)
 def test_an_exit_without_a_code_ends_the_cell_and_not_the_rank(ranks: Kernel, code: str) -> None:
     pids = ranks.rank_pids()
     outcome = on_ranks(ranks, f"print('before')\n{code}\nprint('after')" if code != "exit" else "print('before')\nexit")
-    assert outcome.stdout == "[0-1] before\n" and outcome.stderr == ""
+    assert outcome.lines == both("before") and outcome.stderr == ""
     on_ranks(ranks, "1")
     assert ranks.rank_pids() == pids
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Execution, Kernel, Outcome, files_of_sessions, wait_until
+from tests.harness import Execution, Kernel, Outcome, both, files_of_sessions, wait_until
 from tests.roles import alive, await_end, await_role, children, family, find, find_store, revive
 
 KINDS = {
@@ -207,7 +207,7 @@ def test_a_store_that_dies_in_a_cell_is_named_and_the_cell_goes_on(healthy: Kern
     cell.wait_for("busy")
     os.kill(store, number)
     outcome = cell.finish(HANG)
-    assert outcome.status == "ok" and "[0-1] 2" in outcome.stdout, str(outcome)
+    assert outcome.status == "ok" and outcome.lines == both("busy", "2"), str(outcome)
     wait_until(lambda: "store" in _late(healthy, outcome), "the notice")
     _names(_late(healthy, outcome), "store", store, number)
     assert _says_what_to_type(_late(healthy, outcome))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
-from tests.harness import Execution, Kernel, Outcome
+from tests.harness import Execution, Kernel, Outcome, both, lines_by_rank
 
-IMPORTS = "%%distributed\nimport sys, time\nfrom tqdm import tqdm\n"
+IMPORTS = "%%distributed\nimport os, sys, time, torch.distributed as dist\nfrom tqdm import tqdm\n"
 
 
 def screen(text: str) -> list[str]:
@@ -44,7 +45,8 @@ def send(kernel: Kernel, comm_id: str, data: dict[str, Any]) -> Execution:
 
 
 def test_the_same_bar_on_all_ranks_is_one_bar(ranks: Kernel) -> None:
-    outcome = ranks.ok(IMPORTS + "for i in tqdm(range(30)): time.sleep(0.01)")
+    # A bar that begins on one rank when it has ended on another is a second bar.
+    outcome = ranks.ok(IMPORTS + "bar = tqdm(range(30))\ndist.barrier()\nfor i in bar: time.sleep(0.01)")
     [line] = screen(outcome.stderr)
     assert line.startswith("[0-1] 100%|") and "30/30" in line
 
@@ -57,12 +59,14 @@ def test_a_bar_is_drawn_while_it_runs_and_not_too_often(ranks: Kernel) -> None:
     assert 2 < outcome.stderr.count("%|") < 15 * (time.monotonic() - began) + 3
 
 
-def test_bars_that_differ_show_the_rank_furthest_behind(ranks: Kernel) -> None:
+def test_bars_that_differ_show_the_rank_furthest_behind(ranks: Kernel, tmp_path: Path) -> None:
     cell = ranks.start(
         IMPORTS + "bar = tqdm(total=100)\nbar.update(20 + 30 * rank)\nbar.refresh()\n"
-        "time.sleep(0.5)\nbar.update(80 - 30 * rank)\nbar.close()"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.005)\n"
+        "bar.update(80 - 30 * rank)\nbar.close()"
     )
     cell.wait_until(lambda outcome: "(20-50 %)" in outcome.stderr, "the range of both ranks")
+    (tmp_path / "go").touch()
     [line] = screen(cell.finish().stderr)
     assert line.startswith("[0-1] 100%|")
 
@@ -75,12 +79,12 @@ def test_a_bar_of_one_rank_is_named(ranks: Kernel) -> None:
 
 def test_lines_printed_during_a_bar_stand_above_it(ranks: Kernel) -> None:
     outcome = ranks.ok(
-        IMPORTS + "for i in tqdm(range(20)):\n"
+        IMPORTS + "for i in tqdm(range(20)):\n    dist.barrier()\n"
         "    if i % 10 == 0: tqdm.write(f'at {i}', file=sys.stderr)\n    time.sleep(0.01)"
     )
-    lines = screen(outcome.stderr)
-    assert lines[:2] == ["[0-1] at 0", "[0-1] at 10"]
-    assert lines[-1].startswith("[0-1] 100%|") and len(lines) == 3
+    *above, bar = screen(outcome.stderr)
+    assert lines_by_rank("\n".join(above)) == both("at 0", "at 10")
+    assert bar.startswith("[0-1] 100%|")
 
 
 # --- tqdm.notebook

@@ -27,6 +27,7 @@ def template(ranks: Kernel) -> psutil.Process:
     return psutil.Process(find(ranks.pid, "template"))
 
 
+@pytest.mark.torch_private
 def test_the_template_is_one_thread(template: psutil.Process) -> None:
     assert template.num_threads() == 1
 
@@ -38,11 +39,13 @@ def test_ranks_are_forked_from_the_template_and_share_what_it_imported(ranks: Ke
     assert all(count > 100_000 and collects for count, collects in frozen)
 
 
+@pytest.mark.torch_private
 def test_a_ranks_first_optimizer_step_imports_nothing(own_ranks: Kernel) -> None:
     own_ranks.ok(TRAIN)
     assert own_ranks.value("__import__('nbdist').get_session().pull('new')") == [[], []]
 
 
+@pytest.mark.torch_private
 @pytest.mark.parametrize(
     "imports",
     [
@@ -56,6 +59,7 @@ def test_what_training_needs_is_imported_already(ranks: Kernel, imports: str) ->
     assert ranks.value("__import__('nbdist').get_session().pull('new')") == [set(), set()]
 
 
+@pytest.mark.torch_private
 def test_neither_the_template_nor_a_fresh_rank_has_touched_a_gpu(own_ranks: Kernel) -> None:
     template = psutil.Process(find(own_ranks.pid, "template"))
     links = [os.readlink(path) for path in Path(f"/proc/{template.pid}/fd").iterdir()]
@@ -89,6 +93,7 @@ def test_template_and_ranks_have_nothing_on_standard_input(ranks: Kernel, templa
         assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
 
 
+@pytest.mark.torch_private
 def test_ranks_draw_different_random_numbers_but_start_from_the_same_torch_seed(ranks: Kernel) -> None:
     ranks.ok("%distributed restart")
     ranks.ok(

@@ -93,6 +93,7 @@ def views(draw: st.DrawFn) -> list[torch.Tensor]:
     return tensors
 
 
+@pytest.mark.torch_private
 class TestTensors:
     @hypothesis.given(views(), st.sampled_from([0, BIG]))
     @hypothesis.settings(deadline=None, max_examples=150)
@@ -459,6 +460,7 @@ LIVES_HERE = "lives in one process only; send what it is made from, or create it
 
 
 class TestErrors:
+    @pytest.mark.torch_private
     def test_name_the_attribute_of_a_model(self) -> None:
         model = torch.nn.Module()
         model.loader = torch.nn.Linear(2, 2)
@@ -516,6 +518,7 @@ class TestErrors:
         assert "pair[1] is a" in text
         assert "Refuses, which does not pickle (ValueError: not this one)" in text
 
+    @pytest.mark.torch_private
     def test_say_that_the_memory_of_a_tensor_is_freed(self) -> None:
         weight = torch.ones(5)
         weight.untyped_storage().resize_(0)

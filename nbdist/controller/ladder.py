@@ -1,0 +1,136 @@
+"""How a cell is stopped: each rung only when the one before did not do it. One object per cell that is being stopped.
+
+Rungs: all ranks together after the same optimizer step; KeyboardInterrupt; ranks that are stuck in a collective are
+freed by force. Decides who is asked what and when; knows nothing of sockets, and ranks only by their answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Ask = Callable[[Sequence[int], str, dict[str, Any]], None]
+
+ARM, AIM, RAISE, CUT = "arm", "aim", "raise", "cut"
+
+_ARM_LIMIT = 0.5  # seconds that ranks have to say how many steps they have made
+_STEP_LIMIT = 2.0  # seconds that ranks have at least to reach the step at which all stop
+_STEPS = 3  # ... and how many median steps
+_STUCK_AFTER = 2.0  # seconds after the request until a rank that is still at it counts as stuck
+_RAISE_GRACE = 1.0  # seconds that a rank has at least after KeyboardInterrupt
+_CUT_EVERY = 0.5
+
+
+class Ladder:
+    """A cell on its way down.
+
+    Args:
+        serial: The cell.
+        ranks: Those that are to stop.
+        ask: Sends a question to control threads; the answers come back by `answered`.
+        raise_on: Sends KeyboardInterrupt to ranks.
+        now: The time, in seconds; so are all other times here.
+        together: Whether these are all ranks that run the cell, so that they can stop at a step.
+        grace: Seconds until a rank counts as stuck.
+
+    Attributes:
+        due: When `tick` wants to be called; None: there is nothing to wait for.
+        rung: Where it is.
+    """
+
+    def __init__(
+        self,
+        serial: int,
+        ranks: Sequence[int],
+        ask: Ask,
+        raise_on: Callable[[Sequence[int]], None],
+        now: float,
+        *,
+        together: bool = True,
+        grace: float = _STUCK_AFTER,
+    ) -> None:
+        self.serial = serial
+        self.left = set(ranks)
+        self.due: float | None = None
+        self.rung = ARM
+        self._ask = ask
+        self._raise_on = raise_on
+        self._began = now
+        self._grace = grace
+        self._forced = False
+        self._steps: dict[int, dict[str, Any]] = {}
+        if together:
+            self._question("arm")
+            self.due = now + _ARM_LIMIT
+        else:
+            self._raise(now)
+
+    def force(self, now: float) -> None:
+        """The user does not want to wait: free stuck ranks at once."""
+        self._forced = True
+        if self.rung in (ARM, AIM):
+            self._question("disarm")
+        self._raise_on(sorted(self.left))
+        self._cut(now)
+
+    def ended(self, rank: int) -> None:
+        """A rank has left the cell."""
+        self.left.discard(rank)
+        if not self.left:
+            self.due = None
+
+    def answered(self, rank: int, question: str, data: dict[str, Any], now: float) -> None:
+        """A rank has answered one of our questions."""
+        if question != "arm" or self.rung != ARM:
+            return
+        self._steps[rank] = data
+        if self.left <= self._steps.keys():
+            self._aim(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if self.due is None or now < self.due:
+            return
+        if self.rung == ARM:
+            self._aim(now)
+        elif self.rung == AIM:
+            self._question("disarm")
+            self._raise(now)
+        else:
+            self._cut(now)
+
+    def _aim(self, now: float) -> None:
+        """Let all stop after the step that no rank has left yet; go on down if they are not stepping."""
+        steps = [answer for rank, answer in self._steps.items() if rank in self.left and answer.get("running")]
+        if len(steps) < len(self.left) or not _stepping(steps):
+            self._question("disarm")
+            self._raise(now)
+            return
+        self.rung = AIM
+        target = max(answer["count"] for answer in steps) + 1
+        self.due = now + max(_STEP_LIMIT, _STEPS * _median(steps))
+        self._question("aim", {"target": target})
+
+    def _raise(self, now: float) -> None:
+        self.rung = RAISE
+        self._raise_on(sorted(self.left))
+        self.due = max(self._began + self._grace, now + min(_RAISE_GRACE, self._grace))
+
+    def _cut(self, now: float) -> None:
+        self.rung = CUT
+        self.due = now + _CUT_EVERY
+        self._question("cut", {"force": self._forced})
+
+    def _question(self, question: str, arguments: dict[str, Any] | None = None) -> None:
+        if self.left:
+            self._ask(sorted(self.left), question, {"serial": self.serial, **(arguments or {})})
+
+
+def _stepping(steps: Sequence[dict[str, Any]]) -> bool:
+    """Whether every rank has made a step in this cell, and not too long ago."""
+    recent = max(_STEP_LIMIT, _STEPS * _median(steps))
+    return all(answer["count"] > 0 and (answer["age"] or 0.0) < recent for answer in steps)
+
+
+def _median(steps: Sequence[dict[str, Any]]) -> float:
+    return max((answer["median"] or 0.0 for answer in steps), default=0.0)

@@ -1,0 +1,426 @@
+"""The process groups of a rank that lives on: where they stand, how a stuck one is freed, how a broken one is renewed.
+
+The module for private parts of torch.distributed; each is probed when used. Knows nothing of cells, models or the wire.
+
+An interrupt between two collectives leaves ranks a collective apart, and then sums are silently wrong. So ranks compare
+how many collectives each has entered, and a group that is out of step gets a new backend inside the living ProcessGroup
+object: models, meshes and the user's own handles stay valid.
+
+gloo can't abort. But a gloo device keeps its connections in one epoll set of its own, which appears when the backend is
+made; shutting down exactly these connections frees a rank at once, and nothing of the user's is among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from nbdist.errors import StaleGroupError
+
+_FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
+_LAST_SLOT = 254
+_RENEWAL_LIMIT = timedelta(seconds=10)  # all members are idle and come at once; more means that one has gone
+_TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+_COMMUNICATION = re.compile(r"gloo|nccl|connection (closed|reset)|process group|broken pipe", re.IGNORECASE)
+_UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
+
+
+@dataclass
+class _Group:
+    """What is kept of a process group, by its name."""
+
+    epolls: dict[int, str] = field(default_factory=dict)  # descriptor of a gloo epoll set -> its listener's inode
+    entered: tuple[int, ...] = ()  # collectives entered when the present cell began, by backend
+    slot: int = _FIRST_SLOT
+    broken: str = ""  # why it can't be used, if it can't
+
+
+class Collectives:
+    """All process groups of this rank.
+
+    Args:
+        epoch: Number of the set of ranks.
+        store_port: Where the session's rendezvous store listens, on loopback.
+    """
+
+    def __init__(self, epoch: int, store_port: int) -> None:
+        self._epoch = epoch
+        self._store_port = store_port
+        self._store: Any = None
+        self._clients: set[str] = set()  # inodes of the connections to stores that rendezvous of ours have opened
+        self._groups: dict[str, _Group] = {}
+        self._creating: list[tuple[str, dict[int, str]]] = []  # name, epoll sets that there were before
+        self._connecting: list[tuple[int, set[str]]] = []  # port, sockets that there were before
+        self._cut: set[str] = set()  # groups whose connections were cut
+        self._stale: set[str] = set()
+        self._store_cut = False
+
+    # --- making groups
+
+    def watch(self) -> None:
+        """See every group that is made from now on, by whomever."""
+        import torch.distributed.distributed_c10d as c10d
+
+        original = getattr(c10d, "_new_process_group_helper", None)
+        if original is None:
+            return
+
+        def helper(*args: Any, **kwargs: Any) -> Any:
+            name = kwargs.get("group_name", args[5] if len(args) > 5 else "")
+            with self._created(str(name)):
+                return original(*args, **kwargs)
+
+        c10d._new_process_group_helper = helper
+
+    def store(self) -> Any:
+        """This rank's client of the session's store, which only its main thread may use."""
+        import torch.distributed as dist
+
+        if self._store is None or self._store_cut:
+            with self.connecting(self._store_port):
+                self._store = dist.TCPStore(
+                    "127.0.0.1", self._store_port, is_master=False, timeout=timedelta(seconds=60)
+                )
+            self._store_cut = False
+        return self._store
+
+    @contextlib.contextmanager
+    def connecting(self, port: int) -> Iterator[None]:
+        """While the body runs, connections to this port are those of a store that serves a rendezvous."""
+        entry = (port, {inode for _, inode in _sockets()})
+        self._connecting.append(entry)
+        try:
+            yield
+        finally:
+            self._connecting.remove(entry)
+            self._clients |= {inode for fd, inode in _sockets() if inode not in entry[1] and _peer_port(fd) == port}
+
+    @contextlib.contextmanager
+    def _created(self, name: str) -> Iterator[None]:
+        """While the body runs, a group is made; epoll sets that appear are those of its gloo devices."""
+        entry = (name, _epolls())
+        self._creating.append(entry)
+        try:
+            yield
+        finally:
+            self._creating.remove(entry)
+            new = {fd: listener for fd, listener in _epolls().items() if entry[1].get(fd) != listener and listener}
+            if new:
+                self._groups.setdefault(name, _Group()).epolls.update(new)
+
+    @property
+    def creating(self) -> bool:
+        """Whether the main thread is making a group, or on its way to a rendezvous."""
+        return bool(self._creating or self._connecting)
+
+    # --- where groups stand
+
+    def begin(self) -> None:
+        """A cell begins: what is entered from now on counts as its own."""
+        for name, group in _living().items():
+            self._groups.setdefault(name, _Group()).entered = _entered(group)
+
+    def state(self, *, current: bool) -> dict[str, Any]:
+        """Where this rank stands in every group. From any thread.
+
+        Args:
+            current: Whether the cell in question is the one that began last; else nothing was entered in it.
+
+        Returns:
+            "groups": by name, members (global ranks), collectives entered since the cell began (by backend), and
+            whether it is broken. "count": how many groups have been numbered. "store": whether its store was cut.
+        """
+        groups = {}
+        for name, group in _living().items():
+            known = self._groups.get(name) or _Group()
+            now = _entered(group)
+            before = known.entered if len(known.entered) == len(now) else (0,) * len(now)
+            delta = [late - early for late, early in zip(now, before, strict=True)] if current else [0] * len(now)
+            groups[name] = [_members(group), delta, name in self._cut]
+        world = _world()
+        return {
+            "groups": groups,
+            "count": getattr(world, "group_count", 0) if world is not None else 0,
+            "store": self._store_cut,
+        }
+
+    # --- freeing a stuck rank
+
+    def cut(self) -> list[str]:
+        """Free the main thread from whatever collective, or making of a group, it waits in. From any thread.
+
+        Returns:
+            The names of the groups that can't be used any more until they are renewed.
+        """
+        names = [name for name, group in _living().items() if self._abort(name, group)]
+        for _, before in list(self._creating):
+            for fd in [fd for fd, listener in _epolls().items() if before.get(fd) != listener]:
+                _shut_down(_targets(fd))
+        if self.creating:
+            self._cut_store()
+        self._cut |= set(names)
+        return names
+
+    def _abort(self, name: str, group: Any) -> bool:
+        if group.size() < 2:
+            return False
+        aborted = False
+        for backend in _backends(group).values():
+            if "gloo" not in _kind(backend) and hasattr(backend, "abort"):
+                backend.abort()
+                aborted = True
+        known = self._groups.get(name)
+        for fd, listener in known.epolls.items() if known is not None else ():
+            if _listener(fd) == listener:  # else the descriptor has become somebody else's
+                _shut_down(_targets(fd))
+                aborted = True
+        return aborted
+
+    def _cut_store(self) -> None:
+        waiting = [fd for fd, inode in _sockets() if inode in self._clients]
+        for port, before in list(self._connecting):
+            waiting += [fd for fd, inode in _sockets() if inode not in before and _peer_port(fd) == port]
+        _shut_down(waiting)
+        self._store_cut = True
+
+    # --- renewing
+
+    def renew(self, generation: int, groups: Sequence[str], stale: Sequence[str], count: int) -> None:
+        """Give groups new backends, in place. All their members do so at the same time. On the main thread.
+
+        Args:
+            generation: A number that no renewal has had before.
+            groups: Names of the groups, as `state` gives them; those that this rank is not in are passed over.
+            stale: Names of groups that only some of their members have: they are dropped.
+            count: How many groups have been numbered on the rank that has numbered most.
+
+        Raises:
+            RuntimeError: A member did not come, or torch lacks what this takes.
+        """
+        import torch.distributed as dist
+
+        for name in stale:
+            self._drop(name)
+        world = _world()
+        if world is not None and getattr(world, "group_count", count) < count:
+            world.group_count = count
+        living = _living()
+        chosen = [name for name in sorted(groups, key=_order) if name in living]
+        if not chosen:
+            return
+        base = self.store()
+        for name in chosen:
+            store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)
+            with self._created(name):
+                self._renew(living[name], store, self._groups.setdefault(name, _Group()))
+            self._cut.discard(name)
+
+    def _renew(self, group: Any, store: Any, known: _Group) -> None:
+        import torch
+
+        register = getattr(group, "_register_backend", None)
+        if register is None:
+            raise RuntimeError("this torch can't give a living group a new backend")
+        made: dict[str, tuple[Any, Any]] = {}
+        for device, backend in _backends(group).items():
+            kind = _kind(backend)
+            if kind not in made:
+                made[kind] = (_make_backend(backend, store, group), _next_slot(group, known))
+            new, slot = made[kind]
+            register(torch.device(device), slot, new)
+        known.entered = _entered(group)
+        world = _world()
+        if world is not None and group in world.pg_map:
+            world.pg_map[group] = (world.pg_map[group][0], store)  # what further groups meet through
+
+    def _drop(self, name: str) -> None:
+        """Forget a group that is not whole; using it raises from now on."""
+        import torch.distributed as dist
+
+        group = _living().get(name)
+        if group is None:
+            return
+        self._stale.add(name)
+        self._abort(name, group)
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(group)
+
+    def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
+        """Members of these groups have died: using them raises from now on, instead of hanging."""
+        living = _living()
+        for name in groups:
+            if name in living:
+                self._abort(name, living[name])
+                who = ", ".join(map(str, dead))
+                self._groups.setdefault(name, _Group()).broken = who
+
+    def explain(self, error: BaseException) -> StaleGroupError | None:
+        """The error to show instead of torch's own, where a group was used that is gone for a reason we know."""
+        lost = {known.broken for known in self._groups.values() if known.broken}
+        if lost and isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)):
+            who = max(lost, key=len)
+            return StaleGroupError(
+                f"this process group had a rank that has died (rank {who}). `%distributed restart` brings up a fresh "
+                "set; among the living: `dist.new_group([...], use_local_synchronization=True)`"
+            )
+        if self._stale and isinstance(error, (ValueError, RuntimeError)) and _UNKNOWN_GROUP.search(str(error)):
+            return StaleGroupError(
+                "this process group was being made when the ranks were interrupted, so only some of them had it: "
+                "make it again with `dist.new_group(...)` on all ranks"
+            )
+        return None
+
+
+# --- torch's side
+
+
+def _world() -> Any:
+    """Torch's own registry of groups; None where there is none yet."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return getattr(c10d, "_world", None)
+
+
+def _living() -> dict[str, Any]:
+    """The groups that this rank is a member of, by name."""
+    world = _world()
+    names: dict[Any, str] = getattr(world, "pg_names", {}) if world is not None else {}
+    return {name: group for group, name in list(names.items()) if hasattr(group, "size") and group.rank() >= 0}
+
+
+def _members(group: Any) -> list[int]:
+    """Global ranks, in the order of their ranks in the group."""
+    world = _world()
+    mapping = world.pg_group_ranks.get(group) or {rank: rank for rank in range(group.size())}
+    return sorted(mapping, key=mapping.__getitem__)
+
+
+def _backends(group: Any) -> dict[str, Any]:
+    """The backends of a group that are in use, by device type."""
+    import torch
+
+    found = {}
+    for device in getattr(group, "_device_types", []):
+        with contextlib.suppress(RuntimeError):  # one that is made at first use
+            found[str(torch.device(device).type)] = group._get_backend(torch.device(device))
+    return found
+
+
+def _kind(backend: Any) -> str:
+    """The name of a backend's kind: "gloo", "nccl", ..."""
+    with contextlib.suppress(Exception):
+        return str(backend.name()).lower()
+    return type(backend).__name__.removeprefix("ProcessGroup").lower()
+
+
+def _entered(group: Any) -> tuple[int, ...]:
+    """Collectives and messages that this rank has entered in a group, by backend.
+
+    The group's own number is that of its first backend, which may have been replaced.
+    """
+    numbers = []
+    seen: list[Any] = []
+    for backend in _backends(group).values():
+        if not any(backend is known for known in seen):
+            seen.append(backend)
+            with contextlib.suppress(Exception):  # a backend that does not count
+                numbers.append(int(backend._get_sequence_number_for_group()))
+    return tuple(numbers)
+
+
+def _next_slot(group: Any, known: _Group) -> Any:
+    if known.slot > _LAST_SLOT:
+        raise RuntimeError("this group has been renewed as often as torch allows")
+    known.slot += 1
+    return type(group).BackendType(known.slot - 1)
+
+
+def _make_backend(old: Any, store: Any, group: Any) -> Any:
+    """A backend like another, that meets its peers through this store."""
+    import torch.distributed as dist
+
+    kind = _kind(old)
+    backend: Any
+    timeout = getattr(getattr(old, "options", None), "_timeout", None)
+    if kind == "gloo":
+        backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=_RENEWAL_LIMIT)
+        if timeout is not None:
+            backend._set_default_timeout(timeout)
+    elif kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        if timeout is not None:
+            options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    else:
+        raise RuntimeError(f"a {kind} group can't be renewed; gloo and nccl can")
+    backend._set_sequence_number_for_group()  # without, the counting stops
+    return backend
+
+
+def _order(name: str) -> tuple[bool, int, str]:
+    """The same order of groups on all ranks: else two ranks wait for each other in different ones."""
+    return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
+
+
+# --- the system's side
+
+
+def _links() -> Iterator[tuple[int, str]]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+
+
+def _sockets() -> list[tuple[int, str]]:
+    """Descriptors of sockets, with their inodes."""
+    return [(fd, link) for fd, link in _links() if link.startswith("socket:")]
+
+
+def _epolls() -> dict[int, str]:
+    """Descriptors of epoll sets, with the inode of the listening socket in each ("" for none)."""
+    return {fd: _listener(fd) for fd, link in _links() if link == "anon_inode:[eventpoll]"}
+
+
+def _targets(epoll: int) -> list[int]:
+    """The descriptors in an epoll set."""
+    try:
+        with open(f"/proc/self/fdinfo/{epoll}") as file:
+            return [int(fd) for fd in _TARGET.findall(file.read())]
+    except OSError:
+        return []
+
+
+def _listener(epoll: int) -> str:
+    for fd in _targets(epoll):
+        with contextlib.suppress(OSError), _socket(fd) as found:
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return os.readlink(f"/proc/self/fd/{fd}")
+    return ""
+
+
+def _peer_port(fd: int) -> int:
+    with contextlib.suppress(OSError, IndexError, TypeError), _socket(fd) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6):
+            return int(found.getpeername()[1])
+    return 0
+
+
+def _shut_down(descriptors: Sequence[int]) -> None:
+    """End connections. Never a listener: gloo ends the process when it loses that."""
+    for fd in descriptors:
+        with contextlib.suppress(OSError), _socket(fd) as found:
+            if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _socket(fd: int) -> Iterator[socket.socket]:
+    """A descriptor as a socket, for a moment. Raises OSError where it is none."""
+    with socket.socket(fileno=os.dup(fd)) as found:
+        yield found

@@ -1,0 +1,200 @@
+"""Models that a lost step has left half done: finds those that live in this rank and makes them ready for the next.
+
+Leans on private parts of torch (DDP's reducer, FSDP2's state, GradScaler's state); each is probed when used, and a
+missing one costs that model only, with a note. Knows nothing of process groups' backends, cells or the wire: whoever
+calls it has put the groups in order before, and calls it on all ranks, because a reset DDP model agrees on its
+buckets anew, with a collective, in its next forward.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
+
+STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
+
+
+@dataclass(frozen=True)
+class ResetReport:
+    """What was reset.
+
+    Attributes:
+        models: Number of DDP and FSDP2 models that are ready again.
+        gradients: Whether some parameter had a gradient, which is dropped.
+        notes: What could not be revived, with what to type, and what of the lost step stays.
+    """
+
+    models: int = 0
+    gradients: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+class _CannotRevive(Exception):
+    """Why a model can't be made ready again."""
+
+
+def living(*kinds: type | None) -> list[Any]:
+    """All objects of these classes and their subclasses that the garbage collector knows, those of None left out.
+
+    Only the objects' types are looked at: isinstance would ask proxies and other lazy objects for their class, which
+    runs code of the user's. Objects that were there at a `gc.freeze()` are not found.
+    """
+    wanted = tuple(kind for kind in kinds if kind is not None)
+    if not wanted:
+        return []
+    objects = gc.get_objects()
+    try:
+        matching = {kind for kind in set(map(type, objects)) if issubclass(kind, wanted)}
+        return list(compress(objects, map(matching.__contains__, map(type, objects))))
+    except TypeError:  # some class is unhashable, by a metaclass that defines __eq__
+        return [thing for thing in objects if issubclass(type(thing), wanted)]
+
+
+def loaded(module: str, name: str) -> type | None:
+    """A class of a module, if that module is imported and has it. Nobody has an instance of it otherwise."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def reset_models() -> ResetReport:
+    """Make every living model ready for a step of its own, after one that did not end.
+
+    DDP and FSDP2 models forget the collectives they waited for; gradients of these models and of what living
+    optimizers train are dropped; gradient scalers forget the half step. Parameters and optimizer state stay as they
+    are. To be called on the main thread, on all ranks or none, once the process groups work again.
+
+    Returns:
+        What was reset. A model that can't be reset stops no other: it becomes a note.
+    """
+    if "torch" not in sys.modules:
+        return ResetReport()
+    ddp = loaded("torch.nn.parallel", "DistributedDataParallel")
+    sharded = loaded("torch.distributed.fsdp", "FSDPModule")
+    optimizer = loaded("torch.optim", "Optimizer")
+    scaler = loaded("torch.amp", "GradScaler")
+    norm = loaded("torch.nn.modules.batchnorm", "_NormBase")
+    hopeless = [loaded(module, name) for module, name in _HOPELESS]
+
+    found = living(ddp, sharded, optimizer, scaler, norm, *hopeless)
+    notes: list[str] = []
+    replicated = _of(found, ddp)
+    blocks = _of(found, sharded)
+    models = _reset_each(replicated, _reset_ddp, notes) + _reset_each(_fsdp_roots(blocks), _reset_fsdp, notes)
+    _reset_each(_of(found, scaler), _reset_scaler, notes)
+    for kind, advice in zip(hopeless, _HOPELESS.values(), strict=True):
+        if _of(found, kind):
+            notes.append(advice)
+    gradients = _drop_gradients(_parameters([*replicated, *blocks], _of(found, optimizer)))
+    if any(_keeps_statistics(module) for module in _of(found, norm)):
+        notes.append(STATISTICS_STAY)
+    return ResetReport(models, gradients, list(dict.fromkeys(notes)))
+
+
+_HOPELESS = {
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
+        "FullyShardedDataParallel (FSDP1) can't go on after a lost step: "
+        "build the model and its optimizer again, or use `torch.distributed.fsdp.fully_shard`, which can"
+    ),
+    ("deepspeed", "DeepSpeedEngine"): (
+        "a DeepSpeed engine can't go on after a lost step: call `deepspeed.initialize` again and load a checkpoint"
+    ),
+}
+
+
+def _of(found: Iterable[Any], kind: type | None) -> list[Any]:
+    return [] if kind is None else [thing for thing in found if issubclass(type(thing), kind)]
+
+
+def _reset_each(things: Iterable[Any], reset: Any, notes: list[str]) -> int:
+    """Reset all; what fails becomes a note. Returns how many were reset."""
+    count = 0
+    for thing in things:
+        try:
+            reset(thing)
+            count += 1
+        except _CannotRevive as reason:
+            notes.append(f"{_title(thing)} can't go on after a lost step: {reason}")
+        except Exception as error:
+            reason = str(error).split("\n", 1)[0]
+            notes.append(f"{_title(thing)} can't go on ({type(error).__name__}: {reason}): build it again")
+    return count
+
+
+def _title(thing: Any) -> str:
+    inner = getattr(thing, "__dict__", {}).get("_modules", {}).get("module")
+    name = type(thing).__name__
+    return name if inner is None else f"{name}({type(inner).__name__})"
+
+
+def _reset_ddp(model: Any) -> None:
+    from torch.distributed import get_process_group_ranks
+
+    update = getattr(model, "_update_process_group", None)
+    if update is None:
+        raise _CannotRevive("this torch can't reset it; wrap the module in DistributedDataParallel again")
+    try:
+        get_process_group_ranks(model.process_group)
+    except KeyError:
+        raise _CannotRevive("its process group was destroyed; wrap the module again") from None
+    update(model.process_group)
+
+
+def _fsdp_roots(blocks: Iterable[Any]) -> list[Any]:
+    """The outermost modules, one for each model. Before its first forward a module does not know whether it is one."""
+    return [block for block in blocks if getattr(block._get_fsdp_state(), "_is_root", None) is not False]
+
+
+def _reset_fsdp(root: Any) -> None:
+    state = root._get_fsdp_state()
+    if state._is_root is None:
+        _forget(state)  # an unshard() that was asked for before the first forward
+        return
+    if not hasattr(root, "reset_iter_state"):
+        raise _CannotRevive("this torch can't reset it; build the model again, or use torch 2.13 or newer")
+    for part in state._state_ctx.all_states:
+        _forget(part)
+    root.reset_iter_state()
+
+
+def _forget(state: Any) -> None:
+    """Drop what `reset_iter_state` would wait for in vain, and the two gradients that torch 2.13 leaves there."""
+    for group in state._fsdp_param_groups:
+        group._all_gather_result = None
+        for parameter in group.fsdp_params:
+            if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _reset_scaler(scaler: Any) -> None:
+    """An optimizer whose gradients were unscaled in the lost step may be unscaled again."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if isinstance(states, dict):
+        states.clear()
+
+
+def _parameters(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[Any]:
+    for module in modules:
+        yield from module.parameters()
+    for optimizer in optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            yield from group["params"]
+
+
+def _drop_gradients(parameters: Iterable[Any]) -> bool:
+    """Set gradients to None, as `zero_grad()` does; DDP makes its views of buckets anew."""
+    dropped = False
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = None
+            dropped = True
+    return dropped
+
+
+def _keeps_statistics(module: Any) -> bool:
+    return bool(module.training and module.track_running_stats)

@@ -1,0 +1,381 @@
+"""The steps of a rank: counts those of a cell's optimizers, and stops it between two, at the end of the loop's body.
+
+Owns torch's global optimizer hooks and, while a stop is pending, the main thread's trace function. Knows nothing of the
+wire, of other ranks, or of who asks.
+
+Ranks stop after the same step without a collective: each is armed and says how many steps it has made. As an armed rank
+waits at its next step, none can pass the largest of these counts + 1, and that becomes everybody's target.
+
+The main thread and the control thread share no lock: an interrupt could leave it locked. Each field has one writer;
+only `_requests` has two, and what they do with it are single operations of a dict.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import os
+import queue
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_AIM_LIMIT = 10.0  # seconds that a rank waits in its step for the target
+_BODY_LIMIT = 1.0  # seconds until the end of the loop's body is no longer waited for
+_RECENT = 32  # step-to-step times that the median is of
+_NOT_THE_USERS = {"IPython", "asyncio", "contextlib", "nbdist", "torch"}
+_JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap.get("JUMP_BACKWARD_NO_INTERRUPT")}  # that one goes on with an await
+
+
+class StepStop(KeyboardInterrupt):
+    """The cell was stopped between two steps: models, optimizers and groups are whole. Run the cell again to go on."""
+
+
+class StepCounter:
+    """Counts optimizer steps of the running cell and stops the main thread at the step it is told.
+
+    A step is an outermost call of `Optimizer.step` in the main thread, outside of backward. What GradScaler skips is
+    none. Calls of several optimizers count one by one.
+
+    Args:
+        wake: Called from the main thread when `overdue` has a new answer.
+
+    Attributes:
+        available: Whether steps are counted.
+        reason: Why not, if they are not.
+        count: Steps that the cell has made.
+        stopped: The step after which the cell was stopped; None if it was not, or has gone on since.
+        on_step: Called with the optimizer after each step, before the cell may be stopped or interrupted there.
+        after_step: Called when that is done: from here on the main thread may be interrupted again.
+    """
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self.available = False
+        self.reason = "the hooks are not installed"
+        self.count = 0
+        self.stopped: int | None = None
+        self.on_step: list[Callable[[Optimizer], None]] = []
+        self.after_step: Callable[[], None] | None = None
+        self._wake = wake
+        self._serial = 0
+        self._finished = 0
+        self._times: deque[float] = deque(maxlen=_RECENT + 1)
+        self._requests: dict[int, _Request] = {}
+        self._stack: list[Optimizer] = []  # whose steps have begun
+        self._step_frame: FrameType | None = None  # of the outermost one
+        self._body: _LoopBody | None = None
+        self._handles: list[Any] = []
+
+    # --- the main thread
+
+    def install(self) -> None:
+        """Count from now on. If torch lacks what this needs, `available` stays False and `reason` says what."""
+        import torch
+        from torch.optim import optimizer
+
+        before = getattr(optimizer, "register_optimizer_step_pre_hook", None)
+        after = getattr(optimizer, "register_optimizer_step_post_hook", None)
+        graph_task = getattr(torch._C, "_current_graph_task_id", None)
+        if before is None or after is None or graph_task is None:
+            self.reason = f"torch {torch.__version__} has no global optimizer hooks, or can't tell a step in backward"
+            return
+        hooks = self._hooks(graph_task)
+        self._handles = [register(hook) for register, hook in zip((before, after), hooks, strict=True)]
+        os.register_at_fork(after_in_child=self._forget_requests)
+        self.available, self.reason = True, ""
+
+    def uninstall(self) -> None:
+        """Count no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.available, self.reason = False, "the hooks are not installed"
+
+    def begin(self, serial: int) -> None:
+        """The cell starts, nothing interrupts yet. A stop asked for it already stays.
+
+        Args:
+            serial: Number of the cell; each is larger than those before.
+        """
+        self.count, self.stopped = 0, None
+        self._times.clear()
+        self._serial = serial
+        for old in list(self._requests):
+            if old < serial:  # of cells that never ran here
+                self._requests.pop(old, None)
+
+    def end(self, serial: int) -> None:
+        """The cell has ended, nothing interrupts any more."""
+        self._leave_body()
+        self._stack.clear()
+        self._step_frame = None
+        self._serial = 0
+        self._finished = serial  # first this, then the request: `arm` does it the other way round
+        self._requests.pop(serial, None)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the main thread is inside a step, and so should not be interrupted. For the main thread only."""
+        return bool(self._stack) and _is_running(self._step_frame)
+
+    # --- the control thread
+
+    def arm(self, serial: int) -> dict[str, Any]:
+        """Let the rank wait at the end of its next step in this cell, until it is told where to stop.
+
+        Returns:
+            `count`: steps made. `running`: whether the cell has not ended; it may not have started. `age`: seconds
+            since the last step, or None. `median`: seconds from step to step lately, or None.
+        """
+        request = self._requests.get(serial)
+        if request is None or request.over:
+            self._requests[serial] = _Request()
+        running = serial > self._finished
+        if not running:
+            self._requests.pop(serial, None)
+        mine = serial == self._serial
+        times = list(self._times) if mine else []
+        return {
+            "count": self.count if mine else 0,
+            "running": running,
+            "age": time.monotonic() - times[-1] if times else None,
+            "median": _median_distance(times),
+        }
+
+    def aim(self, serial: int, target: int) -> None:
+        """Let the armed cell stop after its step number `target`, when the loop's body is finished."""
+        request = self._requests.get(serial)
+        if request is not None:
+            request.aim(target)
+
+    def disarm(self, serial: int) -> None:
+        """Call the stop off: a rank that waits goes on, one that finishes its loop's body is not stopped there."""
+        request = self._requests.pop(serial, None)
+        if request is not None:
+            request.call_off()
+
+    def overdue(self) -> float | None:
+        """Seconds until a pending stop has waited long enough for the end of the loop's body; None if none is pending.
+
+        At 0.0 call `disarm` and interrupt the main thread: it is not in a loop, or in a very long body.
+        """
+        body = self._body
+        return None if body is None or body.request.over else max(0.0, body.deadline - time.monotonic())
+
+    # --- inside steps
+
+    def _hooks(self, graph_task: Callable[[], int]) -> tuple[Callable[..., None], Callable[..., None]]:
+        """What torch calls before and after each step. Kept tight: it runs in every step of every cell."""
+        stack, times, requests = self._stack, self._times, self._requests
+        main, thread, now, caller = threading.main_thread().ident, threading.get_ident, time.monotonic, sys._getframe
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if graph_task() != -1 or thread() != main:
+                return
+            if stack and not self.in_step:
+                stack.clear()  # that step has raised, so nobody told us of its end
+            if not stack:
+                self._step_frame = caller(1)
+            stack.append(optimizer)
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if graph_task() != -1 or thread() != main:
+                return
+            if (len(stack) != 1 or stack[0] is not optimizer) and not self._ends_outermost(optimizer):
+                return
+            self.count += 1
+            self.stopped = None
+            times.append(now())
+            for call in self.on_step:
+                call(optimizer)
+            stack.clear()
+            self._step_frame = None
+            if self.after_step is not None:
+                self.after_step()
+            if requests:
+                self._meet()
+
+        for hook in (before, after):
+            hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # traced, they would be compiled anew each step
+        return before, after
+
+    def _ends_outermost(self, optimizer: Optimizer) -> bool:
+        """Whether the outermost step ends with this one. Optimizers that wrap others step in a step."""
+        while self._stack and self._stack[-1] is not optimizer:
+            self._stack.pop()  # it has raised, and the wrapper went on
+        if len(self._stack) == 1:
+            return True
+        del self._stack[-1:]
+        return False
+
+    def _meet(self) -> None:
+        """After a step while a stop is asked for: wait for the target, and stop there."""
+        request = self._requests.get(self._serial)
+        target = None if request is None else request.wait()
+        if request is None or target is None or self.count < target:
+            return
+        frames = _users_frames()
+        if self._body is not None and self._body.request is request:
+            if self._body.is_again_at(frames):  # there was no jump: the loop is not Python's, as in `map`
+                self._stop(request)
+            return
+        self._leave_body()
+        if not frames or sys.gettrace() is not None:  # a debugger's or coverage's: there is room for one
+            self._stop(request)
+        self._body = _LoopBody(frames, request, self._stop)
+        self._body.watch()
+        self._wake()
+
+    def _stop(self, request: _Request) -> NoReturn:
+        request.over = True
+        self._leave_body()
+        self.stopped = self.count
+        raise StepStop(f"stopped after step {self.count:,}")
+
+    def _leave_body(self) -> None:
+        if self._body is not None:
+            self._body.leave()
+            self._body = None
+
+    def _forget_requests(self) -> None:
+        """In a child process that the cell has forked: nobody will tell it a target."""
+        self._requests.clear()
+        self._leave_body()
+
+
+class _Request:
+    """A stop that was asked for: at first without a target, then with one, at last over."""
+
+    def __init__(self) -> None:
+        self.target: int | None = None
+        self.over = False  # reached, called off, or given up
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an interrupt leaves no lock of it locked
+
+    def aim(self, target: int) -> None:
+        self.target = target
+        self._news.put(None)
+
+    def call_off(self) -> None:
+        self.over = True
+        self._news.put(None)
+
+    def wait(self) -> int | None:
+        """The target, once it is known; None when the request is over."""
+        while self.target is None and not self.over:
+            try:
+                self._news.get(timeout=_AIM_LIMIT)
+            except queue.Empty:
+                self.over = True
+        return None if self.over else self.target
+
+
+class _LoopBody:
+    """The body of the user's loop in which the last step was made, watched until the program jumps back.
+
+    Args:
+        frames: The user's frames, the innermost first.
+        request: What the stop is for; when it is over, the watch ends by itself.
+        stop: Raises, in the frame that has jumped back.
+    """
+
+    def __init__(self, frames: list[FrameType], request: _Request, stop: Callable[[_Request], NoReturn]) -> None:
+        self.request = request
+        self.deadline = time.monotonic() + _BODY_LIMIT
+        self._position = _position(frames)
+        self._calls = {frame: _Call(frame.f_code, frame.f_lasti) for frame in frames}
+        self._stop = stop
+
+    def is_again_at(self, frames: list[FrameType]) -> bool:
+        """Whether the program is at the very place where the watch began."""
+        return _position(frames) == self._position
+
+    def watch(self) -> None:
+        for frame in self._calls:
+            frame.f_trace = self._trace
+        sys.settrace(self._enter)
+
+    def leave(self) -> None:
+        """Take all traces off. In the main thread."""
+        if sys.gettrace() == self._enter:
+            sys.settrace(None)
+        for frame in self._calls:
+            if frame.f_trace == self._trace:
+                frame.f_trace = None
+        self._calls = {}
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> None:
+        """A function is called: not traced, but the control thread can't take the traces off, so it is done here."""
+        if self.request.over:
+            self.leave()
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if self.request.over:
+            self.leave()
+            return None
+        if event == "line" and self._calls[frame].is_over(frame):
+            self._stop(self.request)
+        return self._trace
+
+
+class _Call:
+    """Where a frame stands that makes a step, itself or deeper down, and what tells that its loop's body has ended.
+
+    Line numbers alone can't tell: at the end of a `with`, and inside a statement of several lines, they go back too.
+    """
+
+    def __init__(self, code: CodeType, offset: int) -> None:
+        instructions = list(dis.get_instructions(code))
+        # Python 3.12 points behind a `for` head's instruction when that runs a generator.
+        self._offset = max(instruction.offset for instruction in instructions if instruction.offset <= offset)
+        # A `for` whose head is the call itself drives a generator that makes the steps: that one's body counts.
+        around = [jump for jump in instructions if jump.opcode in _JUMPS and jump.argval < self._offset < jump.offset]
+        self._jumps = {jump.offset for jump in around}
+        # The condition of a `while` is compiled twice, before and behind the body; the latter is not to be evaluated.
+        self._conditions = {_line_before(code, jump.argval) for jump in around}
+
+    def is_over(self, frame: FrameType) -> bool:
+        """Whether the frame, at the beginning of a line, has jumped back or is about to."""
+        at = frame.f_lasti
+        return at < self._offset or at in self._jumps or frame.f_lineno in self._conditions
+
+
+def _line_before(code: CodeType, offset: int) -> int | None:
+    """The line of the instruction before this one."""
+    return next((line for start, end, line in code.co_lines() if start < offset <= end), None)
+
+
+def _users_frames() -> list[FrameType]:
+    """The main thread's frames in which a loop of the user's may be, the innermost first."""
+    frames = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _position(frames: list[FrameType]) -> list[tuple[CodeType, int]]:
+    return [(frame.f_code, frame.f_lasti) for frame in frames]
+
+
+def _is_running(wanted: FrameType | None) -> bool:
+    """Whether this frame has called, directly or not, who asks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _median_distance(times: list[float]) -> float | None:
+    if len(times) < 2:
+        return None
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nbdist.controller.ladder import Ladder
+
+TRAINING = {"count": 7, "running": True, "age": 0.1, "median": 0.05}
+
+
+class Rungs:
+    """Keeps what a ladder asks for."""
+
+    def __init__(self, ranks: Sequence[int] = (0, 1), **options: Any) -> None:
+        self.said: list[Any] = []
+        self.ladder = Ladder(5, ranks, self._ask, self._raise, 100.0, **options)
+
+    def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
+        assert arguments["serial"] == 5
+        rest = {name: value for name, value in arguments.items() if name != "serial"}
+        self.said.append((question, list(ranks), *rest.values()))
+
+    def _raise(self, ranks: Sequence[int]) -> None:
+        self.said.append(("raise", list(ranks)))
+
+    def arm(self, *answers: dict[str, Any], now: float = 100.01) -> None:
+        for rank, answer in enumerate(answers):
+            self.ladder.answered(rank, "arm", answer, now)
+
+    def new(self) -> list[Any]:
+        said, self.said = self.said, []
+        return said
+
+
+def test_ranks_that_train_stop_after_the_step_that_none_has_left_yet() -> None:
+    rungs = Rungs()
+    rungs.arm(TRAINING, {**TRAINING, "count": 8})
+    assert rungs.new() == [("arm", [0, 1]), ("aim", [0, 1], 9)]
+    rungs.ladder.ended(0)
+    rungs.ladder.ended(1)
+    assert rungs.ladder.due is None
+
+
+def test_a_cell_that_makes_no_steps_is_interrupted_at_once() -> None:
+    rungs = Rungs()
+    rungs.arm(TRAINING, {"count": 0, "running": True, "age": None, "median": None})
+    assert rungs.new() == [("arm", [0, 1]), ("disarm", [0, 1]), ("raise", [0, 1])]
+
+
+def test_a_cell_whose_last_step_is_long_ago_is_interrupted_at_once() -> None:
+    rungs = Rungs()
+    rungs.arm(TRAINING, {**TRAINING, "age": 5.0})
+    assert rungs.new()[-1] == ("raise", [0, 1])
+
+
+def test_slow_steps_are_waited_for_three_times_as_long_as_they_take() -> None:
+    rungs = Rungs()
+    rungs.arm({**TRAINING, "median": 10.0}, {**TRAINING, "median": 10.0})
+    assert rungs.ladder.due == 130.01
+
+
+def test_a_rank_that_does_not_say_how_many_steps_it_made_is_not_waited_for_long() -> None:
+    rungs = Rungs()
+    rungs.arm(TRAINING)
+    rungs.ladder.tick(100.6)
+    assert rungs.new()[-1] == ("raise", [0, 1])
+
+
+def test_who_does_not_get_to_the_step_is_interrupted_and_then_freed_within_three_seconds() -> None:
+    rungs = Rungs()
+    rungs.arm(TRAINING, TRAINING)
+    rungs.ladder.ended(0)
+    rungs.new()
+    rungs.ladder.tick(102.02)
+    assert rungs.new() == [("disarm", [1]), ("raise", [1])]
+    assert rungs.ladder.due is not None and rungs.ladder.due < 103.1
+    rungs.ladder.tick(103.1)
+    assert rungs.new() == [("cut", [1], False)]
+
+
+def test_freeing_is_tried_again_until_the_rank_has_ended() -> None:
+    rungs = Rungs(together=False)
+    for now in (102.0, 102.5, 103.0):
+        rungs.ladder.tick(now)
+    assert rungs.new() == [("raise", [0, 1])] + 3 * [("cut", [0, 1], False)]
+    rungs.ladder.ended(0)
+    rungs.ladder.ended(1)
+    rungs.ladder.tick(104.0)
+    assert rungs.new() == []
+
+
+def test_force_skips_every_wait() -> None:
+    rungs = Rungs()
+    rungs.ladder.force(100.1)
+    assert rungs.new() == [("arm", [0, 1]), ("disarm", [0, 1]), ("raise", [0, 1]), ("cut", [0, 1], True)]
+
+
+def test_some_of_a_cell_s_ranks_can_t_stop_at_a_step() -> None:
+    assert Rungs([1], together=False).new() == [("raise", [1])]

@@ -5,6 +5,7 @@
 #   controller/   one process per session: routes, knows who lives, keeps the output log
 #   agent/        one process per node: the warm template, the ranks' processes and pipes
 #   worker/       inside a rank: shell, control thread, process group
+#   train/        what training code on a rank calls; works under torchrun, too
 #   protocol.py   the only module that knows the wire; transfer.py: how values travel
 #   errors.py     the error tree
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
@@ -33,6 +34,7 @@ from nbdist.errors import (
 if TYPE_CHECKING:
     from nbdist.client.magics import load_ipython_extension as load_ipython_extension
     from nbdist.client.session import Session, get_session
+    from nbdist.train.replicas import check, sync
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,13 +52,17 @@ __all__ = [
     "StaleGroupError",
     "TransferError",
     "UsageError",
+    "check",
     "get_session",
+    "sync",
 ]
 
 _LAZY = {
     "Session": "nbdist.client.session",
+    "check": "nbdist.train.replicas",
     "get_session": "nbdist.client.session",
     "load_ipython_extension": "nbdist.client.magics",
+    "sync": "nbdist.train.replicas",
 }
 
 

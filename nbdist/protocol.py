@@ -70,7 +70,10 @@ class Hello(Message, frozen=True):
 
 
 class StartOptions(msgspec.Struct, frozen=True):
-    """What `start` asks for. The environment is the notebook's, as it is at that moment."""
+    """What `start` asks for. The environment is the notebook's, as it is at that moment.
+
+    exact: what an interrupted step has moved besides parameters is put back: buffers and random numbers.
+    """
 
     count: int
     environment: dict[str, str]
@@ -83,6 +86,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     backend: str | None = None
     init: bool = True
     timeout: float = 1800.0
+    exact: bool = False
 
     def search_path(self) -> list[str]:
         """`sys_path` as it is meant in `cwd`."""
@@ -280,11 +284,16 @@ class Notice(Message, frozen=True):
 
 
 class Remark(Message, frozen=True):
-    """One line for the cell `serial`, while it runs. A later one with the same `topic` takes its place."""
+    """One line for the cell `serial`, while it runs. A later one with the same `topic` takes its place.
+
+    same: it says what the last one said, with newer figures. stuck: the user may want to stop the cell.
+    """
 
     serial: int
     text: str
     topic: str = ""
+    same: bool = False
+    stuck: bool = False
 
 
 class Recovered(Message, frozen=True):

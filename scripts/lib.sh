@@ -8,6 +8,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${NBDIST_VENV:-$root/.venv}"
 [[ $venv == /* ]] || venv="$PWD/$venv"
 python="$venv/bin/python"
+constraints="$root/scripts/constraints.txt"
+pytorch="PyTorch"
 log="$root/build/setup.log"
 
 say() { printf '%s\n' "$*" >&2; }
@@ -31,6 +33,18 @@ step() {
     fi
 }
 
+# use_torch VERSION: from here on the environment is one for this version of torch, below build/, and stays there.
+use_torch() {
+    local folder="$root/build/torch-$1"
+    mkdir -p "$folder"
+    sed "s/^torch==[^ ]*/torch==$1/" "$constraints" >"$folder/constraints.txt"
+    venv="$folder/venv"
+    python="$venv/bin/python"
+    constraints="$folder/constraints.txt"
+    pytorch="PyTorch $1"
+    [[ -e $venv ]] || say "an environment for $pytorch, once: about a minute, 5.5 GB with CUDA, kept in $folder"
+}
+
 # Makes the environment, or does nothing (some milliseconds) when it is as pyproject.toml and the constraints ask.
 ensure_environment() {
     local stamp="$venv/.nbdist-stamp"
@@ -47,7 +61,7 @@ environment_wanted() {
         printf '%s\n' "$root"
         "$python" -V
         grep '^__version__' "$root/nbdist/__init__.py"
-        cat "$root/pyproject.toml" "$root/scripts/constraints.txt"
+        cat "$root/pyproject.toml" "$constraints"
     } 2>&1 | sha256sum
 }
 
@@ -74,8 +88,8 @@ require_python() {
 }
 
 install_project() {
-    local pip=("$python" -m pip install --disable-pip-version-check --constraint "$root/scripts/constraints.txt")
-    step "installing PyTorch (the largest download: 0.2 GB for CPUs, 3 GB for GPUs)" \
+    local pip=("$python" -m pip install --disable-pip-version-check --constraint "$constraints")
+    step "installing $pytorch (the largest download: 0.2 GB for CPUs, 3 GB for GPUs)" \
         "${pip[@]}" torch || show_log_and_die
     step "installing nbdist and the tools for tests and demo" \
         "${pip[@]}" --editable "$root[dev]" || show_log_and_die

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MAGIC = re.compile(r"^%%(?=(distributed|dist|local|rank)\b)")
 DISGUISE = "# %%"
 RANK_NAMES = ["rank", "local_rank", "world_size", "device"]  # in every rank's namespace from the start
-BUILTINS = f"builtins={json.dumps(RANK_NAMES)}"
+NOTEBOOK_NAMES = ["_"]  # the last value
+BUILTINS = f"builtins={json.dumps(RANK_NAMES + NOTEBOOK_NAMES)}"
 
 
 def main() -> int:

@@ -16,9 +16,12 @@ import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+from nbdist.ranks import parse_ranks
+
 LIMIT = 60.0
 MARK = "NBDIST_TEST_RUN"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_NAMED = re.compile(r"\[([\d,-]+)\] (.*)", re.DOTALL)
 
 
 @dataclass
@@ -34,6 +37,11 @@ class Outcome:
     displays: list[dict[str, Any]] = field(default_factory=list)
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def lines(self) -> dict[int, list[str]]:
+        """What each rank printed to stdout, as `lines_by_rank` tells."""
+        return lines_by_rank(self.stdout)
 
     @property
     def plain(self) -> list[str]:
@@ -69,7 +77,7 @@ class Execution:
     def wait_late(self, text: str, limit: float = LIMIT) -> None:
         """Until this stands below the cell, which may have ended."""
         deadline = time.monotonic() + limit
-        while text not in self.outcome.stdout + self.outcome.stderr:
+        while not any(text in shown for shown in (self.outcome.stdout, self.outcome.stderr, *self.outcome.plain)):
             self._step(deadline, f"text {text!r}")
 
     def finish(self, limit: float = LIMIT) -> Outcome:
@@ -179,6 +187,26 @@ def kernel_with_ranks(count: int = 2, options: str = "", **environment: str) -> 
         kernel.ok("%load_ext nbdist")
         kernel.ok(f"%distributed start -n {count} {options}")
         yield kernel
+
+
+def lines_by_rank(text: str) -> dict[int, list[str]]:
+    """The lines of each rank, from text that names them: `[0-1] x` is the same here as `[0] x` and `[1] x`.
+
+    Ranks share a line if it comes from all of them within 50 ms, which a busy machine may keep them from. When
+    exactly they do is specified where the time is in a test's hands: tests/unit/test_merge.py.
+    """
+    found: dict[int, list[str]] = {}
+    for line in text.removesuffix("\n").split("\n") if text else []:
+        named = _NAMED.match(line)
+        assert named, f"a line that names no rank: {line!r}"
+        for rank in parse_ranks(named[1], 1000):
+            found.setdefault(rank, []).append(named[2])
+    return found
+
+
+def both(*lines: str) -> dict[int, list[str]]:
+    """What `lines_by_rank` gives if ranks 0 and 1 have printed these lines and nothing else."""
+    return {rank: list(lines) for rank in (0, 1)}
 
 
 def wait_until(reached: Callable[[], object], what: str, limit: float = 10.0) -> None:

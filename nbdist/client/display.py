@@ -267,6 +267,13 @@ def _encoded_size(text: str) -> int:
     return len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + _ENVELOPE
 
 
+def can_update() -> bool:
+    """Whether what has been shown can be replaced: a notebook can, a terminal can't."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    return InteractiveShell.initialized() and hasattr(InteractiveShell.instance(), "kernel")
+
+
 def _publish_item(kind: Kind, data: dict[str, Any], metadata: dict[str, Any], display_id: str) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.display import publish_display_data

@@ -17,6 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from nbdist.client import session as sessions
+from nbdist.client import stacks
 from nbdist.client.arguments import (
     HelpShown,
     MagicParser,
@@ -81,6 +82,7 @@ class DistributedMagics(Magics):
                 self._free,
             ),
             "interrupt": (_interrupt_parser(), self._interrupt),
+            "stacks": (_stacks_parser(), self._stacks),
         }
         self.cell_parser = _cell_parser()
 
@@ -241,6 +243,7 @@ class DistributedMagics(Magics):
             init=not arguments.no_init,
             timeout=arguments.timeout,
             linger=arguments.linger,
+            exact=arguments.exact,
             progress=progress,
         )
         progress.done(self._session)
@@ -348,6 +351,11 @@ class DistributedMagics(Magics):
         session = get_session()
         if not session.interrupt(_ranks(arguments.ranks, session), now=arguments.now):
             print("nothing to interrupt: these ranks run nothing")
+
+    def _stacks(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        found = session.look_at_stacks(_ranks(arguments.ranks, session), native=arguments.native)
+        print(stacks.render(found))
 
 
 class _Progress:
@@ -469,6 +477,11 @@ def _start_parser() -> MagicParser:
         metavar="S",
         help="seconds that the ranks outlive a killed kernel (default: 0)",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="put back what an interrupted step has moved: buffers (BatchNorm) and random numbers",
+    )
     parser.add_argument("--replace", action="store_true", help="stop the session that is running first")
     return parser
 
@@ -518,4 +531,11 @@ def _interrupt_parser() -> MagicParser:
     )
     _add_ranks(parser)
     parser.add_argument("--now", action="store_true", help="don't wait for the step, or for a collective to end")
+    return parser
+
+
+def _stacks_parser() -> MagicParser:
+    parser = MagicParser("%distributed stacks", "Show where the ranks are: their stacks, equal ones together.")
+    _add_ranks(parser)
+    parser.add_argument("--native", action="store_true", help="with the frames of C code, by py-spy")
     return parser

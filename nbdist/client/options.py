@@ -27,6 +27,7 @@ class Arguments:
     backend: str | None
     init: bool
     timeout: float | None
+    exact: bool = False
 
     def options(self, count: int | None) -> StartOptions:
         """What to ask for.
@@ -56,6 +57,7 @@ class Arguments:
             backend=self.backend,
             init=self.init,
             timeout=_TIMEOUT if self.timeout is None else float(self.timeout),
+            exact=self.exact,
         )
 
 

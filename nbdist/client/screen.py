@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 
 from nbdist.client.area import Area
-from nbdist.client.display import Kind, Publisher
+from nbdist.client.display import Kind, Publisher, can_update
 from nbdist.client.merge import Merger, Shown, Text
 from nbdist.client.results import Decoders
 from nbdist.protocol import STDERR, STDOUT, Display, Output
@@ -40,6 +40,8 @@ class Screen:
         self._rich_results: dict[int, Display] = {}  # others, not shown yet
         self._results_due: float | None = None
         self._results_shown = False
+        self._key = key
+        self._topics: set[str] = set()  # that have a line on the page
 
     def print(self, event: Output, now: float) -> None:
         """Take bytes that a rank has printed."""
@@ -89,6 +91,27 @@ class Screen:
         self._emit([Text("stderr", f"nbdist: {text}\n")])
         self._publisher.pump()
 
+    def remark(self, text: str, topic: str, *, same: bool = False) -> None:
+        """A line of nbdist's own that takes the place of the last one of its topic.
+
+        Args:
+            text: What it says.
+            topic: A name for all lines of which only the last counts.
+            same: Whether it says what the last one said, with newer figures: no news where lines can't be replaced.
+        """
+        if not can_update():
+            if not same:
+                self.say(text)
+            return
+        kind: Kind = "update" if topic in self._topics else "display"
+        if kind == "display":
+            self._emit(self._merger.flush(time.monotonic()))
+            self._clear(wait=True)
+        self.silent = False
+        self._topics.add(topic)
+        self._publisher.item(kind, {"text/plain": f"nbdist: {text}"}, {}, f"nbdist-{topic}-{self._key}")
+        self._publisher.pump()
+
     def finish(self, now: float) -> None:
         """The cell is over: show what still waits for other ranks, or was folded."""
         self._emit(self._merger.flush(now))
@@ -129,6 +152,7 @@ class Screen:
         if kept is None:
             return
         self._publisher.clear(wait=wait or bool(kept))
+        self._topics.clear()
         for emission in kept:
             self._publish(emission)
         if self._results_shown:

@@ -25,6 +25,7 @@ from nbdist.client.connection import Connection
 from nbdist.client.options import Arguments
 from nbdist.client.report import describe_death
 from nbdist.client.results import CellResult, Decoders
+from nbdist.client.stacks import Stack, stack_of, with_native_frames
 from nbdist.client.task import BackgroundCell, Task
 from nbdist.client.traffic import Traffic
 from nbdist.devices import visible_gpus
@@ -57,6 +58,7 @@ from nbdist.ranks import describe_ranks, format_ranks
 
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
+_STACK_LIMIT = 1.0
 
 _idle: Connection | None = None
 _current: weakref.ref[Session] | None = None
@@ -121,6 +123,8 @@ class Session:
         init: Whether to make the process group at all.
         timeout: Seconds after which a collective gives up; None: torch's default of 30 minutes.
         linger: Seconds that the ranks outlive a kernel that was killed.
+        exact: Whether an interrupted step's buffers (BatchNorm) and random numbers are put back, so that a run that
+            was interrupted equals one that was not. Costs a copy of them after each step.
         progress: Called with a line of text while the ranks start.
 
     Raises:
@@ -147,6 +151,7 @@ class Session:
         init: bool = True,
         timeout: float | None = None,
         linger: float = 0.0,
+        exact: bool = False,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         global _current
@@ -156,7 +161,7 @@ class Session:
         self.broken = ""
         self.started_in = 0.0
         self.traffic = Traffic(self._on_life)
-        self._arguments = Arguments(gpus, backend, init, timeout)
+        self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._linger = linger
         self._serials = itertools.count(1)
         self._life: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -456,6 +461,32 @@ class Session:
         stacks = self.traffic.ask(living, "stack", timeout=1.0)
         running = self.traffic.running(living)
         return [_status_row(row, self.generation, memory, stacks, running) for row in known]
+
+    def stacks(self, ranks: Iterable[int] | None = None, *, native: bool = False) -> dict[int, str]:
+        """Where the main threads of ranks are, at any time: the whole stack from the user's cell inwards.
+
+        Args:
+            ranks: Which; None: all that live.
+            native: Whether to show the frames of C code too, by py-spy.
+
+        Returns:
+            The stacks by rank, a line for each call; "idle" for a rank that runs nothing.
+
+        Raises:
+            UsageError: `native`, and py-spy is not installed or the system does not let it look.
+        """
+        return {rank: str(found) for rank, found in self.look_at_stacks(ranks, native=native).items()}
+
+    def look_at_stacks(self, ranks: Iterable[int] | None = None, *, native: bool = False) -> dict[int, Stack]:
+        """Like `stacks`, but with what `stacks.render` needs to group them."""
+        chosen = self._choose(self.living() if ranks is None else ranks)
+        answers = self.traffic.ask(chosen, "stack", timeout=_STACK_LIMIT)
+        cells = {rank: task.describe() for rank, task in self.traffic.running(chosen).items()}
+        found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
+        if native:
+            pids = {info.rank: info.pid for info in self.ranks if info.rank in chosen}
+            found = with_native_frames(found, pids)
+        return found
 
     def logs(self, ranks: Iterable[int] | None = None, cell: int | None = None) -> dict[int, str]:
         """All that a cell printed (stdout and stderr), by rank.

@@ -214,8 +214,7 @@ class Task:
         elif isinstance(event, Notice):
             self.say(event.text)
         elif isinstance(event, Remark):
-            if event.text:
-                self.say(event.text)
+            self._remark(event)
         elif isinstance(event, Recovered):
             self.recovered = event
         elif isinstance(event, Broken):
@@ -247,6 +246,15 @@ class Task:
         elif self._screen is not None:
             self._screen.say(text)
 
+    def _remark(self, event: Remark) -> None:
+        if self._screen is None:
+            return
+        text = event.text
+        if event.stuck:
+            in_front = threading.current_thread() is threading.main_thread()
+            text += ". Interrupt the kernel to stop them." if in_front else ". `%distributed interrupt` stops them."
+        self._screen.remark(text, event.topic, same=event.same)
+
     def show_late(self, message: Any, now: float) -> float | None:
         """Show what came after the end. In the thread for late output, with this task's context.
 
@@ -261,6 +269,8 @@ class Task:
         if self._screen is not None:
             if isinstance(message, Notice):
                 self._screen.say(message.text)
+            elif isinstance(message, Remark):
+                self._remark(message)
             self._screen.poll(now)
         self._pay_items()
         return self._screen.due(now) if self._screen is not None else None

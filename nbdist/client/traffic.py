@@ -227,7 +227,7 @@ class Traffic:
         with self._lock:
             task = next((task for task in self._latest.values() if task.serial == message.serial), None)
         if task is not None and not task.put(message) and message.text:
-            self.put_late(task, Notice(f"nbdist: {message.text}"))
+            self.put_late(task, message if isinstance(message, Remark) else Notice(message.text))
 
     def _end_part(self, message: Reply) -> None:
         with self._lock:

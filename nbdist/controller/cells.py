@@ -71,6 +71,11 @@ class _Cell:
     ladder: Ladder | None = None
     last: Message | None = None  # the message that ends it, held until all is in order
 
+    @property
+    def stopping(self) -> bool:
+        """Whether ranks are on their way out: then nobody needs to be told where they wait."""
+        return self.ladder is not None and bool(self.ladder.left)
+
 
 class Cells:
     """All cells of a set of ranks.
@@ -105,7 +110,7 @@ class Cells:
             ranks,
             message.grace,
             lambda who, question, arguments: self._ask(who, question, arguments, self._to_watch(serial)),
-            lambda text: self._wires.to_notebook(Remark(serial, text, "watch")),
+            lambda text, same, stuck: self._wires.to_notebook(Remark(serial, text, "watch", same, stuck)),
             lambda who: self._free(serial, who),
             now,
         )
@@ -135,6 +140,8 @@ class Cells:
 
     def died(self, died: Died, now: float) -> None:
         """A rank has died."""
+        for each in self._running.values():
+            each.watch.forget(died.rank)
         if self._recovery is not None:
             self._recovery[1].died(died.rank, now)
         for request in [request for request, question in self._asked.items() if died.rank in question.left]:
@@ -161,7 +168,7 @@ class Cells:
 
     def due(self) -> float | None:
         """When `tick` wants to be called."""
-        dues = [cell.watch.due for cell in self._running.values()]
+        dues = [cell.watch.due for cell in self._running.values() if not cell.stopping]
         dues += [
             cell.ladder.due
             for cell in self._running.values()
@@ -174,7 +181,8 @@ class Cells:
     def tick(self, now: float) -> None:
         """Time has passed."""
         for cell in list(self._running.values()):
-            cell.watch.tick(now)
+            if not cell.stopping:
+                cell.watch.tick(now)
             if cell.ladder is not None:
                 cell.ladder.tick(now)
         if self._recovery is not None:
@@ -280,9 +288,10 @@ class Cells:
         self, ranks: Sequence[int], question: str, arguments: dict[str, Any], handler: Handler | None = None
     ) -> None:
         request = next(self._requests)
-        if handler is not None:
-            self._asked[request] = _Question(set(ranks), handler)
-        for rank in ranks:
+        living = [rank for rank in ranks if rank not in self._wires.dead()]
+        if handler is not None and living:
+            self._asked[request] = _Question(set(living), handler)
+        for rank in living:
             self._wires.to_rank(RANK_CONTROL, rank, Ask(request, [rank], question, arguments))
 
     def _answer(self, request: int, rank: int, data: dict[str, Any], now: float) -> None:

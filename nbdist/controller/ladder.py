@@ -1,7 +1,7 @@
 """How a cell is stopped: each rung only when the one before did not do it. One object per cell that is being stopped.
 
-Rungs: all ranks together after the same optimizer step; KeyboardInterrupt; ranks that are stuck in a collective are
-freed by force. Decides who is asked what and when; knows nothing of sockets, and ranks only by their answers.
+Rungs: all ranks together after the same optimizer step; KeyboardInterrupt, where ranks that lack a step which others have
+made may finish it; ranks that are stuck in a collective are freed by force. Decides who is asked what and when; knows nothing of sockets, and ranks only by their answers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any
 
 Ask = Callable[[Sequence[int], str, dict[str, Any]], None]
 
-ARM, AIM, RAISE, CUT = "arm", "aim", "raise", "cut"
+ARM, AIM, MEET, RAISE, CUT = "arm", "aim", "meet", "raise", "cut"
 
 _ARM_LIMIT = 0.5  # seconds that ranks have to say how many steps they have made
 _STEP_LIMIT = 2.0  # seconds that ranks have at least to reach the step at which all stop
 _STEPS = 3  # ... and how many median steps
+_ANSWER_LIMIT = 0.1  # ... when they are to be interrupted
+_BEHIND_LIMIT = 0.2  # seconds that ranks have to finish a step that others have made
+_BODY_LIMIT = 0.05  # seconds that ranks have to finish the loop's body before they are freed by force
 _STUCK_AFTER = 2.0  # seconds after the request until a rank that is still at it counts as stuck
 _RAISE_GRACE = 1.0  # seconds that a rank has at least after KeyboardInterrupt
 _CUT_EVERY = 0.5
@@ -58,6 +61,8 @@ class Ladder:
         self._began = now
         self._grace = grace
         self._forced = False
+        self._together = together
+        self._behind: set[int] = set()
         self._steps: dict[int, dict[str, Any]] = {}
         if together:
             self._question("arm")
@@ -69,23 +74,27 @@ class Ladder:
         """The user does not want to wait: free stuck ranks at once."""
         self._forced = True
         if self.rung in (ARM, AIM):
-            self._question("disarm")
-        self._raise_on(sorted(self.left))
-        self._cut(now)
+            self._interrupt(now)
+        else:
+            self._raise(now)
 
     def ended(self, rank: int) -> None:
         """A rank has left the cell."""
         self.left.discard(rank)
+        if self.rung == MEET and rank in self._behind:
+            self._behind.discard(rank)
+            if not self._behind:
+                self.due = self._began  # nobody else is waited for
         if not self.left:
             self.due = None
 
     def answered(self, rank: int, question: str, data: dict[str, Any], now: float) -> None:
         """A rank has answered one of our questions."""
-        if question != "arm" or self.rung != ARM:
+        if question != "arm" or self.rung not in (ARM, MEET):
             return
         self._steps[rank] = data
         if self.left <= self._steps.keys():
-            self._aim(now)
+            self._aim(now) if self.rung == ARM else self._meet(now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -94,7 +103,8 @@ class Ladder:
         if self.rung == ARM:
             self._aim(now)
         elif self.rung == AIM:
-            self._question("disarm")
+            self._interrupt(now)
+        elif self.rung == MEET:
             self._raise(now)
         else:
             self._cut(now)
@@ -103,17 +113,50 @@ class Ladder:
         """Let all stop after the step that no rank has left yet; go on down if they are not stepping."""
         steps = [answer for rank, answer in self._steps.items() if rank in self.left and answer.get("running")]
         if len(steps) < len(self.left) or not _stepping(steps):
-            self._question("disarm")
-            self._raise(now)
+            self._interrupt(now)
             return
         self.rung = AIM
         target = max(answer["count"] for answer in steps) + 1
         self.due = now + max(_STEP_LIMIT, _STEPS * _median(steps))
         self._question("aim", {"target": target})
 
+    def _interrupt(self, now: float) -> None:
+        """Interrupt all, but first ask where they are, so that none is left a step behind."""
+        if not self._together:
+            self._raise(now)
+            return
+        self.rung = MEET
+        self._steps = {}
+        self.due = now + _ANSWER_LIMIT
+        self._question("arm")
+
+    def _meet(self, now: float) -> None:
+        """Interrupt those that are in or past the last step that any has begun; let the others finish it."""
+        made = {
+            rank: answer["count"] + answer.get("stepping", False)
+            for rank, answer in self._steps.items()
+            if rank in self.left and answer.get("running")
+        }
+        target = max(made.values(), default=0)
+        self._behind = {rank for rank, count in made.items() if count < target}
+        self._question("meet", {"target": target})
+        if self._behind or self._forced:
+            self.due = now + (_BEHIND_LIMIT if self._behind else _BODY_LIMIT)
+        else:
+            self._wait(now)
+
     def _raise(self, now: float) -> None:
-        self.rung = RAISE
+        if self._together:
+            self._question("disarm")
         self._raise_on(sorted(self.left))
+        if self._forced:
+            self._cut(now)
+        else:
+            self._wait(now)
+
+    def _wait(self, now: float) -> None:
+        """All have been interrupted; those that do not end are stuck."""
+        self.rung = RAISE
         self.due = max(self._began + self._grace, now + min(_RAISE_GRACE, self._grace))
 
     def _cut(self, now: float) -> None:

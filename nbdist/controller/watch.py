@@ -1,21 +1,69 @@
 """Who waits for whom: looks at the ranks of a running cell now and then, and compares.
 
-After 5 s of unequal progress it says who waits where; when a rank has failed it names those that wait for it in vain.
-Costs nothing before that but a timer. Knows ranks only by what their control threads answer.
+After 5 s of unequal progress it says who waits where, and for whom; when a rank has failed it names those that wait for
+it in vain. Costs nothing before that but a timer. Knows ranks only by what their control threads answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nbdist.ranks import describe_ranks
 
-_LOOK_AFTER = 4.0  # seconds from the cell's start to the first look; the second, a second later, can say something
-_LOOK_AGAIN = 1.0
-_REPEAT = 5.0  # seconds between looks when nothing has changed
-_SAMPLE = 0.3  # seconds between the two looks that show that a rank does not move
 _BUSY = 0.2  # of a core: a rank that uses more is computing, not waiting
+_WORTH_SAYING = 5.0  # seconds: less is not known well enough, for a rank may have waited since before the first look
+_PHRASES = 5  # of a line
+_PLURAL = {"waits": "wait", "is": "are", "has": "have"}
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """When to look, in seconds.
+
+    Attributes:
+        first: From the cell's start to the first look.
+        confirm: To the second, if ranks seem to wait then.
+        repeat: Between looks from then on.
+        answer: That ranks have to answer; one that does not is in a call that keeps Python from it.
+        sample: Between the two looks that show whether a rank waits for one that has failed.
+        failed: Between looks after these, if nothing came of them.
+    """
+
+    first: float = 4.0
+    confirm: float = 1.0
+    repeat: float = 5.0
+    answer: float = 1.0
+    sample: float = 0.3
+    failed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a rank was doing when it was asked: see `Progress.look` of the worker."""
+
+    running: int
+    at: float
+    position: str
+    cpu: float
+    collective: str
+    members: Sequence[int] | None
+    group: str
+    place: str
+    line: str
+    groups: dict[str, Any]
+
+    def is_same_as(self, before: Look | None) -> bool:
+        """Whether the rank has not moved since, nor computed."""
+        if before is None or self._where() != before._where():
+            return False
+        # A rank may use a processor for waiting (NCCL does), so it counts only where it may be computing.
+        known = self.members is None or bool(self.members)
+        return known or (self.cpu - before.cpu) / max(1e-3, self.at - before.at) < _BUSY
+
+    def _where(self) -> tuple[object, ...]:
+        return self.running, self.position, [sum(group[1]) for group in self.groups.values()]
 
 
 class Watch:
@@ -26,8 +74,11 @@ class Watch:
         ranks: Where it runs.
         grace: Seconds that ranks may wait for one that has failed.
         ask: Sends a question to control threads; answers come by `answered`.
-        say: Shows a line below the cell, in place of the last one.
+        say: Shows a line below the cell, in place of the last one. Further arguments: whether it says the same as that
+            one but for the time; whether ranks are stuck.
         free: Frees ranks that wait in vain.
+        now: The time, in seconds; so are all other times here.
+        pauses: When to look.
 
     Attributes:
         due: When `tick` wants to be called.
@@ -39,112 +90,212 @@ class Watch:
         ranks: Sequence[int],
         grace: float,
         ask: Callable[[Sequence[int], str, dict[str, Any]], None],
-        say: Callable[[str], None],
+        say: Callable[[str, bool, bool], None],
         free: Callable[[Sequence[int]], None],
         now: float,
+        pauses: Pauses | None = None,
     ) -> None:
+        self._pauses = pauses or Pauses()
         self.serial = serial
-        self.due = now + _LOOK_AFTER
+        self.due = now + self._pauses.first
         self._ranks = list(ranks)
         self._left = set(ranks)
         self._failed: set[int] = set()
+        self._dead: set[int] = set()
         self._grace = grace
         self._ask = ask
         self._say = say
         self._free = free
-        self._began = now
-        self._asked = 0.0
-        self._looks: dict[int, dict[str, Any]] = {}
-        self._before: dict[int, dict[str, Any]] = {}
-        self._before_at = 0.0
+        self._asked = now
+        self._looking = False  # a look has begun, and not all have answered
+        self._silent: set[int] = set()  # have not answered yet
+        self._looks: dict[int, Look] = {}
+        self._before: dict[int, Look] = {}
+        self._since: dict[int, float] = {}  # when ranks that wait were first seen to do so
         self._said = ""
+        self._story = ""  # who waited for whom, for when it is over
+        self._waited = 0.0  # since when
 
     def ended(self, rank: int, failed: bool, now: float) -> None:
         """A rank has left the cell."""
         self._left.discard(rank)
         if failed and not self._failed:
-            self.due = now + max(0.0, self._grace - _SAMPLE)
+            self._looking = False
             self._before = {}
+            self.due = now + max(0.0, self._grace - self._pauses.sample)
         if failed:
             self._failed.add(rank)
+        if not self._left:
+            self._close(now, "" if self._failed else ", then went on")
+
+    def forget(self, rank: int) -> None:
+        """A rank has died: it answers no more."""
+        self._dead.add(rank)
+        self._left.discard(rank)
+        self._silent.discard(rank)
+        self._looks.pop(rank, None)
+        if rank in self._ranks:
+            self._ranks.remove(rank)
 
     def answered(self, rank: int, data: dict[str, Any], now: float) -> None:
-        """A rank has said what it does."""
-        self._looks[rank] = data
-        if len(self._looks) == len(self._ranks):
+        """A rank has said what it does; "error": it can't."""
+        self._silent.discard(rank)
+        if "error" not in data and rank in self._ranks:
+            self._looks[rank] = Look(**data)
+        if self._looking and not self._silent:
             self._compare(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed: look."""
+        """Time has passed."""
         if now < self.due:
             return
+        if self._looking:
+            self._compare(now)
+        else:
+            self._look(now)
+
+    # --- looking
+
+    def _look(self, now: float) -> None:
+        # One that has not answered the last question is not asked another: its answer will be as fresh.
+        asked = [rank for rank in self._ranks if rank not in self._silent]
+        self._silent.update(asked)
         self._looks = {}
+        self._looking = True
         self._asked = now
-        self.due = now + (_SAMPLE if self._failed else _LOOK_AGAIN if not self._before else _REPEAT)
-        self._ask(self._ranks, "progress", {"serial": self.serial})
+        self.due = now + self._pauses.answer
+        self._ask(asked, "progress", {"serial": self.serial})
 
     def _compare(self, now: float) -> None:
-        waiting = self._waiting()
-        before, self._before, self._before_at = self._before, dict(self._looks), self._asked
-        if not before or not waiting:
-            self._withdraw()
-            return
-        if self._failed:
-            self._free(waiting)
-        elif set(waiting) != set(self._ranks) or self._mutual(waiting):
-            self._explain(waiting, now)
+        self._looking = False
+        before, self._before = self._before, self._looks
+        awaited = {rank: who for rank in sorted(self._left) if (who := self._awaited(rank))}
+        self._since = {
+            rank: self._since.get(rank, before[rank].at)
+            for rank in awaited
+            if self._looks[rank].is_same_as(before.get(rank))
+        }
+        self.due = max(now, self._asked + self._pause(bool(before), bool(awaited)))
+        lost = self._in_vain(awaited) if self._failed else []
+        if lost:
+            self._free(lost)
+        elif self._since:
+            self._explain(awaited, now)
         else:
-            self._withdraw()
+            self._close(now, ", then went on")
 
-    def _waiting(self) -> list[int]:
-        """Ranks that have not moved since the last look, in a collective that others are not in."""
-        elapsed = max(1e-3, self._asked - self._before_at)
-        found = []
-        for rank in sorted(self._left):
-            look, before = self._looks.get(rank, {}), self._before.get(rank, {})
-            if not look.get("position") or look["position"] != before.get("position"):
-                continue
-            idle = (look["cpu"] - before["cpu"]) / elapsed < _BUSY
-            if idle and (look["collective"] or self._is_ahead(rank)):
-                found.append(rank)
-        return found
+    def _pause(self, again: bool, suspicious: bool) -> float:
+        if self._failed:
+            return self._pauses.failed if again else self._pauses.sample
+        return self._pauses.confirm if suspicious and not again else self._pauses.repeat
 
-    def _is_ahead(self, rank: int) -> bool:
-        """Whether it has entered a collective that another member of the group has not."""
-        for name, (members, entered, _) in self._looks[rank].get("groups", {}).items():
-            others = [self._looks.get(other, {}).get("groups", {}).get(name) for other in members if other != rank]
-            if any(other is not None and sum(other[1]) < sum(entered) for other in others):
-                return True
-        return False
+    # --- comparing
 
-    def _mutual(self, waiting: Sequence[int]) -> bool:
-        """Whether all wait, but not for the same thing: then none will ever move."""
-        places = {self._looks[rank].get("collective") for rank in waiting}
-        return len(places) > 1 or any(self._is_ahead(rank) for rank in waiting)
+    def _awaited(self, rank: int) -> set[int]:
+        """The ranks that this one can't go on without, and that are not where it waits for them."""
+        look = self._looks.get(rank)
+        if look is None or not look.running or not look.collective:
+            return set()
+        members = self._ranks if look.members is None else look.members
+        others = set(members) - {rank}
+        if not others:
+            return self._behind(rank, look)
+        if look.collective.startswith(("send", "recv")):
+            opposite = "recv" if look.collective.startswith("send") else "send"
+            return set() if any(self._collective(other).startswith(opposite) for other in others) else others
+        return {other for other in others if not self._takes_part(other, look)}
 
-    def _explain(self, waiting: Sequence[int], now: float) -> None:
-        lines = _by_words({rank: self._describe(rank, rank in waiting) for rank in self._ranks})
-        text = "; ".join(f"{describe_ranks(ranks)} {words}" for words, ranks in lines.items())
-        if text != self._said:
-            self._said = text
-            self._say(f"{text}. Interrupt the kernel to stop them.")
+    def _behind(self, rank: int, look: Look) -> set[int]:
+        """Members of its groups that have entered fewer collectives."""
+        found = set()
+        for name, (members, entered, _) in look.groups.items():
+            for other in members:
+                there = self._looks[other].groups.get(name) if other in self._looks else None
+                if there is not None and sum(there[1]) < sum(entered):
+                    found.add(other)
+        return found - {rank}
 
-    def _withdraw(self) -> None:
-        if self._said:
-            self._said = ""
-            self._say("")
+    def _collective(self, rank: int) -> str:
+        look = self._looks.get(rank)
+        return look.collective if look is not None and look.running else ""
 
-    def _describe(self, rank: int, waiting: bool) -> str:
+    def _takes_part(self, rank: int, in_what: Look) -> bool:
+        look = self._looks.get(rank)
+        return (
+            look is not None
+            and bool(look.running)
+            and (look.collective, look.group) == (in_what.collective, in_what.group)
+        )
+
+    def _in_vain(self, awaited: dict[int, set[int]]) -> list[int]:
+        """Ranks that wait for one that has failed, or for one that does so, or all of them for each other."""
+        if self._since.keys() == self._left:
+            return sorted(self._left)
+        lost = self._failed | self._dead
+        found: set[int] = set()
+        while more := {rank for rank in self._since if awaited[rank] & (lost | found)} - found:
+            found |= more
+        return sorted(found)
+
+    # --- saying
+
+    def _explain(self, awaited: dict[int, set[int]], now: float) -> None:
+        waits = _by_words({rank: self._wait(rank) for rank in awaited})
+        whom = set().union(*awaited.values())
+        rest = sorted((self._left | whom) - awaited.keys())
+        elsewhere = _by_words({rank: self._elsewhere(rank) for rank in rest})
+        phrases = [_clause(ranks, words) for words, ranks in [*waits.items(), *elsewhere.items()]]
+        if len(phrases) > _PHRASES:
+            phrases[_PHRASES:] = ["`%distributed stacks` shows the others"]
+        text = "; ".join(phrases)
+        if self._never(awaited):
+            text += ". They wait for each other, so none of them will ever move"
+        self._waited = min(self._since.values())
+        seconds = now - self._waited
+        same, self._said = text == self._said, text
+        others = whom - awaited.keys()
+        self._story = f" for {describe_ranks(others)}" if others else ""
+        self._say(f"for {seconds:.0f} s {text}" if seconds >= _WORTH_SAYING else text, same, True)
+
+    def _wait(self, rank: int) -> str:
         look = self._looks[rank]
-        if rank not in self._left or not look.get("running"):
-            return "finished the cell"
-        where = look.get("line") or "a call that does not let Python answer"
-        if not waiting:
-            return f"at {where}"
-        return f"waiting in {look['collective'] or 'a collective'}, {where}"
+        return f"waits in {look.collective}, {look.place}"
+
+    def _elsewhere(self, rank: int) -> str:
+        if rank in self._dead:
+            return "has died"
+        if rank not in self._ranks:
+            return "is not in this cell"
+        if rank in self._failed:
+            return "has failed"
+        look = self._looks.get(rank)
+        if look is None:
+            return "is in a call that does not let Python answer"
+        if rank not in self._left or not look.running:
+            return "has finished the cell"
+        return f"is at {look.line}" if look.line else "is still at it"
+
+    def _never(self, awaited: dict[int, set[int]]) -> bool:
+        """Whether all ranks that are left wait for nobody but each other."""
+        known = all(self._looks[rank].members is None or self._looks[rank].members for rank in awaited)
+        return known and self._since.keys() == self._left and set().union(*awaited.values()) <= self._left
+
+    def _close(self, now: float, end: str) -> None:
+        """What was said is true no more."""
+        if self._said:
+            seconds = now - self._waited
+            waited = f"waited {seconds:.0f} s" if seconds >= _WORTH_SAYING else "waited"
+            self._say(f"{waited}{self._story}{end}", False, False)
+        self._said = ""
 
 
-def _by_words(words: Mapping[int, str]) -> dict[str, list[int]]:
+def _clause(ranks: Sequence[int], words: str) -> str:
+    """What is said of several ranks, from what is said of each."""
+    verb, _, rest = words.partition(" ")
+    return f"{describe_ranks(ranks)} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}"
+
+
+def _by_words(words: dict[int, str]) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
     for rank, text in words.items():
         groups.setdefault(text, []).append(rank)

@@ -7,7 +7,9 @@ how many collectives each has entered, and a group that is out of step gets a ne
 object: models, meshes and the user's own handles stay valid.
 
 gloo can't abort. But a gloo device keeps its connections in one epoll set of its own, which appears when the backend is
-made; shutting down exactly these connections frees a rank at once, and nothing of the user's is among them.
+made; shutting down exactly these connections frees a rank at once, and nothing of the user's is among them. Only their
+reading side: when a write fails in gloo's own thread, the operation is lost, and who waits for it waits for ever. For
+the same reason the peers must not notice: a copy of each descriptor keeps the connection open until all are renewed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -59,6 +62,7 @@ class Collectives:
         self._creating: list[tuple[str, dict[int, str]]] = []  # name, epoll sets that there were before
         self._connecting: list[tuple[int, set[str]]] = []  # port, sockets that there were before
         self._cut: set[str] = set()  # groups whose connections were cut
+        self._copies: list[int] = []  # descriptors that keep cut connections open towards the peers
         self._stale: set[str] = set()
         self._store_cut = False
 
@@ -123,7 +127,9 @@ class Collectives:
     # --- where groups stand
 
     def begin(self) -> None:
-        """A cell begins: what is entered from now on counts as its own."""
+        """A cell begins: what is entered from now on counts as its own. All ranks are in order."""
+        while self._copies:
+            os.close(self._copies.pop())
         for name, group in _living().items():
             self._groups.setdefault(name, _Group()).entered = _entered(group)
 
@@ -162,7 +168,7 @@ class Collectives:
         names = [name for name, group in _living().items() if self._abort(name, group)]
         for _, before in list(self._creating):
             for fd in [fd for fd, listener in _epolls().items() if before.get(fd) != listener]:
-                _shut_down(_targets(fd))
+                self._silence(_targets(fd))
         if self.creating:
             self._cut_store()
         self._cut |= set(names)
@@ -179,9 +185,17 @@ class Collectives:
         known = self._groups.get(name)
         for fd, listener in known.epolls.items() if known is not None else ():
             if _listener(fd) == listener:  # else the descriptor has become somebody else's
-                _shut_down(_targets(fd))
+                self._silence(_targets(fd))
                 aborted = True
         return aborted
+
+    def _silence(self, descriptors: Sequence[int]) -> None:
+        """Let gloo see the end of these connections, and nobody else. Never a listener: gloo would end the process."""
+        for fd in descriptors:
+            with contextlib.suppress(OSError), _socket(fd) as found:
+                if found.type == socket.SOCK_STREAM and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    self._copies.append(os.dup(fd))
+                    found.shutdown(socket.SHUT_RD)
 
     def _cut_store(self) -> None:
         waiting = [fd for fd, inode in _sockets() if inode in self._clients]
@@ -215,11 +229,14 @@ class Collectives:
         chosen = [name for name in sorted(groups, key=_order) if name in living]
         if not chosen:
             return
+        _make_room()
         base = self.store()
         for name in chosen:
+            self._abort(name, living[name])  # what still waits for a collective of before must not wait for ever
+            self._groups.setdefault(name, _Group()).epolls.clear()
             store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)
             with self._created(name):
-                self._renew(living[name], store, self._groups.setdefault(name, _Group()))
+                self._renew(living[name], store, self._groups[name])
             self._cut.discard(name)
 
     def _renew(self, group: Any, store: Any, known: _Group) -> None:
@@ -228,6 +245,7 @@ class Collectives:
         register = getattr(group, "_register_backend", None)
         if register is None:
             raise RuntimeError("this torch can't give a living group a new backend")
+        name, description = group.group_name, group.group_desc
         made: dict[str, tuple[Any, Any]] = {}
         for device, backend in _backends(group).items():
             kind = _kind(backend)
@@ -235,6 +253,8 @@ class Collectives:
                 made[kind] = (_make_backend(backend, store, group), _next_slot(group, known))
             new, slot = made[kind]
             register(torch.device(device), slot, new)
+        group._set_group_name(name)  # the backends keep it, and functional collectives (DTensor's) go by it
+        group._set_group_desc(description)
         known.entered = _entered(group)
         world = _world()
         if world is not None and group in world.pg_map:
@@ -260,6 +280,10 @@ class Collectives:
                 self._abort(name, living[name])
                 who = ", ".join(map(str, dead))
                 self._groups.setdefault(name, _Group()).broken = who
+
+    def was_cut_off(self, error: str) -> bool:
+        """Whether an error of this text comes from our having cut a group."""
+        return bool(self._cut) and _COMMUNICATION.search(error) is not None
 
     def explain(self, error: BaseException) -> StaleGroupError | None:
         """The error to show instead of torch's own, where a group was used that is gone for a reason we know."""
@@ -412,15 +436,28 @@ def _peer_port(fd: int) -> int:
 
 
 def _shut_down(descriptors: Sequence[int]) -> None:
-    """End connections. Never a listener: gloo ends the process when it loses that."""
+    """End connections."""
     for fd in descriptors:
         with contextlib.suppress(OSError), _socket(fd) as found:
-            if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.shutdown(socket.SHUT_RDWR)
+            found.shutdown(socket.SHUT_RDWR)
+
+
+def _make_room() -> None:
+    """Backends of before keep their descriptors for as long as the group lives; let there be enough of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 2 * len(os.listdir("/proc/self/fd")) > soft != resource.RLIM_INFINITY:
+        wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
 def _socket(fd: int) -> Iterator[socket.socket]:
     """A descriptor as a socket, for a moment. Raises OSError where it is none."""
-    with socket.socket(fileno=os.dup(fd)) as found:
+    copy = os.dup(fd)
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with found:
         yield found

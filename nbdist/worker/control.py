@@ -15,7 +15,6 @@ from typing import Any
 import zmq
 
 from nbdist.protocol import Answer, Ask, Interrupt, decode, encode
-from nbdist.worker import stacks
 from nbdist.worker.interrupts import InterruptGate
 from nbdist.worker.shell import RankShell
 
@@ -40,7 +39,6 @@ class ControlThread:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], rank: int) -> None:
         self._socket = socket
         self._rank = rank
-        self._main = threading.main_thread().ident or 0
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.gate = InterruptGate(self.wake)
         self.shell: RankShell | None = None
@@ -50,7 +48,6 @@ class ControlThread:
         self.answers: dict[str, Callable[..., dict[str, Any]]] = {
             "complete": self._complete,
             "inspect": self._inspect,
-            "stack": self._stack,
             "memory": self.memory,
         }
 
@@ -104,13 +101,6 @@ class ControlThread:
             return {"found": True, "data": shell.object_inspect_mime(name, detail_level=detail)}
         except KeyError:
             return {"found": False}
-
-    def _stack(self) -> dict[str, Any]:
-        frame = sys._current_frames().get(self._main)
-        if frame is None or not self.gate.running:
-            return {"running": 0, "line": "", "stack": ""}
-        line, stack = stacks.describe(frame)
-        return {"running": self.gate.running, "line": line, "stack": stack}
 
     def memory(self) -> dict[str, Any]:
         data: dict[str, Any] = {"private": _private_memory()}

@@ -84,6 +84,11 @@ def render_plainly(kind: type[BaseException], error: BaseException, traceback: t
     return _CELL.sub(r"Cell In[\1], line", text)
 
 
+def render_frames(traceback: types.TracebackType | None) -> str:
+    """Where it was raised, as Python prints it, without the exception."""
+    return _CELL.sub(r"Cell In[\1], line", "".join(tracebacks.format_tb(traceback)))
+
+
 @contextlib.contextmanager
 def trimmed_causes(error: BaseException) -> Iterator[None]:
     """While the body runs, the exceptions behind this one have trimmed tracebacks too."""

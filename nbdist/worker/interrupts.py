@@ -27,8 +27,8 @@ class InterruptGate:
         wake: Called from any thread when `resend_due` has changed.
 
     Attributes:
-        held: Whether the main thread must not be interrupted right now (an optimizer's step is applied whole);
-            then `release` is called at the end of that.
+        held: Whether the main thread must not be interrupted right now: an optimizer's step is applied whole. Whoever
+            holds looks at `pending` in the end.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -53,7 +53,11 @@ class InterruptGate:
     @property
     def asked(self) -> bool:
         """Whether the running cell has been asked to stop."""
-        return self._running != 0 and self._asked == self._running
+        return self._running != 0 and self.was_asked(self._running)
+
+    def was_asked(self, serial: int) -> bool:
+        """Whether a cell has been asked to stop."""
+        return self._asked == serial
 
     @contextlib.contextmanager
     def open(self, serial: int) -> Iterator[None]:
@@ -84,9 +88,10 @@ class InterruptGate:
         due = self._due
         return None if due is None else max(0.0, due - time.monotonic())
 
-    def release(self) -> None:
-        """The main thread may be interrupted again: raise what was held back."""
-        self._handle(0, None)
+    @property
+    def pending(self) -> bool:
+        """Whether the running cell is yet to be interrupted."""
+        return self._running != 0 and self._wanted == self._running
 
     def _send(self) -> None:
         self._wanted = self._asked

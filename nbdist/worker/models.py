@@ -12,6 +12,7 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -60,12 +61,22 @@ def loaded(module: str, name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def reset_models() -> ResetReport:
+def buckets_settled() -> bool:
+    """Whether the buckets of every living DDP model have their final layout on this rank."""
+    return all(map(_is_settled, living(loaded("torch.nn.parallel", "DistributedDataParallel"))))
+
+
+def reset_models(*, keep_buckets: bool = False) -> ResetReport:
     """Make every living model ready for a step of its own, after one that did not end.
 
     DDP and FSDP2 models forget the collectives they waited for; gradients of these models and of what living
     optimizers train are dropped; gradient scalers forget the half step. Parameters and optimizer state stay as they
     are. To be called on the main thread, on all ranks or none, once the process groups work again.
+
+    Args:
+        keep_buckets: Whether DDP models keep the layout of their buckets, and with it the order in which more than
+            two ranks are summed. Only right if `buckets_settled()` on all ranks. Else each gets a new reducer, which
+            is right wherever its ranks have stopped.
 
     Returns:
         What was reset. A model that can't be reset stops no other: it becomes a note.
@@ -83,12 +94,14 @@ def reset_models() -> ResetReport:
     notes: list[str] = []
     replicated = _of(found, ddp)
     blocks = _of(found, sharded)
-    models = _reset_each(replicated, _reset_ddp, notes) + _reset_each(_fsdp_roots(blocks), _reset_fsdp, notes)
+    gradients = _drop_gradients(_parameters(replicated, _of(found, optimizer)))  # before: they may be views of buckets
+    reset_ddp = partial(_reset_ddp, keep_buckets=keep_buckets)
+    models = _reset_each(replicated, reset_ddp, notes) + _reset_each(_fsdp_roots(blocks), _reset_fsdp, notes)
+    gradients |= _drop_gradients(_parameters(blocks, ()))  # after: now they have their sharded parameters again
     _reset_each(_of(found, scaler), _reset_scaler, notes)
     for kind, advice in zip(hopeless, _HOPELESS.values(), strict=True):
         if _of(found, kind):
             notes.append(advice)
-    gradients = _drop_gradients(_parameters([*replicated, *blocks], _of(found, optimizer)))
     if any(_keeps_statistics(module) for module in _of(found, norm)):
         notes.append(STATISTICS_STAY)
     return ResetReport(models, gradients, list(dict.fromkeys(notes)))
@@ -119,8 +132,8 @@ def _reset_each(things: Iterable[Any], reset: Any, notes: list[str]) -> int:
         except _CannotRevive as reason:
             notes.append(f"{_title(thing)} can't go on after a lost step: {reason}")
         except Exception as error:
-            reason = str(error).split("\n", 1)[0]
-            notes.append(f"{_title(thing)} can't go on ({type(error).__name__}: {reason}): build it again")
+            text = str(error).split("\n", 1)[0]
+            notes.append(f"{_title(thing)} can't go on ({type(error).__name__}: {text}): build it again")
     return count
 
 
@@ -130,17 +143,72 @@ def _title(thing: Any) -> str:
     return name if inner is None else f"{name}({type(inner).__name__})"
 
 
-def _reset_ddp(model: Any) -> None:
+def _reset_ddp(model: Any, keep_buckets: bool) -> None:
     from torch.distributed import get_process_group_ranks
 
-    update = getattr(model, "_update_process_group", None)
-    if update is None:
-        raise _CannotRevive("this torch can't reset it; wrap the module in DistributedDataParallel again")
     try:
         get_process_group_ranks(model.process_group)
     except KeyError:
         raise _CannotRevive("its process group was destroyed; wrap the module again") from None
-    update(model.process_group)
+    model.require_forward_param_sync = True  # a forward without gradients clears it, and some ranks have had another
+    if all(hasattr(model, name) for name in _NEEDED_FOR_REDUCER) and not keep_buckets:
+        _renew_reducer(model)
+        return
+    if not hasattr(model, "_update_process_group"):
+        raise _CannotRevive("this torch can't reset it; wrap the module in DistributedDataParallel again")
+    settled = _is_settled(model)
+    model._update_process_group(model.process_group)
+    model.__dict__[_SETTLED] = settled  # which that call makes torch forget
+
+
+_SETTLED = "_nbdist_settled"
+_NEEDED_FOR_REDUCER = (
+    "_build_params_for_reducer",
+    "_build_debug_param_to_name_mapping",
+    "_ddp_init_helper",
+    "_comm_hooks",
+    "_get_ddp_logging_data",
+)
+
+
+def _is_settled(model: Any) -> bool:
+    """Buckets are laid out anew once, in an early forward; with unused parameters in a changing graph never."""
+    if getattr(model, "_has_rebuilt_buckets", False) or getattr(model, _SETTLED, False):
+        return True
+    return bool(model.find_unused_parameters and not model.static_graph)
+
+
+def _renew_reducer(model: Any) -> None:
+    """As `__setstate__`, but with this model's own group and hooks, and with a static graph that is learnt anew.
+
+    Ranks that were stopped around a first iteration differ in what their reducers have learnt; resetting those
+    would let collectives of different sizes meet.
+    """
+    import torch.distributed as dist
+
+    built_in = dist.BuiltinCommHookType.__members__.get(_hook_name(model))
+    model.reducer._remove_autograd_hooks()
+    model.reducer = model.logger = None  # frees its buckets before there are new ones
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    model._has_rebuilt_buckets = False
+    model.__dict__.pop(_SETTLED, None)
+    if model.static_graph:
+        model._static_graph_delay_allreduce_enqueued = False
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()
+    if getattr(model, "mixed_precision", None) is not None:
+        model.reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
+    if built_in is not None:
+        model._register_builtin_comm_hook(built_in)
+    for hook, state in model._comm_hooks:
+        dist._register_comm_hook(model.reducer, state, hook)
+
+
+def _hook_name(model: Any) -> str:
+    """The name of the communication hook: of one that is built in, torch keeps nothing else."""
+    return str(model._get_ddp_logging_data().get("comm_hook", "")).rpartition(".")[2]
 
 
 def _fsdp_roots(blocks: Iterable[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-import types
+from types import FrameType
 from typing import Any
 
 from nbdist.worker import stacks
@@ -17,6 +17,7 @@ from nbdist.worker.collectives import Collectives
 from nbdist.worker.interrupts import InterruptGate
 
 _BUSY = 0.2  # of a core: a main thread that uses more is computing, not waiting
+_MAKING = ("init_process_group", "new_group", "split_group", "new_subgroups")
 
 
 class Progress:
@@ -28,6 +29,8 @@ class Progress:
         self._main = threading.main_thread().ident or 0
         self._marked_at = 0.0
         self._cpu = 0.0
+        self._seen: tuple[Any, ...] = ()
+        self._seen_at = 0.0
 
     def mark(self) -> None:
         """From now on `stands_still` counts."""
@@ -42,35 +45,102 @@ class Progress:
         """Where the main thread is in the cell.
 
         Returns:
-            "running": the cell, 0 when it has ended. "position": changes when the thread moves. "cpu": seconds it has
-            used. "collective": what of torch.distributed it is in, "" for nothing. "line": its place, in words.
+            "running": the cell, 0 when it has ended. "at": when this was so, in seconds. "position": changes when the
+            thread moves. "cpu": seconds it has used. "collective": what of torch.distributed it is in, "" for nothing.
+            "members": the ranks that have to take part in that; None: all; empty: not known. "group": in which group,
+            "" where that is not known. "place", "line": its place, in words, without and with the code there.
             "groups": as `Collectives.state` has them.
         """
-        groups = self._collectives.state(current=True)["groups"]
-        frame = sys._current_frames().get(self._main)
-        if frame is None or self._gate.running != serial:
-            return {"running": 0, "position": "", "cpu": 0.0, "collective": "", "line": "", "groups": groups}
-        return {
-            "running": serial,
-            "position": f"{id(frame)}:{frame.f_lasti}",
-            "cpu": _cpu_seconds(),
-            "collective": _collective(frame) or ("the making of a group" if self._collectives.creating else ""),
-            "line": stacks.describe(frame)[0],
+        frame, running = self._frame(), self._gate.running
+        # The numbers of a rank that has gone on to another cell can't be compared.
+        groups = self._collectives.state(current=True)["groups"] if running in (0, serial) else {}
+        found: dict[str, Any] = {
+            "running": 0,
+            "at": time.monotonic(),
+            "position": "",
+            "cpu": 0.0,
+            "collective": "",
+            "members": [],
+            "group": "",
+            "place": "",
+            "line": "",
             "groups": groups,
         }
+        if frame is None or running != serial:
+            return found
+        self._note(frame)
+        return found | {
+            "running": serial,
+            "position": _position(frame),
+            "cpu": _cpu_seconds(),
+            "place": stacks.place(frame),
+            "line": stacks.describe(frame),
+            **self._collective(frame, groups),
+        }
+
+    def stack(self) -> dict[str, Any]:
+        """The main thread's stack.
+
+        Returns:
+            "running": the cell, 0 for none. "line": its place in words. "stack": a line for each call.
+            "collective": as `look` has it. "still": seconds since it was first seen exactly there.
+        """
+        frame, running = self._frame(), self._gate.running
+        if frame is None or not running:
+            return {"running": 0, "line": "", "stack": "", "collective": "", "still": 0.0}
+        self._note(frame)
+        return {
+            "running": running,
+            "line": stacks.describe(frame),
+            "stack": stacks.render(frame),
+            "collective": self._collective(frame, {})["collective"],
+            "still": time.monotonic() - self._seen_at,
+        }
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._main)
+
+    def _note(self, frame: FrameType) -> None:
+        """Remember since when the main thread has been seen where it is."""
+        entered = [group[:2] for group in self._collectives.state(current=True)["groups"].values()]
+        seen = (self._gate.running, _position(frame), entered)
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, time.monotonic()
+
+    def _collective(self, frame: FrameType, groups: dict[str, Any]) -> dict[str, Any]:
+        call = stacks.torch_call(frame)
+        if call.name.startswith(_MAKING):
+            return {"collective": call.name, "members": _makers(call.frame)}
+        if call.frame is None and self._collectives.creating:
+            return {"collective": call.name or "the making of a group", "members": None}
+        if call.frame is None:
+            return {"collective": call.name or ("a collective" if stacks.awaits_work(frame) else "")}
+        arguments = call.frame.f_locals
+        name = _group_name(arguments.get("group"))
+        peer = arguments.get("src" if call.name.startswith("recv") else "dst")
+        if call.name.startswith(("send", "recv")) and isinstance(peer, int):
+            return {"collective": call.name, "members": [peer], "group": name}
+        return {"collective": call.name, "members": groups[name][0] if name in groups else [], "group": name}
 
 
-def _collective(frame: types.FrameType | None) -> str:
-    """The function of torch.distributed that was called, or "backward"; "" for neither."""
-    found = ""
-    while frame is not None:
-        name, filename = frame.f_code.co_name, frame.f_code.co_filename
-        if "/torch/distributed/" in filename and name != "wrapper":
-            found = name
-        elif filename.endswith("/torch/autograd/graph.py") and not found:
-            found = "backward"
-        frame = frame.f_back
-    return found
+def _makers(frame: FrameType | None) -> list[int] | None:
+    """The ranks that have to take part in the making of a group; None: all."""
+    arguments = frame.f_locals if frame is not None else {}
+    ranks = arguments.get("ranks")
+    return list(ranks) if ranks and arguments.get("use_local_synchronization") else None
+
+
+def _group_name(group: Any) -> str:
+    """The name that torch has given a group; "" for none that it knows."""
+    # A group that was renewed has forgotten its own `group_name`; the registry has not.
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    if group is None:
+        group = getattr(world, "default_pg", None)
+    return str(getattr(world, "pg_names", {}).get(group, ""))
+
+
+def _position(frame: FrameType) -> str:
+    return f"{id(frame)}:{frame.f_lasti}"
 
 
 def _cpu_seconds() -> float:

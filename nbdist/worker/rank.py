@@ -50,6 +50,7 @@ from nbdist.worker import groups, models, streams
 from nbdist.worker.collectives import Collectives
 from nbdist.worker.control import ControlThread
 from nbdist.worker.display import DisplayLane
+from nbdist.worker.exact import ExactState
 from nbdist.worker.progress import Progress
 from nbdist.worker.shell import RankShell
 from nbdist.worker.steps import StepCounter
@@ -127,7 +128,8 @@ class Rank:
         self._collectives = Collectives(setup.epoch, setup.store_port)
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
         self._steps = StepCounter(self._control.wake)
-        self._control.gate.held = lambda: self._steps.in_step
+        self._control.gate.held = lambda: self._steps.in_step or self._steps.finishing()
+        self._exact = ExactState() if setup.options.exact else None
         self._progress = Progress(self._collectives, self._control.gate)
         self._last = 0  # the newest cell
         self._parcels: dict[int, transfer.Packed] = {}
@@ -141,8 +143,10 @@ class Rank:
             "state": self._state,
             "cut": self._cut,
             "progress": self._progress.look,
+            "stack": self._progress.stack,
             "arm": self._steps.arm,
             "aim": self._aim,
+            "meet": self._meet,
             "disarm": self._disarm,
         }
         self._control.on_interrupt = self._progress.mark
@@ -152,7 +156,9 @@ class Rank:
         try:
             self._collectives.watch()
             self._steps.install()
-            self._steps.after_step = self._control.gate.release
+            self._steps.after_step = self._after_step
+            if self._exact is not None:
+                self._steps.on_step.append(self._exact.snapshot)
             groups.separate_rendezvous(lambda: self._control.gate.running, self._collectives.connecting)
             device = groups.device(self._setup)
             self._shell = RankShell.make(self._lane, self._own_names(device))
@@ -194,6 +200,8 @@ class Rank:
         self._shell.forget_failure()
         self._collectives.begin()
         self._steps.begin(task.serial)
+        if self._exact is not None:
+            self._exact.begin()
         self._last = task.serial
         work = {
             "cell": self._run_cell,
@@ -204,6 +212,8 @@ class Rank:
         }
         reply = self._guarded(task, work[task.kind])
         self._steps.end(task.serial)
+        if self._exact is not None and reply.status == "interrupted" and not self._stopped_at_step():
+            self._exact.restore()
         streams.flush_c()
         if reply == Reply(task.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost
             self._lane.mark(task.serial, PLAIN_END)
@@ -272,14 +282,20 @@ class Rank:
         return self._collectives.state(current=current) | {
             "caught": current and self._caught(),
             "steps": self._steps.count if current else 0,
-            "stopped": self._steps.stopped if current else None,
+            "stopped": self._steps.stopped if current and self._stopped_at_step() else None,
         }
+
+    def _stopped_at_step(self) -> bool:
+        """Whether the cell ended between two steps, by our own stop."""
+        failure = self._shell.failure
+        return failure is not None and failure.text.startswith("stopped after step")
 
     def _caught(self) -> bool:
         """Whether the cell's failure caught a model in the middle of a step."""
-        interrupted = self._shell.failure is not None and self._shell.failure.name == "KeyboardInterrupt"
-        if self._steps.stopped is not None:
+        if self._stopped_at_step():
             return False
+        failure = self._shell.failure
+        interrupted = failure is not None and failure.name == "KeyboardInterrupt"
         return self._shell.caught or (interrupted and self._steps.count > 0)
 
     def _cut(self, serial: int, force: bool) -> dict[str, Any]:
@@ -287,6 +303,13 @@ class Rank:
         if self._control.gate.running != serial or not (force or self._progress.stands_still()):
             return {"groups": []}
         return {"groups": self._collectives.cut()}
+
+    def _after_step(self) -> None:
+        """An interrupt was held back until the step was whole: let the loop count it, then stop."""
+        if self._control.gate.pending and not self._steps.finishing():
+            serial = self._control.gate.running
+            self._steps.arm(serial)
+            self._steps.aim(serial, self._steps.count)
 
     def _interrupt_body(self) -> None:
         """The body of the loop does not end: interrupt it where it is. In the control thread."""
@@ -296,6 +319,14 @@ class Rank:
 
     def _aim(self, serial: int, target: int) -> dict[str, Any]:
         self._steps.aim(serial, target)
+        return {}
+
+    def _meet(self, serial: int, target: int) -> dict[str, Any]:
+        """Interrupt the cell, but not before it has made a step that others have made. In the control thread."""
+        self._steps.aim(serial, target, hurry=True)
+        if self._steps.count >= target:
+            self._control.on_interrupt()
+            self._control.gate.request(serial)
         return {}
 
     def _disarm(self, serial: int) -> dict[str, Any]:
@@ -312,9 +343,14 @@ class Rank:
         if not task.reset:
             return InOrder(failure)
         report = models.reset_models()
-        return InOrder(failure, report.models, report.gradients, report.notes)
+        notes = report.notes
+        if self._exact is not None:
+            notes = [note for note in notes if note != models.STATISTICS_STAY] + self._exact.restore()
+        return InOrder(failure, report.models, report.gradients, notes)
 
     def _failed(self, task: Execute, failure: Failure) -> Reply:
+        if self._control.gate.was_asked(task.serial) and self._collectives.was_cut_off(failure.text):
+            failure = msgspec.structs.replace(failure, name="KeyboardInterrupt")
         status = "interrupted" if failure.name == "KeyboardInterrupt" else "error"
         return Reply(task.serial, self._setup.rank, status, failure, names=self._changed_names())
 

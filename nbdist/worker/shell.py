@@ -168,7 +168,7 @@ class RankShell(InteractiveShell):
 
     def forget_failure(self) -> None:
         """Let go of the frames of the last failure: they may hold tensors and DataLoader workers."""
-        self.caught = False
+        self.failure, self.caught = None, False
         for name in ("last_exc", "last_value", "last_traceback", "last_type"):
             value = getattr(sys, name, None)
             if isinstance(value, BaseException):
@@ -231,8 +231,10 @@ class RankShell(InteractiveShell):
             return ""  # it says all there is to say, and its frames are ours
         try:
             with failures.trimmed_causes(error):
-                # IPython takes 0.5 s for a first frame in a large file, and an interrupt is to be quick.
-                if failures.holds_group(error) or isinstance(error, KeyboardInterrupt):
+                if isinstance(error, KeyboardInterrupt):
+                    # IPython takes 0.5 s for a first frame in a large file, and an interrupt is to be quick.
+                    return failures.render_frames(traceback)
+                if failures.holds_group(error):
                     return failures.render_plainly(kind, error, traceback)
                 own = getattr(error, "_render_traceback_", None)
                 if own is not None and not isinstance(error, NbdistError):

@@ -2,37 +2,134 @@
 
 from __future__ import annotations
 
+import linecache
 import os
-import traceback
-import types
+import re
+from types import FrameType
+from typing import NamedTuple
 
-_OURS = __file__.rsplit("/", 2)[0]
-_CELL = "<ipython-input"
+from IPython.core.getipython import get_ipython
+
+_OURS = __file__.rsplit("/", 2)[0] + "/"
+_C10D = "/torch/distributed/distributed_c10d.py"
+_LOGGER = "/torch/distributed/c10d_logger.py"  # wraps every function of c10d
+_CHECKPOINT = "/torch/distributed/checkpoint/"  # what it does itself is reading and writing
+_AUTOGRAD = "/torch/autograd/graph.py"
+_WAITS = re.compile(r"\.(wait|item|tolist|cpu|synchronize|result)\(")  # for what was started before
+_WIDEST = 80  # characters of a line of code that are shown
 
 
-def describe(frame: types.FrameType) -> tuple[str, str]:
-    """Where a thread is.
+class Call(NamedTuple):
+    """What a thread does of torch.distributed.
+
+    Attributes:
+        name: The function that was called, or "backward"; "" for neither.
+        frame: That function's, if it is one that other ranks have to call too.
+    """
+
+    name: str
+    frame: FrameType | None = None
+
+
+def describe(frame: FrameType) -> str:
+    """Where a thread is, in one line: "cell 7 line 4: train(model) (in all_reduce)".
 
     Returns:
-        One line ("cell 7 line 4: dist.barrier() (in barrier, distributed_c10d.py:4811)"), and the whole stack.
+        "" when the thread is nowhere in code of the user's.
     """
-    entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_OURS)]
-    cell = [entry for entry in entries if entry.filename.startswith(_CELL)]
-    line = _line(cell[-1], entries[-1]) if cell else ""
-    return line, "".join(traceback.format_list(_from_cell(entries)))
+    frames = _frames(frame)
+    if not frames:
+        return ""
+    anchor, inner = _anchor(frames), frames[-1]
+    line = f"{_place(anchor)}: {_code(anchor)}"
+    if inner is anchor:
+        return line
+    call = torch_call(frame).name if "/torch/" in inner.f_code.co_filename else ""
+    return f"{line} (in {call or f'{inner.f_code.co_name}, {_place(inner)}'})"
 
 
-def _from_cell(entries: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The frames from the cell on; what IPython does before is nobody's concern."""
-    for index, entry in enumerate(entries):
-        if entry.filename.startswith(_CELL):
-            return entries[index:]
-    return entries
+def place(frame: FrameType) -> str:
+    """The user's line that a thread is in: "cell 7 line 4", or "train.py:12"; "" for none."""
+    frames = _frames(frame)
+    return _place(_anchor(frames)) if frames else ""
 
 
-def _line(cell: traceback.FrameSummary, inner: traceback.FrameSummary) -> str:
-    number = cell.filename.split("-")[2]
-    place = f"cell {number} line {cell.lineno}: {(cell.line or '').strip()}"
-    if inner is cell:
-        return place
-    return f"{place} (in {inner.name}, {os.path.basename(inner.filename)}:{inner.lineno})"
+def render(frame: FrameType) -> str:
+    """The whole stack, a line for each call, from the user's cell inwards."""
+    return "\n".join(_entry(each) for each in _frames(frame))
+
+
+def torch_call(frame: FrameType) -> Call:
+    """What the user called of torch.distributed: its outermost function. A collective counts for more than the rest."""
+    found = autograd = ""
+    collective = Call("")
+    current: FrameType | None = frame
+    while current is not None:
+        name, filename = current.f_code.co_name, current.f_code.co_filename
+        if filename.endswith(_C10D):
+            if not name.startswith("_") or not collective.name:
+                collective = Call(name, current)
+        elif filename.endswith(_AUTOGRAD):
+            autograd = "backward"
+        elif "/torch/distributed/" in filename and _CHECKPOINT not in filename:
+            found = found if name.startswith("_") or "wrapper" in name else name
+        current = current.f_back
+    return collective if collective.name else Call(autograd or found)
+
+
+def awaits_work(frame: FrameType) -> bool:
+    """Whether a thread seems to wait for a collective that was started before, so far as its code tells."""
+    frames = _frames(frame)
+    if not frames:
+        return False
+    return "/torch/nn/parallel/" in frames[-1].f_code.co_filename or bool(_WAITS.search(_code(frames[-1])))
+
+
+def _frames(frame: FrameType) -> list[FrameType]:
+    """The frames that are shown, the outermost first: what IPython does before the cell is nobody's concern."""
+    frames: list[FrameType] = []
+    called_by_us = -1  # how many frames stand outside of what a frame of ours has called
+    current: FrameType | None = frame
+    while current is not None:
+        filename = current.f_code.co_filename
+        if filename.startswith(_OURS):
+            called_by_us = len(frames) if called_by_us < 0 else called_by_us
+        elif not filename.endswith(_LOGGER):
+            frames.append(current)
+        current = current.f_back
+    outermost = next((at for at in reversed(range(len(frames))) if _cell(frames[at])), None)
+    if outermost is None:  # a function that has come from the notebook without a cell, or nothing of the user's
+        outermost = called_by_us - 1
+    return frames[outermost::-1] if outermost >= 0 else []
+
+
+def _anchor(frames: list[FrameType]) -> FrameType:
+    """The innermost frame that is in a cell."""
+    return next((frame for frame in reversed(frames) if _cell(frame)), frames[0])
+
+
+def _cell(frame: FrameType) -> int:
+    """The number of the notebook's cell that a frame is in, 0 for none."""
+    compiler = getattr(get_ipython(), "compile", None)
+    return int(getattr(compiler, "_filename_map", {}).get(frame.f_code.co_filename, 0))
+
+
+def _place(frame: FrameType) -> str:
+    number = _cell(frame)
+    return f"cell {number} line {frame.f_lineno}" if number else _file(frame)
+
+
+def _file(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _code(frame: FrameType) -> str:
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    return line if len(line) <= _WIDEST else line[: _WIDEST - 1] + "…"
+
+
+def _entry(frame: FrameType) -> str:
+    name = frame.f_code.co_name
+    function = "" if name.startswith("<") else f", in {name}"
+    code = _code(frame)
+    return f"{_place(frame)}{function}{': ' if code else ''}{code}"

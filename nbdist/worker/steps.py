@@ -4,7 +4,9 @@ Owns torch's global optimizer hooks and, while a stop is pending, the main threa
 wire, of other ranks, or of who asks.
 
 Ranks stop after the same step without a collective: each is armed and says how many steps it has made. As an armed rank
-waits at its next step, none can pass the largest of these counts + 1, and that becomes everybody's target.
+waits before and after its next step, none can pass the largest of these counts + 1, and that becomes everybody's target.
+Ranks that are interrupted get no new step, but may finish the one that others have made, and with it the loop's body:
+so that counters, schedulers and shards agree.
 
 The main thread and the control thread share no lock: an interrupt could leave it locked. Each field has one writer;
 only `_requests` has two, and what they do with it are single operations of a dict.
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _AIM_LIMIT = 10.0  # seconds that a rank waits in its step for the target
 _BODY_LIMIT = 1.0  # seconds until the end of the loop's body is no longer waited for
+_HURRIED_BODY_LIMIT = 0.1  # ... when the rank is to be interrupted anyway
 _RECENT = 32  # step-to-step times that the median is of
 _NOT_THE_USERS = {"IPython", "asyncio", "contextlib", "nbdist", "torch"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap.get("JUMP_BACKWARD_NO_INTERRUPT")}  # that one goes on with an await
@@ -71,8 +74,10 @@ class StepCounter:
         self._requests: dict[int, _Request] = {}
         self._stack: list[Optimizer] = []  # whose steps have begun
         self._step_frame: FrameType | None = None  # of the outermost one
+        self._place: list[tuple[CodeType, int]] = []  # of the last step's call, the innermost frame first
         self._body: _LoopBody | None = None
         self._handles: list[Any] = []
+        self._main = threading.main_thread().ident or 0
 
     # --- the main thread
 
@@ -106,6 +111,7 @@ class StepCounter:
             serial: Number of the cell; each is larger than those before.
         """
         self.count, self.stopped = 0, None
+        self._place = []
         self._times.clear()
         self._serial = serial
         for old in list(self._requests):
@@ -126,18 +132,46 @@ class StepCounter:
         """Whether the main thread is inside a step, and so should not be interrupted. For the main thread only."""
         return bool(self._stack) and _is_running(self._step_frame)
 
+    def finishing(self) -> bool:
+        """Whether the main thread, which is to be interrupted, has made a step that its loop's body has yet to count.
+
+        Then it is stopped at the end of that body instead, or interrupted where it is in 0.1 s. In the main thread.
+        """
+        if self._body is not None:
+            over = self._body.request.over
+            if over:
+                self._leave_body()
+            return not over
+        frames = self._frames_since_step()
+        if not frames or sys.gettrace() is not None or sys.exc_info()[0] is not None:
+            return False
+        request = _Request(_HURRIED_BODY_LIMIT)
+        body = _LoopBody(frames, request, self._stop)
+        if not body.goes_on:
+            return False
+        self.disarm(self._serial)
+        request.aim(self.count)
+        self._requests[self._serial] = request
+        self._body = body
+        body.watch()
+        self._wake()
+        return True
+
     # --- the control thread
 
     def arm(self, serial: int) -> dict[str, Any]:
         """Let the rank wait at the end of its next step in this cell, until it is told where to stop.
 
         Returns:
-            `count`: steps made. `running`: whether the cell has not ended; it may not have started. `age`: seconds
-            since the last step, or None. `median`: seconds from step to step lately, or None.
+            `count`: steps made. `stepping`: whether it is in another one. `running`: whether the cell has not ended; it
+            may not have started. `age`: seconds since the last step, or None. `median`: seconds from step to step
+            lately, or None.
         """
         request = self._requests.get(serial)
         if request is None or request.over:
             self._requests[serial] = _Request()
+        else:
+            request.target = None  # armed once more: there will be another
         running = serial > self._finished
         if not running:
             self._requests.pop(serial, None)
@@ -145,15 +179,21 @@ class StepCounter:
         times = list(self._times) if mine else []
         return {
             "count": self.count if mine else 0,
+            "stepping": mine and self._is_stepping(),
             "running": running,
             "age": time.monotonic() - times[-1] if times else None,
             "median": _median_distance(times),
         }
 
-    def aim(self, serial: int, target: int) -> None:
-        """Let the armed cell stop after its step number `target`, when the loop's body is finished."""
+    def aim(self, serial: int, target: int, *, hurry: bool = False) -> None:
+        """Let the armed cell stop after its step number `target`, when the loop's body is finished.
+
+        Args:
+            hurry: Whether the rest of the body is to be waited for 0.1 s only.
+        """
         request = self._requests.get(serial)
         if request is not None:
+            request.limit = _HURRIED_BODY_LIMIT if hurry else _BODY_LIMIT
             request.aim(target)
 
     def disarm(self, serial: int) -> None:
@@ -185,6 +225,8 @@ class StepCounter:
             if not stack:
                 self._step_frame = caller(1)
             stack.append(optimizer)
+            if requests and len(stack) == 1:
+                self._park()
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if graph_task() != -1 or thread() != main:
@@ -196,6 +238,12 @@ class StepCounter:
             times.append(now())
             for call in self.on_step:
                 call(optimizer)
+            self._place = place = []
+            frame: FrameType | None = caller(1)
+            while frame is not None:
+                code = frame.f_code
+                place.append((code, frame.f_lasti))
+                frame = None if code.co_name == "<module>" else frame.f_back
             stack.clear()
             self._step_frame = None
             if self.after_step is not None:
@@ -216,6 +264,39 @@ class StepCounter:
         del self._stack[-1:]
         return False
 
+    def _is_stepping(self) -> bool:
+        """Like `in_step`, from the control thread."""
+        return bool(self._stack) and _is_running(self._step_frame, sys._current_frames().get(self._main))
+
+    def _park(self) -> None:
+        """Before a step while a stop is asked for: wait until it is known whether this step is to be made."""
+        request = self._requests.get(self._serial)
+        if request is None:
+            return
+        optimizer = self._stack.pop()  # it may be interrupted here
+        target = request.wait()
+        if target is not None and self.count >= target:
+            raise KeyboardInterrupt
+        self._stack.append(optimizer)
+
+    def _frames_since_step(self) -> list[tuple[FrameType, int]]:
+        """The user's frames in which the last step was called, each with where; none before the next one's turn."""
+        place = self._place[::-1]
+        running: list[FrameType] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and place:
+            running.append(frame)
+            frame = None if frame.f_code is place[0][0] else frame.f_back
+        found = []
+        for (code, offset), frame in zip(place, reversed(running), strict=False):
+            if frame.f_code is not code or frame.f_lasti < offset:
+                return []
+            if _is_the_users(frame):
+                found.insert(0, (frame, offset))
+            if frame.f_lasti > offset:
+                break
+        return found
+
     def _meet(self) -> None:
         """After a step while a stop is asked for: wait for the target, and stop there."""
         request = self._requests.get(self._serial)
@@ -230,7 +311,7 @@ class StepCounter:
         self._leave_body()
         if not frames or sys.gettrace() is not None:  # a debugger's or coverage's: there is room for one
             self._stop(request)
-        self._body = _LoopBody(frames, request, self._stop)
+        self._body = _LoopBody([(frame, frame.f_lasti) for frame in frames], request, self._stop)
         self._body.watch()
         self._wake()
 
@@ -252,9 +333,14 @@ class StepCounter:
 
 
 class _Request:
-    """A stop that was asked for: at first without a target, then with one, at last over."""
+    """A stop that was asked for: at first without a target, then with one, at last over.
 
-    def __init__(self) -> None:
+    Args:
+        limit: Seconds that the rest of the loop's body may take.
+    """
+
+    def __init__(self, limit: float = _BODY_LIMIT) -> None:
+        self.limit = limit
         self.target: int | None = None
         self.over = False  # reached, called off, or given up
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an interrupt leaves no lock of it locked
@@ -281,21 +367,28 @@ class _LoopBody:
     """The body of the user's loop in which the last step was made, watched until the program jumps back.
 
     Args:
-        frames: The user's frames, the innermost first.
+        frames: The user's frames, the innermost first, each with the place where it has called the step.
         request: What the stop is for; when it is over, the watch ends by itself.
         stop: Raises, in the frame that has jumped back.
     """
 
-    def __init__(self, frames: list[FrameType], request: _Request, stop: Callable[[_Request], NoReturn]) -> None:
+    def __init__(
+        self, frames: list[tuple[FrameType, int]], request: _Request, stop: Callable[[_Request], NoReturn]
+    ) -> None:
         self.request = request
-        self.deadline = time.monotonic() + _BODY_LIMIT
-        self._position = _position(frames)
-        self._calls = {frame: _Call(frame.f_code, frame.f_lasti) for frame in frames}
+        self.deadline = time.monotonic() + request.limit
+        self._position = [(frame.f_code, offset) for frame, offset in frames]
+        self._calls = {frame: _Call(frame.f_code, offset) for frame, offset in frames}
         self._stop = stop
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the program is still inside a loop around the step."""
+        return any(call.surrounds(frame) for frame, call in self._calls.items())
 
     def is_again_at(self, frames: list[FrameType]) -> bool:
         """Whether the program is at the very place where the watch began."""
-        return _position(frames) == self._position
+        return [(frame.f_code, frame.f_lasti) for frame in frames] == self._position
 
     def watch(self) -> None:
         for frame in self._calls:
@@ -341,6 +434,10 @@ class _Call:
         # The condition of a `while` is compiled twice, before and behind the body; the latter is not to be evaluated.
         self._conditions = {_line_before(code, jump.argval) for jump in around}
 
+    def surrounds(self, frame: FrameType) -> bool:
+        """Whether the frame is still inside a loop around the call."""
+        return frame.f_lasti <= max(self._jumps, default=-1)
+
     def is_over(self, frame: FrameType) -> bool:
         """Whether the frame, at the beginning of a line, has jumped back or is about to."""
         at = frame.f_lasti
@@ -357,19 +454,19 @@ def _users_frames() -> list[FrameType]:
     frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
+        if _is_the_users(frame):
             frames.append(frame)
         frame = frame.f_back
     return frames
 
 
-def _position(frames: list[FrameType]) -> list[tuple[CodeType, int]]:
-    return [(frame.f_code, frame.f_lasti) for frame in frames]
+def _is_the_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS
 
 
-def _is_running(wanted: FrameType | None) -> bool:
-    """Whether this frame has called, directly or not, who asks."""
-    frame: FrameType | None = sys._getframe(1)
+def _is_running(wanted: FrameType | None, innermost: FrameType | None = None) -> bool:
+    """Whether this frame has called, directly or not, the innermost one; None: who asks."""
+    frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None and frame is not wanted:
         frame = frame.f_back
     return frame is not None

@@ -87,7 +87,7 @@ def test_with_auto_on_every_cell_completes_on_the_ranks(ranks: Kernel) -> None:
 @pytest.mark.parametrize(
     ("before", "offered"),
     [
-        ("%distributed sta", ["start", "status"]),
+        ("%distributed sta", ["stacks", "start", "status"]),
         ("%dist re", ["restart"]),
         ("x = 1\n%distributed fr", ["free"]),
         ("%distributed start --ba", ["--backend"]),

@@ -44,12 +44,18 @@ def test_only_the_last_lines_are_shown_when_asked(ranks: Kernel) -> None:
     assert ranks.ok("%distributed logs --tail 2").stdout == "[0] 98\n[0] 99\n[1] 98\n[1] 99\n"
 
 
-def test_stdout_and_stderr_stand_in_their_order(ranks: Kernel) -> None:
-    ranks.ok(
-        "%%distributed -r 0\nimport sys, time\nfor i in range(3):\n    print('out', i)\n    time.sleep(0.1)\n"
-        "    print('err', i, file=sys.stderr)\n    time.sleep(0.1)"
+def test_stdout_and_stderr_stand_in_their_order(ranks: Kernel, tmp_path: Path) -> None:
+    lines = [f"{stream} {i}" for i in range(3) for stream in ("out", "err")]
+    cell = ranks.start(
+        f"%%distributed -r 0\nimport os, sys, time\nfor line in {lines}:\n"
+        "    print(line, file=sys.stdout if 'out' in line else sys.stderr)\n"
+        f"    while not os.path.exists(os.path.join({str(tmp_path)!r}, line)): time.sleep(0.005)"
     )
-    assert ranks.ok("%distributed logs -r 0").stdout == "".join(f"[0] out {i}\n[0] err {i}\n" for i in range(3))
+    for line in lines:  # the order of what is on its way at the same time is anybody's guess
+        cell.wait_for(f"[0] {line}\n")
+        (tmp_path / line).touch()
+    cell.finish()
+    assert ranks.ok("%distributed logs -r 0").stdout == "".join(f"[0] {line}\n" for line in lines)
 
 
 def test_a_saved_log_is_whole_and_exact(ranks: Kernel, tmp_path: Path) -> None:

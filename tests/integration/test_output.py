@@ -7,22 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel, Outcome, wait_until
+from tests.harness import Kernel, both, lines_by_rank, wait_until
 
-# Ranks print at the same moment, as far as the machine lets them.
-TOGETHER = "%%distributed\nimport sys, time, torch.distributed as dist\ndist.barrier()\n"
-
-
-def lines_of(outcome: Outcome, rank: int, stream: str = "stdout") -> list[str]:
-    """The lines that name this rank (of two), without their prefixes."""
-    names = (f"[{rank}] ", "[0-1] ")
-    lines = getattr(outcome, stream).splitlines()
-    return [line.partition("] ")[2] for line in lines if line.startswith(names)]
-
-
-def both_show(outcome: Outcome, *lines: str) -> bool:
-    """Whether each rank's lines are these; a busy machine may keep ranks from sharing them."""
-    return all(lines_of(outcome, rank) == list(lines) for rank in (0, 1))
+# Many lines, since one may be late on a busy machine.
+IN_STEP = """%%distributed
+import time, torch.distributed as dist
+for i in range(20):
+    dist.barrier()
+    {step}
+    print('epoch', i)"""
 
 
 def until(path: Path) -> str:
@@ -34,8 +27,9 @@ def until(path: Path) -> str:
 
 
 def test_equal_lines_are_shown_once_with_all_their_ranks(ranks: Kernel) -> None:
-    outcome = ranks.ok(TOGETHER + "print('hello')\nprint('again')")
-    assert outcome.stdout == "[0-1] hello\n[0-1] again\n"
+    outcome = ranks.ok(IN_STEP.format(step="pass"))
+    assert outcome.lines == both(*(f"epoch {i}" for i in range(20)))
+    assert "[0-1] epoch" in outcome.stdout
 
 
 def test_different_lines_carry_their_rank(ranks: Kernel) -> None:
@@ -44,15 +38,14 @@ def test_different_lines_carry_their_rank(ranks: Kernel) -> None:
 
 
 def test_ranks_that_drift_apart_a_little_still_share_their_lines(ranks: Kernel) -> None:
-    outcome = ranks.ok(
-        TOGETHER + "for i in range(5):\n    dist.barrier()\n    time.sleep(0.06 + 0.01 * rank)\n    print('epoch', i)"
-    )
-    assert outcome.stdout == "".join(f"[0-1] epoch {i}\n" for i in range(5))
+    outcome = ranks.ok(IN_STEP.format(step="time.sleep(0.06 + 0.01 * rank)"))
+    assert outcome.lines == both(*(f"epoch {i}" for i in range(20)))
+    assert "[0-1] epoch" in outcome.stdout
 
 
 def test_a_line_of_one_rank_before_a_common_one_stands_before_it(ranks: Kernel) -> None:
-    outcome = ranks.ok(TOGETHER + "if rank == 0: print('setup')\nprint('epoch 1')")
-    assert outcome.stdout == "[0] setup\n[0-1] epoch 1\n"
+    outcome = ranks.ok("%%distributed\nif rank == 0: print('setup')\nprint('epoch 1')")
+    assert outcome.lines == {0: ["setup", "epoch 1"], 1: ["epoch 1"]}
 
 
 def test_a_cell_on_one_rank_is_named_too(ranks: Kernel) -> None:
@@ -60,14 +53,14 @@ def test_a_cell_on_one_rank_is_named_too(ranks: Kernel) -> None:
 
 
 def test_stderr_stays_stderr(ranks: Kernel) -> None:
-    outcome = ranks.ok(TOGETHER + "print('out')\nprint('err', file=sys.stderr)")
-    assert (outcome.stdout, outcome.stderr) == ("[0-1] out\n", "[0-1] err\n")
+    outcome = ranks.ok("%%distributed\nimport sys\nprint('out')\nprint('err', file=sys.stderr)")
+    assert (outcome.lines, lines_by_rank(outcome.stderr)) == (both("out"), both("err"))
 
 
 def test_the_wire_carries_what_was_printed_plus_prefixes_and_no_byte_twice(ranks: Kernel) -> None:
     outcome = ranks.ok("%%distributed\nfor i in range(5000): print(rank, '.' * (i % 50), i)")
     printed = {r: [f"{r} {'.' * (i % 50)} {i}" for i in range(5000)] for r in (0, 1)}
-    assert {r: lines_of(outcome, r) for r in (0, 1)} == printed
+    assert outcome.lines == printed
     streams = [content["text"] for kind, content in outcome.events if kind == "stream"]
     assert sum(map(len, streams)) == sum(len("[0] ") + len(line) + 1 for r in (0, 1) for line in printed[r])
     assert {kind for kind, _ in outcome.events} == {"status", "execute_input", "stream"}
@@ -75,25 +68,23 @@ def test_the_wire_carries_what_was_printed_plus_prefixes_and_no_byte_twice(ranks
 
 def test_a_complete_line_is_never_split_or_interleaved(ranks: Kernel) -> None:
     outcome = ranks.ok("%%distributed\nfor i in range(300): print(f'{rank}:{i}:' + 'x' * 5000)")
-    for rank in (0, 1):
-        assert lines_of(outcome, rank) == [f"{rank}:{i}:" + "x" * 5000 for i in range(300)]
+    assert outcome.lines == {rank: [f"{rank}:{i}:" + "x" * 5000 for i in range(300)] for rank in (0, 1)}
 
 
 def test_eighty_thousand_lines_lose_none(ranks: Kernel) -> None:
     outcome = ranks.ok("%%distributed\nfor i in range(40_000): print(rank, i)")
-    for rank in (0, 1):
-        assert lines_of(outcome, rank) == [f"{rank} {i}" for i in range(40_000)]
+    assert outcome.lines == {rank: [f"{rank} {i}" for i in range(40_000)] for rank in (0, 1)}
 
 
 def test_blank_lines_indentation_colours_and_other_alphabets_arrive_as_they_are(ranks: Kernel) -> None:
     text = "first\n\n    indented\n\ttab\n\x1b[31mred\x1b[0m\nπ 日本 🚀\ntrailing  \n"
     outcome = ranks.ok(f"%%distributed\nprint({text!r}, end='')")
-    assert both_show(outcome, *text.split("\n")[:-1])
+    assert outcome.lines == both(*text.split("\n")[:-1])
 
 
 def test_a_last_line_without_its_end_is_shown_and_closed(ranks: Kernel) -> None:
     outcome = ranks.ok("%%distributed\nprint('a\\nb', end='')")
-    assert both_show(outcome, "a", "b") and outcome.stdout.endswith("] b\n")
+    assert outcome.lines == both("a", "b") and outcome.stdout.endswith("] b\n")
 
 
 def test_a_carriage_return_shows_the_last_state_of_its_line(ranks: Kernel) -> None:
@@ -107,9 +98,9 @@ def test_a_carriage_return_shows_the_last_state_of_its_line(ranks: Kernel) -> No
 
 def test_the_first_line_is_on_screen_while_the_cell_runs(ranks: Kernel, tmp_path: Path) -> None:
     cell = ranks.start(f"%%distributed\nprint('first')\n{until(tmp_path / 'go')}\nprint('second')")
-    cell.wait_until(lambda outcome: lines_of(outcome, 0) == lines_of(outcome, 1) == ["first"], "the first line")
+    cell.wait_until(lambda outcome: outcome.lines == both("first"), "the first line")
     (tmp_path / "go").touch()
-    assert both_show(cell.finish(), "first", "second")
+    assert cell.finish().lines == both("first", "second")
 
 
 def test_a_line_that_only_one_rank_has_does_not_wait_for_the_others(ranks: Kernel, tmp_path: Path) -> None:
@@ -151,8 +142,7 @@ def test_five_megabytes_in_one_string_arrive(ranks: Kernel) -> None:
 
 def test_180_kilobytes_to_stderr_arrive(ranks: Kernel) -> None:
     outcome = ranks.ok("%%distributed\nimport sys\nfor i in range(2000): print('e' * 89, file=sys.stderr)")
-    for rank in (0, 1):
-        assert lines_of(outcome, rank, "stderr") == ["e" * 89] * 2000
+    assert lines_by_rank(outcome.stderr) == both(*["e" * 89] * 2000)
     assert outcome.stdout == ""
 
 
@@ -161,13 +151,12 @@ def test_c_libraries_print_in_order_with_python(ranks: Kernel) -> None:
         "%%distributed\nimport ctypes\nc = ctypes.CDLL(None)\nprint('1 python')\nc.puts(b'2 puts')\n"
         "print('3 python')\nc.printf(b'%s\\n', b'4 printf')\nprint('5 python')"
     )
-    words = ("1 python", "2 puts", "3 python", "4 printf", "5 python")
-    assert both_show(outcome, *words)
+    assert outcome.lines == both("1 python", "2 puts", "3 python", "4 printf", "5 python")
 
 
 def test_what_a_c_library_has_not_flushed_arrives_with_its_cell(ranks: Kernel) -> None:
     outcome = ranks.ok("%%distributed\nimport ctypes\nctypes.CDLL(None).printf(b'no newline');")
-    assert both_show(outcome, "no newline")
+    assert outcome.lines == both("no newline")
 
 
 def test_child_processes_print_in_order_with_python(ranks: Kernel) -> None:
@@ -176,8 +165,7 @@ def test_child_processes_print_in_order_with_python(ranks: Kernel) -> None:
         "subprocess.run(['echo', '4 subprocess'])\n"
         "subprocess.run([sys.executable, '-c', 'print(\"5 child\")'])\nprint('6 python')"
     )
-    words = ("1 python", "2 shell", "3 python", "4 subprocess", "5 child", "6 python")
-    assert both_show(outcome, *words)
+    assert outcome.lines == both("1 python", "2 shell", "3 python", "4 subprocess", "5 child", "6 python")
 
 
 def test_workers_of_a_dataloader_print_each_line_once(ranks: Kernel) -> None:
@@ -187,7 +175,7 @@ def test_workers_of_a_dataloader_print_each_line_once(ranks: Kernel) -> None:
         "print('no end', end=' ')\nfor _ in torch.utils.data.DataLoader(Loud(), num_workers=2): pass\nprint('end')"
     )
     for rank in (0, 1):
-        text = "".join(lines_of(outcome, rank))
+        text = "".join(outcome.lines[rank])
         assert sorted(re.findall(r"item \d", text)) == [f"item {i}" for i in range(6)]
         assert text.count("no end") == 1
 
@@ -199,12 +187,12 @@ def test_threads_of_a_rank_print(ranks: Kernel) -> None:
         "for t in threads: t.start()\nfor t in threads: t.join()"
     )
     for rank in (0, 1):
-        assert sorted(lines_of(outcome, rank)) == sorted(f"thread {i}" for i in range(20))
+        assert sorted(outcome.lines[rank]) == sorted(f"thread {i}" for i in range(20))
 
 
 def test_bytes_that_are_no_text_are_replaced_and_cost_nothing_else(ranks: Kernel) -> None:
     outcome = ranks.ok("%%distributed\nimport os\nos.write(1, b'before \\xff\\xfe after\\n')\nprint('next')")
-    assert both_show(outcome, "before \ufffd\ufffd after", "next")
+    assert outcome.lines == both("before \ufffd\ufffd after", "next")
 
 
 def test_a_character_that_is_cut_in_two_arrives_whole(ranks: Kernel) -> None:
@@ -224,7 +212,7 @@ def test_what_a_thread_prints_after_the_end_appears_below_its_cell(ranks: Kernel
         f"    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.005)\n    print('late', rank)\n"
         "threading.Thread(target=late).start()\nprint('done')"
     )
-    assert both_show(cell.finish(), "done")
+    assert cell.finish().lines == both("done")
     ranks.ok("1 + 1")
     (tmp_path / "go").touch()
     for rank in (0, 1):
@@ -262,9 +250,8 @@ def test_a_rank_that_has_finished_may_print_while_others_run(ranks: Kernel, tmp_
     )
     cell.wait_for("[0] end\n")
     (tmp_path / "go").touch()
-    outcome = cell.finish()
-    assert lines_of(outcome, 0) == [*(f"late {i}" for i in range(1000)), "end"]
-    assert lines_of(outcome, 1) == ["still here", "done"]
+    late = [*(f"late {i}" for i in range(1000)), "end"]
+    assert cell.finish().lines == {0: late, 1: ["still here", "done"]}
 
 
 def test_a_background_cell_prints_below_itself_while_other_cells_run(ranks: Kernel, tmp_path: Path) -> None:
@@ -310,7 +297,7 @@ def test_twenty_megabytes_are_captured_whole(ranks: Kernel) -> None:
 
 
 def test_with_tee_a_capture_is_shown_too(ranks: Kernel) -> None:
-    assert both_show(ranks.ok("%%distributed --capture got --tee\nprint('both')"), "both")
+    assert ranks.ok("%%distributed --capture got --tee\nprint('both')").lines == both("both")
     assert ranks.value("got[1].stdout") == "both\n"
 
 

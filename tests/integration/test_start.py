@@ -276,7 +276,7 @@ def test_ranks_start_where_the_notebook_may_open_few_files_but_the_system_allows
     kernel.ok("resource.setrlimit(resource.RLIMIT_NOFILE, (80, limits[1]))")
     kernel.ok("%distributed start -n 4", HANG)
     outcome = kernel.ok("%%distributed\nimport torch.distributed as dist\ndist.new_group(); print(1)")
-    assert outcome.lines == dict.fromkeys(range(4), ["1"])
+    assert outcome.lines == {rank: ["1"] for rank in range(4)}
 
 
 def test_a_runtime_folder_that_can_not_be_written_is_named(kernel: Kernel, tmp_path: Path) -> None:

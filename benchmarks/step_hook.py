@@ -1,0 +1,55 @@
+"""What counting steps, so that ranks can be stopped between two, adds to each step of an optimizer."""
+
+from __future__ import annotations
+
+import time
+
+import _tools
+import torch
+
+STEPS = 100  # of one measurement: short, so that both sides of a round see the same machine
+ROUNDS = 400
+BUDGET = 5.0  # µs
+
+
+def main() -> None:
+    _tools.prepare()
+    from nbdist.worker.steps import StepCounter
+
+    torch.set_num_threads(1)
+    optimizer = _sgd()
+    counter = StepCounter()
+
+    def counted() -> float:
+        counter.install()
+        counter.begin(1)
+        try:
+            return _seconds(optimizer)
+        finally:
+            counter.end(1)
+            counter.uninstall()
+
+    samples = _tools.rounds(ROUNDS, {"bare": lambda: _seconds(optimizer), "counted": counted}, warm_up=20)
+    added = [(more - less) * 1e6 for more, less in zip(samples["counted"], samples["bare"], strict=True)]
+    _tools.header("processor time of a step of plain SGD, one tensor")
+    _tools.row("bare", samples["bare"])
+    _tools.row("counted", samples["counted"], over=("a bare step", samples["bare"]))
+    _tools.row("  both hooks", added, "µs", **_tools.limit(BUDGET))
+
+
+def _sgd() -> torch.optim.Optimizer:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.ones(4)
+    return torch.optim.SGD([weight])
+
+
+def _seconds(optimizer: torch.optim.Optimizer) -> float:
+    """Seconds of processor time a step."""
+    began = time.thread_time()
+    for _ in range(STEPS):
+        optimizer.step()
+    return (time.thread_time() - began) / STEPS
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""An interrupt while ranks train: all stop after the same step, at the end of the loop's body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import Kernel, Outcome
+
+pytestmark = pytest.mark.torch_private
+
+SETUP = """%%distributed
+import random, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+done, shown = 0, False
+"""
+
+LOOP = """%%distributed
+while done < 100_000:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    time.sleep(random.random() * 0.01)
+    optimizer.step()
+    scheduler.step()
+    done += 1
+    if done % 5 == 0: print('five more')
+"""
+
+
+def interrupted(kernel: Kernel, code: str, at: str = "five more") -> Outcome:
+    cell = kernel.start(code)
+    cell.wait_until(lambda seen: all(at in seen.lines.get(rank, []) for rank in (0, 1)), f"{at!r} from both ranks")
+    kernel.interrupt()
+    outcome = cell.finish()
+    assert outcome.ename == "KeyboardInterrupt", str(outcome)
+    return outcome
+
+
+def counts(kernel: Kernel) -> list[Any]:
+    return [kernel.value(f"nbdist.get_session().pull({what!r})") for what in ("done", "scheduler.last_epoch")]
+
+
+def test_all_ranks_stop_after_the_same_step_with_the_body_of_the_loop_done(ranks: Kernel) -> None:
+    ranks.ok(SETUP + "import nbdist")
+    ranks.ok("import nbdist")
+    steps = 0
+    for _ in range(3):
+        outcome = interrupted(ranks, LOOP)
+        (first, second), epochs = counts(ranks)
+        assert first == second and epochs == [first, second]
+        assert outcome.evalue == f"all ranks stopped after step {first - steps:,}; run the cell again to go on"
+        assert "nbdist:" not in outcome.traceback
+        steps = first
+    ranks.ok("%%distributed\nreport = nbdist.check(model)\nassert report.equal, report")
+
+
+def test_the_line_says_where_the_loop_stopped(ranks: Kernel) -> None:
+    ranks.ok(SETUP)
+    assert "while done < 100_000" in interrupted(ranks, LOOP).traceback
+
+
+def test_a_background_cell_stops_at_a_step_by_the_verb(ranks: Kernel) -> None:
+    ranks.ok(SETUP)
+    cell = ranks.start(LOOP.replace("%%distributed", "%%distributed --background"))
+    cell.finish()
+    ranks.ok("handle = _")
+    cell.wait_late("five more")
+    ranks.ok("%distributed interrupt")
+    outcome = ranks.run("handle.wait(20)")
+    assert outcome.evalue.startswith("all ranks stopped after step"), str(outcome)
+
+
+def test_now_does_not_wait_for_the_step(ranks: Kernel) -> None:
+    ranks.ok(SETUP)
+    slow = LOOP.replace("random.random() * 0.01", "5 if done > 9 else 0")
+    ranks.start(slow.replace("%%distributed", "%%distributed --background")).finish()
+    ranks.ok("handle = _\nimport time\nwhile handle.output[0].stdout.count('five') < 2: time.sleep(0.01)")
+    ranks.ok("%distributed interrupt --now")
+    outcome = ranks.run("handle.wait(4)")
+    assert outcome.ename == "KeyboardInterrupt" and "ranks 0-1 interrupted" in outcome.evalue, str(outcome)
+    (first, second), _ = counts(ranks)
+    assert first == second
+
+
+def test_a_loop_whose_steps_have_ended_is_interrupted_where_it_is(ranks: Kernel) -> None:
+    """An evaluation after training makes no steps, so no step is waited for."""
+    ranks.ok(SETUP)
+    code = LOOP.replace("100_000", "7") + "print('evaluation')\nwhile True: time.sleep(0.01)"
+    outcome = interrupted(ranks, code, at="evaluation")
+    assert "interrupted; their variables are kept" in outcome.evalue

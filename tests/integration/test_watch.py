@@ -1,0 +1,56 @@
+"""The live line below a cell whose ranks wait for each other. The five seconds until it comes are real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Kernel, Outcome
+
+
+def live_line(seen: Outcome) -> str:
+    """What the line below the cell says now; "" while there is none."""
+    return next((text for text in seen.plain if text.startswith("nbdist: ")), "")
+
+
+@pytest.mark.torch_private
+def test_a_live_line_says_who_waits_for_whom_and_when_it_is_over(ranks: Kernel, tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    ranks.ok("%%distributed\nimport time, os, torch, torch.distributed as dist")
+    cell = ranks.start(
+        "%%distributed\n"
+        "if rank == 0:\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
+    cell.wait_until(lambda seen: bool(live_line(seen)), "a live line")
+    line = live_line(cell.outcome)
+    assert "rank 1 waits in all_reduce, cell" in line and "line 4; rank 0 is at cell" in line
+    assert "line 3: while not os.path.exists" in line
+    assert line.endswith("Interrupt the kernel to stop them.")
+    gate.touch()
+    outcome = cell.finish()
+    assert outcome.status == "ok"
+    assert outcome.plain == ["nbdist: waited for rank 0, then went on"]
+    assert "nbdist:" not in outcome.stdout + outcome.stderr
+
+
+@pytest.mark.torch_private
+def test_after_groups_were_rebuilt_it_is_said_of_a_background_cell_that_none_will_ever_move(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nimport torch, torch.distributed as dist")
+    stuck = "handle = __import__('nbdist').get_session().run_in_background("
+    stuck += "'dist.barrier() if rank else dist.all_reduce(torch.ones(1))')"
+    ranks.ok(stuck)
+    stop(ranks)
+    cell = ranks.start(stuck)
+    cell.wait_late("wait for each other")
+    line = live_line(cell.outcome)
+    assert "rank 0 waits in all_reduce" in line and "rank 1 waits in barrier" in line
+    assert "They wait for each other, so none of them will ever move. `%distributed interrupt` stops them." in line
+    stop(ranks)
+
+
+def stop(kernel: Kernel) -> None:
+    kernel.ok("handle.interrupt(now=True)")
+    assert kernel.run("handle.wait(20)").ename == "KeyboardInterrupt"

@@ -1,0 +1,303 @@
+"""The watch over a cell, as a state machine: what it asks, says and frees, given what ranks answer at which time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from nbdist.controller.watch import Watch
+
+WORLD = [0, 1, 2, 3]
+
+
+def answer(at: float, collective: str = "", line: int = 2, entered: int = 0, **changes: Any) -> dict[str, Any]:
+    """What a rank says that is in cell 7: sleeping, or in a collective of all."""
+    return {
+        "running": 1,
+        "at": at,
+        "position": f"{collective} {line}",
+        "cpu": 0.0,
+        "collective": collective,
+        "members": WORLD if collective else [],
+        "group": "0" if collective else "",
+        "place": f"cell 7 line {line}",
+        "line": f"cell 7 line {line}: time.sleep(100)",
+        "groups": {"0": [WORLD, [entered], False]},
+    } | changes
+
+
+def waiting(at: float, collective: str = "all_reduce", line: int = 4, **changes: Any) -> dict[str, Any]:
+    return answer(at, collective, line, 1, **changes)
+
+
+class Cell:
+    """A cell with four ranks that began at 0 s, and what its watch has done."""
+
+    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0) -> None:
+        self.asked: list[tuple[float, list[int]]] = []
+        self.said: list[tuple[str, bool, bool]] = []
+        self.freed: list[int] = []
+        self.now = 0.0
+        self.does: dict[int, Any] = {}  # what a rank answers, by time; None: it does not
+        self.late: list[int] = []
+        self.watch = Watch(1, ranks, grace, self._ask, lambda *line: self.said.append(line), self._free, 0.0)
+
+    def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
+        assert (question, arguments) == ("progress", {"serial": 1})
+        self.asked.append((self.now, list(ranks)))
+        self.late += ranks
+
+    def _free(self, ranks: Sequence[int]) -> None:
+        self.freed = list(ranks)
+
+    def run(self, until: float) -> None:
+        """Let time pass; ranks answer at once, as far as they do."""
+        while self.watch.due <= until:
+            self.now = max(self.now, self.watch.due)
+            self.watch.tick(self.now)
+            self.answer()
+        self.now = until
+
+    def answer(self) -> None:
+        """Those that have been asked and can answer do so now."""
+        for rank in [rank for rank in self.late if self.does[rank] is not None]:
+            self.late.remove(rank)
+            self.watch.answered(rank, self.does[rank](self.now), self.now)
+
+    @property
+    def line(self) -> str:
+        return self.said[-1][0] if self.said else ""
+
+
+def cell_waiting_for_rank_0(**options: Any) -> Cell:
+    cell = Cell(**options)
+    cell.does = {0: answer, 1: waiting, 2: waiting, 3: waiting}
+    return cell
+
+
+def test_it_asks_nothing_in_the_first_four_seconds_and_rarely_while_all_is_well() -> None:
+    cell = Cell()
+    cell.does = dict.fromkeys(WORLD, answer)
+    cell.run(3.9)
+    assert not cell.asked
+    cell.run(60)
+    assert [at for at, _ in cell.asked] == [4, 9, 14, 19, 24, 29, 34, 39, 44, 49, 54, 59]
+    assert not cell.said
+
+
+def test_after_five_seconds_it_says_who_waits_where_and_where_the_others_are() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.run(4.9)
+    assert not cell.said
+    cell.run(5.0)
+    facts = "ranks 1-3 wait in all_reduce, cell 7 line 4; rank 0 is at cell 7 line 2: time.sleep(100)"
+    assert cell.said == [(facts, False, True)]
+    cell.run(16)
+    assert cell.said[1:] == [(f"for 6 s {facts}", True, True), (f"for 11 s {facts}", True, True)]
+
+
+def test_a_wait_that_begins_later_is_said_once_it_has_lasted() -> None:
+    cell = Cell()
+    cell.does = dict.fromkeys(WORLD, answer)
+    cell.run(60)
+    cell.does |= dict.fromkeys([1, 2, 3], waiting)
+    cell.run(68.9)
+    assert not cell.said
+    cell.run(69)
+    assert cell.line.startswith("for 5 s ranks 1-3 wait in all_reduce")
+
+
+def test_when_the_wait_ends_by_itself_it_says_how_long_it_was() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.run(20)
+    cell.does = dict.fromkeys(WORLD, lambda at: answer(at, line=6))
+    cell.run(25)
+    assert cell.said[-1] == ("waited 21 s for rank 0, then went on", False, False)
+    cell.run(60)
+    assert cell.line == "waited 21 s for rank 0, then went on"
+
+
+def test_when_the_cell_ends_first_it_says_so_too() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.run(10)
+    for rank in WORLD:
+        cell.watch.ended(rank, False, 12.0)
+    assert cell.line == "waited 8 s for rank 0, then went on"
+
+
+def test_a_rank_that_has_finished_the_cell_is_said_to_have() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.does[0] = lambda at: answer(at, running=0)
+    cell.watch.ended(0, False, 1.0)
+    cell.run(5)
+    assert cell.line.endswith("rank 0 has finished the cell")
+
+
+def test_ranks_of_the_group_that_the_cell_does_not_run_on_are_named() -> None:
+    cell = Cell(ranks=[0, 1])
+    cell.does = {0: waiting, 1: waiting}
+    cell.run(5)
+    assert cell.line == "ranks 0-1 wait in all_reduce, cell 7 line 4; ranks 2-3 are not in this cell"
+
+
+def test_a_long_collective_that_all_are_in_is_no_news() -> None:
+    cell = Cell()
+    cell.does = dict.fromkeys(WORLD, waiting)
+    cell.run(60)
+    assert not cell.said
+
+
+def test_nor_is_one_of_a_sub_group_while_the_others_do_something_else() -> None:
+    cell = Cell()
+    pair = {"members": [0, 1], "group": "1"}
+    cell.does = {0: lambda at: waiting(at, **pair), 1: lambda at: waiting(at, **pair), 2: answer, 3: answer}
+    cell.run(60)
+    assert not cell.said
+
+
+def test_nor_is_a_long_message_between_two_ranks() -> None:
+    cell = Cell(ranks=[0, 1])
+    cell.does = {0: lambda at: waiting(at, "send", members=[1]), 1: lambda at: waiting(at, "recv", members=[0])}
+    cell.run(60)
+    assert not cell.said
+
+
+def test_a_loop_of_collectives_moves_although_it_is_always_seen_in_the_same_place() -> None:
+    cell = cell_waiting_for_rank_0()
+
+    def looping(at: float) -> dict[str, Any]:
+        return waiting(at, groups={"0": [WORLD, [int(at * 100)], False]})
+
+    cell.does |= dict.fromkeys([1, 2, 3], looping)
+    cell.run(60)
+    assert not cell.said
+
+
+def test_ranks_in_different_collectives_wait_for_each_other_for_ever() -> None:
+    cell = Cell()
+    cell.does = {0: lambda at: waiting(at, "barrier", 3), 1: waiting, 2: waiting, 3: waiting}
+    cell.run(5)
+    assert cell.line == (
+        "rank 0 waits in barrier, cell 7 line 3; ranks 1-3 wait in all_reduce, cell 7 line 4. "
+        "They wait for each other, so none of them will ever move"
+    )
+
+
+def test_so_do_ranks_that_all_receive() -> None:
+    cell = Cell(ranks=[0, 1])
+    cell.does = {0: lambda at: waiting(at, "recv", members=[1]), 1: lambda at: waiting(at, "recv", members=[0])}
+    cell.run(5)
+    assert cell.line.endswith("none of them will ever move")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_backward_waits_if_it_is_ahead_of_others_and_does_not_compute(busy: bool) -> None:
+    cell = Cell(ranks=[0, 1])
+    cell.does = {
+        0: answer,
+        1: lambda at: waiting(at, "backward", members=[], group="", cpu=at if busy else 0.0),
+    }
+    cell.run(5)
+    assert cell.line.startswith("rank 1 waits in backward") is not busy
+
+
+def test_a_rank_that_is_ahead_but_in_no_collective_does_not_wait() -> None:
+    """After a broadcast its source is ahead of the others, whatever it does then."""
+    cell = Cell(ranks=[0, 1])
+    cell.does = {0: lambda at: answer(at, entered=1), 1: answer}
+    cell.run(60)
+    assert not cell.said
+
+
+def test_the_making_of_a_group_takes_all_ranks_of_the_cell() -> None:
+    cell = Cell(ranks=[0, 1])
+    cell.does = {0: answer, 1: lambda at: waiting(at, "new_group", members=None, group="")}
+    cell.run(5)
+    assert cell.line.startswith("rank 1 waits in new_group")
+    cell.does[0] = cell.does[1]
+    cell.run(10)
+    assert cell.line.endswith("then went on")
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for_nor_asked_again() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.does[0] = None
+    cell.run(7)
+    assert cell.line.endswith("rank 0 is in a call that does not let Python answer")
+    assert [ranks for _, ranks in cell.asked] == [[0, 1, 2, 3], [1, 2, 3]]
+    cell.does[0] = answer
+    cell.answer()
+    cell.run(15)
+    assert cell.line.endswith("rank 0 is at cell 7 line 2: time.sleep(100)")
+
+
+def test_a_dead_rank_is_forgotten() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.does[0] = None
+    cell.run(4.5)
+    cell.watch.forget(0)
+    cell.run(6)
+    assert cell.line == "ranks 1-3 wait in all_reduce, cell 7 line 4; rank 0 has died"
+    assert all(0 not in ranks for _, ranks in cell.asked[1:])
+
+
+def test_a_question_that_a_rank_can_t_answer_does_no_harm() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.does[0] = lambda at: {"error": "AttributeError: torch has changed"}
+    cell.run(6)
+    assert cell.line.startswith("ranks 1-3 wait in all_reduce")
+
+
+# --- when a rank has failed
+
+
+def failed(rank: int, at: float, cell: Cell) -> None:
+    """A rank has raised, and from now on runs nothing."""
+    cell.does[rank] = lambda at: answer(at, running=0)
+    cell.watch.ended(rank, True, at)
+
+
+def test_ranks_that_wait_for_one_that_has_failed_are_freed_after_the_grace() -> None:
+    cell = cell_waiting_for_rank_0(grace=2.0)
+    failed(0, 1.0, cell)
+    cell.run(2.9)
+    assert not cell.freed
+    cell.run(3.0)
+    assert cell.freed == [1, 2, 3]
+
+
+def test_so_are_those_that_wait_for_one_that_waits_for_it() -> None:
+    cell = Cell()
+    cell.does = {
+        0: answer,
+        1: lambda at: waiting(at, members=[0, 1], group="1"),
+        2: lambda at: waiting(at, "recv", members=[1]),
+        3: answer,
+    }
+    failed(0, 1.0, cell)
+    cell.run(2.0)
+    assert cell.freed == [1, 2]
+
+
+def test_ranks_that_work_on_are_not() -> None:
+    cell = Cell()
+    cell.does = dict.fromkeys(WORLD, answer)
+    failed(0, 1.0, cell)
+    cell.run(30)
+    assert not cell.freed
+
+
+def test_nor_are_those_that_wait_for_one_that_works_on_but_the_wait_is_explained() -> None:
+    cell = Cell()
+    cell.does = {
+        0: answer,
+        1: answer,
+        2: lambda at: waiting(at, members=[1, 2], group="1"),
+        3: answer,
+    }
+    failed(0, 1.0, cell)
+    cell.run(10)
+    assert not cell.freed
+    assert "rank 2 waits in all_reduce" in cell.line

@@ -401,7 +401,7 @@ class Recover(Message, frozen=True):
 
     generation: of the groups that are renewed. renew, stale, lost: names of groups that get a new backend, that only
     some members have, that had a member which is dead. count: how many groups are numbered.
-    reset: whether models were caught in the middle of a step.
+    reset: whether models were caught in the middle of a step. ranks: all that are told the same.
     """
 
     serial: int
@@ -412,6 +412,7 @@ class Recover(Message, frozen=True):
     dead: list[int]
     count: int
     reset: bool
+    ranks: list[int]
 
 
 class InOrder(Message, frozen=True):

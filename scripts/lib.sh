@@ -42,7 +42,7 @@ use_torch() {
     python="$venv/bin/python"
     constraints="$folder/constraints.txt"
     pytorch="PyTorch $1"
-    [[ -e $venv ]] || say "an environment for $pytorch, once: about a minute, 5.5 GB with CUDA, kept in $folder"
+    [[ -e $venv ]] || say "an environment for $pytorch, once: two minutes, 6 GB with CUDA, kept in $folder"
 }
 
 # Makes the environment, or does nothing (some milliseconds) when it is as pyproject.toml and the constraints ask.

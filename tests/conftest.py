@@ -5,6 +5,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -65,7 +66,14 @@ def _leaked() -> dict[int, str]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Kernel]:
     """A kernel with two ranks, shared by the tests of a module that leave it as they found it."""
-    with kernel_with_ranks(2) as kernel:
+    with shared_kernel(2) as kernel:
+        yield kernel
+
+
+@contextmanager
+def shared_kernel(count: int) -> Iterator[Kernel]:
+    """A kernel with ranks that several tests use: its processes are not left behind by any of them."""
+    with kernel_with_ranks(count) as kernel:
         _shared.append(kernel)
         yield kernel
         _shared.remove(kernel)

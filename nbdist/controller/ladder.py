@@ -1,7 +1,8 @@
 """How a cell is stopped: each rung only when the one before did not do it. One object per cell that is being stopped.
 
-Rungs: all ranks together after the same optimizer step; KeyboardInterrupt, where ranks that lack a step which others have
-made may finish it; ranks that are stuck in a collective are freed by force. Decides who is asked what and when; knows nothing of sockets, and ranks only by their answers.
+Rungs: all ranks together after the same optimizer step; KeyboardInterrupt, but first ranks finish a step that others
+have made; ranks that are stuck in a collective are freed by force. Decides who is asked what and when; knows nothing of
+sockets, and ranks only by their answers.
 """
 
 from __future__ import annotations

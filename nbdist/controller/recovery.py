@@ -188,6 +188,7 @@ class Recovery:
                 self._dead,
                 found.count,
                 found.reset,
+                list(self._idle),
             ),
         )
 

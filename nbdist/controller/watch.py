@@ -14,7 +14,7 @@ from nbdist.ranks import describe_ranks
 
 _BUSY = 0.2  # of a core: a rank that uses more is computing, not waiting
 _WORTH_SAYING = 5.0  # seconds: less is not known well enough, for a rank may have waited since before the first look
-_PHRASES = 5  # of a line
+_CLAUSES = 5  # of a line
 _PLURAL = {"waits": "wait", "is": "are", "has": "have"}
 
 
@@ -112,9 +112,8 @@ class Watch:
         self._looks: dict[int, Look] = {}
         self._before: dict[int, Look] = {}
         self._since: dict[int, float] = {}  # when ranks that wait were first seen to do so
-        self._said = ""
-        self._story = ""  # who waited for whom, for when it is over
-        self._waited = 0.0  # since when
+        self._told: tuple[dict[int, str], set[int], bool] | None = None  # who waits where, for whom, for ever
+        self._waited_since = 0.0
 
     def ended(self, rank: int, failed: bool, now: float) -> None:
         """A rank has left the cell."""
@@ -240,21 +239,17 @@ class Watch:
     # --- saying
 
     def _explain(self, awaited: dict[int, set[int]], now: float) -> None:
-        waits = _by_words({rank: self._wait(rank) for rank in awaited})
+        waits = {rank: self._wait(rank) for rank in awaited}
         whom = set().union(*awaited.values())
-        rest = sorted((self._left | whom) - awaited.keys())
-        elsewhere = _by_words({rank: self._elsewhere(rank) for rank in rest})
-        phrases = [_clause(ranks, words) for words, ranks in [*waits.items(), *elsewhere.items()]]
-        if len(phrases) > _PHRASES:
-            phrases[_PHRASES:] = ["`%distributed stacks` shows the others"]
-        text = "; ".join(phrases)
-        if self._never(awaited):
+        rest = {rank: self._elsewhere(rank) for rank in sorted((self._left | whom) - awaited.keys())}
+        text = _sentence(waits, rest)
+        never = self._never(awaited)
+        if never:
             text += ". They wait for each other, so none of them will ever move"
-        self._waited = min(self._since.values())
-        seconds = now - self._waited
-        same, self._said = text == self._said, text
-        others = whom - awaited.keys()
-        self._story = f" for {describe_ranks(others)}" if others else ""
+        news = (waits, whom - awaited.keys(), never)  # where the others are changes all the time
+        same, self._told = news == self._told, news
+        self._waited_since = min(self._since.values())
+        seconds = now - self._waited_since
         self._say(f"for {seconds:.0f} s {text}" if seconds >= _WORTH_SAYING else text, same, True)
 
     def _wait(self, rank: int) -> str:
@@ -282,11 +277,22 @@ class Watch:
 
     def _close(self, now: float, end: str) -> None:
         """What was said is true no more."""
-        if self._said:
-            seconds = now - self._waited
-            waited = f"waited {seconds:.0f} s" if seconds >= _WORTH_SAYING else "waited"
-            self._say(f"{waited}{self._story}{end}", False, False)
-        self._said = ""
+        if self._told is None:
+            return
+        seconds = now - self._waited_since
+        waited = f"waited {seconds:.0f} s" if seconds >= _WORTH_SAYING else "waited"
+        _, others, _ = self._told
+        whom = f" for {describe_ranks(others)}" if others else ""
+        self._told = None
+        self._say(f"{waited}{whom}{end}", False, False)
+
+
+def _sentence(waits: dict[int, str], rest: dict[int, str]) -> str:
+    """What each rank does, those that do the same together."""
+    clauses = [_clause(ranks, words) for words, ranks in [*_by_words(waits).items(), *_by_words(rest).items()]]
+    if len(clauses) > _CLAUSES:
+        clauses[_CLAUSES:] = ["`%distributed stacks` shows the others"]
+    return "; ".join(clauses)
 
 
 def _clause(ranks: Sequence[int], words: str) -> str:

@@ -272,6 +272,20 @@ class Collectives:
         with contextlib.suppress(Exception):
             dist.destroy_process_group(group)
 
+    def agree(self, topic: str, yes: bool, ranks: Sequence[int], rank: int) -> bool:
+        """Whether all of these ranks say yes; each of them asks. On the main thread, through the store.
+
+        Raises:
+            RuntimeError: A rank did not say anything in time.
+        """
+        import torch.distributed as dist
+
+        votes = dist.PrefixStore(f"nbdist/{self._epoch}/{topic}", self.store())
+        votes.set(str(rank), "yes" if yes else "no")
+        names = [str(other) for other in ranks]
+        votes.wait(names, _RENEWAL_LIMIT)
+        return all(vote == b"yes" for vote in votes.multi_get(names))
+
     def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
         """Members of these groups have died: using them raises from now on, instead of hanging."""
         living = _living()

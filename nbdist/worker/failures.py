@@ -41,8 +41,10 @@ def describe(error: BaseException, traceback: str) -> Failure:
     )
 
 
-def trim(traceback: types.TracebackType | None) -> types.TracebackType | None:
+def trim(traceback: types.TracebackType | None, *, innermost: bool = True) -> types.TracebackType | None:
     """The traceback with the user's own frames, and the innermost one whosever it is but ours.
+
+    An interrupt comes up anywhere, so there the innermost frame says nothing: `innermost=False` leaves it out.
 
     Of a deep recursion only both ends: rendering a thousand frames takes seconds.
     """
@@ -51,7 +53,9 @@ def trim(traceback: types.TracebackType | None) -> types.TracebackType | None:
         if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
             frames.append(traceback)
         traceback = traceback.tb_next
-    kept = [entry for entry in frames[:-1] if _is_users(entry.tb_frame.f_code.co_filename)] + frames[-1:]
+    kept = [entry for entry in frames if _is_users(entry.tb_frame.f_code.co_filename)]
+    if frames and (innermost or not kept) and frames[-1] not in kept:
+        kept.append(frames[-1])
     if len(kept) > 2 * _ENDS:
         kept = kept[:_ENDS] + kept[-_ENDS:]
     trimmed: types.TracebackType | None = None

@@ -8,6 +8,7 @@ buckets anew, with a collective, in its next forward.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Iterable, Iterator
@@ -63,7 +64,8 @@ def loaded(module: str, name: str) -> type | None:
 
 def buckets_settled() -> bool:
     """Whether the buckets of every living DDP model have their final layout on this rank."""
-    return all(map(_is_settled, living(loaded("torch.nn.parallel", "DistributedDataParallel"))))
+    found = living(loaded("torch.nn.parallel", "DistributedDataParallel"))
+    return all(_is_settled(model) for model in found if _is_built(model))
 
 
 def reset_models(*, keep_buckets: bool = False) -> ResetReport:
@@ -92,8 +94,8 @@ def reset_models(*, keep_buckets: bool = False) -> ResetReport:
 
     found = living(ddp, sharded, optimizer, scaler, norm, *hopeless)
     notes: list[str] = []
-    replicated = _of(found, ddp)
-    blocks = _of(found, sharded)
+    replicated = [model for model in _of(found, ddp) if _is_built(model)]
+    blocks = [block for block in _of(found, sharded) if _fsdp_state(block) is not None]
     gradients = _drop_gradients(_parameters(replicated, _of(found, optimizer)))  # before: they may be views of buckets
     reset_ddp = partial(_reset_ddp, keep_buckets=keep_buckets)
     models = _reset_each(replicated, reset_ddp, notes) + _reset_each(_fsdp_roots(blocks), _reset_fsdp, notes)
@@ -141,6 +143,11 @@ def _title(thing: Any) -> str:
     inner = getattr(thing, "__dict__", {}).get("_modules", {}).get("module")
     name = type(thing).__name__
     return name if inner is None else f"{name}({type(inner).__name__})"
+
+
+def _is_built(model: Any) -> bool:
+    """Whether a DDP model has a reducer: not if its making was interrupted, or if it reduces by itself."""
+    return "reducer" in model.__dict__
 
 
 def _reset_ddp(model: Any, keep_buckets: bool) -> None:
@@ -213,11 +220,19 @@ def _hook_name(model: Any) -> str:
 
 def _fsdp_roots(blocks: Iterable[Any]) -> list[Any]:
     """The outermost modules, one for each model. Before its first forward a module does not know whether it is one."""
-    return [block for block in blocks if getattr(block._get_fsdp_state(), "_is_root", None) is not False]
+    return [block for block in blocks if _fsdp_state(block)._is_root is not False]
+
+
+def _fsdp_state(block: Any) -> Any:
+    """The state of a module that `fully_shard` was applied to, None where it did not get that far."""
+    try:
+        return block._get_fsdp_state()
+    except Exception:
+        return None
 
 
 def _reset_fsdp(root: Any) -> None:
-    state = root._get_fsdp_state()
+    state = _fsdp_state(root)
     if state._is_root is None:
         _forget(state)  # an unshard() that was asked for before the first forward
         return
@@ -230,7 +245,7 @@ def _reset_fsdp(root: Any) -> None:
 
 def _forget(state: Any) -> None:
     """Drop what `reset_iter_state` would wait for in vain, and the two gradients that torch 2.13 leaves there."""
-    for group in state._fsdp_param_groups:
+    for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]):
         group._all_gather_result = None
         for parameter in group.fsdp_params:
             if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
@@ -250,8 +265,9 @@ def _parameters(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[A
     for module in modules:
         yield from module.parameters()
     for optimizer in optimizers:
-        for group in getattr(optimizer, "param_groups", ()):
-            yield from group["params"]
+        with contextlib.suppress(Exception):  # one that is half made
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
 
 def _drop_gradients(parameters: Iterable[Any]) -> bool:
@@ -265,4 +281,4 @@ def _drop_gradients(parameters: Iterable[Any]) -> bool:
 
 
 def _keeps_statistics(module: Any) -> bool:
-    return bool(module.training and module.track_running_stats)
+    return bool(getattr(module, "training", False) and getattr(module, "track_running_stats", False))

@@ -335,14 +335,18 @@ class Rank:
 
     def _recover(self, task: Recover) -> InOrder:
         failure = ""
+        keep_buckets = False
         try:
             self._collectives.renew(task.generation, task.renew, task.stale, task.count)
+            if task.reset:
+                topic = f"buckets settled after {task.serial}"
+                keep_buckets = self._collectives.agree(topic, models.buckets_settled(), task.ranks, self._setup.rank)
         except Exception as error:  # the ranks live on, and the user is told
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         self._collectives.lose(task.lost, task.dead)
         if not task.reset:
             return InOrder(failure)
-        report = models.reset_models()
+        report = models.reset_models(keep_buckets=keep_buckets)
         notes = report.notes
         if self._exact is not None:
             notes = [note for note in notes if note != models.STATISTICS_STAY] + self._exact.restore()

@@ -223,7 +223,8 @@ class RankShell(InteractiveShell):
             better = self.explain(error)
             if better is not None:
                 kind, error = type(better), better
-            self.failure = failures.describe(error, self._render(kind, error, failures.trim(traceback)))
+            trimmed = failures.trim(traceback, innermost=not isinstance(error, KeyboardInterrupt))
+            self.failure = failures.describe(error, self._render(kind, error, trimmed))
 
     def _render(self, kind: type[BaseException], error: BaseException, traceback: Any) -> str:
         """The traceback as IPython shows it, or as Python does where IPython can't."""

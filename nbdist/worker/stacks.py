@@ -71,8 +71,8 @@ def torch_call(frame: FrameType) -> Call:
                 collective = Call(name, current)
         elif filename.endswith(_AUTOGRAD):
             autograd = "backward"
-        elif "/torch/distributed/" in filename and _CHECKPOINT not in filename:
-            found = found if name.startswith("_") or "wrapper" in name else name
+        elif "/torch/distributed/" in filename and _CHECKPOINT not in filename and "wrapper" not in name:
+            found = found or name if name.startswith("_") else name
         current = current.f_back
     return collective if collective.name else Call(autograd or found)
 

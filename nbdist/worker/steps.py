@@ -4,9 +4,9 @@ Owns torch's global optimizer hooks and, while a stop is pending, the main threa
 wire, of other ranks, or of who asks.
 
 Ranks stop after the same step without a collective: each is armed and says how many steps it has made. As an armed rank
-waits before and after its next step, none can pass the largest of these counts + 1, and that becomes everybody's target.
-Ranks that are interrupted get no new step, but may finish the one that others have made, and with it the loop's body:
-so that counters, schedulers and shards agree.
+waits before and after its next step, none can pass the largest of these counts + 1, and that becomes everybody's
+target. Ranks that are interrupted at once make no new step, but finish the one that others have made, and the loop's
+body behind it: so shards, schedulers and the user's own counters agree.
 
 The main thread and the control thread share no lock: an interrupt could leave it locked. Each field has one writer;
 only `_requests` has two, and what they do with it are single operations of a dict.
@@ -271,7 +271,7 @@ class StepCounter:
     def _park(self) -> None:
         """Before a step while a stop is asked for: wait until it is known whether this step is to be made."""
         request = self._requests.get(self._serial)
-        if request is None:
+        if request is None or (self._body is not None and self._body.request is request):
             return
         optimizer = self._stack.pop()  # it may be interrupted here
         target = request.wait()
@@ -287,7 +287,7 @@ class StepCounter:
         while frame is not None and place:
             running.append(frame)
             frame = None if frame.f_code is place[0][0] else frame.f_back
-        found = []
+        found: list[tuple[FrameType, int]] = []
         for (code, offset), frame in zip(place, reversed(running), strict=False):
             if frame.f_code is not code or frame.f_lasti < offset:
                 return []

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conftest import _shared as shared
 from tests.harness import Kernel, kernel_with_ranks
 
 DDP = """
@@ -39,13 +40,11 @@ optimizer.step()
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Kernel]:
-    """Beside `ranks`, as a kernel of the module's own; its processes end with it."""
-    import tests.conftest as shared
-
+    """A kernel with four ranks, shared by the tests of the module."""
     with kernel_with_ranks(4) as kernel:
-        shared._shared.append(kernel)
+        shared.append(kernel)
         yield kernel
-        shared._shared.remove(kernel)
+        shared.remove(kernel)
 
 
 def on_ranks(kernel: Kernel, code: str) -> list[str]:

@@ -5,7 +5,8 @@ from typing import Any
 
 from nbdist.controller.ladder import Ladder
 
-TRAINING = {"count": 7, "running": True, "age": 0.1, "median": 0.05}
+TRAINING = {"count": 7, "stepping": False, "running": True, "age": 0.1, "median": 0.05}
+IDLE = {"count": 0, "stepping": False, "running": True, "age": None, "median": None}
 
 
 class Rungs:
@@ -43,14 +44,17 @@ def test_ranks_that_train_stop_after_the_step_that_none_has_left_yet() -> None:
 
 def test_a_cell_that_makes_no_steps_is_interrupted_at_once() -> None:
     rungs = Rungs()
-    rungs.arm(TRAINING, {"count": 0, "running": True, "age": None, "median": None})
-    assert rungs.new() == [("arm", [0, 1]), ("disarm", [0, 1]), ("raise", [0, 1])]
+    rungs.arm(IDLE, IDLE)
+    assert rungs.new() == [("arm", [0, 1]), ("arm", [0, 1])]
+    rungs.arm(IDLE, IDLE)
+    assert rungs.new() == [("meet", [0, 1], 0)]
 
 
 def test_a_cell_whose_last_step_is_long_ago_is_interrupted_at_once() -> None:
     rungs = Rungs()
     rungs.arm(TRAINING, {**TRAINING, "age": 5.0})
-    assert rungs.new()[-1] == ("raise", [0, 1])
+    rungs.arm(TRAINING, {**TRAINING, "age": 5.0})
+    assert rungs.new()[-1] == ("meet", [0, 1], 7)
 
 
 def test_slow_steps_are_waited_for_three_times_as_long_as_they_take() -> None:
@@ -63,6 +67,7 @@ def test_a_rank_that_does_not_say_how_many_steps_it_made_is_not_waited_for_long(
     rungs = Rungs()
     rungs.arm(TRAINING)
     rungs.ladder.tick(100.6)
+    rungs.ladder.tick(100.8)
     assert rungs.new()[-1] == ("raise", [0, 1])
 
 
@@ -72,10 +77,24 @@ def test_who_does_not_get_to_the_step_is_interrupted_and_then_freed_within_three
     rungs.ladder.ended(0)
     rungs.new()
     rungs.ladder.tick(102.02)
-    assert rungs.new() == [("disarm", [1]), ("raise", [1])]
+    assert rungs.new() == [("arm", [1])]
+    rungs.ladder.answered(1, "arm", TRAINING, 102.03)
+    assert rungs.new() == [("meet", [1], 7)]
     assert rungs.ladder.due is not None and rungs.ladder.due < 103.1
     rungs.ladder.tick(103.1)
     assert rungs.new() == [("cut", [1], False)]
+
+
+def test_a_rank_that_is_behind_or_not_yet_at_the_end_of_its_step_is_not_interrupted_before_it() -> None:
+    rungs = Rungs()
+    rungs.ladder.force(100.1)
+    rungs.arm(TRAINING, {**TRAINING, "stepping": True}, now=100.11)
+    assert rungs.new()[-1] == ("meet", [0, 1], 8)
+    rungs.ladder.tick(100.2)
+    assert rungs.new() == []
+    rungs.ladder.ended(0)
+    rungs.ladder.tick(100.21)
+    assert rungs.new() == [("disarm", [1]), ("raise", [1]), ("cut", [1], True)]
 
 
 def test_freeing_is_tried_again_until_the_rank_has_ended() -> None:
@@ -89,10 +108,19 @@ def test_freeing_is_tried_again_until_the_rank_has_ended() -> None:
     assert rungs.new() == []
 
 
-def test_force_skips_every_wait() -> None:
+def test_force_frees_the_ranks_as_soon_as_they_have_had_time_to_finish_the_loops_body() -> None:
     rungs = Rungs()
     rungs.ladder.force(100.1)
-    assert rungs.new() == [("arm", [0, 1]), ("disarm", [0, 1]), ("raise", [0, 1]), ("cut", [0, 1], True)]
+    rungs.arm(TRAINING, TRAINING, now=100.11)
+    rungs.ladder.tick(100.17)
+    assert rungs.new()[2:] == [("meet", [0, 1], 7), ("disarm", [0, 1]), ("raise", [0, 1]), ("cut", [0, 1], True)]
+
+
+def test_force_once_more_skips_every_wait() -> None:
+    rungs = Rungs()
+    rungs.ladder.force(100.1)
+    rungs.ladder.force(100.11)
+    assert rungs.new()[2:] == [("disarm", [0, 1]), ("raise", [0, 1]), ("cut", [0, 1], True)]
 
 
 def test_some_of_a_cell_s_ranks_can_t_stop_at_a_step() -> None:

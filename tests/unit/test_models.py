@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.worker.models import STATISTICS_STAY, buckets_settled, living, reset_models
+from tests.conftest import _shared as shared
 from tests.lost_steps import Scenarios
 
 DDP_KINDS = [
@@ -31,8 +32,16 @@ pytestmark = pytest.mark.torch_private
 @pytest.fixture(scope="module")
 def scenarios() -> Iterator[Scenarios]:
     program = Scenarios()
+    shared.append(program)
     yield program
+    shared.remove(program)
     program.close()
+
+
+@pytest.fixture(autouse=True)
+def no_models_of_other_tests() -> None:
+    """Those that wait for the garbage collector would be found."""
+    gc.collect()
 
 
 @pytest.fixture
@@ -111,13 +120,19 @@ def test_it_is_said_that_statistics_have_moved() -> None:
 def test_a_model_that_cannot_be_reset_becomes_a_note_and_stops_no_other() -> None:
     broken = DistributedDataParallel(torch.nn.Linear(2, 2))
     sound = DistributedDataParallel(torch.nn.Linear(2, 2))
-    broken.process_group = None
-    del broken.reducer
+    broken.reducer = None
     report = reset_models()
     assert report.models == 1
     (note,) = report.notes
     assert note.startswith("DistributedDataParallel(Linear) can't go on") and note.endswith("build it again")
     sound(torch.ones(1, 2)).sum().backward()
+
+
+def test_what_was_interrupted_while_it_was_made_is_passed_over() -> None:
+    made = [kind.__new__(kind) for kind in (DistributedDataParallel, torch.optim.SGD, torch.nn.BatchNorm1d)]
+    assert buckets_settled()
+    assert (reset_models().models, reset_models().notes) == (0, [])
+    del made
 
 
 @pytest.mark.usefixtures("group")
@@ -168,11 +183,6 @@ def test_the_scan_runs_no_code_of_the_objects_it_meets() -> None:
     layer = torch.nn.Linear(2, 2)
     assert any(found is layer for found in living(torch.nn.Module))
     del kept
-
-
-@pytest.fixture(autouse=True)
-def no_models_of_other_tests() -> None:
-    gc.collect()
 
 
 def test_without_torch_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

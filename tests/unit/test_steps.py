@@ -527,7 +527,11 @@ def for_loop_of_three(step: Step) -> None:
 
 def test_an_armed_rank_waits_at_its_next_step_for_the_target(counter: StepCounter, control: ThreadPoolExecutor) -> None:
     asked, arrived = threading.Event(), threading.Event()
-    counter.after_step = arrived.set
+    optimizer = SGD([parameter()])
+
+    def step() -> None:
+        arrived.set()
+        optimizer.step()
 
     def answer() -> int:
         count = int(counter.arm(CELL)["count"])
@@ -539,14 +543,45 @@ def test_an_armed_rank_waits_at_its_next_step_for_the_target(counter: StepCounte
     counted = control.submit(answer)
     assert asked.wait(LIMIT)
     with pytest.raises(StepStop):
-        for_loop(SGD([parameter()]).step, [])
+        for_loop(step, [])
     assert counter.stopped == counted.result() + 2 == 2
+
+
+def test_an_armed_rank_makes_no_step_that_others_have_not_made(
+    counter: StepCounter, control: ThreadPoolExecutor
+) -> None:
+    optimizer = SGD([parameter()])
+    optimizer.step()
+    counter.arm(CELL)
+    control.submit(counter.aim, CELL, 1)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        optimizer.step()
+    assert counter.count == 1
+    assert caught.type is KeyboardInterrupt
+
+
+def test_a_rank_to_be_interrupted_after_its_step_finishes_the_loops_body_first(counter: StepCounter) -> None:
+    optimizer = SGD([parameter()])
+    log: list[str] = []
+    with pytest.raises(StepStop):
+        for _ in range(3):
+            log.append(f"before the step: {counter.finishing()}")
+            optimizer.step()
+            log.append(f"after it: {counter.finishing()}")
+            log.append("counted")
+    assert log == ["before the step: False", "after it: True", "counted"]
+
+
+def test_a_rank_to_be_interrupted_behind_its_loop_is_at_once(counter: StepCounter) -> None:
+    names = {"optimizer": SGD([parameter()]), "counter": counter}
+    exec("for _ in range(3):\n    optimizer.step()\nfinishing = counter.finishing()", names)
+    assert names["finishing"] is False
 
 
 def test_a_stop_that_is_called_off_lets_the_waiting_rank_go_on(
     counter: StepCounter, control: ThreadPoolExecutor
 ) -> None:
-    counter.arm(CELL)
+    counter.on_step.append(lambda _: counter.count == 1 and counter.arm(CELL))
     counter.after_step = lambda: control.submit(counter.disarm, CELL) and None
     for_loop_of_three(SGD([parameter()]).step)
     assert counter.count == 3
@@ -554,7 +589,7 @@ def test_a_stop_that_is_called_off_lets_the_waiting_rank_go_on(
 
 
 def test_an_interrupt_breaks_the_wait(counter: StepCounter, control: ThreadPoolExecutor) -> None:
-    counter.arm(CELL)
+    counter.on_step.append(lambda _: counter.arm(CELL))
     main = threading.main_thread().ident or 0
     counter.after_step = lambda: control.submit(signal.pthread_kill, main, signal.SIGINT) and None
     with pytest.raises(KeyboardInterrupt) as caught:

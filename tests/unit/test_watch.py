@@ -98,6 +98,15 @@ def test_after_five_seconds_it_says_who_waits_where_and_where_the_others_are() -
     assert cell.said[1:] == [(f"for 6 s {facts}", True, True), (f"for 11 s {facts}", True, True)]
 
 
+def test_where_the_others_get_to_meanwhile_is_no_news() -> None:
+    """A terminal, where nothing can be replaced, would fill with it."""
+    cell = cell_waiting_for_rank_0()
+    cell.does[0] = lambda at: answer(at, line=int(at))
+    cell.run(16)
+    assert [same for _, same, _ in cell.said] == [False, True, True]
+    assert "rank 0 is at cell 7 line 15" in cell.line
+
+
 def test_a_wait_that_begins_later_is_said_once_it_has_lasted() -> None:
     cell = Cell()
     cell.does = dict.fromkeys(WORLD, answer)

@@ -1,4 +1,4 @@
-"""Interrupts at seeded random moments of a training: how each ended, how soon the notebook could be used, what was lost.
+"""Interrupts at seeded random moments of a training: how each ended, how soon the notebook could be used, what broke.
 
 Takes turns, so that what time there is falls on all alike: `--minutes 90` is enough for all 200 of each.
 """
@@ -20,6 +20,7 @@ import _tools
 COUNT = 200  # of each wrapper, number of ranks and phase
 TURN = 10
 MINUTES = 10.0
+_WIDTH = 20  # of a column
 # Seconds from the interrupt to a notebook that can be used. A step here takes up to 0.1 s, a checkpoint more.
 BOUNDS = {"step stop": 0.5, "KeyboardInterrupt": 3.0, "freed by force": 0.5}
 
@@ -73,8 +74,8 @@ def _turn(wrapper: str, ranks: int, seed: int, count: int) -> Iterator[tuple[str
 
 
 def _report(results: dict[Row, list[Any]]) -> int:
-    columns = "".join(f"{name:>22}" for name in BOUNDS)
-    print(f"{'wrapper':<18}{'ranks':<6}{'phase':<18}{columns}{'synced':>8}{'apart':>7}{'wrong':>7}  verdict")
+    ends = "".join(f"{name:>{_WIDTH}}" for name in BOUNDS)
+    print(f"{'wrapper':<18}{'ranks':<6}{'phase':<18}{ends}  synced  apart  hangs  lost  unequal  other  verdict")
     for row, found in results.items():
         _print(f"{row.wrapper:<18}{row.ranks:<6}{row.phase:<18}", found)
     everything = [result for found in results.values() for result in found]
@@ -86,14 +87,19 @@ def _report(results: dict[Row, list[Any]]) -> int:
 
 
 def _print(head: str, found: list[Any]) -> None:
+    from tests.resilience import HANGS, LOST, UNEQUAL
+
     rounds = [each for result in found for each in result.rounds]
     line, late = head, False
     for how, bound in BOUNDS.items():
         seconds = [each.seconds for each in rounds if each.how == how]
-        line += f"{len(seconds):>11}{_tools.show(max(seconds), 's') if seconds else '-':>11}"
+        slowest = _tools.show(max(seconds), "s") if seconds else "-"
+        line += f"{len(seconds):>{_WIDTH - 9}}{slowest:>9}"
         late = late or any(value > bound for value in seconds)
-    wrong = sum(len(result.wrong) for result in found)
-    line += f"{sum(each.synced for each in rounds):>8}{sum(bool(each.apart) for each in rounds):>7}{wrong:>7}"
+    wrong = [text for result in found for text in result.wrong]
+    kinds = [sum(text.startswith(kind) for text in wrong) for kind in (HANGS, LOST, UNEQUAL)]
+    synced, apart = sum(each.synced for each in rounds), sum(bool(each.apart) for each in rounds)
+    line += f"{synced:>8}{apart:>7}{kinds[0]:>7}{kinds[1]:>6}{kinds[2]:>9}{len(wrong) - sum(kinds):>7}"
     print(f"{line}  {'FAILED' if wrong else 'late' if late else 'passed' if rounds else 'no time'}", flush=True)
 
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 import queue
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -126,11 +128,17 @@ class Kernel:
     """A kernel of this interpreter, driven over its own protocol."""
 
     def __init__(self, **environment: str) -> None:
-        self.manager = KernelManager(kernel_name="python3")
+        # Not TCP: the ports that a kernel is given may be taken by ranks' connections before it binds them.
+        self._folder = tempfile.mkdtemp(prefix="kernel-", dir="/tmp")  # a socket's path is short
+        self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=f"{self._folder}/socket")
         self.manager.start_kernel(env={**os.environ, **environment})
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=LIMIT)
+        try:
+            self.client.wait_for_ready(timeout=LIMIT)
+        except BaseException:
+            self.close()
+            raise
         self.pid: int = self.manager.provisioner.process.pid  # type: ignore[union-attr]
 
     def start(self, code: str) -> Execution:
@@ -172,6 +180,7 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Kernel:
         return self

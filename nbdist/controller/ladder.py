@@ -17,7 +17,7 @@ ARM, AIM, MEET, RAISE, CUT = "arm", "aim", "meet", "raise", "cut"
 _ARM_LIMIT = 0.5  # seconds that ranks have to say how many steps they have made
 _STEP_LIMIT = 2.0  # seconds that ranks have at least to reach the step at which all stop
 _STEPS = 3  # ... and how many median steps
-_ANSWER_LIMIT = 0.1  # ... when they are to be interrupted
+_HURRIED_ARM_LIMIT = 0.2  # ... when the user does not want to wait
 _BEHIND_LIMIT = 0.2  # seconds that ranks have to finish a step that others have made
 _BODY_LIMIT = 0.05  # seconds that ranks have to finish the loop's body before they are freed by force
 _STUCK_AFTER = 2.0  # seconds after the request until a rank that is still at it counts as stuck
@@ -128,7 +128,7 @@ class Ladder:
             return
         self.rung = MEET
         self._steps = {}
-        self.due = now + _ANSWER_LIMIT
+        self.due = now + (_HURRIED_ARM_LIMIT if self._forced else _ARM_LIMIT)
         self._question("arm")
 
     def _meet(self, now: float) -> None:

@@ -68,6 +68,15 @@ def buckets_settled() -> bool:
     return all(_is_settled(model) for model in found if _is_built(model))
 
 
+def begin_forwards_alike() -> None:
+    """Let the next forward of every living DDP model share buffers. Enough where no rank was in a model or behind it.
+
+    DDP does so unless the last forward was without gradients; some ranks may have had another since. From any thread.
+    """
+    for model in living(loaded("torch.nn.parallel", "DistributedDataParallel")):
+        model.require_forward_param_sync = True
+
+
 def reset_models(*, keep_buckets: bool = False) -> ResetReport:
     """Make every living model ready for a step of its own, after one that did not end.
 

@@ -279,6 +279,8 @@ class Rank:
     def _state(self, serial: int) -> dict[str, Any]:
         """Where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
         current = serial == self._last
+        if current and self._control.gate.was_asked(serial) and not self._steps.count:
+            models.begin_forwards_alike()  # with a step, the models are reset anyway
         return self._collectives.state(current=current) | {
             "caught": current and self._caught(),
             "steps": self._steps.count if current else 0,

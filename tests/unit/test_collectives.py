@@ -46,6 +46,14 @@ class Group:
 
     class BackendType(int): ...
 
+    group_name, group_desc = "0", "default_pg"
+
+    def _set_group_name(self, name: str) -> None:
+        self.group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self.group_desc = description
+
     def __init__(self, backend: NcclBackend) -> None:
         self._slots: dict[int, Any] = {6: backend}
         self._backend = backend

@@ -67,7 +67,7 @@ def test_a_rank_that_does_not_say_how_many_steps_it_made_is_not_waited_for_long(
     rungs = Rungs()
     rungs.arm(TRAINING)
     rungs.ladder.tick(100.6)
-    rungs.ladder.tick(100.8)
+    rungs.ladder.tick(101.2)
     assert rungs.new()[-1] == ("raise", [0, 1])
 
 

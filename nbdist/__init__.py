@@ -7,7 +7,7 @@
 #   worker/       inside a rank: shell, control thread, process group
 #   train/        what training code on a rank calls; works under torchrun, too
 #   protocol.py   the only module that knows the wire; transfer.py: how values travel
-#   errors.py     the error tree
+#   errors.py     the error tree; cuda_guard.py: who initialised CUDA in the notebook
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
 
 from __future__ import annotations

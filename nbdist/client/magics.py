@@ -16,6 +16,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
+from nbdist import cuda_guard
 from nbdist.client import session as sessions
 from nbdist.client import stacks
 from nbdist.client.arguments import (
@@ -49,6 +50,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         raise UsageError("this is a rank: nbdist's magics live in the notebook, so load it in a local cell")
     if isinstance(shell.magics_manager.registry.get("DistributedMagics"), DistributedMagics):
         return  # `%reload_ext`
+    cuda_guard.arm()
     magics = DistributedMagics(shell)
     shell.register_magics(magics)
     magics.watch_cells()

@@ -1,0 +1,526 @@
+"""Who initialised CUDA in this process: file, line, cell and import chain. Importing this module arms it.
+
+Once CUDA is initialised, processes that are forked from this one can't use it. This module owns the callback in torch's
+lazy initialisation that notes the culprit, and the questions asked before a fork. It never imports torch or initialises
+CUDA itself, and knows nothing of sessions, ranks or launchers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+from typing import Any
+
+from nbdist.devices import visible_gpus
+from nbdist.errors import UsageError
+
+_SYMPTOM = "Cannot re-initialize CUDA in forked subprocess"
+_AT_IMPORT = ("bitsandbytes", "cudf", "pycuda.autoinit")  # libraries that initialise CUDA when they are imported
+_TRUE = ("1", "true", "yes", "on", "y", "t")
+_DRIVER = "libcuda.so.1"
+_PROBE_LIMIT = 5.0  # seconds; it takes milliseconds
+
+
+@dataclass(frozen=True)
+class Initialisation:
+    """The moment at which CUDA was initialised in a process. As text: one sentence that names the culprit.
+
+    Attributes:
+        file: The file of the innermost code outside torch, None when nobody saw it.
+        line: Its line.
+        function: The function it is in, "<module>" outside of functions.
+        cell: Number of the notebook's cell that was running, None outside of cells.
+        chain: The cell, the modules that imported each other below it, and the culprit, as `peft/__init__.py:22`,
+            outermost first.
+        imported: Whether it happened while a module was being imported.
+        time: When, in seconds since the epoch.
+        seconds: The same in seconds since the process began.
+        before_guard: It had happened when the guard was armed, so that nothing else is known.
+    """
+
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    cell: int | None = None
+    chain: tuple[str, ...] = ()
+    imported: bool = False
+    time: float | None = None
+    seconds: float | None = None
+    before_guard: bool = False
+
+    def __str__(self) -> str:
+        return f"CUDA was initialised {self._by()}"
+
+    def _by(self) -> str:
+        if self.before_guard:
+            return f"before nbdist watched, so by whom is not known{_suspects()}"
+        if not self.chain:
+            return f"by a caller that could not be found{_suspects()}"
+        parts = [f"by {self.chain[-1]}", *self._way(), *self._when()]
+        if self.function is not None and not self.function.startswith("<"):
+            parts[0] += f" ({self.function})"
+        return ", ".join(parts)
+
+    def _way(self) -> Iterator[str]:
+        """How it came to run: "imported by peft in cell 3"."""
+        where = f" in cell {self.cell}" if self.cell is not None else ""
+        if self.imported:
+            importers = _importers(self.chain)
+            yield (", ".join(f"imported by {name}" for name in importers) or "imported") + where
+        elif where and not self.chain[-1].startswith(f"cell {self.cell},"):
+            yield f"called{where}"
+
+    def _when(self) -> Iterator[str]:
+        if self.seconds is not None:
+            amount = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:.0f} min"
+            yield f"{amount} after the {_kind_of_process()}'s start"
+
+
+_seen: Initialisation | None = None
+
+
+def arm() -> None:
+    """Watch for the first initialisation of CUDA by torch, which may be imported already or later. Idempotent.
+
+    Takes microseconds. What was initialised before is known as such, but not by whom.
+    """
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None:
+        _watch(cuda)
+    elif not any(isinstance(finder, _TorchCudaFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchCudaFinder())
+
+
+def first() -> Initialisation | None:
+    """Who initialised CUDA in this process by way of torch, or in the one that it was forked from.
+
+    Returns:
+        None if nobody did, as far as torch knows: `safe_to_fork` asks the driver, too.
+    """
+    arm()
+    if _seen is None and _torch_is_initialised():
+        return Initialisation(before_guard=True)
+    return _seen
+
+
+def describe() -> str:
+    """Who initialised CUDA, in one sentence. Asks the driver and NVML when torch knows of nobody; forks nothing."""
+    initialisation = first()
+    if initialisation is not None:
+        return f"{initialisation}."
+    devices = context_outside_torch()
+    if devices or _driver_is_initialised():
+        where = f" on GPU {', '.join(map(str, devices))}" if devices else ""
+        return (
+            f"CUDA was initialised{where} past torch's own initialisation, so by whom is not known: "
+            f"`torch.cuda.is_available()` and `device_count()` do that, and code that calls CUDA itself{_suspects()}."
+        )
+    if not _can_watch():
+        return (
+            "It is not known whether CUDA was initialised in this process: this version of torch has no "
+            "`torch.cuda._queued_calls`, by which nbdist is told. `nbdist.cuda_guard.safe_to_fork()` can tell."
+        )
+    return "nobody has initialised CUDA in this process."
+
+
+def report() -> None:
+    """Print who initialised CUDA in this process, and the import chain that led there."""
+    print(describe())
+    chain = _seen.chain if _seen is not None else ()
+    if len(chain) > 1:
+        print("\n".join(f"  {'  ' * depth}{place}" for depth, place in enumerate(chain)))
+
+
+def context_outside_torch() -> list[int]:
+    """The GPUs, as nvidia-smi numbers them, on which this process has a context that torch did not make.
+
+    Returns:
+        Empty without NVML, when torch itself has initialised CUDA (its contexts look the same), and in containers
+        with process numbers of their own, in which NVML can't recognise a process.
+    """
+    if first() is not None:
+        return []
+    return [index for index, (_, held) in enumerate(_nvml_devices()) if held is not None]
+
+
+def safe_to_fork() -> bool:
+    """Whether processes forked from this one could use CUDA. Never initialises it here; costs a fork of milliseconds.
+
+    True on machines without GPUs, whatever has asked for them.
+    """
+    if first() is not None or _driver_is_initialised():
+        return False
+    return not _torch_refuses_in_child() or not visible_gpus({})
+
+
+def check_fork() -> None:
+    """Refuse a fork whose child could not use CUDA.
+
+    Raises:
+        UsageError: Names who initialised CUDA, and the way out.
+    """
+    if not safe_to_fork():
+        raise UsageError(f"{_culprit()}, and processes forked from here can't use it: {_way_out()}")
+
+
+def held_memory() -> dict[int, int]:
+    """The memory that this process holds on GPUs, which ranks there will miss.
+
+    Returns:
+        Bytes by GPU as nvidia-smi numbers it (as torch does, if NVML does not know it): what torch has reserved, or
+        NVML's figure, which counts the context, where that is larger. GPUs of which nothing is held are left out.
+    """
+    devices = _nvml_devices()
+    held = {index: share or 0 for index, (_, share) in enumerate(devices)}
+    uuids = [uuid for uuid, _ in devices]
+    for number, (uuid, reserved) in enumerate(_reserved_by_torch()):
+        index = uuids.index(uuid) if uuid in uuids else number
+        held[index] = max(held.get(index, 0), reserved)
+    return {index: amount for index, amount in sorted(held.items()) if amount > 0}
+
+
+def memory_warning() -> str | None:
+    """What to say when this process holds GPU memory that ranks will miss, None if it holds none."""
+    held = held_memory()
+    if not held:
+        return None
+    amounts = " and ".join(f"{_size(amount)} on GPU {index}" for index, amount in held.items())
+    return (
+        f"the {_kind_of_process()} holds {amounts} that the ranks will miss: delete what you don't need and call "
+        f"`torch.cuda.empty_cache()`, or restart the {_kind_of_process()} before the launch"
+    )
+
+
+def preflight_asked() -> bool:
+    """Whether ACCELERATE_DEBUG_MODE asks for a check before a launch, in any true spelling."""
+    return os.environ.get("ACCELERATE_DEBUG_MODE", "").strip().lower() in _TRUE
+
+
+def preflight() -> None:
+    """Print what stands in the way of a fork, and what was checked to find it."""
+    print(f"who initialised CUDA: {describe()}")
+    print(f"a forked process {'could' if safe_to_fork() else 'could not'} use CUDA")
+    print(f"GPU memory: {memory_warning() or f'the {_kind_of_process()} holds none'}")
+
+
+def advice_for(error: BaseException | str) -> str | None:
+    """What to do about "Cannot re-initialize CUDA in forked subprocess", wherever that was raised.
+
+    Args:
+        error: An exception (what caused it, and a RankError's report, are looked at, too), or the text of one.
+
+    Returns:
+        The culprit and the way out; None if the error is another one.
+    """
+    text = error if isinstance(error, str) else "\n".join(_texts(error))
+    if _SYMPTOM not in text:
+        return None
+    if "DataLoader worker" in text:
+        return (
+            "workers of a DataLoader are forked from a process that uses CUDA, so they can't use it: let the dataset "
+            "return CPU tensors and move each batch in the loop, or pass `multiprocessing_context='spawn'`"
+        )
+    return f"{_culprit()}, and the process that failed was forked after that: {_way_out()}"
+
+
+# --- being told
+
+
+class _TorchCudaFinder:
+    """Watches `torch.cuda` from the moment it is imported, then takes itself out of `sys.meta_path`."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch.cuda":
+            return None
+        spec = next((spec for find in self._others() if (spec := find(name, path, target)) is not None), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            self._follow(spec.loader)
+        return spec
+
+    def _others(self) -> list[Callable[..., ModuleSpec | None]]:
+        return [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+
+    def _follow(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            with contextlib.suppress(AttributeError):  # gone already, where other hooks led here twice
+                del loader.exec_module
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
+            _watch(module)
+
+        with contextlib.suppress(AttributeError):  # a loader with slots: `first` tells that, but not who
+            loader.exec_module = exec_module
+
+
+def _watch(cuda: ModuleType) -> None:
+    queued = getattr(cuda, "_queued_calls", None)
+    call: tuple[Callable[[], None], list[str]] = (_note, [])
+    # In front: the calls of others may raise, when the driver has been initialised already.
+    if isinstance(queued, list) and call not in queued:
+        queued.insert(0, call)
+
+
+def _can_watch() -> bool:
+    cuda = sys.modules.get("torch.cuda")
+    return cuda is None or isinstance(getattr(cuda, "_queued_calls", None), list)
+
+
+def _note() -> None:
+    """Called by torch while it initialises CUDA, which would fail if this raised."""
+    global _seen
+    if _seen is not None:
+        return
+    try:
+        _seen = _look(list(_outwards(sys._getframe(1))))
+    except Exception:
+        _seen = Initialisation(time=time.time())
+
+
+def _look(frames: list[FrameType]) -> Initialisation:
+    """Read the culprit and the way to it from the stack, innermost frame first."""
+    cells = [at for at, frame in enumerate(frames) if _cell(frame)]
+    if cells:
+        frames = frames[: cells[-1] + 1]  # what is further out belongs to the kernel
+    innermost = next((at for at, frame in enumerate(frames) if not _is_torch(frame) and not _is_import(frame)), -1)
+    culprit = frames[innermost]
+    below = frames[innermost:]
+    chain = [frame for frame, importing in _with_imports(below) if importing or frame.f_code.co_name == "<module>"]
+    if culprit not in chain:
+        chain.insert(0, culprit)
+    if cells and frames[-1] not in chain:
+        chain.append(frames[-1])
+    now = time.time()
+    return Initialisation(
+        file=culprit.f_code.co_filename,
+        line=culprit.f_lineno,
+        function=getattr(culprit.f_code, "co_qualname", culprit.f_code.co_name),  # from Python 3.11 on
+        cell=_cell(frames[-1]) or None,
+        chain=tuple(map(_place, reversed(chain))),
+        imported=any(map(_is_import, below)),
+        time=now,
+        seconds=_seconds_since_start(now),
+    )
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _with_imports(frames: Sequence[FrameType]) -> Iterator[tuple[FrameType, bool]]:
+    """Each frame that is no machinery of imports, and whether it is importing."""
+    importing = False
+    for frame in frames:
+        if _is_import(frame):
+            importing = True
+        else:
+            yield frame, importing
+            importing = False
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return _module(frame).partition(".")[0] == "torch" or frame.f_globals is globals()
+
+
+def _is_import(frame: FrameType) -> bool:
+    # `exec_module` is what import hooks of others call theirs.
+    root = _module(frame).partition(".")[0]
+    return root in ("importlib", "_frozen_importlib", "_frozen_importlib_external") or (
+        frame.f_code.co_name == "exec_module"
+    )
+
+
+def _module(frame: FrameType) -> str:
+    name = frame.f_globals.get("__name__")
+    return name if isinstance(name, str) else ""
+
+
+def _cell(frame: FrameType) -> int:
+    """The number of the notebook's cell that a frame is in, 0 for none."""
+    numbers = getattr(getattr(_shell(), "compile", None), "_filename_map", {})
+    return int(numbers.get(frame.f_code.co_filename, 0))
+
+
+def _place(frame: FrameType) -> str:
+    """`cell 3, line 2`, or the file as its package has it: `bitsandbytes/cextension.py:97`."""
+    cell = _cell(frame)
+    if cell:
+        return f"cell {cell}, line {frame.f_lineno}"
+    file = frame.f_code.co_filename
+    depth = _module(frame).count(".") + (2 if os.path.basename(file) == "__init__.py" else 1)
+    return f"{'/'.join(file.split(os.sep)[-depth:])}:{frame.f_lineno}"
+
+
+def _importers(chain: Sequence[str]) -> list[str]:
+    """The packages that led to the culprit's import, innermost first, each once."""
+    packages = [place.partition("/")[0] for place in reversed(chain) if not place.startswith("cell ")]
+    return [name for name in dict.fromkeys(packages) if name != chain[-1].partition("/")[0]]
+
+
+def _seconds_since_start(now: float) -> float | None:
+    try:
+        import psutil
+
+        return max(0.0, now - psutil.Process().create_time())
+    except Exception:  # a figure for the reader, no more
+        return None
+
+
+# --- asking
+
+
+def _torch_is_initialised() -> bool:
+    return bool(getattr(sys.modules.get("torch.cuda"), "is_initialized", lambda: False)())
+
+
+def _driver_is_initialised() -> bool:
+    """Ask the driver, if it is loaded: until somebody has called `cuInit`, counting devices fails."""
+    try:
+        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == 0
+    except (OSError, AttributeError):  # not loaded, or not NVIDIA's
+        return False
+
+
+def _torch_refuses_in_child() -> bool:
+    """Ask torch in a forked child: in this process it does not tell."""
+    refuses: Callable[[], bool] | None = getattr(sys.modules.get("torch._C"), "_cuda_isInBadFork", None)
+    if refuses is None:  # a build without CUDA, or torch is not imported
+        return False
+    parent = os.getpid()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child calls nothing that has locks
+            child = os.fork()
+        if child == 0:
+            os._exit(int(refuses()))
+    finally:
+        if os.getpid() != parent:  # an interrupt in the child, which must not go on as a second notebook
+            os._exit(1)
+    return _exit_code(child) != 0
+
+
+def _exit_code(child: int) -> int:
+    """Wait for a child, not for ever: one that hangs is killed."""
+    ended: list[tuple[int, int]] = []
+    process = os.pidfd_open(child)
+    try:
+        waiting = select.poll()
+        waiting.register(process, select.POLLIN)
+        ended = waiting.poll(_PROBE_LIMIT * 1000)
+    finally:
+        os.close(process)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status)
+
+
+def _nvml_devices() -> list[tuple[str, int | None]]:
+    """UUID of each GPU, and the bytes that this process has on it: None where NVML does not know the process."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no driver, or one that does not work
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [(str(pynvml.nvmlDeviceGetUUID(handle)), _own_share(pynvml, handle)) for handle in handles]
+    except Exception:
+        return []
+    finally:
+        with contextlib.suppress(Exception):
+            pynvml.nvmlShutdown()
+
+
+def _own_share(nvml: Any, handle: Any) -> int | None:
+    shares = [
+        each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if each.pid == os.getpid()
+    ]
+    return sum(share or 0 for share in shares) if shares else None  # a share is None where NVML may not tell
+
+
+def _reserved_by_torch() -> list[tuple[str, int]]:
+    """UUID as NVML has it, and reserved bytes, of each GPU that torch sees."""
+    if not _torch_is_initialised():
+        return []
+    cuda: Any = sys.modules["torch.cuda"]
+    try:
+        return [
+            (f"GPU-{cuda.get_device_properties(index).uuid}", int(cuda.memory_reserved(index)))
+            for index in range(cuda.device_count())
+        ]
+    except Exception:
+        return []
+
+
+# --- words
+
+
+def _culprit() -> str:
+    initialisation = first()
+    if initialisation is not None:
+        return str(initialisation)
+    return f"CUDA was initialised by a call that was not seen, in torch or in a library{_suspects()}"
+
+
+def _way_out() -> str:
+    """What to do so that forked processes can use CUDA."""
+    seen = first() or Initialisation()
+    what = "the import" if seen.imported else "that call" if seen.chain else "what does it"
+    hint = "" if seen.chain else ". `%load_ext nbdist` in the first cell watches who does it"
+    return (
+        f"restart the {_kind_of_process()}, and move {what} into the function, or use the default start_method, "
+        f"which does not mind{hint}"
+    )
+
+
+def _suspects() -> str:
+    imported = [name for name in _AT_IMPORT if name in sys.modules]
+    return f" ({' and '.join(imported)}, imported here, would do it at its import)" if imported else ""
+
+
+def _texts(error: BaseException) -> Iterator[str]:
+    """The text of an error and of what it came from."""
+    known: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in known:
+            continue
+        known.add(id(each))
+        yield f"{each}\n{getattr(each, 'report', '')}"
+        todo += [each.__cause__, each.__context__]
+
+
+def _kind_of_process() -> str:
+    return "kernel" if hasattr(_shell(), "kernel") else "process"
+
+
+def _shell() -> Any:
+    """IPython's shell, None without one."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
+def _size(amount: int) -> str:
+    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 / 10 else f"{amount / 2**20:.0f} MiB"
+
+
+arm()

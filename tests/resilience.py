@@ -35,6 +35,7 @@ HANGS, LOST, UNEQUAL = "it hangs", "a rank was lost", "ranks differ"  # how a te
 
 _LIMIT = 20.0  # seconds after which a cell that was interrupted counts as hanging
 _STEPS = 1_000_000  # more than anybody waits for
+_FIRST_STEPS = 5
 _PEACEFUL_STEPS = 20  # after the interrupts: the training must still be able to go on
 _DELAY = 0.005  # seconds that ranks stay longer in the phase, at most: else it would be too short to be hit
 
@@ -306,10 +307,14 @@ class Training:
     def weights_after(self, steps: int, phase: str = "") -> tuple[str, int]:
         """Train anew for some steps, interrupted in this phase, if any, until it is done.
 
+        The first steps are made in peace: DDP lays out its buckets then, and with more than two ranks that layout is
+        the order of summation, so a step that is lost there changes the last bits of the next.
+
         Returns:
             A hash of parameters and buffers of all ranks, and how often it was interrupted.
         """
         self._session.run("build()")
+        self._session.run(self._cell("", _FIRST_STEPS))
         code = self._cell(phase, steps)
         interrupts = 0
         while phase and self._place()[0]["step"] < steps:

@@ -340,6 +340,8 @@ class Controller:
         group = self._set
         if group is None or not group.up:
             return
+        if not set(message.ranks) <= set(range(len(group.ranks))):
+            raise ValueError(f"there are no ranks {message.ranks}")
         now = time.monotonic()
         if not group.cells.begin(message, now):
             return

@@ -139,7 +139,7 @@ class Ladder:
             if rank in self.left and answer.get("running")
         }
         target = max(made.values(), default=0)
-        self._behind = {rank for rank, count in made.items() if count < target}
+        self._behind = {rank for rank in made if self._steps[rank]["count"] < target}  # in that step, or before it
         self._question("meet", {"target": target})
         if self._behind or self._forced:
             self.due = now + (_BEHIND_LIMIT if self._behind else _BODY_LIMIT)

@@ -93,7 +93,7 @@ def test_a_rank_that_is_behind_or_not_yet_at_the_end_of_its_step_is_not_interrup
     rungs.ladder.tick(100.2)
     assert rungs.new() == []
     rungs.ladder.ended(0)
-    rungs.ladder.tick(100.21)
+    rungs.ladder.tick(100.32)
     assert rungs.new() == [("disarm", [1]), ("raise", [1]), ("cut", [1], True)]
 
 

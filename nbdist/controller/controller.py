@@ -229,8 +229,7 @@ class Controller:
             if self._socket in ready and not self._receive_all():
                 return
             self._check_start()
-            if self._set is not None and self._set.up:
-                self._set.cells.tick(time.monotonic())
+            self._check_cells()
             self._deliver_news()
 
     def close(self) -> None:
@@ -452,6 +451,14 @@ class Controller:
             self._start_failed(
                 f"ranks {missing} were not ready after {_START_LIMIT:.0f} s. Type `%distributed start` to try again."
             )
+
+    def _check_cells(self) -> None:
+        group = self._set
+        if group is None or not group.up:
+            return
+        due, now = group.cells.due(), time.monotonic()
+        if due is not None and now >= due:
+            group.cells.tick(now)
 
     # --- from the agent
 

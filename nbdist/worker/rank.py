@@ -33,7 +33,6 @@ from nbdist.protocol import (
     RANK_DISPLAY,
     Execute,
     Failure,
-    InOrder,
     Keys,
     Quit,
     RankSetup,
@@ -46,14 +45,11 @@ from nbdist.protocol import (
     encode,
     lane,
 )
-from nbdist.worker import groups, models, streams
-from nbdist.worker.collectives import Collectives
+from nbdist.worker import groups, streams
 from nbdist.worker.control import ControlThread
 from nbdist.worker.display import DisplayLane
-from nbdist.worker.exact import ExactState
-from nbdist.worker.progress import Progress
+from nbdist.worker.recovery import Recovery
 from nbdist.worker.shell import RankShell
-from nbdist.worker.steps import StepCounter
 from nbdist.worker.widgets import WidgetRelay
 
 
@@ -125,47 +121,26 @@ class Rank:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cells = self._connect(RANK_CELL)
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
-        self._collectives = Collectives(setup.epoch, setup.store_port)
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
-        self._steps = StepCounter(self._control.wake)
-        self._control.gate.held = lambda: self._steps.in_step or self._steps.finishing()
-        self._exact = ExactState() if setup.options.exact else None
-        self._progress = Progress(self._collectives, self._control.gate)
-        self._last = 0  # the newest cell
+        self._control.answers["release"] = self._release
+        self._recovery = Recovery(setup, self._control)
         self._parcels: dict[int, transfer.Packed] = {}
         self._names: list[str] = []
         self._widgets = WidgetRelay(self._lane)
 
     def run(self) -> None:
         """Join the group, then run what comes until told to quit."""
-        self._control.answers |= {
-            "release": self._release,
-            "state": self._state,
-            "cut": self._cut,
-            "progress": self._progress.look,
-            "stack": self._progress.stack,
-            "arm": self._steps.arm,
-            "aim": self._aim,
-            "meet": self._meet,
-            "disarm": self._disarm,
-        }
-        self._control.on_interrupt = self._progress.mark
-        self._control.overdue = self._steps.overdue
-        self._control.on_overdue = self._interrupt_body
         self._control.start()
         try:
-            self._collectives.watch()
-            self._steps.install()
-            self._steps.after_step = self._after_step
-            if self._exact is not None:
-                self._steps.on_step.append(self._exact.snapshot)
-            groups.separate_rendezvous(lambda: self._control.gate.running, self._collectives.connecting)
+            self._recovery.install()
+            collectives = self._recovery.collectives
+            groups.separate_rendezvous(lambda: self._control.gate.running, collectives.connecting)
             device = groups.device(self._setup)
             self._shell = RankShell.make(self._lane, self._own_names(device))
-            self._shell.explain = self._collectives.explain
+            self._shell.explain = collectives.explain
             self._control.shell = self._shell
             self._names = self._current_names()
-            backend = groups.join(self._setup, self._collectives.store()) if self._setup.options.init else "none"
+            backend = groups.join(self._setup, collectives.store()) if self._setup.options.init else "none"
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))
         else:
@@ -192,17 +167,13 @@ class Rank:
             elif isinstance(message, WidgetMessage):
                 self._widgets.deliver(message)
             elif isinstance(message, Recover):
-                self._cells.send(encode(self._recover(message)))
+                self._cells.send(encode(self._recovery.recover(message)))
             elif isinstance(message, Quit):
                 return
 
     def _execute(self, task: Execute) -> None:
         self._shell.forget_failure()
-        self._collectives.begin()
-        self._steps.begin(task.serial)
-        if self._exact is not None:
-            self._exact.begin()
-        self._last = task.serial
+        self._recovery.begin(task.serial)
         work = {
             "cell": self._run_cell,
             "call": self._call,
@@ -211,9 +182,7 @@ class Rank:
             "free": self._free,
         }
         reply = self._guarded(task, work[task.kind])
-        self._steps.end(task.serial)
-        if self._exact is not None and reply.status == "interrupted" and not self._stopped_at_step():
-            self._exact.restore()
+        self._recovery.end(task.serial, reply.failure, self._shell.caught)
         streams.flush_c()
         if reply == Reply(task.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost
             self._lane.mark(task.serial, PLAIN_END)
@@ -274,88 +243,8 @@ class Rank:
             packed.close()
         return {}
 
-    # --- after a cell that failed, on any rank
-
-    def _state(self, serial: int) -> dict[str, Any]:
-        """Where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
-        current = serial == self._last
-        if current and self._control.gate.was_asked(serial) and not self._steps.count:
-            models.begin_forwards_alike()  # with a step, the models are reset anyway
-        return self._collectives.state(current=current) | {
-            "caught": current and self._caught(),
-            "steps": self._steps.count if current else 0,
-            "stopped": self._steps.stopped if current and self._stopped_at_step() else None,
-        }
-
-    def _stopped_at_step(self) -> bool:
-        """Whether the cell ended between two steps, by our own stop."""
-        failure = self._shell.failure
-        return failure is not None and failure.text.startswith("stopped after step")
-
-    def _caught(self) -> bool:
-        """Whether the cell's failure caught a model in the middle of a step."""
-        if self._stopped_at_step():
-            return False
-        failure = self._shell.failure
-        interrupted = failure is not None and failure.name == "KeyboardInterrupt"
-        return self._shell.caught or (interrupted and self._steps.count > 0)
-
-    def _cut(self, serial: int, force: bool) -> dict[str, Any]:
-        """Free the main thread from a collective. In the control thread."""
-        if self._control.gate.running != serial or not (force or self._progress.stands_still()):
-            return {"groups": []}
-        return {"groups": self._collectives.cut()}
-
-    def _after_step(self) -> None:
-        """An interrupt was held back until the step was whole: let the loop count it, then stop."""
-        if self._control.gate.pending and not self._steps.finishing():
-            serial = self._control.gate.running
-            self._steps.arm(serial)
-            self._steps.aim(serial, self._steps.count)
-
-    def _interrupt_body(self) -> None:
-        """The body of the loop does not end: interrupt it where it is. In the control thread."""
-        serial = self._control.gate.running
-        self._steps.disarm(serial)
-        self._control.gate.request(serial)
-
-    def _aim(self, serial: int, target: int) -> dict[str, Any]:
-        self._steps.aim(serial, target)
-        return {}
-
-    def _meet(self, serial: int, target: int) -> dict[str, Any]:
-        """Interrupt the cell, but not before it has made a step that others have made. In the control thread."""
-        self._steps.aim(serial, target, hurry=True)
-        if self._steps.count >= target:
-            self._control.on_interrupt()
-            self._control.gate.request(serial)
-        return {}
-
-    def _disarm(self, serial: int) -> dict[str, Any]:
-        self._steps.disarm(serial)
-        return {}
-
-    def _recover(self, task: Recover) -> InOrder:
-        failure = ""
-        keep_buckets = False
-        try:
-            self._collectives.renew(task.generation, task.renew, task.stale, task.count)
-            if task.reset:
-                topic = f"buckets settled after {task.serial}"
-                keep_buckets = self._collectives.agree(topic, models.buckets_settled(), task.ranks, self._setup.rank)
-        except Exception as error:  # the ranks live on, and the user is told
-            failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._collectives.lose(task.lost, task.dead)
-        if not task.reset:
-            return InOrder(failure)
-        report = models.reset_models(keep_buckets=keep_buckets)
-        notes = report.notes
-        if self._exact is not None:
-            notes = [note for note in notes if note != models.STATISTICS_STAY] + self._exact.restore()
-        return InOrder(failure, report.models, report.gradients, notes)
-
     def _failed(self, task: Execute, failure: Failure) -> Reply:
-        if self._control.gate.was_asked(task.serial) and self._collectives.was_cut_off(failure.text):
+        if self._control.gate.was_asked(task.serial) and self._recovery.collectives.was_cut_off(failure.text):
             failure = msgspec.structs.replace(failure, name="KeyboardInterrupt")
         status = "interrupted" if failure.name == "KeyboardInterrupt" else "error"
         return Reply(task.serial, self._setup.rank, status, failure, names=self._changed_names())

@@ -12,12 +12,14 @@ from tests.harness import Kernel, kernel_with_ranks, wait_until
 SETUP = """%%distributed
 import socket, time, torch, torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 kept = ['state', rank]
 world = dist.group.WORLD
 pair = dist.new_group([0, 1])
 x = torch.ones(1)
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
+sharded = fully_shard(torch.nn.Linear(4, 4))
 """
 
 # Each leaves at least one rank waiting for ever; the function that it waits in, or a part of its name.
@@ -32,6 +34,7 @@ STUCK = {
     "a_barrier": ("if rank: dist.barrier()", "barrier"),
     "a_monitored_barrier": ("if not rank: dist.monitored_barrier()", "monitored_barrier"),
     "a_ddp_backward": ("if rank: model(torch.ones(2, 4)).sum().backward()", "backward"),
+    "an_fsdp_all_gather": ("if rank: sharded(torch.ones(2, 4)).sum().backward()", "all_gather"),
     "a_send_too_many": ("dist.send(torch.ones(1 << 22), 1) if not rank else None", "send"),
     "a_sub_group": ("if rank: dist.all_reduce(x.clone(), group=pair)", "all_reduce"),
     "making_a_group": ("if rank: dist.new_group([0, 1])", "new_group"),
@@ -70,6 +73,7 @@ def all_is_well(kernel: Kernel) -> None:
         "for group in (None, world, pair): dist.all_reduce(y, group=group)\n"
         "assert functional.all_reduce(torch.ones(1), 'sum', pair).item() == 2\n"
         "model(torch.ones(2, 4)).sum().backward()\n"
+        "sharded(torch.ones(2, 4)).sum().backward()\n"
         "print(kept[0], int(y), model.module.weight.grad.tolist())"
     )
     assert "state 8 [[2.0, 2.0, 2.0, 2.0]]" in seen.stdout

@@ -83,7 +83,7 @@ def test_ranks_have_the_kernels_priority_although_their_template_warmed_up_at_a_
     template = psutil.Process(await_role(kernel.pid, "template"))
     own = psutil.Process(kernel.pid).nice()
     if os.geteuid() == 0:  # who is not root could not raise it again
-        assert template.nice() > own
+        wait_until(lambda: template.nice() > own, "the template's low priority")
     kernel.ok("%distributed start -n 1")
     assert [psutil.Process(pid).nice() for pid in kernel.rank_pids()] == [own]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Kernel
+from tests.harness import Kernel, wait_until
 from tests.roles import await_role, children, find
 
 TRAIN = """%%distributed

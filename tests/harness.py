@@ -166,7 +166,9 @@ class Kernel:
         import ast
 
         reply = self.client.execute("", user_expressions={"it": f"repr({expression})"}, reply=True, timeout=LIMIT)
-        return ast.literal_eval(ast.literal_eval(reply["content"]["user_expressions"]["it"]["data"]["text/plain"]))
+        found = reply["content"]["user_expressions"]["it"]
+        assert found["status"] == "ok", f"{found['ename']}: {found['evalue']}"
+        return ast.literal_eval(ast.literal_eval(found["data"]["text/plain"]))
 
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()

@@ -419,7 +419,6 @@ class InOrder(Message, frozen=True):
     """A rank has done what Recover asked. `failure`: why it could not."""
 
     failure: str = ""
-    models: int = 0
     gradients: bool = False
     notes: list[str] = []
 

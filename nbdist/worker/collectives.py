@@ -20,16 +20,18 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from nbdist.errors import StaleGroupError
+from nbdist.ranks import describe_ranks
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
 _RENEWAL_LIMIT = timedelta(seconds=10)  # all members are idle and come at once; more means that one has gone
+_STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
 _TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 _COMMUNICATION = re.compile(r"gloo|nccl|connection (closed|reset)|process group|broken pipe", re.IGNORECASE)
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
@@ -88,10 +90,10 @@ class Collectives:
         import torch.distributed as dist
 
         if self._store is None or self._store_cut:
+            limit = _STORE_LIMIT if self._store is None else _RENEWAL_LIMIT
             with self.connecting(self._store_port):
-                self._store = dist.TCPStore(
-                    "127.0.0.1", self._store_port, is_master=False, timeout=timedelta(seconds=60)
-                )
+                self._store = dist.TCPStore("127.0.0.1", self._store_port, is_master=False, timeout=limit)
+            self._store.set_timeout(_STORE_LIMIT)
             self._store_cut = False
         return self._store
 
@@ -104,12 +106,15 @@ class Collectives:
             yield
         finally:
             self._connecting.remove(entry)
-            self._clients |= {inode for fd, inode in _sockets() if inode not in entry[1] and _peer_port(fd) == port}
+            new = {fd: inode for fd, inode in _sockets() if inode not in entry[1] and _peer_port(fd) == port}
+            self._clients |= set(new.values())
+            _keep_from_children(new)
 
     @contextlib.contextmanager
     def _created(self, name: str) -> Iterator[None]:
         """While the body runs, a group is made; epoll sets that appear are those of its gloo devices."""
         entry = (name, _epolls())
+        open_before = dict(_links())
         self._creating.append(entry)
         try:
             yield
@@ -118,6 +123,14 @@ class Collectives:
             new = {fd: listener for fd, listener in _epolls().items() if entry[1].get(fd) != listener and listener}
             if new:
                 self._groups.setdefault(name, _Group()).epolls.update(new)
+            _keep_from_children(fd for fd, link in _links() if open_before.get(fd) != link)
+
+    def name_of(self, group: Any) -> str:
+        """The name that torch has given a group (None: the default one); "" for none that it knows."""
+        world = _world()
+        if group is None:
+            group = getattr(world, "default_pg", None)
+        return str(getattr(world, "pg_names", {}).get(group, ""))
 
     @property
     def creating(self) -> bool:
@@ -141,7 +154,7 @@ class Collectives:
 
         Returns:
             "groups": by name, members (global ranks), collectives entered since the cell began (by backend), and
-            whether it is broken. "count": how many groups have been numbered. "store": whether its store was cut.
+            whether it is broken. "count": how many groups have been numbered.
         """
         groups = {}
         for name, group in _living().items():
@@ -154,7 +167,6 @@ class Collectives:
         return {
             "groups": groups,
             "count": getattr(world, "group_count", 0) if world is not None else 0,
-            "store": self._store_cut,
         }
 
     # --- freeing a stuck rank
@@ -230,6 +242,7 @@ class Collectives:
         if not chosen:
             return
         _make_room()
+        self._cut |= set(chosen)  # until they are renewed, should that fail
         base = self.store()
         for name in chosen:
             self._abort(name, living[name])  # what still waits for a collective of before must not wait for ever
@@ -292,8 +305,7 @@ class Collectives:
         for name in groups:
             if name in living:
                 self._abort(name, living[name])
-                who = ", ".join(map(str, dead))
-                self._groups.setdefault(name, _Group()).broken = who
+                self._groups.setdefault(name, _Group()).broken = describe_ranks(sorted(dead))
 
     def was_cut_off(self, error: str) -> bool:
         """Whether an error of this text comes from our having cut a group."""
@@ -305,13 +317,13 @@ class Collectives:
         if lost and isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)):
             who = max(lost, key=len)
             return StaleGroupError(
-                f"this process group had a rank that has died (rank {who}). `%distributed restart` brings up a fresh "
+                f"this process group has lost a rank: {who} died. `%distributed restart` brings up a fresh "
                 "set; among the living: `dist.new_group([...], use_local_synchronization=True)`"
             )
         if self._stale and isinstance(error, (ValueError, RuntimeError)) and _UNKNOWN_GROUP.search(str(error)):
             return StaleGroupError(
-                "this process group was being made when the ranks were interrupted, so only some of them had it: "
-                "make it again with `dist.new_group(...)` on all ranks"
+                "not all of its ranks had this process group (they were interrupted while they made it, or some have "
+                "destroyed it), so it was dropped: make it again with `dist.new_group(...)` on all ranks"
             )
         return None
 
@@ -447,6 +459,13 @@ def _peer_port(fd: int) -> int:
         if found.family in (socket.AF_INET, socket.AF_INET6):
             return int(found.getpeername()[1])
     return 0
+
+
+def _keep_from_children(descriptors: Iterable[int]) -> None:
+    """Programs that a cell starts must not hold a group's connections: its peers would not notice this rank's end."""
+    for fd in descriptors:
+        with contextlib.suppress(OSError):
+            os.set_inheritable(fd, False)
 
 
 def _shut_down(descriptors: Sequence[int]) -> None:

@@ -68,14 +68,14 @@ def passed_through_step(error: BaseException) -> bool:
     """Whether it came out of the middle of a training step: a model's forward, backward, a collective, an optimizer."""
     return any(
         any(part in frame.f_code.co_filename for part in _STEP_FILES)
-        for cause in _chain(error)
+        for cause in chain(error)
         for frame, _ in tracebacks.walk_tb(cause.__traceback__)
     )
 
 
 def holds_group(error: BaseException | None) -> bool:
     """Whether an exception group is part of it, which IPython does not render."""
-    return any(_is_group(part) for part in _chain(error))
+    return any(_is_group(part) for part in chain(error))
 
 
 def _is_group(error: BaseException) -> bool:
@@ -96,7 +96,7 @@ def render_frames(traceback: types.TracebackType | None) -> str:
 @contextlib.contextmanager
 def trimmed_causes(error: BaseException) -> Iterator[None]:
     """While the body runs, the exceptions behind this one have trimmed tracebacks too."""
-    causes = [(cause, cause.__traceback__) for cause in _chain(error) if cause is not error]
+    causes = [(cause, cause.__traceback__) for cause in chain(error) if cause is not error]
     for cause, traceback in causes:
         cause.__traceback__ = trim(traceback)
     try:
@@ -106,7 +106,7 @@ def trimmed_causes(error: BaseException) -> Iterator[None]:
             cause.__traceback__ = traceback
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
+def chain(error: BaseException | None) -> list[BaseException]:
     """An exception and all that it came from, also what its groups hold."""
     found: list[BaseException] = []
     todo = [error]

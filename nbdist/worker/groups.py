@@ -115,16 +115,7 @@ def join(setup: RankSetup, store: Any) -> str:
         world_size=setup.options.count,
         timeout=timedelta(seconds=setup.options.timeout),
     )
-    _keep_from_children()
     return backend
-
-
-def _keep_from_children() -> None:
-    """Programs that a cell starts must not hold the group's connections: its peers would not notice this rank's end."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2:
-            with contextlib.suppress(OSError):  # the descriptor with which the folder was read
-                os.set_inheritable(int(name), False)
 
 
 def separate_rendezvous(

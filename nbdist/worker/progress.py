@@ -116,7 +116,7 @@ class Progress:
         if call.frame is None:
             return {"collective": call.name or ("a collective" if stacks.awaits_work(frame) else "")}
         arguments = call.frame.f_locals
-        name = _group_name(arguments.get("group"))
+        name = self._collectives.name_of(arguments.get("group"))
         peer = arguments.get("src" if call.name.startswith("recv") else "dst")
         if call.name.startswith(("send", "recv")) and isinstance(peer, int):
             return {"collective": call.name, "members": [peer], "group": name}
@@ -128,15 +128,6 @@ def _makers(frame: FrameType | None) -> list[int] | None:
     arguments = frame.f_locals if frame is not None else {}
     ranks = arguments.get("ranks")
     return list(ranks) if ranks and arguments.get("use_local_synchronization") else None
-
-
-def _group_name(group: Any) -> str:
-    """The name that torch has given a group; "" for none that it knows."""
-    # A group that was renewed has forgotten its own `group_name`; the registry has not.
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    if group is None:
-        group = getattr(world, "default_pg", None)
-    return str(getattr(world, "pg_names", {}).get(group, ""))
 
 
 def _position(frame: FrameType) -> str:

@@ -150,7 +150,7 @@ class Recovery:
         notes = report.notes
         if self._exact is not None:
             notes = [note for note in notes if note != models.STATISTICS_STAY] + self._exact.restore()
-        return InOrder(failure, report.models, report.gradients, notes)
+        return InOrder(failure, report.gradients, notes)
 
     def _caught(self) -> bool:
         """Whether the cell's failure caught a model in the middle of a step."""

@@ -287,19 +287,12 @@ def _is_plain_exit(error: BaseException) -> bool:
 
 
 def _clear_frames(error: BaseException) -> None:
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        current = todo.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        for frame, _ in tracebacks.walk_tb(current.__traceback__):
+    for cause in failures.chain(error):
+        for frame, _ in tracebacks.walk_tb(cause.__traceback__):
             with contextlib.suppress(RuntimeError):  # it still runs
                 frame.clear()
                 _ = frame.f_locals  # refreshes the copy that a traceback's rendering left in the frame (Python < 3.13)
-        current.__traceback__ = None
-        todo += [current.__cause__, current.__context__]
+        cause.__traceback__ = None
 
 
 def _refuse_keyboard() -> None:

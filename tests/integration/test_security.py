@@ -111,8 +111,9 @@ shown = subprocess.run("ls -l /proc/self/fd", shell=True, close_fds=False, captu
 links = shown.stdout.splitlines()[1:]"""
 
 
-def test_programs_that_a_rank_starts_inherit_no_descriptor(ranks: Kernel) -> None:
-    ranks.ok(f"%%distributed\n{LINKS}")
+@pytest.mark.parametrize("before", ["", "import torch.distributed as dist\ndist.new_group()\n"])
+def test_programs_that_a_rank_starts_inherit_no_descriptor(before: str, ranks: Kernel) -> None:
+    ranks.ok(f"%%distributed\n{before}{LINKS}")
     for links in ranks.value("__import__('nbdist').get_session().pull('links')"):
         inherited = [link for link in links if "/proc/" not in link.rpartition("-> ")[2]]
         assert [link.split()[-3] for link in inherited] == ["0", "1", "2"], links

@@ -182,9 +182,11 @@ def _exchange(function: str, objects: Any, src: int | None, team: Team) -> tuple
     parts, mine = describe(function, objects, src)
     described: dict[int, Described] = team.gather(mine)
     reference = described[team.ranks[0]]
+    if mine.failure:
+        raise UsageError(mine.failure)
     for rank, told in described.items():
         if told.failure:
-            raise UsageError(told.failure if len(team.ranks) == 1 else f"rank {rank}: {told.failure}")
+            raise UsageError(f"rank {rank}: {told.failure}")
     for rank, told in described.items():
         if told.labels != reference.labels:
             raise UsageError(

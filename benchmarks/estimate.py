@@ -1,0 +1,47 @@
+"""How far real steps are from their estimates, and how long an estimate takes."""
+
+from __future__ import annotations
+
+import _tools
+
+ROUNDS = 2
+SETTINGS = [
+    {"strategy": "none"},
+    {"strategy": "none", "precision": "bf16"},
+    {"strategy": "ddp"},
+    {"strategy": "fsdp"},
+    {"strategy": "fsdp", "precision": "bf16"},
+    {"strategy": "fsdp", "accumulate": 3},
+    {"strategy": "fsdp", "activation_checkpointing": "full"},
+]
+
+
+def main() -> None:
+    _tools.prepare()
+    import tests.train_estimate as models
+    from nbdist.client.session import Session
+    from nbdist.plan import Plan
+    from nbdist.train.estimate import estimate, estimate_each
+
+    _tools.header("estimate: peak of a real step, ratio to what was estimated")
+    with Session(2) as session:
+        for kind in (models.Mlp, models.Gpt, models.ConvNet):
+            plans = [Plan(**each) for each in SETTINGS]
+            for each, found in zip(
+                SETTINGS, estimate_each(kind(), models.SHAPES[kind], plans, world_size=2), strict=True
+            ):
+                if kind is models.ConvNet and each == {"strategy": "fsdp", "precision": "bf16"}:
+                    continue  # BatchNorm on the CPU takes no bf16 parameters beside float32 statistics
+                peaks = [
+                    max(rank["total"] for rank in session.call(models.measured, kind, **each)) / _tools.MB
+                    for _ in range(ROUNDS)
+                ]
+                what = f"{kind.__name__}, {', '.join(str(value) for value in each.values())}"
+                _tools.row(what, peaks, "MB", over=("the estimate", found.total / _tools.MB), at_most=1.1)
+    plan = Plan(strategy="fsdp")
+    seconds = _tools.timed(lambda: estimate(models.Gpt(), models.SHAPES[models.Gpt], plan, world_size=8))
+    _tools.row("an estimate, its process and all", _tools.rounds(ROUNDS, {"it": seconds})["it"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""How a process takes on another plan while it runs. Knows nothing of who decided that, and imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from nbdist.planning.variables import NAMES
+
+
+def follow(environment: Mapping[str, str]) -> None:
+    """Have what is prepared from now on follow the plan in these variables. What is prepared already keeps its own.
+
+    Args:
+        environment: NBDIST_PLAN, and what `Plan.environment` gives; variables of an earlier plan are removed.
+    """
+    for name in NAMES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    state = sys.modules.get("nbdist.train.state")
+    if state is None:
+        return
+    known = state.current()
+    if not (known.models or known.optimizers or known.loaders):
+        state.forget()  # the next one begins with this plan

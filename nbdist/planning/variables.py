@@ -1,0 +1,72 @@
+"""Which variables make Accelerate and transformers follow a plan: the names are theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbdist.plan import Plan
+
+# All that `environment` may hold: who sets one plan after another removes these first.
+NAMES = (
+    "ACCELERATE_DYNAMO_BACKEND",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+    "ACCELERATE_FP8_BACKEND",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "FSDP_ACTIVATION_CHECKPOINTING",
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_OFFLOAD_PARAMS",
+    "FSDP_RESHARD_AFTER_FORWARD",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "FSDP_VERSION",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+)
+
+
+def environment(plan: Plan, world_size: int, device: object) -> dict[str, str]:
+    """See `Plan.environment`."""
+    found: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision}
+    if plan.precision == "fp8":
+        found["ACCELERATE_FP8_BACKEND"] = "AO"
+    if plan.accumulate > 1:  # even a 1 here would win over the argument of `Accelerator`
+        found["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(plan.accumulate)
+    if plan.compile:
+        found["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
+    on_cpu = str(device).split(":")[0] == "cpu"
+    if on_cpu and world_size > 1:  # else Accelerate looks for GPUs, and takes a rank without for a single process
+        found["ACCELERATE_USE_CPU"] = "true"
+    if plan.strategy in ("fsdp", "hsdp"):
+        found |= _sharding(plan)
+    if plan.strategy == "hsdp" and plan.replicas is not None and not on_cpu:  # on the CPU it is an error there
+        found |= {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(plan.replicas),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(world_size // plan.replicas),
+        }
+    return found
+
+
+def _sharding(plan: Plan) -> dict[str, str]:
+    found = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_OFFLOAD_PARAMS": _flag(plan.offload),
+        "FSDP_RESHARD_AFTER_FORWARD": _flag(plan.reshard is not False),
+        "FSDP_ACTIVATION_CHECKPOINTING": _flag(plan.activation_checkpointing != "none"),
+    }
+    if plan.compile:
+        found["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    if plan.shard_by is not None and not callable(plan.shard_by):
+        names = [plan.shard_by] if isinstance(plan.shard_by, str) else plan.shard_by
+        found["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(names)
+    return found
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"

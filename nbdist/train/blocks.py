@@ -1,0 +1,149 @@
+"""The blocks of a model: which they are, and what is done to each: activation checkpointing, torch.compile.
+
+Knows nothing of ranks, sharding or training loops.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from nbdist.errors import UsageError
+from nbdist.train.shadow import shadow
+
+ShardBy = str | tuple[str, ...] | Callable[[Any], bool] | None
+
+_SHOWN = 12  # class names in a message
+_DEAR = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+}
+
+
+def find_blocks(model: nn.Module, shard_by: ShardBy = None) -> list[nn.Module]:
+    """The modules that are sharded, checkpointed and compiled one by one, in the model's order.
+
+    Without `shard_by` these are the modules whose class is repeated inside a ModuleList or Sequential, the outermost
+    of them; models of transformers name their classes themselves. Never one inside another.
+
+    Args:
+        model: The whole model, which is not a block itself.
+        shard_by: A class name, several, or a function that says whether a module is a block.
+
+    Raises:
+        UsageError: `shard_by` fits no module. The text lists the model's classes.
+    """
+    if callable(shard_by):
+        found = list(_outermost(model, shard_by))
+    elif shard_by:
+        names = {shard_by} if isinstance(shard_by, str) else set(shard_by)
+        _refuse_unknown(model, names)
+        found = list(_outermost(model, lambda module: type(module).__name__ in names))
+    else:
+        named = set(getattr(model, "_no_split_modules", None) or ())
+        found = list(_outermost(model, lambda module: type(module).__name__ in named)) or _repeated(model)
+    if shard_by and not found:
+        raise UsageError(f"shard_by fits no module of {type(model).__name__}, whose classes are {_classes(model)}")
+    return found
+
+
+def _outermost(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    return _blocks_below(model, is_block, {model})
+
+
+def _blocks_below(
+    module: nn.Module, is_block: Callable[[nn.Module], bool], seen: set[nn.Module]
+) -> Iterator[nn.Module]:
+    for child in module.children():
+        if child in seen:
+            continue
+        seen.add(child)
+        if is_block(child):
+            yield child
+        else:
+            yield from _blocks_below(child, is_block, seen)
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    members: set[nn.Module] = set()
+    for container in model.modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            children = [child for child in container.children() if next(child.parameters(), None) is not None]
+            counts = Counter(type(child) for child in children)
+            members |= {child for child in children if counts[type(child)] > 1}
+    return list(_outermost(model, members.__contains__))
+
+
+def _refuse_unknown(model: nn.Module, names: Iterable[str]) -> None:
+    known = {type(module).__name__ for module in model.modules()}
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"shard_by={name!r} names no class in {type(model).__name__}, whose classes are {_classes(model)}"
+            )
+
+
+def _classes(model: nn.Module) -> str:
+    names = list(dict.fromkeys(type(module).__name__ for module in model.modules() if module is not model))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more or "none"
+
+
+def checkpoint_blocks(model: nn.Module, kind: Literal["none", "full", "selective"], shard_by: ShardBy = None) -> None:
+    """Let blocks keep few activations for backward and compute the others again.
+
+    Args:
+        model: The whole model.
+        kind: "full": a block keeps its inputs only. "selective": the results of matrix products, convolutions and
+            attention too, which are dear to compute.
+        shard_by: What is a block, as with `find_blocks`.
+
+    Raises:
+        UsageError: The model has no blocks.
+    """
+    if kind == "none":
+        return
+    blocks = find_blocks(model, shard_by)
+    if not blocks:
+        raise UsageError(
+            f"{type(model).__name__} has no repeated blocks, so activation checkpointing has nothing to work on: "
+            f'name what to checkpoint, as with shard_by="Block" (its classes are {_classes(model)})'
+        )
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if kind == "selective" else {}
+    for block in blocks:
+        shadow(block, "forward", partial(_checkpointed, options))
+
+
+def _checkpointed(
+    options: dict[str, Any], original: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return original(block, *args, **kwargs)
+    return checkpoint(partial(original, block), *args, use_reentrant=False, **options, **kwargs)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(model: nn.Module, shard_by: ShardBy = None) -> None:
+    """Compile each block in place, so that its class stays; the whole model if it has no blocks."""
+    for block in find_blocks(model, shard_by) or [model]:
+        block.compile()

@@ -1,0 +1,125 @@
+"""What a plan asks of the whole process: seeds, determinism, TF32, NUMA, garbage collection.
+
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbdist.errors import UsageError
+from nbdist.plan import Plan
+from nbdist.train import state as training
+
+_SYSFS = Path("/sys")
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
+_PREFERRED = 1  # MPOL_PREFERRED: other nodes' memory is still used when this one's is full
+
+_manual_gc = False
+
+
+def apply(plan: Plan, device: torch.device) -> None:
+    """Set this process up as the plan says. What the plan leaves open is not touched."""
+    if plan.seed is not None:
+        set_seed(plan.seed, per_rank=plan.seed_per_rank)
+    if plan.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its handle
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if plan.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if plan.tf32 else "highest")
+    if plan.numa:
+        bind_to_numa_node(device)
+    _collect_by_hand(plan.gc_interval > 0)
+
+
+def set_seed(seed: int, *, per_rank: bool = False) -> None:
+    """Seed the generators of Python, NumPy and torch (CPU and all GPUs).
+
+    Args:
+        seed: At least 0.
+        per_rank: Whether each rank adds its rank.
+
+    Raises:
+        UsageError: The seed is no such number.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise UsageError(f"seed={seed!r} is no seed: give a whole number from 0 on, such as 42")
+    seed += training.rank() if per_rank else 0
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def bind_to_numa_node(device: torch.device, sysfs: Path = _SYSFS) -> int | None:
+    """Bind this process to the cores and the memory that are next to its GPU. Linux only.
+
+    Args:
+        device: This rank's device.
+        sysfs: Where the kernel tells of its devices.
+
+    Returns:
+        The NUMA node; None if there is none to bind to: no GPU, one node only, or the machine does not tell.
+    """
+    if device.type != "cuda" or not sys.platform.startswith("linux"):
+        return None
+    place: Any = torch.cuda.get_device_properties(device)
+    node = numa_node(f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0", sysfs)
+    if node is None:
+        return None
+    cores = cores_of_node(node, sysfs) & os.sched_getaffinity(0)
+    if not cores:  # a container may own none of them
+        return None
+    os.sched_setaffinity(0, cores)
+    _prefer_memory(node)
+    return node
+
+
+def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
+    """The NUMA node of a PCI device such as "0000:3b:00.0"; None if the machine does not tell."""
+    try:
+        node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def cores_of_node(node: int, sysfs: Path = _SYSFS) -> set[int]:
+    """The cores of a NUMA node; none if the machine does not tell."""
+    try:
+        text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
+    except OSError:
+        return set()
+    spans = [span.partition("-") for span in text.split(",") if span]
+    return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
+
+
+def _prefer_memory(node: int) -> None:
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return
+    words = node // 64 + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // 64] = 1 << (node % 64)
+    # A container may forbid it. Cores are bound all the same, and memory is taken where these first touch it.
+    ctypes.CDLL(None).syscall(number, _PREFERRED, mask, words * 64 + 1)
+
+
+def _collect_by_hand(wanted: bool) -> None:
+    """Switch Python's own collection off, or on again if a plan has switched it off."""
+    global _manual_gc
+    if wanted:
+        gc.disable()
+    elif _manual_gc:
+        gc.enable()
+    _manual_gc = wanted

@@ -1,0 +1,100 @@
+"""Batches on their way to the device, and how long the training waits for them. Knows no ranks, samplers or epochs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nbdist.train.batches import map_tensors
+
+WINDOW = 20  # batches
+_SHARE = 0.25  # of the time between two batches
+_LEAST = 0.005  # seconds for each batch: less is not worth a word
+_START = 2  # batches that wait for workers to start
+
+
+class DeviceFeed:
+    """Copies batches to a device while it computes: sent a batch ahead, on a stream of their own.
+
+    Args:
+        device: None or the CPU: batches are left as they are.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device if device is not None and device.type != "cpu" else None
+        cuda = self._device is not None and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if cuda else None
+
+    def send(self, batch: Any) -> Any:
+        """Begin to copy a batch."""
+        if self._device is None:
+            return batch
+        with torch.cuda.stream(self._stream):  # does nothing if there is none
+            moved = map_tensors(self._sent, batch)
+            if moved is batch and callable(to := getattr(batch, "to", None)):  # a batch of a type of the user's own
+                return to(self._device)
+            return moved
+
+    def arrive(self, batch: Any) -> Any:
+        """Make what is computed from now on wait for the copies."""
+        if self._stream is None:
+            return batch
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        map_tensors(lambda tensor: _used_on(current, tensor), batch)
+        return batch
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        pin = self._stream is not None and tensor.device.type == "cpu" and tensor.layout == torch.strided
+        return (tensor.pin_memory() if pin else tensor).to(self._device, non_blocking=True)
+
+
+def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_cuda:
+        tensor.record_stream(stream)  # else its memory is given away while it is still read
+    return tensor
+
+
+class LoadingWatch:
+    """Notes how much of the time between two batches is spent waiting for the second.
+
+    Args:
+        clock: Tells the time, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seen = 0
+        self._waited = 0.0
+        self._window_began = 0.0
+        self._asked = 0.0
+        self._told = False
+
+    def ask(self) -> None:
+        """A batch is wanted."""
+        self._asked = self._clock()
+
+    def arrived(self) -> tuple[float, float] | None:
+        """The batch is there.
+
+        Returns:
+            Seconds of waiting, and seconds in all, for each of the last 20 batches, if the waiting is too long. Said
+            once.
+        """
+        now = self._clock()
+        self._seen += 1
+        if self._seen <= _START:
+            self._window_began = now
+            return None
+        self._waited += now - self._asked
+        if (self._seen - _START) % WINDOW:
+            return None
+        waited, total = self._waited / WINDOW, (now - self._window_began) / WINDOW
+        self._waited, self._window_began = 0.0, now
+        if self._told or waited < _LEAST or waited < _SHARE * total:
+            return None
+        self._told = True
+        return waited, total

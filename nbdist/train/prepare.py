@@ -1,0 +1,234 @@
+"""`prepare`: models, optimizers, loaders and schedulers become what the plan says.
+
+Owns which plan and which state are in effect, and that ranks agree before anything changes. How each kind of object is
+prepared stands in `strategies`, `stepping` and the data modules. Knows nothing of notebooks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from nbdist.errors import UsageError
+from nbdist.plan import Plan
+from nbdist.train import environment
+from nbdist.train import state as training
+from nbdist.train.collectives import all_objects
+from nbdist.train.local_sgd import train_alone
+from nbdist.train.loop import unwrap
+from nbdist.train.precision import make_scaler
+from nbdist.train.process_group import ensure_group
+from nbdist.train.state import State
+from nbdist.train.stepping import (
+    describe_groups,
+    is_scheduler,
+    prepare_optimizer,
+    prepare_scheduler,
+    strange_parameters,
+)
+from nbdist.train.strategies import distribute, refuse_wrapped, strategy_in_effect
+
+
+def prepare(*objects: Any, plan: Plan | None = None) -> Any:
+    """Make models, optimizers, loaders and schedulers train as the plan says. To be called on all ranks.
+
+    >>> model, optimizer, loader, scheduler = nbdist.prepare(model, optimizer, loader, scheduler)
+
+    The results are ordinary PyTorch objects. Optimizers and schedulers stay the objects they are, with the models' new
+    parameters; a model is wrapped under DDP only; a loader gives each rank its share. Schedulers step once for each
+    optimizer step however many ranks there are, so compute their length from the prepared loader. What was prepared
+    already is given back as it is. Another plan than before begins a new training: what is prepared keeps the old one.
+
+    Args:
+        objects: In any order; None is passed through.
+        plan: By default the one in effect: the session's, or that of NBDIST_PLAN in the environment.
+
+    Returns:
+        The prepared objects in the same order; for one object, that object.
+
+    Raises:
+        UsageError: Nothing has changed: ranks disagree on the plan or on the objects, a model is wrapped already, an
+            optimizer was made for other parameters, the plan does not fit the model or the ranks. On all ranks alike.
+    """
+    ensure_group()
+    failure = ""
+    try:
+        plan = Plan.from_environment() if plan is None else plan
+        _check(objects, plan)
+    except UsageError as error:
+        failure = str(error)
+    _refuse_disagreement(failure, plan, objects)
+    assert plan is not None
+    state = _state_for(plan)
+    if state.device.type == "cuda":
+        torch.cuda.set_device(state.device)
+    results = _prepared(objects, state)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _state_for(plan: Plan) -> State:
+    """The current state, or a new one if it has another plan or is untouched."""
+    if training.is_begun() and training.current().plan == plan:
+        training.current().tidy()
+        return training.current()
+    state = training.begin(plan)
+    environment.apply(plan, state.device)
+    state.scaler = make_scaler(plan, state.device)
+    return state
+
+
+def _prepared(objects: Sequence[Any], state: State) -> list[Any]:
+    """Models first: optimizers are to have their new parameters."""
+    results = list(objects)
+    for index, thing in enumerate(objects):
+        if isinstance(thing, nn.Module):
+            results[index] = _prepared_model(thing, state)
+    for index, thing in enumerate(objects):
+        if isinstance(thing, Optimizer) and thing not in state.optimizers:
+            prepare_optimizer(thing, state)
+        elif isinstance(thing, DataLoader):
+            results[index] = _prepared_loader(thing, state)
+        elif is_scheduler(thing) and thing not in state.schedulers:
+            prepare_scheduler(thing, state)
+    return results
+
+
+def _prepared_model(model: nn.Module, state: State) -> nn.Module:
+    for known in state.models:
+        if model in (known, unwrap(known)):  # the latter where a cell is run again
+            return known
+    prepared = distribute(model, state)
+    if state.plan.local_sgd_steps:
+        train_alone(prepared)
+    state.models.append(prepared)
+    return prepared
+
+
+def _prepared_loader(loader: DataLoader[Any], state: State) -> Any:
+    from nbdist.train.data import prepare_loader
+
+    if loader in state.loaders:
+        return loader
+    alone = strategy_in_effect(state.plan) == "none"  # each rank trains by itself, on all of the data
+    if alone:
+        prepared = prepare_loader(loader, plan=state.plan, device=state.device, rank=0, world_size=1)
+    else:
+        prepared = prepare_loader(loader, plan=state.plan, device=state.device)
+    state.loaders.append(prepared)
+    return prepared
+
+
+# --- what is refused, before anything changes
+
+
+def _check(objects: Sequence[Any], plan: Plan) -> None:
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan={plan!r} is no plan: type plan=nbdist.Plan(strategy='fsdp')")
+    if not objects:
+        raise UsageError("prepare was given nothing: type model, optimizer = nbdist.prepare(model, optimizer)")
+    now = training.current() if training.is_begun() else State(plan, _NO_DEVICE)
+    known = now if now.plan == plan else State(plan, _NO_DEVICE)
+    plan.check(**_surroundings())
+    for thing in objects:
+        _refuse_unknown(thing)
+        if isinstance(thing, nn.Module) and thing not in known.models:
+            if now is not known:
+                _refuse_earlier(thing, now, plan)
+            refuse_wrapped(thing, plan)
+    if strategy_in_effect(plan) == "none":
+        return
+    models = [thing for thing in objects if isinstance(thing, nn.Module)]
+    parameters = {id(parameter) for model in (*models, *known.models) for parameter in model.parameters()}
+    for thing in objects:
+        if isinstance(thing, Optimizer):
+            _refuse_strange(thing, strange_parameters(thing, parameters, known.replaced))
+
+
+_NO_DEVICE = torch.device("meta")
+
+
+def _refuse_earlier(model: nn.Module, earlier: State, plan: Plan) -> None:
+    """What an earlier plan has sharded stays so, and what it has wrapped in DDP still exchanges gradients for it."""
+    sharded = strategy_in_effect(earlier.plan) in ("fsdp", "hsdp")
+    for other in earlier.models:
+        inner = unwrap(other)
+        if model not in (other, inner) or not (sharded or other is not inner):
+            continue
+        if plan.strategy != "none" or model is not other:
+            raise UsageError(
+                f"the {type(inner).__name__.removeprefix('FSDP')} was prepared under an earlier plan "
+                f"({earlier.plan.strategy}), and is {'sharded' if sharded else 'wrapped'} for it: "
+                "build the model and its optimizer again"
+            )
+
+
+def _surroundings() -> dict[str, Any]:
+    import torch.distributed as dist
+
+    device = training.default_device()
+    backend = dist.get_backend_config() if training.has_group() else None
+    return {
+        "backend": "nccl" if backend == "cuda:nccl" else backend,
+        "device": device,
+        "world_size": training.world_size(),
+        "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+    }
+
+
+def _refuse_unknown(thing: Any) -> None:
+    if thing is None or isinstance(thing, nn.Module | Optimizer | DataLoader) or is_scheduler(thing):
+        return
+    raise UsageError(
+        f"prepare knows nothing of {type(thing).__name__!r}: give it models, optimizers, DataLoaders and schedulers"
+    )
+
+
+def _refuse_strange(optimizer: Optimizer, count: int) -> None:
+    if count:
+        raise UsageError(
+            f"{count} of the parameters of {type(optimizer).__name__} belong to no prepared model: prepare the model "
+            "in the same call, or make the optimizer from the parameters of the prepared model"
+        )
+
+
+def _refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any]) -> None:
+    """Ranks tell each other what they were given; what is wrong on one raises on all."""
+    told = all_objects((failure, "" if failure else _described_plan(plan), "" if failure else _described(objects)))
+    if failure:
+        raise UsageError(failure)
+    for rank, (text, _, _) in enumerate(told):
+        if text:
+            raise UsageError(f"rank {rank}: {text}")
+    for rank, (_, theirs, given) in enumerate(told):
+        if theirs != told[0][1]:
+            raise UsageError(f"ranks disagree on the plan: rank 0 has {told[0][1]}; rank {rank} has {theirs}")
+        if given != told[0][2]:
+            raise UsageError(
+                f"ranks called prepare with different objects: rank 0 with {told[0][2]}; rank {rank} with {given}. "
+                "Give all ranks the same"
+            )
+
+
+def _described_plan(plan: Plan | None) -> str:
+    default = Plan()
+    changed = {name: value for name, value in vars(plan).items() if value != getattr(default, name)}
+    told = (f"{name}={getattr(value, '__qualname__', repr(value))}" for name, value in changed.items())
+    return f"Plan({', '.join(told)})"
+
+
+def _described(objects: Iterable[Any]) -> str:
+    return ", ".join(_described_object(thing) for thing in objects)
+
+
+def _described_object(thing: Any) -> str:
+    if isinstance(thing, nn.Module):
+        forms = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in thing.named_parameters()]
+        size = sum(tensor.numel() for tensor in thing.parameters())
+        return f"{type(thing).__name__} ({size:,} parameters, form {hashlib.md5(repr(forms).encode()).hexdigest()[:6]})"
+    return describe_groups([thing])[0] if isinstance(thing, Optimizer) else type(thing).__name__

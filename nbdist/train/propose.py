@@ -1,0 +1,93 @@
+"""Which strategy fits the memory: tries the estimate of one after the other. Knows nothing of who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+from nbdist.plan import Plan
+from nbdist.planning.rules import own_settings
+
+_SPARE = 0.1  # of the memory: the estimate is within 10 %
+
+
+def propose(
+    model: Any, batch: Any, plan: Plan | str, *, world_size: int, sharing: int = 1, memory: int | None = None
+) -> dict[str, Any]:
+    """Estimate strategies in the order of what they cost in speed, until one fits the memory with a tenth to spare.
+
+    Args:
+        model: What is to be trained, or a function that makes it; it is not changed.
+        batch: What one micro-batch of one rank holds.
+        plan: All other settings; JSON will do.
+        world_size: Number of ranks.
+        sharing: How many of them share this rank's memory.
+        memory: Bytes that each rank has; None: those of its GPU, else those that are free on this machine.
+
+    Returns:
+        "plan": the first that fits, as JSON, or None; "memory": bytes for each rank; "tried": for each strategy its
+        name and its bytes per rank.
+
+    Raises:
+        UsageError: Such ranks can't follow one of them, or the estimate can't be made; the text says why.
+    """
+    from nbdist.train.estimate import estimate_each
+
+    if isinstance(plan, str):
+        plan = Plan.from_json(plan)
+    limit = memory if memory is not None else memory_of_device() // sharing
+    tried = []
+    candidates = list(_candidates(plan, world_size, has_gpu()))
+    with closing(estimate_each(model, batch, candidates, world_size=world_size)) as estimates:
+        for candidate in candidates:
+            candidate.check(world_size=world_size, device="cuda" if has_gpu() else "cpu")
+            total = next(estimates).total
+            tried.append((_name(candidate), total))
+            if total <= limit * (1 - _SPARE):
+                return {"plan": candidate.to_json(), "memory": limit, "tried": tried}
+    return {"plan": None, "memory": limit, "tried": tried}
+
+
+def memory_of_device() -> int:
+    """Bytes of this rank's GPU, else those that are free on this machine."""
+    if has_gpu():
+        import torch
+
+        return int(torch.cuda.mem_get_info()[1])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def has_gpu() -> bool:
+    """Whether this rank computes on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _candidates(plan: Plan, world_size: int, offloads: bool) -> Iterator[Plan]:
+    """The plans to try. Without a GPU nothing can be moved to the CPU's memory: it is there."""
+    checkpointing = {"activation_checkpointing": "full"}
+    if world_size == 1:
+        whole = plan.replace(**own_settings(plan, "none"))
+        yield from (whole, whole.replace(**checkpointing))
+    else:
+        yield plan.replace(**own_settings(plan, "ddp"))
+    sharded = plan.replace(**own_settings(plan, "fsdp") | {"offload": False})
+    if world_size > 1:
+        yield sharded
+        yield sharded.replace(**checkpointing)
+    if offloads:
+        yield sharded.replace(offload=True)
+        yield sharded.replace(offload=True, **checkpointing)
+
+
+def _name(plan: Plan) -> str:
+    extras = []
+    if plan.activation_checkpointing != "none":
+        extras.append(f"activation checkpointing {plan.activation_checkpointing}")
+    if plan.offload:
+        extras.append("offload")
+    return " + ".join([plan.strategy, *extras])

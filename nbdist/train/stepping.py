@@ -1,0 +1,151 @@
+"""Prepared optimizers and schedulers: objects of their own classes, whose `step` knows of windows and of fp16.
+
+Inside an accumulation window `step` and `zero_grad` do nothing, and after a step that fp16 skipped neither does the
+scheduler's. Knows nothing of models or loaders.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from nbdist.errors import UsageError
+from nbdist.train import precision
+from nbdist.train.gradients import clip_by_norm, finish_window, parameters_of
+from nbdist.train.local_sgd import average_parameters
+from nbdist.train.shadow import shadow
+from nbdist.train.state import State, StepRecord
+
+Original = Callable[..., Any]
+
+
+# --- optimizers
+
+
+def prepare_optimizer(optimizer: Optimizer, state: State) -> None:
+    """Let an optimizer step at the end of windows only, with the parameters that its models have now."""
+    take_new_parameters(optimizer, state.replaced)
+    state.records[optimizer] = StepRecord()
+    state.optimizers.append(optimizer)
+    shadow(optimizer, "step", partial(_step, state))
+    shadow(optimizer, "zero_grad", partial(_zero_grad, state))
+
+
+def take_new_parameters(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Put new parameters into an optimizer's groups, in place, and shard what it already knows of the old ones."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for old in [parameter for parameter in optimizer.state if isinstance(parameter, torch.Tensor)]:
+        if old in replaced:
+            new, known = replaced[old], optimizer.state.pop(old)
+            optimizer.state[new] = {name: _laid_out(value, old, new) for name, value in known.items()}
+
+
+def _laid_out(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != old.shape or not isinstance(new, DTensor):
+        return value
+    value = value.to(torch.device(new.device_mesh.device_type))
+    return distribute_tensor(value, new.device_mesh, new.placements).to(new.device)
+
+
+def strange_parameters(optimizer: Optimizer, known: set[int], replaced: Mapping[torch.Tensor, Any]) -> int:
+    """How many of an optimizer's parameters belong to no model. `known`: the numbers (`id`) of the models' own."""
+    return sum(id(parameter) not in known and parameter not in replaced for parameter in parameters_of(optimizer))
+
+
+def _step(state: State, original: Original, optimizer: Optimizer, closure: Any = None) -> Any:
+    record = state.records[optimizer]
+    if record.inside is not None:
+        return record.inside()
+    if not state.sync_gradients:
+        return None
+    finish_window(state)
+    if state.scaler is not None:
+        if closure is not None:
+            raise UsageError("fp16 can't step with a closure, as the scaler steps once: choose bf16 or fp32 for this")
+        precision.unscale(state, optimizer)
+    if state.plan.clip_grad_norm is not None:
+        clip_by_norm(parameters_of(optimizer), state.plan.clip_grad_norm)
+    result = None
+    if state.scaler is not None:
+        record.skipped = not precision.scaled_step(state, optimizer, original)
+    else:
+        result = original(optimizer) if closure is None else original(optimizer, closure)
+    record.consumed = True
+    record.attempts += 1
+    if optimizer is state.optimizers[-1]:
+        state.steps += not record.skipped
+        _after_attempt(state, record.attempts)
+    return result
+
+
+def _after_attempt(state: State, attempts: int) -> None:
+    """What is due every few steps. Skipped ones count: with fp16 and local SGD a rank may skip alone."""
+    plan = state.plan
+    if plan.local_sgd_steps and (attempts % plan.local_sgd_steps == 0 or getattr(state.loader, "end_of_loader", False)):
+        for model in state.models:
+            average_parameters(model)
+    if plan.gc_interval and attempts % plan.gc_interval == 0:
+        gc.collect()
+
+
+def _zero_grad(state: State, original: Original, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Zero gradients that a step has used, or that the user gives up; not what a window has gathered so far.
+
+    Users zero before backward or behind the step, so the place in the window alone does not tell. With one optimizer,
+    zeroing behind the last backward of a window without a step means that the user gives the window up.
+    """
+    record = state.records[optimizer]
+    nothing_gathered = state.micro_step == 1 and not state.backward_made
+    given_up = state.sync_gradients and state.backward_made and len(state.optimizers) == 1
+    if not (record.consumed or state.window == 1 or nothing_gathered or given_up):
+        return
+    if record.phase == "unscaled":
+        precision.renew_scale(state)  # there was no step: the scaler is to begin anew
+    record.consumed = False
+    original(optimizer, *args, **kwargs)
+
+
+# --- schedulers
+
+_SHADOWED = ("step", "state_dict")
+
+
+def prepare_scheduler(scheduler: Any, state: State) -> None:
+    """Let a scheduler step whenever its optimizer does, once for each step however many ranks there are."""
+    state.schedulers.append(scheduler)
+    shadow(scheduler, "step", partial(_scheduler_step, state))
+    shadow(scheduler, "state_dict", _scheduler_state)
+
+
+def _scheduler_step(state: State, original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    if not state.sync_gradients:
+        return None
+    record = state.records.get(getattr(scheduler, "optimizer", None))
+    if record is not None and record.skipped:
+        return None
+    return original(scheduler, *args, **kwargs)
+
+
+def _scheduler_state(original: Original, scheduler: Any) -> Any:
+    """The schedulers of torch give out all of their `__dict__`, in which the shadows stand, too."""
+    known = original(scheduler)
+    return {name: value for name, value in known.items() if name not in _SHADOWED} if isinstance(known, dict) else known
+
+
+def is_scheduler(thing: Any) -> bool:
+    """Whether this is a learning-rate scheduler, torch's or one like them."""
+    return not isinstance(thing, Optimizer | torch.nn.Module) and all(
+        callable(getattr(thing, name, None)) for name in ("step", "state_dict")
+    )
+
+
+def describe_groups(optimizers: Sequence[Optimizer]) -> list[str]:
+    """What ranks must agree on: each optimizer's class and how many parameters its groups have."""
+    return [f"{type(opt).__name__}{[len(group['params']) for group in opt.param_groups]}" for opt in optimizers]

@@ -1,0 +1,279 @@
+"""Strategies: a model becomes one that ranks train together, by torch's own DDP and FSDP2.
+
+Knows nothing of optimizers, loaders or loops. The order matters: layers are replaced first, then blocks are
+checkpointed, then compiled, then sharded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.errors import UsageError
+from nbdist.plan import Plan, Strategy
+from nbdist.train import precision
+from nbdist.train import state as training
+from nbdist.train.blocks import checkpoint_blocks, compile_blocks, find_blocks
+from nbdist.train.materialize import Materializer, refuse_without_initializer, take_from_rank_0
+from nbdist.train.shadow import restore
+from nbdist.train.state import State
+
+
+def strategy_in_effect(plan: Plan) -> Strategy:
+    """What the plan's strategy comes to here: "none" in one process, FSDP excepted, which can still offload."""
+    if not training.has_group():
+        return "none"
+    return "none" if plan.strategy == "ddp" and training.world_size() == 1 else plan.strategy
+
+
+def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
+    """Models are given to `prepare` as their authors wrote them.
+
+    Raises:
+        UsageError: The model is wrapped or sharded already. The text says what to give instead.
+    """
+    if plan.strategy == "none":
+        return
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"the {type(model.module).__name__} is wrapped in DistributedDataParallel already: give prepare the model "
+            "it wraps, `model.module`, or leave it out of prepare"
+        )
+    kinds = {type(module).__name__ for module in model.modules()} & {"DistributedDataParallel", "DataParallel"}
+    if kinds or type(model).__name__ in ("DeepSpeedEngine", "FullyShardedDataParallel"):
+        kind = min(kinds, default=type(model).__name__)
+        raise UsageError(f"the model is wrapped in {kind} already, or a part of it is: give prepare the bare model")
+    if _is_sharded(model):
+        raise UsageError(
+            "the model is sharded already (fully_shard, or parameters that are DTensors): build it again and give "
+            "prepare the bare model, or leave it out of prepare"
+        )
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+def distribute(model: nn.Module, state: State) -> nn.Module:
+    """Make a model one that trains as the state's plan says.
+
+    Args:
+        model: As its author wrote it; on any device, also meta.
+        state: Says how. Its `replaced` learns which parameters stand for which earlier ones.
+
+    Returns:
+        The model: itself but under DDP, where it is wrapped.
+
+    Raises:
+        UsageError: The plan does not fit the model.
+    """
+    plan, strategy = state.plan, strategy_in_effect(state.plan)
+    find_blocks(model, plan.shard_by)  # whether shard_by fits is said before anything changes
+    refuse_without_initializer(model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        restore(module, "forward")  # of an earlier plan
+    model = _with_other_layers(model, plan, state.device)
+    checkpoint_blocks(model, plan.activation_checkpointing, plan.shard_by)
+    if strategy in ("fsdp", "hsdp"):
+        distributed = _shard(model, state)
+    else:
+        precision.autocast_forward(model, plan, state.device)
+        Materializer(state.device).materialize(model.modules())
+        model.to(state.device)
+        distributed = _replicate(model, plan, state.device) if strategy == "ddp" else model
+        if plan.compile:
+            distributed.compile()  # DDP compiled around cuts the graph at its buckets
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in before.items():
+        if after.get(name) is not parameter and name in after:
+            state.replaced[parameter] = after[name]
+    return distributed
+
+
+def _with_other_layers(model: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
+    if plan.sync_batchnorm and training.world_size() > 1:
+        if device.type == "cpu":
+            raise UsageError("sync_batchnorm needs GPUs, as torch's SyncBatchNorm does: leave it out of the plan here")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if plan.precision == "fp8":
+        precision.convert_to_fp8(model, plan, device)
+    return model
+
+
+# --- DDP
+
+
+def _replicate(model: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        take_from_rank_0(model.modules())  # DDP refuses what has nothing to train
+        return model
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        bucket_cap_mb=plan.bucket_mb,
+        find_unused_parameters=plan.find_unused_parameters,
+        static_graph=plan.static_graph,
+        gradient_as_bucket_view=plan.gradient_as_bucket_view,
+    )
+    if plan.comm_hook != "none":
+        _register_hook(wrapped, plan.comm_hook, plan.comm_hook_options)
+    return wrapped
+
+
+def _register_hook(model: DistributedDataParallel, kind: str, options: Mapping[str, Any]) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if kind in ("fp16", "bf16"):
+        if options:
+            raise UsageError(f"the {kind} hook has no settings, so leave comm_hook_options out")
+        hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
+        model.register_comm_hook(None, hook)
+        return
+    if kind == "batched_powersgd":
+        _refuse_broken_hook(powerSGD_hook)
+    try:
+        state = powerSGD_hook.PowerSGDState(**{"process_group": None, **options})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"comm_hook_options don't fit the {kind} hook: {error}") from None
+    power_hook = powerSGD_hook.powerSGD_hook if kind == "powersgd" else powerSGD_hook.batched_powerSGD_hook
+    model.register_comm_hook(state, power_hook)
+
+
+def _refuse_broken_hook(hooks: Any) -> None:
+    """The batched hook of some versions of torch hands over a matrix where a batch of them is expected."""
+    orthogonalize = getattr(hooks, "_orthogonalize", None)
+    try:
+        if orthogonalize is not None:
+            orthogonalize(torch.eye(2))
+    except AssertionError:
+        raise UsageError(
+            f"the batched powerSGD hook of torch {torch.__version__} fails in the first step that it compresses: "
+            "use comm_hook='powersgd'"
+        ) from None
+
+
+# --- FSDP2
+
+
+def _shard(model: nn.Module, state: State) -> nn.Module:
+    """Shard block by block, so that no more than one block is whole at a time beyond what the model has outside."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+
+    plan, device = state.plan, state.device
+    if state.mesh is None:
+        state.mesh = make_mesh(plan, device)
+    blocks = _separable(model, find_blocks(model, plan.shard_by))
+    if plan.compile:
+        compile_blocks(model, plan.shard_by)
+    block_policy, root_policy = precision.fsdp_policies(plan)
+    options: dict[str, Any] = {"mesh": state.mesh}
+    if plan.reshard is not None:
+        options["reshard_after_forward"] = plan.reshard
+    if plan.offload and device.type != "cpu":
+        options["offload_policy"] = CPUOffloadPolicy()
+    materializer = Materializer(device)
+    norms = _norms(model) if block_policy.param_dtype is not None else []
+    for norm in norms:
+        _make_alike([norm], norm, materializer, device)
+        fully_shard(norm, mp_policy=precision.full_precision_policy(), **options)
+    for block in blocks:
+        _make_alike([module for module in block.modules() if module not in norms], None, materializer, device)
+        fully_shard(block, mp_policy=block_policy, **options)
+    inside = {module for block in blocks for module in block.modules()} | set(norms)
+    rest = [module for module in model.modules() if module not in inside]
+    _make_alike(rest, None if inside else model, materializer, device)
+    fully_shard(model, mp_policy=root_policy, **options)
+    _prefetch(blocks, plan.prefetch)
+    if callable(getattr(model, "generate", None)):
+        register_fsdp_forward_method(model, "generate")
+    return model
+
+
+def _norms(model: nn.Module) -> list[nn.Module]:
+    """BatchNorm layers, which can't have parameters of another type than their running statistics."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    return _separable(model, [norm for norm in found if norm.affine])
+
+
+def _make_alike(
+    modules: Iterable[nn.Module], whole: nn.Module | None, materializer: Materializer, device: torch.device
+) -> None:
+    """Bring modules that are about to be sharded to the device, with the values of rank 0 on all ranks."""
+    modules = list(modules)
+    materializer.materialize(modules)
+    if whole is not None:
+        whole.to(device)
+    else:
+        _move_own(modules, device)
+    take_from_rank_0(modules)
+
+
+def _move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move what belongs to these modules but not to their children, which are sharded already."""
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
+def _separable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that share no parameter with the rest; the others are sharded with the rest, so that it stays tied."""
+    holders = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in {id(parameter): parameter for parameter in module.parameters(recurse=False)}.values()
+    )
+    found = []
+    for block in blocks:
+        within = Counter(
+            id(parameter)
+            for module in block.modules()
+            for parameter in {id(parameter): parameter for parameter in module.parameters(recurse=False)}.values()
+        )
+        if all(holders[number] == count for number, count in within.items()):
+            found.append(block)
+    return found
+
+
+def _prefetch(blocks: Sequence[Any], ahead: int) -> None:
+    if not ahead:
+        return
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[number + 1 : number + 1 + ahead]))
+        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, number - ahead) : number])))
+
+
+def make_mesh(plan: Plan, device: torch.device) -> Any:
+    """The ranks as FSDP and HSDP see them."""
+    ranks = training.world_size()
+    if plan.strategy == "fsdp":
+        return dist.init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    replicas = plan.replicas or _nodes(ranks)
+    if ranks % replicas:
+        raise UsageError(
+            f"{ranks} ranks can't be divided into {replicas} replicas of the model: type replicas= with one of "
+            f"{', '.join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)}"
+        )
+    return dist.init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _nodes(ranks: int) -> int:
+    """How many nodes the ranks run on, by the launcher's variables."""
+    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

@@ -1,0 +1,163 @@
+"""Who does what, and in which order: the main process, turns, shares of inputs, a flag that any rank can raise.
+
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nbdist.errors import UsageError
+from nbdist.train import collectives
+from nbdist.train import state as training
+from nbdist.train.nested import with_items
+from nbdist.train.process_group import ensure_group
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0."""
+    return _rank() == 0
+
+
+def is_local_main_process() -> bool:
+    """Whether this is the first rank of its node."""
+    return _local_rank() == 0
+
+
+def is_last_process() -> bool:
+    """Whether this is the rank with the highest number."""
+    ensure_group()
+    return _rank() == training.world_size() - 1
+
+
+def _rank() -> int:
+    ensure_group()
+    return training.rank()
+
+
+def _local_rank() -> int:
+    rank = _rank()
+    return int(os.environ.get("LOCAL_RANK", rank)) if training.world_size() > 1 else 0
+
+
+def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Let a function run on rank 0 only; elsewhere it does nothing and returns None."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if is_main_process() else None
+
+    return wrapped
+
+
+def print(*args: Any, **kwargs: Any) -> None:
+    """Python's `print`, on rank 0 only."""
+    if is_main_process():
+        builtins.print(*args, **kwargs)
+
+
+def wait_for_everyone() -> None:
+    """Wait until all ranks have come here."""
+    ensure_group()
+    if training.world_size() == 1:
+        return
+    device = training.default_device()
+    if device.type == "cuda" and dist.get_backend() == "nccl":
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()
+
+
+@contextmanager
+def main_process_first() -> Iterator[None]:
+    """Rank 0 runs what is inside first, then all others: as where a download is to be made once."""
+    with _first(is_main_process()):
+        yield
+
+
+@contextmanager
+def local_main_process_first() -> Iterator[None]:
+    """The first rank of each node runs what is inside first, then the others of the node."""
+    with _first(is_local_main_process()):
+        yield
+
+
+@contextmanager
+def _first(mine: bool) -> Iterator[None]:
+    if not mine:
+        wait_for_everyone()
+    try:
+        yield
+    finally:
+        if mine:  # also where it has raised: the others must not wait for ever
+            wait_for_everyone()
+
+
+@contextmanager
+def split_between_processes(inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    """Give this rank its share of the inputs: each rank as many, the first ones one more where that does not divide.
+
+    Args:
+        inputs: A list, tuple, string or tensor; or a dict of such, all as long.
+        apply_padding: Whether shares are filled up with the last item, so that all are as long.
+
+    Raises:
+        UsageError: A dict's values are not all as long, or the inputs have no length.
+    """
+    ensure_group()
+    yield _share(inputs, apply_padding)
+
+
+def _share(inputs: Any, apply_padding: bool) -> Any:
+    if isinstance(inputs, Mapping):
+        lengths = {key: _length(item) for key, item in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise UsageError(f"split_between_processes takes a dict of values that are all as long, not {lengths}")
+        return with_items(inputs, lambda item: _share(item, apply_padding))
+    number, rank, ranks = _length(inputs), training.rank(), training.world_size()
+    each, more = divmod(number, ranks)
+    start = rank * each + min(rank, more)
+    share = inputs[start : start + each + (rank < more)]
+    missing = each + bool(more) - len(share)
+    return _filled(share, inputs, missing) if apply_padding and missing and number else share
+
+
+def _length(inputs: Any) -> int:
+    try:
+        return len(inputs)
+    except TypeError:
+        raise UsageError(
+            f"split_between_processes takes lists, tuples, tensors or dicts of them, not {type(inputs).__name__}"
+        ) from None
+
+
+def _filled(share: Any, inputs: Any, missing: int) -> Any:
+    last = share[-1:] if len(share) else inputs[-1:]
+    if isinstance(share, torch.Tensor):
+        return torch.cat([share, *[last] * missing])
+    return share + last * missing
+
+
+def set_trigger() -> None:
+    """Raise a flag on this rank that `check_trigger` shows to all: as to stop early, or to save now."""
+    training.current().trigger = True
+
+
+def check_trigger() -> bool:
+    """Whether a rank has called `set_trigger` since the last check. To be called on all ranks; lowers the flag."""
+    state = training.current()
+    raised = collectives.reduce(torch.tensor(int(state.trigger), device=state.device), "sum").item() > 0
+    if raised:
+        state.trigger = False
+    return bool(raised)

@@ -1,0 +1,47 @@
+"""N ranks train as one process does on the same global batch, and as PyTorch's own recipes do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import shared_kernel
+from tests.harness import Kernel
+
+STRATEGIES = ["none", "ddp", "fsdp", "hsdp"]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def some_ranks(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    """A kernel with two ranks, then one with four."""
+    with shared_kernel(request.param) as kernel:
+        kernel.ok("import nbdist\nfrom tests import train_equality as equality\ncall = nbdist.get_session().call")
+        yield kernel
+
+
+def on_ranks(kernel: Kernel, function: str, arguments: str) -> list[Any]:
+    return list(kernel.value(f"call(equality.{function}, {arguments})"))
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 1e-6)])
+def test_ranks_train_as_one_process_does(
+    some_ranks: Kernel, dtype: str, limit: float, strategy: str, accumulate: int, clip: bool
+) -> None:
+    plan = f"equality.plan_of({strategy!r}, {accumulate}, {clip})"
+    distances = on_ranks(some_ranks, "distance_from_one_process", f"{plan}, {dtype!r}")
+    assert max(distances) < limit
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_is_bit_for_bit_the_recipe_of_pytorch(
+    some_ranks: Kernel, strategy: str, accumulate: int, clip: bool
+) -> None:
+    plan = f"equality.plan_of({strategy!r}, {accumulate}, {clip}, 'bf16')"
+    assert not any(on_ranks(some_ranks, "differing_from_recipe", plan))

@@ -1,0 +1,158 @@
+"""Data for tests of loaders. Its text runs as a cell on ranks, too."""
+
+import random
+from collections import namedtuple
+
+import numpy
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from nbdist.plan import Plan
+from nbdist.train.data import prepare_loader
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Numbers(Dataset):
+    def __init__(self, size):
+        self.size = size
+        self.epochs = []
+        self.read = 0
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read += 1
+        return index
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Stream(IterableDataset):
+    """Numbers without a known length."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.size
+
+
+class WorkerStream(Stream):
+    """Shares itself out between workers, as the documentation of torch shows it."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.size, step))
+
+
+class ShuffledStream(Stream):
+    """Shuffles with the global generators, while it is read."""
+
+    def __iter__(self):
+        numbers = list(range(self.size))
+        random.shuffle(numbers)
+        while numbers:
+            yield numbers.pop(int(numpy.random.randint(len(numbers))))
+
+
+class EpochStream(Stream):
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch] * self.size)
+
+
+class GeneratorStream(Stream):
+    def __init__(self, size):
+        super().__init__(size)
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size, generator=self.generator).tolist())
+
+
+class Draws(Dataset):
+    """What workers draw."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.randint(2**40, ())
+
+
+class AnySampler(Sampler):
+    """A sampler of the user's own, that shuffles with the global generators, and goes on to draw."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        numbers = list(range(self.size))
+        while numbers:
+            numbers.sort()
+            random.shuffle(numbers)
+            yield numbers.pop(int(numpy.random.randint(len(numbers))))
+
+
+class Buckets(Sampler):
+    """Batches of other sizes, as those by length are."""
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __iter__(self):
+        numbers = iter(range(sum(self.sizes)))
+        for size in self.sizes:
+            yield [next(numbers) for _ in range(size)]
+
+
+def lists(loader):
+    """The batches of one epoch."""
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+
+
+def all_ranks(make, world_size, plan=None, sharded=False):
+    """A loader for each rank, of one process."""
+    plan = plan or Plan(seed=0)
+    return [
+        prepare_loader(make(), plan=plan, rank=rank, world_size=world_size, sharded=sharded)
+        for rank in range(world_size)
+    ]
+
+
+def rounds(loaders):
+    """What the ranks together see in each step of one epoch, in the order of ranks."""
+    batches = [lists(loader) for loader in loaders]
+    longest = max(map(len, batches))
+    return [[rank[step] for rank in batches if step < len(rank)] for step in range(longest)]
+
+
+def flat(batches):
+    return [sample for batch in batches for sample in (flat(batch) if isinstance(batch, list) else [batch])]
+
+
+def real(steps, remainder):
+    """The samples of an epoch without those that complete the last step."""
+    if not steps:
+        return []
+    last = flat(steps[-1])
+    return flat(steps[:-1]) + (last if remainder < 0 else last[:remainder])

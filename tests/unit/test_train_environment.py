@@ -1,0 +1,98 @@
+"""What a plan asks of the process: seeds, NUMA nodes as Linux tells of them, garbage collection by hand."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import nbdist
+from nbdist.plan import Plan
+from nbdist.train import environment
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    yield
+    environment.apply(Plan(), CPU)
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), numpy.random.random(), torch.rand(()).item()
+
+
+def test_a_seed_is_that_of_all_generators() -> None:
+    nbdist.set_seed(7)
+    first = draws()
+    environment.apply(Plan(seed=7, seed_per_rank=True), CPU)  # this is rank 0
+    assert draws() == first
+    nbdist.set_seed(8)
+    assert not set(draws()) & set(first)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True, "7"])
+def test_what_is_no_seed_is_refused(seed: object) -> None:
+    with pytest.raises(nbdist.UsageError, match="is no seed"):
+        nbdist.set_seed(seed)  # type: ignore[arg-type]
+
+
+def test_what_the_plan_leaves_open_is_not_touched() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), torch.get_float32_matmul_precision(), gc.isenabled()
+    environment.apply(Plan(), CPU)
+    after = torch.get_rng_state(), torch.get_float32_matmul_precision(), gc.isenabled()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+def test_determinism_and_tf32_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    environment.apply(Plan(deterministic=True, tf32=True), CPU)
+    assert torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "high"
+    environment.apply(Plan(tf32=False), CPU)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_python_collects_garbage_again_under_a_plan_that_does_not() -> None:
+    environment.apply(Plan(gc_interval=10), CPU)
+    assert not gc.isenabled()
+    environment.apply(Plan(), CPU)
+    assert gc.isenabled()
+
+
+def test_the_cores_next_to_a_device_are_read_from_the_kernel(tmp_path: Path) -> None:
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    node = tmp_path / "devices/system/node/node1"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text("4-6,12\n")
+    assert environment.numa_node("0000:3b:00.0", tmp_path) == 1
+    assert environment.cores_of_node(1, tmp_path) == {4, 5, 6, 12}
+
+
+@pytest.mark.parametrize("text", ["-1\n", ""], ids=["one node", "unreadable"])
+def test_a_machine_that_does_not_tell_its_nodes_is_left_alone(tmp_path: Path, text: str) -> None:
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(text)
+    assert environment.numa_node("0000:3b:00.0", tmp_path) is None
+    assert environment.numa_node("0000:ff:00.0", tmp_path) is None
+    assert environment.cores_of_node(0, tmp_path) == set()
+
+
+def test_without_a_gpu_nothing_is_bound() -> None:
+    assert environment.bind_to_numa_node(CPU) is None

@@ -1,0 +1,51 @@
+"""What measuring the memory of a cell adds to it: a Meter by itself, and an empty cell on ranks."""
+
+from __future__ import annotations
+
+import time
+
+import _tools
+
+ROUNDS = 300
+BUDGET = 200.0  # µs
+
+
+def main() -> None:
+    _tools.prepare()
+    import torch
+
+    from nbdist.client.session import Session
+    from nbdist.client.workers import Workers
+    from nbdist.metrics.memory import Meter
+
+    def metered() -> float:
+        began = time.thread_time()
+        with Meter():
+            pass
+        return (time.thread_time() - began) * 1e6
+
+    held = torch.ones(1 << 26)  # a process of some size
+    samples = _tools.rounds(ROUNDS, {"one": metered}, warm_up=30)
+    _tools.header("processor time of measuring a piece of code")
+    _tools.row("Meter, begin and end", samples["one"], "µs", **_tools.limit(BUDGET))
+    del held
+
+    for count in (8, 2):
+        with Session(count) as session:
+
+            def run(session: Session = session) -> None:
+                session.run("pass")
+
+            def run_metered(session: Session = session) -> None:
+                Workers.metered = lambda task: None
+                session.run("pass")
+                Workers.metered = None
+
+            measures = {"plain": _tools.timed(run), "metered": _tools.timed(run_metered)}
+            samples = _tools.rounds(ROUNDS, measures, warm_up=30)
+        _tools.row(f"Session.run('pass'), {count} ranks, memory off", samples["plain"])
+        _tools.row("  memory on", samples["metered"], over=("memory off", samples["plain"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+/**
+ * The panel in plain DOM: whoever has an element and a way to the kernel can show it.
+ *
+ * Owns what the reader sees and does: rows or a map, which rank is chosen, pause. Knows no widget and no notebook.
+ */
+
+import { Cell, metricMenu } from "./heat";
+import { Details } from "./details";
+import { Header } from "./header";
+import { cpuName, PARTS, Row } from "./row";
+import { needsALook, onGpu, State, type Frame, type Metric, type Node, type Update } from "./state";
+import { make, nameOf, partOf, percent, write } from "./words";
+
+export type { Frame, Update } from "./state";
+
+/** A wish of the reader: "pause", "rate", "choose", "metric", "snapshot". */
+export interface Wish {
+  type: string;
+  value: boolean | number | string | null;
+}
+
+/** What the kernel says. */
+export type Message = Update | { type: "note"; text: string };
+
+/** A panel in the page. */
+export interface View {
+  /** Show this instead of all that was there. */
+  load(frame: Frame): void;
+  /** What came next. */
+  receive(message: Message): void;
+  /** Take it out of the page. */
+  dispose(): void;
+}
+
+const ATTENTION = 5; // rows below a map
+const TICK = 1000; // milliseconds between two looks at the clock
+
+/**
+ * Show a panel.
+ *
+ * @param parent - Where.
+ * @param send - What brings the reader's wishes to the kernel.
+ */
+export function createView(parent: HTMLElement, send: (wish: Wish) => void): View {
+  const view = new Panel(send);
+  parent.append(view.element);
+  return view;
+}
+
+class Panel implements View {
+  readonly element = make("div", "panel");
+  private readonly state = new State();
+  private readonly header: Header;
+  private readonly list = make("div", "ranks");
+  private readonly legend = make("div", "legend");
+  private readonly attention = make("div", "ranks nbdist-attention");
+  private readonly details: Details;
+  private readonly note = make("p", "message");
+  private readonly menu: HTMLSelectElement;
+  private readonly clock: number;
+  private nodes: NodeLine[] = [];
+  private marks: (Row | Cell)[] = [];
+  private readonly attentionRows = Array.from({ length: ATTENTION }, () => new Row());
+  private metric: Metric = "memory";
+  private chosen: number | null = null;
+  private focus = 0;
+  private wish: boolean | null = null; // to pause or not, as long as the kernel has not heard of it
+  private layout = "";
+  private heard = Date.now();
+
+  constructor(private readonly send: (wish: Wish) => void) {
+    this.header = new Header({ pause: this.pause, rate: this.setRate });
+    this.details = new Details(this.snapshot, this.close);
+    this.menu = metricMenu(this.show);
+    this.element.append(this.header.element, this.list, this.legend, this.attention, this.details.element, this.note);
+    this.list.tabIndex = -1; // it scrolls, which would make it a stop for Tab
+    this.element.dataset["lmSuppressShortcuts"] = "true";
+    this.note.setAttribute("role", "status");
+    this.list.setAttribute("role", "listbox");
+    this.list.setAttribute("aria-label", "Ranks");
+    this.list.addEventListener("click", this.onClick);
+    this.list.addEventListener("keydown", this.onKey);
+    this.attention.setAttribute("aria-label", "Ranks worth a look");
+    this.clock = window.setInterval(this.tick, TICK);
+    this.draw();
+  }
+
+  load(frame: Frame): void {
+    this.state.load(frame);
+    this.hear();
+    this.drawAll();
+  }
+
+  receive(message: Message): void {
+    if (message.type === "note") {
+      write(this.note, message.text);
+      return;
+    }
+    this.state.apply(message);
+    this.hear();
+    if (this.wish !== true) this.draw();
+  }
+
+  dispose(): void {
+    window.clearInterval(this.clock);
+    this.element.remove();
+  }
+
+  // --- what the reader does
+
+  private readonly pause = (on: boolean): void => {
+    this.wish = on; // holds at once; the kernel hears of it when its cell has ended
+    this.heard = Date.now();
+    this.send({ type: "pause", value: on });
+    this.draw();
+  };
+
+  private readonly setRate = (seconds: number): void => {
+    this.send({ type: "rate", value: seconds });
+  };
+
+  private readonly show = (metric: Metric): void => {
+    this.metric = metric;
+    this.send({ type: "metric", value: metric });
+    this.drawAll();
+  };
+
+  private readonly snapshot = (): void => {
+    const rank = this.chosen === null ? undefined : this.state.ranks[this.chosen];
+    if (rank === undefined) return;
+    const when = rank.state === "busy" ? " It is written when the cell that runs has ended." : "";
+    write(this.note, `A memory snapshot of ${nameOf(rank)} is asked for.${when}`);
+    this.send({ type: "snapshot", value: rank.rank });
+  };
+
+  private readonly close = (): void => {
+    this.choose(null);
+    this.marks[this.focus]?.element.focus();
+  };
+
+  private readonly onClick = (event: MouseEvent): void => {
+    const index = this.marks.findIndex((mark) => mark.element.contains(event.target as globalThis.Node));
+    if (index < 0) return;
+    this.choose(index === this.chosen ? null : index);
+    this.moveTo(index);
+  };
+
+  private readonly onKey = (event: KeyboardEvent): void => {
+    const next = this.target(event.key);
+    if (next === null) return;
+    event.preventDefault();
+    event.stopPropagation();
+    if (event.key === "Escape") this.choose(null);
+    else if (event.key === "Enter" || event.key === " ") this.choose(next === this.chosen ? null : next);
+    else this.moveTo(next);
+  };
+
+  /** Where a key leads to; null: it is not ours. */
+  private target(key: string): number | null {
+    const last = this.marks.length - 1;
+    const line = this.state.heat ? this.perLine() : 1;
+    const targets: Record<string, number> = {
+      ArrowLeft: this.focus - 1,
+      ArrowRight: this.focus + 1,
+      ArrowUp: this.focus - line,
+      ArrowDown: this.focus + line,
+      Home: 0,
+      End: last,
+      Enter: this.focus,
+      " ": this.focus,
+      Escape: this.focus,
+    };
+    const target = targets[key];
+    return target === undefined ? null : Math.max(0, Math.min(last, target));
+  }
+
+  /** Cells side by side in the line of the one in focus. */
+  private perLine(): number {
+    const tops = this.marks.map((mark) => mark.element.offsetTop);
+    return Math.max(1, tops.filter((top) => top === tops[this.focus]).length);
+  }
+
+  private moveTo(index: number): void {
+    this.marks[this.focus]?.element.setAttribute("tabindex", "-1");
+    this.focus = index;
+    this.marks[index]?.element.setAttribute("tabindex", "0");
+    this.marks[index]?.element.focus();
+  }
+
+  private choose(index: number | null): void {
+    if (this.chosen !== null) this.marks[this.chosen]?.element.setAttribute("aria-selected", "false");
+    this.chosen = index;
+    this.send({ type: "choose", value: index });
+    this.draw();
+  }
+
+  private get paused(): boolean {
+    return this.wish ?? this.state.head.live === "paused";
+  }
+
+  private hear(): void {
+    this.heard = Date.now();
+    if (this.wish === (this.state.head.live === "paused")) this.wish = null;
+  }
+
+  // --- drawing
+
+  private readonly tick = (): void => {
+    this.header.drawLive(this.state.head, this.paused, (Date.now() - this.heard) / 1000);
+  };
+
+  private drawAll(): void {
+    this.state.ranks.forEach((_, index) => this.state.touched.add(index));
+    this.draw();
+  }
+
+  private draw(): void {
+    this.element.classList.toggle("nbdist-waiting", !this.state.known);
+    this.header.draw(this.state.head, this.paused);
+    this.tick();
+    this.arrange();
+    this.state.nodes.forEach((node, index) => this.nodes[index]?.draw(node, this.state.head.rate));
+    this.drawMarks();
+    this.drawAttention();
+    this.drawDetails();
+  }
+
+  /** Make the elements anew when ranks have come or gone, or other parts of them are to be seen. */
+  private arrange(): void {
+    const { heat, ranks, nodes } = this.state;
+    const gpus = ranks.some(onGpu);
+    const layout = JSON.stringify([heat, gpus, ranks.map((rank) => [rank.rank, rank.node]), nodes.length]);
+    if (layout === this.layout) return;
+    this.layout = layout;
+    this.chosen = null;
+    this.focus = 0;
+    this.marks = ranks.map(() => (heat ? new Cell() : new Row()));
+    this.nodes = nodes.map(() => new NodeLine());
+    ranks.forEach((rank, index) => {
+      const mark = this.marks[index];
+      if (mark !== undefined) this.nodes[rank.node]?.body.append(mark.element);
+    });
+    this.marks[0]?.element.setAttribute("tabindex", "0");
+    this.element.classList.toggle("nbdist-heat", heat);
+    this.element.classList.toggle("nbdist-cpu", !gpus);
+    this.list.replaceChildren(...this.nodes.map((node) => node.element));
+    this.legend.replaceChildren(...(heat ? [this.menu, ...scale()] : keys(gpus)));
+    this.attention.replaceChildren(...(heat ? this.attentionRows.map((row) => row.element) : []));
+  }
+
+  private drawMarks(): void {
+    const { heat, ranks, touched } = this.state;
+    for (const index of heat ? touched : ranks.keys()) {
+      const rank = ranks[index];
+      const mark = this.marks[index];
+      if (rank === undefined) continue;
+      if (mark instanceof Row) mark.draw(rank, this.state.history[index]);
+      else mark?.draw(rank, this.state, this.metric, index);
+    }
+    touched.clear();
+  }
+
+  private drawAttention(): void {
+    if (!this.state.heat) return;
+    const chosen = this.state.ranks.filter(needsALook).slice(0, ATTENTION);
+    this.attentionRows.forEach((row, index) => {
+      const rank = chosen[index];
+      row.element.hidden = rank === undefined;
+      if (rank !== undefined) row.draw(rank, undefined);
+    });
+  }
+
+  private drawDetails(): void {
+    const rank = this.chosen === null ? undefined : this.state.ranks[this.chosen];
+    if (this.chosen === null || rank === undefined) {
+      this.details.hide();
+      return;
+    }
+    this.marks[this.chosen]?.element.setAttribute("aria-selected", "true");
+    this.details.draw(rank, this.state.nodes[rank.node]?.name ?? "");
+  }
+}
+
+/** A machine and its ranks. */
+class NodeLine {
+  readonly element = make("div", "node");
+  readonly body = make("div", "node-ranks");
+  private readonly name = make("span", "node-name");
+  private readonly facts = make("span", "node-facts");
+
+  constructor() {
+    this.element.append(make("div", "node-head", this.name, this.facts), this.body);
+    this.element.setAttribute("role", "group");
+  }
+
+  /** @param rate - Seconds between two looks that are asked for; a node may need longer. */
+  draw(node: Node, rate: number): void {
+    const facts = [node.gpus, node.why];
+    if (node.cpu !== null) facts.push(`CPU ${percent(node.cpu)}`);
+    if (node.used !== null && node.total !== null) facts.push(`memory ${partOf(node.used, node.total)}`);
+    if (node.period !== null && node.period > 1.5 * rate) facts.push(`looked at every ${node.period} s`);
+    const words = facts.filter(Boolean).join(" · ");
+    write(this.name, node.name === "" ? "this machine" : node.name);
+    write(this.facts, words);
+    this.element.title = this.element.ariaLabel = `${node.name}: ${words}`;
+  }
+}
+
+function keys(gpus: boolean): HTMLElement[] {
+  const parts = gpus ? PARTS : PARTS.filter(([part]) => part === "allocated" || part === "others");
+  const found = parts.map(([part, name]) => key(`part nbdist-${part}`, gpus ? name : cpuName(part)));
+  found.push(key("free", "free"));
+  if (gpus) found.push(key("peak", "peak"));
+  return found;
+}
+
+function scale(): HTMLElement[] {
+  return [make("span", "key", "empty to full: 0 to 100 %"), make("span", "key", "✕ dead"), make("span", "key", "⚠ worth a look")];
+}
+
+function key(swatch: string, words: string): HTMLElement {
+  return make("span", "key", make("i", `swatch nbdist-${swatch}`), words);
+}

@@ -1,0 +1,92 @@
+"""How long steps take, without ever making the device wait.
+
+Owns the two clocks: the processor's, and for GPUs events in the stream, which are read once they have passed. A loop
+that prints its loss every tenth step looks to the processor like nine short steps and a long one; to the device it does
+not. Knows nothing of what a step is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+_SETTLE = 0.2  # seconds that the last steps of a loop may take to end, once it has ended for the processor
+
+T = TypeVar("T")
+
+
+class Clock(Protocol[T]):
+    """What both clocks do."""
+
+    def tick(self, step: T) -> list[tuple[T, float]]:
+        """A step ends here.
+
+        Returns:
+            Steps whose seconds are known by now, each once.
+        """
+
+    def restart(self) -> list[tuple[T, float]]:
+        """What follows belongs to no step, until the next tick.
+
+        Returns:
+            Steps whose seconds are known by now.
+        """
+
+
+class HostClock(Generic[T]):
+    """For work that is done when a step returns."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def tick(self, step: T) -> list[tuple[T, float]]:
+        """As `Clock` says."""
+        before, self._last = self._last, time.perf_counter()
+        return [] if before is None else [(step, self._last - before)]
+
+    def restart(self) -> list[tuple[T, float]]:
+        """As `Clock` says."""
+        self._last = None
+        return []
+
+
+class DeviceClock(Generic[T]):
+    """For work that is queued. Used by the thread that queues it, and never while its stream is captured.
+
+    Args:
+        make_event: Gives what `torch.cuda.Event(enable_timing=True)` gives.
+    """
+
+    def __init__(self, make_event: Callable[[], Any]) -> None:
+        self._make_event = make_event
+        self._last: Any = None
+        self._queued: deque[tuple[T, Any, Any]] = deque()
+
+    def tick(self, step: T) -> list[tuple[T, float]]:
+        """As `Clock` says."""
+        event = self._make_event()
+        event.record()
+        if self._last is not None:
+            self._queued.append((step, self._last, event))
+        self._last = event
+        return self._ended()
+
+    def restart(self) -> list[tuple[T, float]]:
+        """As `Clock` says; waits a moment for steps that are still at work, and forgets those that go on."""
+        self._last = None
+        found = self._ended()
+        deadline = time.monotonic() + _SETTLE
+        while self._queued and time.monotonic() < deadline:
+            time.sleep(0.001)
+            found += self._ended()
+        self._queued.clear()
+        return found
+
+    def _ended(self) -> list[tuple[T, float]]:
+        found = []
+        while self._queued and self._queued[0][2].query():
+            step, first, last = self._queued.popleft()
+            found.append((step, first.elapsed_time(last) / 1000))
+        return found

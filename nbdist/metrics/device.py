@@ -1,0 +1,80 @@
+"""This process, as a RankSample: its memory, and what torch knows of its GPU.
+
+Reads counters only: nothing is initialised by it, and it costs microseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from nbdist.metrics import host
+from nbdist.metrics.sample import RankSample, StepSample
+
+
+def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
+    """This process now.
+
+    Args:
+        rank: Its rank.
+        inherited: Bytes of anonymous memory that it was forked with, and so shares.
+        gpu: Its GPU, as torch counts. CUDA's current device is no help: each thread has one of its own.
+    """
+    found = RankSample(rank=rank, pid=os.getpid(), private=max(0, host.anonymous_memory() - inherited), step=_steps())
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None or not cuda.is_initialized():
+        return found
+    try:
+        return _with_gpu(found, cuda, in_use(cuda, gpu))
+    except Exception as error:  # after a failed kernel torch refuses whatever it is asked
+        why = f"torch does not tell of its GPU: {type(error).__name__}: {error}".splitlines()[0]
+        return msgspec.structs.replace(found, device=f"cuda:{gpu}", why=why)
+
+
+def _with_gpu(found: RankSample, cuda: Any, index: int) -> RankSample:
+    stats = cuda.memory_stats(index)
+    return msgspec.structs.replace(
+        found,
+        device=f"cuda:{index}",
+        gpu=uuid(cuda, index),
+        allocated=stats.get("allocated_bytes.all.current", 0),
+        reserved=stats.get("reserved_bytes.all.current", 0),
+        peak=stats.get("allocated_bytes.all.peak", 0),
+        retries=stats.get("num_alloc_retries", 0),
+        ooms=stats.get("num_ooms", 0),
+    )
+
+
+def in_use(cuda: Any, own: int) -> int:
+    """The GPU that this process uses: its own, or, if torch holds nothing there, the one where it holds the most.
+
+    Args:
+        cuda: `torch.cuda`, initialised.
+        own: The GPU that it should use, as torch counts.
+    """
+    count = cuda.device_count()
+    if own < count and cuda.memory_reserved(own):
+        return own
+    most = max(range(count), key=cuda.memory_reserved, default=own)
+    return most if cuda.memory_reserved(most) else own
+
+
+def uuid(cuda: Any, index: int) -> str:
+    """The UUID of a GPU as the driver writes it; empty where torch does not tell.
+
+    Args:
+        cuda: `torch.cuda`, initialised.
+        index: As torch counts.
+    """
+    found = str(getattr(cuda.get_device_properties(index), "uuid", ""))
+    return f"GPU-{found}" if found and not found.startswith(("GPU-", "MIG-")) else found
+
+
+def _steps() -> StepSample | None:
+    """Training steps, if they are measured here."""
+    steps: Any = sys.modules.get("nbdist.metrics.steps")
+    found: StepSample | None = steps.current_sample() if steps is not None else None
+    return found

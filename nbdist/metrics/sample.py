@@ -1,0 +1,184 @@
+"""One look at ranks and devices, as values: what the sampler sends, the panel shows and the history keeps.
+
+None stands for what is not known; `why` then says so in words. Bytes, seconds, watts, degrees Celsius, and shares from
+0 to 1 throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+
+class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One GPU, or one MIG instance, as its driver sees it.
+
+    Attributes:
+        uuid: What names it everywhere.
+        index: As `nvidia-smi` counts.
+        name: Of the device, as its maker writes it.
+        total: Memory of the device.
+        used: Memory in use, by anybody.
+        by_pid: Memory in use by process, as far as the driver tells.
+        utilization: Share of the last period in which a kernel ran.
+        temperature: Of the chip.
+        power: Drawn now.
+        power_limit: Allowed.
+        throttled: Why its clocks are held down ("power", "heat", ...); empty: they are not.
+        why: What could not be read and why; empty: all could.
+    """
+
+    uuid: str
+    index: int
+    name: str = ""
+    total: int | None = None
+    used: int | None = None
+    by_pid: dict[int, int] = {}
+    utilization: float | None = None
+    temperature: float | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    throttled: list[str] = []
+    why: str = ""
+
+
+class NodeSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One machine.
+
+    Attributes:
+        name: Host name.
+        at: When, in seconds since 1970.
+        gpus: Its GPUs, by index.
+        memory_total: Memory of the machine, or what its container may use.
+        memory_used: Memory that is not available any more.
+        cpu: Share of its cores that is busy.
+        why: Why there are no GPUs, in words; empty where there are.
+        period: Seconds between two looks; grows when looking is slow.
+    """
+
+    name: str
+    at: float
+    gpus: list[GpuSample] = []
+    memory_total: int | None = None
+    memory_used: int | None = None
+    cpu: float | None = None
+    why: str = ""
+    period: float = 1.0
+
+
+class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The training steps of one rank, over the last window.
+
+    Attributes:
+        steps: Optimizer steps since the rank's start.
+        seconds: Of one step, median of the window.
+        flops: Model FLOPs of one step on this rank; None: not counted (`why`).
+        hardware_flops: With recomputation.
+        uncounted: Share of the window's steps whose shapes were not counted.
+        waiting: Share of the step spent waiting for data.
+        communication: Share of the step in collectives, where it can be known.
+        units: Samples or tokens of one step on this rank.
+        unit: "samples" or "tokens".
+        peak: What the device can do at most, FLOP/s, at the dtype that is used.
+        peak_source: Where that figure is from.
+        why: What is not known and why.
+    """
+
+    steps: int = 0
+    seconds: float | None = None
+    flops: float | None = None
+    hardware_flops: float | None = None
+    uncounted: float = 0.0
+    waiting: float | None = None
+    communication: float | None = None
+    units: float | None = None
+    unit: str = ""
+    peak: float | None = None
+    peak_source: str = ""
+    why: str = ""
+
+
+class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank.
+
+    Attributes:
+        rank: Its number; -1: the notebook's own process.
+        node: Name of its machine.
+        device: "cpu" or "cuda:3".
+        gpu: UUID of its GPU; empty on the CPU.
+        pid: Its process.
+        state: "idle", "busy", "stuck" or "dead".
+        doing: The line it is in, or how it died.
+        private: Memory of the process, beyond what it was forked with and what files back.
+        allocated: Device memory in tensors.
+        reserved: Device memory that torch holds.
+        peak: Largest `allocated`, as torch's own `max_memory_allocated` tells it.
+        retries: Allocations that worked only after the cache was emptied.
+        ooms: Allocations that failed.
+        step: Its training steps.
+        why: What is not known and why.
+    """
+
+    rank: int
+    node: str = ""
+    device: str = "cpu"
+    gpu: str = ""
+    pid: int = 0
+    state: str = "idle"
+    doing: str = ""
+    private: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+    retries: int = 0
+    ooms: int = 0
+    step: StepSample | None = None
+    why: str = ""
+
+
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One look at everything."""
+
+    at: float
+    ranks: list[RankSample] = []
+    nodes: list[NodeSample] = []
+    cell: int = 0
+    generation: int = 0
+
+
+def gpu_of(uuid: str, nodes: Iterable[NodeSample]) -> GpuSample | None:
+    """The sample of a GPU, or of a MIG instance; None where no node knows of it.
+
+    Args:
+        uuid: As NVML writes it, or as CUDA does: CUDA leaves out whether it is a whole GPU or an instance of one.
+        nodes: Where to look.
+    """
+    return gpu_among(uuid, (gpu for node in nodes for gpu in node.gpus))
+
+
+def gpu_among(uuid: str, gpus: Iterable[GpuSample]) -> GpuSample | None:
+    """Like `gpu_of`, of GPUs that belong to no node yet."""
+    number = _number(uuid)
+    return next((gpu for gpu in gpus if number and _number(gpu.uuid) == number), None)
+
+
+def _number(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
+
+
+def non_torch(rank: RankSample, gpu: GpuSample) -> int | None:
+    """Device memory of a rank's process beyond what torch holds: CUDA's context, kernels, NCCL's buffers.
+
+    Args:
+        rank: The rank.
+        gpu: Its GPU.
+
+    Returns:
+        Bytes; None where the driver does not tell by process. In a container it may name processes by the host's
+        numbers: one that happens to be this rank's, with less memory than torch alone holds, counts as another's.
+    """
+    own = gpu.by_pid.get(rank.pid)
+    if own is None or rank.reserved is None or own < rank.reserved:
+        return None
+    return own - rank.reserved

@@ -1,0 +1,361 @@
+"""What training steps take, live and without a change to the loop: time, FLOPs, waiting for data.
+
+Owns the hooks on torch's optimizers. A step lasts from the end of one `optimizer.step()` to the end of the next, so
+accumulation is part of it; `live` counts one of each shape. Works in any process, with or without ranks.
+
+A step's shape is what its backward passes and batches look like, and whose parameters it moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nbdist.metrics import loading, passes, peaks
+from nbdist.metrics.clock import Clock, DeviceClock, HostClock
+from nbdist.metrics.live import Known, LiveCounts
+from nbdist.metrics.sample import StepSample
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_WINDOW = 64  # steps, at most
+_WINDOW_STEPS, _WINDOW_SECONDS = 10, 2.0  # of a sample: whichever is more
+_LAP = 4096  # steps that a lap's figures are of, the newest
+
+_PASSES = 1000  # of one step, at most
+
+# Private, so it is looked for; without it a compiled step ends the measurement, with the compiler's own words.
+_compiler_at_work = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+_Shape = tuple[int, tuple[int, ...], frozenset[Any]]
+
+
+@dataclass
+class _Step:
+    """One step that has ended."""
+
+    shape: _Shape
+    waiting: float | None
+    units: int
+    counted: bool  # which takes time of its own
+    seconds: float = 0.0
+    at: float = 0.0
+
+
+class _Gathered:
+    """What has been seen of the step that is under way."""
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+        self.batches: set[Any] = set()
+        self.waiting: float | None = None
+        self.units = 0
+
+
+class Meter:
+    """Measures the training steps of the thread that starts it.
+
+    >>> with Meter() as meter:
+    ...     train(model, loader)
+    ...     print(meter.sample())
+
+    Nothing of it raises in the user's loop: what goes wrong makes values unknown, with the reason. Steps of a compiled
+    `optimizer.step` are not seen, nor those that run inside a backward pass, one parameter after the other.
+    """
+
+    def __init__(self) -> None:
+        self._counts = LiveCounts()
+        self._clock: Clock[_Step] = HostClock()
+        self._device = torch.device("cpu")
+        self._window: deque[_Step] = deque(maxlen=_WINDOW)
+        self._since_lap: deque[_Step] = deque(maxlen=_LAP)
+        self._steps = self._lap_steps = self._laps = 0
+        self._serials: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._outermost: tuple[Optimizer, FrameType] | None = None  # that is stepping, and where
+        self._gathered = _Gathered()
+        self._unit = ""
+        self._thread = 0
+        self._clock_is_off = False  # in this lap
+        self._ends: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Meter:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Measure from now on."""
+        if self._ends:
+            return
+        if not passes.available():
+            self._counts.why = f"PyTorch {torch.__version__} hides its backward passes, so steps can't be measured"
+            return
+        self._thread = threading.get_ident()
+        before, after = self._hooks()
+        hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        self._ends = [*(hook.remove for hook in hooks), passes.listen(self._see_pass), loading.listen(self._see_batch)]
+
+    def stop(self) -> None:
+        """Measure no longer. In the thread that has started it."""
+        self._counts.leave()
+        for end in self._ends:
+            end()
+        self._ends = []
+
+    # --- what is known
+
+    def sample(self) -> StepSample:
+        """The last steps. From any thread, at any time, in less than a millisecond."""
+        recent: list[_Step] = []
+        now = time.monotonic()
+        for step in reversed(list(self._window)):
+            if len(recent) >= _WINDOW_STEPS and now - step.at > _WINDOW_SECONDS:
+                break
+            recent.append(step)
+        return self._summary(self._steps, recent)
+
+    def lap(self) -> StepSample:
+        """The steps since the last lap; what follows until the next step belongs to none. In the starting thread.
+
+        Returns:
+            `steps`: of this lap.
+        """
+        self._counts.leave()
+        self._note(self._clock.restart())
+        found = self._summary(self._lap_steps, list(self._since_lap))
+        self._since_lap.clear()
+        self._lap_steps = 0
+        self._laps += 1
+        self._clock_is_off = False
+        self._outermost = None
+        self._gathered = _Gathered()
+        return found
+
+    def _summary(self, made: int, steps: Sequence[_Step]) -> StepSample:
+        """One step in the middle: each shape's median, weighed by how often it came."""
+        if not steps:
+            return StepSample(steps=made, why=self._why_nothing(made))
+        known = [(step, found) for step in steps if (found := self._counts.known.get(step.shape)) is not None]
+        chosen = [step for step, _ in known] or steps
+        waited = [step.waiting for step in steps if step.waiting is not None]
+        units = [step.units for step in chosen if step.units]
+        sample = StepSample(
+            steps=made,
+            seconds=_middle(chosen),
+            uncounted=1 - len(known) / len(steps),
+            waiting=min(1.0, statistics.fmean(waited) / _middle(steps)) if waited else None,
+            units=statistics.fmean(units) if units else None,
+            unit=self._unit if units else "",
+            why=self._counts.why or self._counts.hindrance or "no step of this shape has been counted yet",
+        )
+        return _with_flops(sample, [found for _, found in known]) if known else sample
+
+    def _why_nothing(self, made: int) -> str:
+        if self._counts.why:
+            return self._counts.why
+        if self._clock_is_off:
+            return "the clock ran backwards"
+        if made:
+            return "too few steps: the first begins, the second is counted, from the third on they are timed"
+        if self._gathered.passes:
+            return "no step yet: one that is compiled, or runs inside a backward pass, can't be seen"
+        return "no step yet"
+
+    # --- in the user's loop, so nothing may be raised
+
+    def _hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """What torch calls before and after each step. Compiled with one, they leave nothing of themselves there."""
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or not self._is_mine():
+                return
+            if self._outermost is None or not _is_running(self._outermost[1]):  # else it steps inside another
+                self._outermost = optimizer, sys._getframe(1)
+            self._counts.enter_optimizer()
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or not self._is_mine():
+                return
+            if self._outermost is not None and self._outermost[0] is not optimizer:
+                return
+            self._outermost = None
+            try:
+                if not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                    self._end_step(optimizer)
+            except Exception as error:
+                self._fail("a step could not be measured", error)
+
+        return before, after
+
+    def _see_pass(self, outputs: Sequence[Any]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if len(self._gathered.passes) > _PASSES:
+            return  # nobody steps
+        try:
+            self._gathered.passes.append(passes.fingerprint(outputs))
+        except Exception as error:
+            self._fail("a backward pass could not be read", error)
+
+    def _see_batch(self, seconds: float, batch: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        gathered = self._gathered
+        gathered.waiting = (gathered.waiting or 0.0) + max(0.0, seconds)
+        with contextlib.suppress(Exception):  # a batch of somebody's own kind
+            found = loading.describe(batch)
+            gathered.batches.add(found.shapes)
+            gathered.units += found.units
+            self._unit = found.unit or self._unit
+
+    def _fail(self, what: str, error: Exception) -> None:
+        self._counts.leave()
+        self._counts.why = f"{what}: {type(error).__name__}: {error}"
+
+    def _is_mine(self) -> bool:
+        """Whether a step in this place counts: not in another thread, a backward pass or a compiled region."""
+        return (
+            threading.get_ident() == self._thread
+            and torch._C._current_graph_task_id() == -1
+            and _compiler_at_work() in (None, False)
+        )
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        gathered, self._gathered = self._gathered, _Gathered()
+        shape = (self._serial(optimizer), tuple(gathered.passes), frozenset(gathered.batches))
+        counted = self._counts.under_way
+        self._counts.finish(shape, self._laps)
+        self._steps += 1
+        self._lap_steps += 1
+        self._note(self._clock.tick(_Step(shape, gathered.waiting, gathered.units, counted)))
+        if not self._counts.under_way:
+            self._counts.consider(shape, shape[0], len(self._serials), self._laps, self._lap_steps, self._device)
+
+    def _note(self, ended: Sequence[tuple[_Step, float]]) -> None:
+        for step, seconds in ended:
+            if step.counted:
+                self._counts.spent += max(0.0, seconds - _middle(list(self._window))) if self._window else 0.0
+                continue
+            if seconds <= 0:
+                self._clock_is_off = True
+                continue
+            self._counts.trained += seconds
+            step.seconds, step.at = seconds, time.monotonic()
+            if not self._since_lap:
+                self._window.clear()  # of the lap before: kept so far for those who look at what ran last
+            self._window.append(step)
+            self._since_lap.append(step)
+
+    def _serial(self, optimizer: Optimizer) -> int:
+        """A number that no other optimizer ever has."""
+        serial = self._serials.get(optimizer)
+        if serial is None:
+            self._serials[optimizer] = serial = self._steps + 1
+            self._look_at_device(optimizer)
+        return serial
+
+    def _look_at_device(self, optimizer: Optimizer) -> None:
+        devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        found = next(devices, self._device)
+        if found != self._device:
+            self._device = found
+            on_gpu = found.type == "cuda"
+            self._clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else HostClock()
+
+
+def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
+    """What each step of a sample takes, and what the device could do at most."""
+    work: defaultdict[str, int] = defaultdict(int)
+    for each in known:
+        for dtype, amount in each.work.items():
+            work[dtype] += amount
+    device = known[-1].device
+    figures = {dtype: peaks.known(device, dtype) for dtype in work}
+    peak = peaks.mixed(work, figures)
+    tokens = [each.count.tokens for each in known if each.count.tokens]
+    missing = [dtype for dtype, figure in figures.items() if figure is None]
+    why = [f"no peak is known for {peaks.name_of(device)} at {', '.join(missing)}"] if missing else []
+    if uncounted := sorted({name for each in known for name in each.count.uncounted}):
+        why.append(f"not counted: {', '.join(uncounted)}")
+    return msgspec.structs.replace(
+        sample,
+        flops=statistics.fmean(each.count.model_flops for each in known),
+        hardware_flops=statistics.fmean(each.count.hardware_flops for each in known),
+        units=sample.units or (statistics.fmean(tokens) if tokens else None),
+        unit=sample.unit or ("tokens" if tokens else ""),
+        peak=None if peak is None else peak.tflops * 1e12,
+        peak_source="" if peak is None else peak.source,
+        why="; ".join(why),
+    )
+
+
+def _middle(steps: Sequence[_Step]) -> float:
+    """Seconds of a step: of each shape its median, weighed by how often it came."""
+    by_shape: defaultdict[_Shape, list[float]] = defaultdict(list)
+    for step in steps:
+        by_shape[step.shape].append(step.seconds)
+    return sum(len(each) * statistics.median(each) for each in by_shape.values()) / len(steps)
+
+
+def _is_running(wanted: FrameType) -> bool:
+    """Whether the caller was called by this frame, directly or not: one that has raised is not there any more."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
+
+
+# --- the meter of this process
+
+_meter: Meter | None = None
+_last_lap: StepSample | None = None
+
+
+def start() -> None:
+    """Measure the steps of this process from now on, for `current_sample`. Again: nothing happens."""
+    global _meter
+    if _meter is None:
+        _meter = Meter()
+        _meter.start()
+
+
+def stop() -> None:
+    """Measure no longer. In the thread that has called `start`."""
+    global _meter, _last_lap
+    if _meter is not None:
+        _meter.stop()
+    _meter = _last_lap = None
+
+
+def current_sample() -> StepSample | None:
+    """The last steps of this process, from any thread and at once; None if they are not measured."""
+    meter = _meter
+    return None if meter is None else meter.sample()
+
+
+def end_lap() -> None:
+    """A cell, or whatever else ran steps, has ended. In the thread that has called `start`."""
+    global _last_lap
+    if _meter is not None:
+        _last_lap = _meter.lap()
+
+
+def last_lap() -> StepSample | None:
+    """The steps of the last lap; None if they were not measured."""
+    return _last_lap

@@ -1,0 +1,240 @@
+"""The panel without JavaScript: text for a terminal, and HTML that stays in a saved notebook.
+
+Knows nothing of notebooks. The HTML carries its own look and no script, so that it survives what cleans outputs;
+without its style it is a plain table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from nbdist.panel.model import Row, Stat, View
+from nbdist.panel.words import duration, part_of, percent, size, sizes, tera
+
+_BAR = 22  # characters
+_LINES = 32  # of nodes and of ranks in a summary of many
+_MARKS = {"busy": "●", "idle": "○", "stuck": "◐", "dead": "✕"}
+_COLUMNS = ("rank", "device", "memory", "", "peak", "util", "temp", "power", "state", "")
+_RIGHT = frozenset({3, 4, 5, 6, 7})  # columns of numbers
+
+
+# --- text
+
+
+def text(view: View) -> str:
+    """A table for a terminal."""
+    head = f"{view.title} · {time.strftime('%H:%M:%S', time.localtime(view.at))}"
+    figures = _aligned([[stat.label, stat.value, stat.note] for stat in view.stats])
+    nodes = [_text_node(view, index) for index in range(len(view.nodes))]
+    more = [f"… and {len(nodes) - _LINES} more machines"] if len(nodes) > _LINES else []
+    chosen = _worth_a_look(view.rows) if view.heat else []
+    rest = [f"worth a look:\n{_text_table(chosen)}"] if chosen else []
+    legend = [_legend(view)] if chosen or not view.heat else []
+    return "\n".join([head, figures, *nodes[:_LINES], *more, *rest, *legend])
+
+
+def _text_node(view: View, index: int) -> str:
+    rows = [row for row in view.rows if row.node == index]
+    if not rows:
+        return _node_line(view, index)
+    return f"{_node_line(view, index)}\n{_summary(rows) if view.heat else _text_table(rows)}"
+
+
+def _text_table(rows: Sequence[Row]) -> str:
+    cells = [list(_COLUMNS), *(_text_cells(row) for row in rows)]
+    kept = [column for column in range(len(_COLUMNS)) if any(row[column] for row in cells[1:])]
+    return _aligned([[row[column] for column in kept] for row in cells], {kept.index(c) for c in _RIGHT if c in kept})
+
+
+def _text_cells(row: Row) -> list[str]:
+    return [row.name, row.device, _text_bar(row), _used_of_total(row), *_gauges(row), _state(row), _remarks(row)]
+
+
+def _text_bar(row: Row) -> str:
+    if not row.total or row.held is None:
+        return f"[{'?' * _BAR}]"
+    bar, at = "", 0.0
+    for mark, part in zip("#=-.", (row.allocated, row.cache, row.non_torch, row.others), strict=True):
+        at += (part or 0) / row.total
+        bar = bar.ljust(min(_BAR, round(at * _BAR)), mark)
+    return f"[{bar.ljust(_BAR)}]"
+
+
+def _legend(view: View) -> str:
+    if any(row.cache is not None for row in view.rows):
+        return "# tensors  = torch's cache  - CUDA and NCCL  . other processes"
+    return "# this rank's own  . everything else in use"
+
+
+def _aligned(cells: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+    if not cells:
+        return ""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    to_right = set(right)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in to_right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+# --- HTML
+
+
+_CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:middle;border:0;white-space:nowrap"
+_NUMBER = _CELL.replace("text-align:left", "text-align:right")
+_QUIET = "opacity:.7;font-size:90%"
+_TRACK = (
+    "display:block;width:180px;height:10px;background-color:rgba(128,128,128,.2);white-space:nowrap;overflow:hidden"
+)
+_PARTS = (
+    ("allocated", "tensors", "#4477aa"),
+    ("cache", "torch's cache", "#99bbdd"),
+    ("non_torch", "CUDA and NCCL", "#9970ab"),
+    ("others", "other processes", "#c2a05c"),
+)
+
+
+def html(view: View, identity: str = "") -> str:
+    """What stands in a saved notebook: the last values.
+
+    Args:
+        view: Them.
+        identity: The panel's, by which the living view finds this copy and hides it.
+    """
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.at))
+    stats = "".join(map(_html_stat, view.stats))
+    parts = [_html_node(view, index) for index in range(min(_LINES, len(view.nodes)))]
+    if len(view.nodes) > _LINES:
+        parts.append(f"<p>… and {len(view.nodes) - _LINES} more machines</p>")
+    if view.heat and (chosen := _worth_a_look(view.rows)):
+        parts.append(f"<p><b>worth a look</b></p>{_html_table(chosen)}")
+    return (
+        f'{_style(identity)}<div class="nbdist-static" data-nbdist-panel="{escape(identity)}">'
+        f'<p><b>{escape(view.title)}</b> <span style="{_QUIET}">as of {when}</span></p>'
+        f'<table style="border:0">{stats}</table>{"".join(parts)}{_html_legend(view)}</div>'
+    )
+
+
+def _style(identity: str) -> str:
+    """Takes away the line that JupyterLab shows below for a widget whose kernel is gone."""
+    below = f'.jp-OutputArea-child:has([data-nbdist-panel="{escape(identity)}"]) + .jp-OutputArea-child'
+    return f"<style>{below} > .jupyter-widgets:not(:has(*)){{display:none}}</style>"
+
+
+def _html_stat(stat: Stat) -> str:
+    note = f"⚠ {stat.note}" if stat.level else stat.note
+    styled = ((stat.label, _CELL), (stat.value, _CELL), (note, f"{_CELL};{_QUIET}"))
+    return "<tr>" + "".join(f'<td style="{style}">{escape(words)}</td>' for words, style in styled) + "</tr>"
+
+
+def _html_node(view: View, index: int) -> str:
+    rows = [row for row in view.rows if row.node == index]
+    body = f"<p>{escape(_summary(rows))}</p>" if view.heat else _html_table(rows)
+    return f"<p>{escape(_node_line(view, index))}</p>{body}"
+
+
+def _html_table(rows: Sequence[Row]) -> str:
+    cells = [_text_cells(row) for row in rows]
+    kept = [column for column in range(len(_COLUMNS)) if any(row[column] for row in cells)]
+    head = "".join(f'<th style="{_column_style(column)};{_QUIET}">{_COLUMNS[column]}</th>' for column in kept)
+    lines = "".join(
+        "<tr>" + "".join(_html_cell(row, column, words[column]) for column in kept) + "</tr>"
+        for row, words in zip(rows, cells, strict=True)
+    )
+    return f'<table style="border:0"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
+
+
+def _html_cell(row: Row, column: int, words: str) -> str:
+    body = _html_bar(row) if _COLUMNS[column] == "memory" else escape(words)
+    return f'<td style="{_column_style(column)}">{body}</td>'
+
+
+def _column_style(column: int) -> str:
+    if column == len(_COLUMNS) - 1:
+        return _CELL.replace("nowrap", "normal")
+    return _NUMBER if column in _RIGHT else _CELL
+
+
+def _html_bar(row: Row) -> str:
+    if not row.total or row.held is None:
+        return f'<span style="{_TRACK};font-size:8px">n/a</span>'
+    parts = "".join(
+        f'<span style="display:inline-block;height:10px;background-color:{color};'
+        f'width:{100 * part / row.total:.1f}%"></span>'
+        for field, _, color in _PARTS
+        if (part := getattr(row, field))
+    )
+    return f'<span style="{_TRACK}">{parts}</span>'
+
+
+def _html_legend(view: View) -> str:
+    on_gpu = any(row.cache is not None for row in view.rows)
+    parts = _PARTS if on_gpu else (("", "this rank's own", _PARTS[0][2]), ("", "everything else in use", _PARTS[3][2]))
+    keys = "".join(f'<span style="color:{color}">■</span> {escape(name)} &nbsp; ' for _, name, color in parts)
+    return f'<p style="{_QUIET}">{keys}</p>'
+
+
+# --- what both say
+
+
+def _node_line(view: View, index: int) -> str:
+    node = view.nodes[index]
+    parts = [node.gpus, node.why]
+    parts.append(f"CPU {percent(node.cpu)}" if node.cpu is not None else "")
+    if node.used is not None and node.total:
+        parts.append(f"memory {part_of(node.used, node.total)}")
+    return f"{node.name or 'this machine'}: {' · '.join(part for part in parts if part)}"
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """A line for many ranks."""
+    held = [row.held for row in rows if row.held is not None]
+    busy = [row.utilization for row in rows if row.utilization is not None]
+    states = [f"{count} {state}" for state in _MARKS if (count := sum(row.state == state for row in rows))]
+    parts = [f"{', '.join(states)}"]
+    if held:
+        parts.append(f"memory {sizes(min(held), sum(held) / len(held), max(held))}")
+    if busy:
+        parts.append(f"util {percent(min(busy))} to {percent(max(busy))}")
+    return f"  ranks {rows[0].name}-{rows[-1].name}: {'; '.join(parts)}" if rows else ""
+
+
+def _worth_a_look(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.badges or row.state in ("dead", "stuck")][:_LINES]
+
+
+def _used_of_total(row: Row) -> str:
+    if row.held is None:
+        return "n/a"
+    if not row.total:
+        return f"{size(row.held)} of n/a"
+    return part_of(row.held if row.cache is None else row.used or 0, row.total)
+
+
+def _gauges(row: Row) -> list[str]:
+    """Peak, utilization, temperature, power; empty where there is no such thing, n/a where it is not known."""
+    if row.cache is None and not row.gpu:
+        return ["", "", "", ""]
+    return [
+        size(row.peak),
+        "n/a" if row.utilization is None else percent(row.utilization),
+        "n/a" if row.temperature is None else f"{row.temperature:.0f} °C",
+        "n/a" if row.power is None else f"{row.power:.0f} W",
+    ]
+
+
+def _state(row: Row) -> str:
+    return f"{_MARKS.get(row.state, '?')} {row.state}"
+
+
+def _remarks(row: Row) -> str:
+    remarks = [f"⚠ {words}" for _, words in row.badges]
+    remarks += [row.doing] if row.state == "dead" else []
+    remarks += [f"{duration(row.step)} a step"] if row.step is not None else []
+    remarks += [f"{tera(row.flops)} TFLOPS"] if row.flops is not None else []
+    return "; ".join(words for words in [*remarks, row.why] if words)

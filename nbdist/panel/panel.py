@@ -1,0 +1,361 @@
+"""The widget: takes Samples from a Monitor, tells the page, and does what its buttons ask.
+
+Owns the traffic with the page, and the copy without JavaScript that stands in the saved notebook. Knows nothing of what
+the values mean (`model`) or how they are packed (`updates`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import anywidget
+import traitlets
+
+from nbdist.client.history import history
+from nbdist.client.monitor import Monitor
+from nbdist.client.session import Session, current_session
+from nbdist.errors import NbdistError, UsageError
+from nbdist.metrics import snapshot
+from nbdist.metrics.sample import Sample
+from nbdist.panel import fallback
+from nbdist.panel.model import View, view_of
+from nbdist.panel.plot import Point, plot
+from nbdist.panel.updates import METRICS, Updates
+from nbdist.panel.words import size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BUILT = Path(__file__).parent / "static"
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_FIRST_LOOK = 1.0  # seconds that the first copy in the notebook waits for something to show
+
+
+class Source(Protocol):
+    """Where Samples come from; a `Monitor` is one."""
+
+    rate: float
+
+    def subscribe(self, watcher: Callable[[Sample], None], /) -> Callable[[], None]:
+        """Call this with each Sample, from any thread. Returns what ends it."""
+
+
+class Panel(anywidget.AnyWidget):
+    """Memory, speed and health of every rank, live in the notebook, also while a cell runs.
+
+    >>> nbdist.Panel()
+
+    The last values stay in the notebook when it is saved, exported, or its kernel has gone.
+
+    Args:
+        session: What to look at; None: the notebook's session, whichever is the newest, and this process while there
+            is none.
+        rate: Seconds between two looks, 0.25 to 60; None: as it is (1 at first).
+        source: Where Samples come from instead of a session.
+
+    Raises:
+        UsageError: The rate is out of bounds.
+    """
+
+    _esm: ClassVar[Path] = _BUILT / "widget.js"
+    _css: ClassVar[Path] = _BUILT / "widget.css"
+    frame = traitlets.Dict().tag(sync=True, to_json=lambda _, panel: panel.state())
+
+    def __init__(
+        self, session: Session | None = None, *, rate: float | None = None, source: Source | None = None
+    ) -> None:
+        self._identity = secrets.token_hex(4)
+        self._lock = threading.RLock()  # what the page knows: the monitor's thread and the notebook's change it
+        self._updates = Updates(self._identity)
+        self._view: View | None = None
+        self._seen = threading.Event()
+        self._session: weakref.ref[Session] | None = None
+        self._follows = session is None and source is None
+        self._source: Source = source or Monitor.of(None)
+        self._unsubscribe: Callable[[], None] | None = None
+        self._views = 0  # that pages have opened and not closed again
+        self._paused = False
+        self._stale = False  # whether the copy in the notebook is older than what has been seen
+        self._shown = False
+        self._ended = False
+        if session is not None:
+            self._attach(session)
+        self._follow()
+        if rate is not None:
+            self._source.rate = rate
+        super().__init__()
+        self.on_msg(self._on_message)
+        self._watch_cells()
+
+    # --- what a user calls
+
+    @property
+    def rate(self) -> float:
+        """Seconds between two looks.
+
+        Raises:
+            UsageError: It is out of bounds.
+        """
+        return self._source.rate
+
+    @rate.setter
+    def rate(self, seconds: float) -> None:
+        self._source.rate = seconds
+        self._tell_again()
+
+    @property
+    def paused(self) -> bool:
+        """Whether it rests."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        if paused:
+            self._rest()
+        elif self._shown:
+            self._wake()
+        self._tell_again()
+
+    @property
+    def text(self) -> str:
+        """The last values as a table for a terminal."""
+        self._follow()
+        view = self._look()
+        return fallback.text(view) if view is not None else "nothing has been seen yet"
+
+    @property
+    def html(self) -> str:
+        """The last values as HTML without scripts: what the saved notebook shows."""
+        view = self._look()
+        return fallback.html(view, self._identity) if view is not None else ""
+
+    def plot(self) -> Figure:
+        """Memory and TFLOPS over time, by matplotlib: what `nbdist.history()` has kept.
+
+        Raises:
+            UsageError: matplotlib is not installed, or nothing has been seen yet.
+        """
+        here = self._session is None
+        looks = [look for look in history().looks if here == any(rank.rank < 0 for rank in look.ranks)]
+        return plot([point for look in looks if (point := Point.of(view_of(look))) is not None])
+
+    def close(self) -> None:
+        """Look no more; the page keeps what it shows."""
+        self._rest()
+        self._unwatch_cells()
+        super().close()
+
+    # --- Samples
+
+    def state(self) -> dict[str, Any]:
+        """What the page knows, for a page that opens now."""
+        with self._lock:
+            return self._updates.state()
+
+    def _attach(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._source = Monitor.of(session)
+
+    def _follow(self) -> None:
+        """Turn to the notebook's newest session; the last one's values stay until there is one."""
+        session = current_session()
+        if not self._follows or session is None or session.closed or session.broken:
+            return
+        if self._session is None or self._session() is not session:
+            watching = self._unsubscribe is not None
+            self._rest()
+            self._attach(session)
+            self._view, self._ended = None, False
+            if watching:
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._unsubscribe is None:
+            self._unsubscribe = self._source.subscribe(self._on_sample)
+
+    def _rest(self) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+
+    def _on_sample(self, sample: Sample) -> None:
+        """From the monitor's thread, which others need too."""
+        try:
+            self._take(view_of(sample))
+        except Exception as error:
+            self._rest()
+            with contextlib.suppress(Exception):  # the notebook may be going
+                self._say(f"the panel has stopped: {type(error).__name__}: {error}")
+
+    def _take(self, view: View) -> None:
+        with self._lock:
+            self._view, self._stale = view, True
+            if self._updates.fits(view):
+                self.send(self._updates.update(view, self._live(), self.rate))
+            else:
+                self._send_all()
+        self._seen.set()
+
+    def _send_all(self) -> None:
+        assert self._view is not None
+        self._updates.reset(self._view, self._live(), self.rate)
+        self.send_state("frame")
+
+    def _live(self) -> str:
+        return "ended" if self._ended else "paused" if self._paused else "live"
+
+    def _tell_again(self) -> None:
+        """Something changed that no Sample will bring."""
+        if self._view is not None:
+            self._take(self._view)
+
+    def _look(self) -> View | None:
+        """What is in view; where nobody watches, what is seen now."""
+        if self._view is not None and (self._unsubscribe is not None or self._paused or self._ended):
+            return self._view
+        watching = self._unsubscribe is not None
+        self._seen.clear()
+        self._wake()
+        self._seen.wait(_FIRST_LOOK)
+        if not watching:
+            self._rest()
+        return self._view
+
+    # --- the notebook
+
+    def _ipython_display_(self) -> None:
+        """Two outputs: the copy for later, and the living view, which hides the copy as long as it lives."""
+        from IPython.display import display
+
+        self._follow()
+        if not _in_a_kernel():
+            print(self.text)
+            return
+        self._shown, self._paused = True, False
+        self._wake()
+        display(self._copy(), raw=True, display_id=self._display_id)
+        # Without the widget's state, exporters take the empty HTML.
+        living = {_WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.model_id}}
+        display({**living, "text/html": "", "text/plain": ""}, raw=True)
+
+    @property
+    def _display_id(self) -> str:
+        return f"nbdist-panel-{self._identity}"
+
+    def _copy(self) -> dict[str, str]:
+        self._stale = False
+        return {"text/plain": self.text, "text/html": self.html}
+
+    def _watch_cells(self) -> None:
+        if (shell := _shell()) is not None:
+            shell.events.register("post_run_cell", self._on_cell_end)
+
+    def _unwatch_cells(self) -> None:
+        if (shell := _shell()) is not None:
+            with contextlib.suppress(ValueError):  # it has been closed before
+                shell.events.unregister("post_run_cell", self._on_cell_end)
+
+    def _on_cell_end(self, result: object) -> None:
+        """Bring up to date what the notebook keeps."""
+        self._follow()
+        self._note_end()
+        if not self._shown or not self._stale or self._view is None:
+            return
+        from IPython.display import update_display
+
+        if not self._view.heat:  # a state that is saved is as new as the copy
+            with self._lock:
+                self._send_all()
+        update_display(self._copy(), raw=True, display_id=self._display_id)
+
+    def _note_end(self) -> None:
+        session = self._session() if self._session is not None else None
+        ended = self._session is not None and (session is None or session.closed or bool(session.broken))
+        if ended != self._ended:
+            self._ended = ended
+            self._tell_again()
+
+    # --- the page
+
+    def _on_message(self, _: object, content: Any, __: object) -> None:
+        """From a page: what its reader did. When a cell runs, it comes when that has ended."""
+        handlers = {
+            "opened": self._on_opened,
+            "closed": self._on_closed,
+            "pause": self._on_pause,
+            "rate": self._on_rate,
+            "choose": self._on_choose,
+            "metric": self._on_metric,
+            "snapshot": self._on_snapshot,
+        }
+        handler = handlers.get(content.get("type", "")) if isinstance(content, dict) else None
+        if handler is None:
+            return  # a page of another version
+        try:
+            handler(content.get("value"))
+        except NbdistError as error:
+            self._say(str(error).splitlines()[0])
+        except (TypeError, ValueError, LookupError):
+            self._say(f"the page sent something that makes no sense here: {content!r}"[:200])
+
+    def _on_opened(self, _: object) -> None:
+        self._views += 1
+        if not self._paused:
+            self._wake()
+
+    def _on_closed(self, _: object) -> None:
+        self._views -= 1
+        if self._views <= 0:
+            self._views = 0
+            self._rest()
+
+    def _on_pause(self, value: Any) -> None:
+        self.paused = bool(value)
+
+    def _on_rate(self, value: Any) -> None:
+        self.rate = float(value)
+
+    def _on_choose(self, value: Any) -> None:
+        self._updates.chosen = None if value is None else int(value)
+
+    def _on_metric(self, value: Any) -> None:
+        self._updates.metric = METRICS[METRICS.index(value)]
+
+    def _on_snapshot(self, value: Any) -> None:
+        rank = int(value)
+        name = "this process" if rank < 0 else f"rank {rank}"
+        path = self._snapshot(rank)
+        self._say(
+            f"{name}: {path.name} ({size(path.stat().st_size)}) is written; https://pytorch.org/memory_viz shows it"
+        )
+
+    def _snapshot(self, rank: int) -> Path:
+        if rank < 0:
+            path = Path("snapshot-notebook.pickle").resolve()
+            snapshot.write(path)
+            return path
+        session = self._session() if self._session is not None else None
+        if session is None or session.closed:
+            raise UsageError("its session has ended: `%distributed start` brings up another")
+        return session.snapshot(rank)
+
+    def _say(self, text: str) -> None:
+        self.send({"type": "note", "text": text})
+
+
+def _shell() -> Any:
+    """IPython's, where there is one."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def _in_a_kernel() -> bool:
+    return hasattr(_shell(), "kernel")

@@ -1,0 +1,293 @@
+"""What the page has been told, and the little that it has to be told next: at most 2 KB at a time.
+
+Owns the encoding that labextension/src/state.ts reads. Knows nothing of what the values mean, or of how they travel.
+
+The full state goes out when ranks come or go. Afterwards an update carries the columns that differ, of the rows whose
+change would be seen: `[index, columns as bits, values...]`. What does not fit waits: first come rows that deserve a
+look, then those that have waited longest. A heat map draws `levels`, for each rank a character:
+`[metric, first rank, characters]`. Of 300 ranks each update brings all that differ; of 1,024 every second one brings
+those of the metric that is looked at, and the others take turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from nbdist.panel.model import Node, Row, View
+from nbdist.panel.words import clip, finite
+
+LIMIT = 2048  # bytes of an update, as JSON, with the widget's envelope
+HISTORY = 60  # looks that a sparkline shows
+METRICS = ("memory", "utilization", "temperature", "step")  # that a heat map can show
+_ENVELOPE = 64  # {"method": "custom", "content": {...}}
+_NODES_SHARE = 0.25  # of an update that lines of nodes may take
+_LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+_UNKNOWN = "."
+_HOTTEST = 100.0  # degrees Celsius
+_MIB = 1024**2
+
+Encoded = list[Any]
+Delta = list[Any]
+
+
+class Updates:
+    """What one page, or several that show the same, knows.
+
+    Args:
+        identity: Names this panel among all of a notebook.
+
+    Attributes:
+        chosen: Index of the row that the reader looks at closely; it comes first.
+        metric: What the reader's heat map shows.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self.chosen: int | None = None
+        self.metric = METRICS[0]
+        self._turn = 0
+        self._identity = identity
+        self._head: dict[str, Any] = {}
+        self._ranks = _Table()
+        self._nodes = _Table()
+        self._levels = _Levels()
+        self._layout: list[Any] = []
+        self._heat = False
+        self._history: list[deque[float | None]] = []
+
+    def fits(self, view: View) -> bool:
+        """Whether an update can lead from what the page knows to this; else the full state has to."""
+        return self._layout == _layout(view)
+
+    def reset(self, view: View, live: str, rate: float) -> None:
+        """From now on the page knows this: the caller sends it the `state`."""
+        if not self.fits(view):
+            self._history = [deque(maxlen=HISTORY) for _ in view.rows if not view.heat]
+        self._layout, self._heat = _layout(view), view.heat
+        self._head = _head(view, live, rate)
+        self._ranks.reset(view.rows, _encode_row, _seen_in_map if view.heat else _encode_row)
+        self._nodes.reset(view.nodes, _encode_node, _seen_of_node)
+        self._levels.reset(view)
+
+    def state(self) -> dict[str, Any]:
+        """All that the page knows: what a page that opens later has to be told, so that it understands updates."""
+        return {
+            "id": self._identity,
+            "columns": list(Row._fields),
+            "node_columns": list(Node._fields),
+            "heat": self._heat,
+            "head": self._head,
+            "ranks": self._ranks.told,
+            "nodes": self._nodes.told,
+            "levels": self._levels.told,
+            "history": [list(values) for values in self._history],
+        }
+
+    def update(self, view: View, live: str, rate: float) -> dict[str, Any]:
+        """What to tell the page next, for a view that `fits`."""
+        for values, row in zip(self._history, view.rows, strict=False):
+            values.append(_drawn(row))
+        head = _head(view, live, rate)
+        message: dict[str, Any] = {"type": "update"}
+        if head != self._head:
+            message["head"] = self._head = head
+
+        def left(key: str) -> int:
+            return LIMIT - _ENVELOPE - len(_json({**message, key: []}))
+
+        message["nodes"] = self._nodes.changes(view.nodes, (), int(left("nodes") * _NODES_SHARE))
+        self._turn += 1
+        if self._heat and self._turn % 2:
+            message["levels"] = self._levels.changes(view, self._order_of_levels(), left("levels"))
+            message["ranks"] = self._ranks.changes(view.rows, self._urgent(view), left("ranks"))
+        else:
+            share = 0.5 if self._heat else 1.0
+            message["ranks"] = self._ranks.changes(view.rows, self._urgent(view), int(left("ranks") * share))
+            message["levels"] = self._levels.changes(view, self._order_of_levels(), left("levels"))
+        return {key: value for key, value in message.items() if value}
+
+    def _order_of_levels(self) -> list[str]:
+        first = self._turn // 2 % len(METRICS)
+        order = [*METRICS[first:], *METRICS[:first]]
+        return sorted(order, key=lambda metric: metric != self.metric) if self._turn % 2 else order
+
+    def _urgent(self, view: View) -> Collection[int]:
+        urgent = {index for index, row in enumerate(view.rows) if row.badges or row.state in ("dead", "stuck")}
+        return urgent | {self.chosen} if self.chosen is not None else urgent
+
+
+class _Table:
+    """Rows of which the page has an older copy.
+
+    Attributes:
+        told: That copy.
+    """
+
+    def __init__(self) -> None:
+        self.told: list[Encoded] = []
+        self._seen: list[Any] = []
+        self._waiting: list[int] = []
+        self._encode: Callable[[Any], Encoded] = list
+        self._look: Callable[[Any], Any] = list
+
+    def reset(self, rows: Sequence[Any], encode: Callable[[Any], Encoded], look: Callable[[Any], Any]) -> None:
+        """Begin anew: `encode` makes of a row what is sent, `look` what the eye tells apart."""
+        self._encode, self._look = encode, look
+        self.told, self._seen = [encode(row) for row in rows], [look(row) for row in rows]
+        self._waiting = [0] * len(rows)
+
+    def changes(self, rows: Sequence[Any], urgent: Collection[int], budget: int) -> list[Delta]:
+        """The rows to send, within so many bytes; they count as told."""
+        seen = [self._look(row) for row in rows]
+        changed = [index for index in range(len(rows)) if seen[index] != self._seen[index]]
+        changed.sort(key=lambda index: (index not in urgent, -self._waiting[index]))
+        found: list[Delta] = []
+        for index in changed:
+            self._waiting[index] += 1
+        for index in changed:
+            row = self._encode(rows[index])
+            delta = _difference(index, self.told[index], row)
+            budget -= len(_json(delta)) + len(", ")
+            if budget < 0:
+                break
+            found.append(delta)
+            self.told[index], self._seen[index], self._waiting[index] = row, seen[index], 0
+        return found
+
+
+class _Levels:
+    """What a heat map draws: of each metric a character for each rank."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, str] = {}
+
+    def reset(self, view: View) -> None:
+        self.told = _levels(view) if view.heat else {}
+
+    def changes(self, view: View, order: Sequence[str], budget: int) -> list[Delta]:
+        """From each metric the stretch that differs, within so many bytes."""
+        if not self.told:
+            return []
+        now = _levels(view)
+        found: list[Delta] = []
+        for metric in order:
+            old, new = self.told[metric], now[metric]
+            differ = [index for index in range(len(new)) if old[index] != new[index]]
+            room = budget - len(_json([metric, len(new), ""])) - len(", ")
+            if not differ or room < 1:
+                continue
+            first = differ[0]
+            stretch = new[first : min(differ[-1] + 1, first + room)]
+            self.told[metric] = old[:first] + stretch + old[first + len(stretch) :]
+            found.append([metric, first, stretch])
+            budget = room - len(stretch)
+        return found
+
+
+def _difference(index: int, old: Encoded, new: Encoded) -> Delta:
+    columns = [column for column in range(len(new)) if old[column] != new[column]]
+    return [index, sum(1 << column for column in columns), *(new[column] for column in columns)]
+
+
+def _layout(view: View) -> list[Any]:
+    return [[(row.rank, row.node) for row in view.rows], [node.name for node in view.nodes]]
+
+
+def _head(view: View, live: str, rate: float) -> dict[str, Any]:
+    return {"title": view.title, "live": live, "rate": rate, "stats": [list(stat) for stat in view.stats]}
+
+
+# --- values, rounded to what can be seen of them
+
+
+def _rounded(value: float | None, figures: int) -> float | None:
+    value = finite(value)
+    if value is None:
+        return None
+    short = float(f"{value:.{figures}g}")
+    return int(short) if short.is_integer() else short
+
+
+def _scaled(factor: float, figures: int) -> Callable[[float | None], float | None]:
+    return lambda value: _rounded(None if value is None else value * factor, figures)
+
+
+_MEMORY = ("total", "allocated", "cache", "non_torch", "others", "peak", "used")
+_WRITERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_MEMORY, _scaled(1 / _MIB, 4)),
+    **dict.fromkeys(("utilization", "cpu"), _scaled(100, 2)),
+    **dict.fromkeys(("temperature", "power", "power_limit"), _scaled(1, 3)),
+    "period": _scaled(1, 3),
+    "step": _scaled(1000, 3),
+    "flops": _scaled(1e-12, 3),
+    "mfu": _scaled(100, 3),
+    "badges": lambda badges: [list(badge) for badge in badges],
+    **dict.fromkeys(("name", "gpu", "gpus"), clip),
+}
+
+
+def _encode_row(row: Row) -> Encoded:
+    """MiB, percent, milliseconds, TFLOPS."""
+    return _encode(row._fields, row)
+
+
+def _encode_node(node: Node) -> Encoded:
+    """MiB, percent."""
+    return _encode(node._fields, node)
+
+
+def _encode(fields: Sequence[str], values: Sequence[Any]) -> Encoded:
+    return [_WRITERS[name](value) if name in _WRITERS else value for name, value in zip(fields, values, strict=True)]
+
+
+def _seen_in_map(row: Row) -> Any:
+    """Much less than in a row of its own, which shows whatever is sent."""
+    coarse = (_coarse(_share(row.allocated, row.total), 20), _coarse(row.utilization, 20), _coarse(row.step, 50))
+    return row.state, row.badges, row.pid, row.gpu, row.total, row.why, coarse
+
+
+def _seen_of_node(node: Node) -> Any:
+    return (
+        node.gpus,
+        node.why,
+        node.total,
+        node.period,
+        _coarse(node.cpu, 20),
+        _coarse(_share(node.used, node.total), 100),
+    )
+
+
+def _levels(view: View) -> dict[str, str]:
+    slowest = max((row.step for row in view.rows if row.step is not None), default=None)
+    return {
+        "memory": "".join(_level(_share(row.used, row.total)) for row in view.rows),
+        "utilization": "".join(_level(row.utilization) for row in view.rows),
+        "temperature": "".join(_level(_share(row.temperature, _HOTTEST)) for row in view.rows),
+        "step": "".join(_level(_share(row.step, slowest)) for row in view.rows),
+    }
+
+
+def _level(share: float | None) -> str:
+    return _UNKNOWN if share is None else _LEVELS[max(0, min(63, round(share * 63)))]
+
+
+def _coarse(value: float | None, steps: int) -> int | None:
+    return None if value is None else round(value * steps)
+
+
+def _drawn(row: Row) -> float | None:
+    """What a row's sparkline shows: how busy its GPU is, percent; else its memory, MiB."""
+    if row.gpu:
+        return _rounded(None if row.utilization is None else row.utilization * 100, 2)
+    return _rounded(None if row.held is None else row.held / _MIB, 4)
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _json(value: Any) -> bytes:
+    """As Jupyter's client library writes it."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

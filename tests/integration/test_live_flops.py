@@ -1,0 +1,187 @@
+"""`%distributed tflops on`: each rank's own share of a step, exactly, whatever makes the model distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.closed_forms import gpt, gpt_blocks, gpt_scores_again
+from tests.harness import Kernel
+
+pytestmark = pytest.mark.torch_private
+
+B, T = 2, 16
+
+SETUP = """%%distributed
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from tests.closed_forms import Gpt, indices
+torch.set_num_threads(1)
+mesh, graphs, each = init_device_mesh("cpu", (2,)), [0], []
+
+def backend(graph, _):
+    def run(*args):
+        graphs[0] += 1
+        return graph(*args)
+    return run
+
+def sharded(model):
+    for block in model.blocks: fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+def train(model, steps, passes=1):
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.01), graphs[0]
+    each.clear()
+    for _ in range(steps):
+        for _ in range(passes):
+            ids = indices(2, 16)
+            F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step(); optimizer.zero_grad()
+        each.append(graphs[0] - before); before = graphs[0]
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: Kernel) -> Iterator[Kernel]:
+    """Two ranks whose steps are measured."""
+    ranks.ok("import nbdist")
+    ranks.ok("%distributed tflops on")
+    ranks.ok(SETUP)
+    yield ranks
+    ranks.ok("%distributed tflops off")
+
+
+def flops(kernel: Kernel, cell: str) -> list[tuple[float, float]]:
+    """Model and hardware FLOPs of a step by rank, as the line below this cell is made of."""
+    outcome = kernel.ok(f"%%distributed\n{cell}")
+    assert "steps" in outcome.stdout and "TFLOPS n/a" not in outcome.stdout, str(outcome)
+    question = "nbdist.get_session().traffic.ask([0, 1], 'steps', timeout=5.0)"
+    answers = kernel.value(f"{{rank: (at['flops'], at['hardware_flops']) for rank, at in {question}.items()}}")
+    return [answers[rank] for rank in (0, 1)]
+
+
+def test_the_line_below_a_cell_tells_steps_time_rates_and_what_is_not_known(measured: Kernel) -> None:
+    outcome = measured.ok("%%distributed\ntrain(DistributedDataParallel(Gpt()), 5)")
+    for words in ("5 steps", "ms a step (slowest: rank ", "tokens/s", "FLOPS a rank", "in all", "waiting for data n/a"):
+        assert words in outcome.stdout, str(outcome)
+    assert "MFU n/a | HFU n/a" in outcome.stdout and "no peak is known for the CPU at fp32" in outcome.stdout
+    assert outcome.stdout.count("\n") == 1
+
+
+def test_each_rank_of_ddp_counts_its_own_batch(measured: Kernel) -> None:
+    truth = (gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))
+    assert flops(measured, "train(DistributedDataParallel(Gpt()), 4)") == [truth] * 2
+    assert flops(measured, "train(DistributedDataParallel(Gpt()), 4, passes=2)") == [(2 * truth[0], 2 * truth[1])] * 2
+
+
+def test_each_rank_of_fsdp_counts_its_own_batch(measured: Kernel) -> None:
+    truth = (gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))
+    assert flops(measured, "train(sharded(Gpt()), 4)") == [truth] * 2
+
+
+def test_fsdp_with_checkpoints_tells_recomputation_apart(measured: Kernel) -> None:
+    cell = "with torch.utils.checkpoint.set_checkpoint_early_stop(False):\n"
+    cell += "    train(sharded(Gpt('manual', 'not reentrant')), 4)"
+    assert flops(measured, cell) == [(gpt(B, T), gpt(B, T) + gpt_blocks(B, T))] * 2
+
+
+@pytest.mark.parametrize("wrap", ["sharded(model)", "DistributedDataParallel(model)"])
+def test_blocks_that_are_compiled_are_so_again_after_the_counted_step(measured: Kernel, wrap: str) -> None:
+    cell = f"""
+torch._dynamo.reset()
+model = Gpt()
+for block in model.blocks: block.compile(backend=backend)
+train({wrap}, 5)
+assert each == [3, 0, 3, 3, 3], each"""
+    assert flops(measured, cell) == [(gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))] * 2
+
+
+def test_each_rank_of_a_tensor_parallel_model_counts_its_share(measured: Kernel) -> None:
+    cell = """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
+model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+inputs = torch.randn(32, 64, requires_grad=True)
+for _ in range(4):
+    model(inputs).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()"""
+    share = 3 * 2 * 32 * 2 * 64 * 256 // 2
+    assert flops(measured, cell) == [(share, share)] * 2
+
+
+def test_a_cell_that_fails_leaves_nothing_of_a_count_behind(measured: Kernel) -> None:
+    measured.fails("%%distributed\ntrain(Gpt(), 1)\n1 / 0", "RankError")
+    left = "(torch._C._len_torch_dispatch_stack(), torch._dynamo.eval_frame._stance.stance)"
+    assert measured.value(f"nbdist.get_session().pull({left!r})") == [(0, "default")] * 2
+
+
+def test_cells_without_steps_have_no_line(measured: Kernel) -> None:
+    assert measured.ok("%%distributed\nGpt()(indices(1, 4)).sum().item() > 0 or None").stdout.count("step") == 0
+
+
+def test_the_panel_gets_the_last_steps_while_a_cell_runs(measured: Kernel) -> None:
+    cell = measured.start("%%distributed --background\nwhile True: train(Gpt(), 10); print('ten', flush=True)")
+    cell.finish()
+    try:
+        cell.wait_late("ten")
+        question = "nbdist.get_session().traffic.ask([0, 1], 'metrics', timeout=5.0)"
+        found = measured.value(f"[at['step']['flops'] for at in {question}.values()]")
+        assert found == [gpt(B, T)] * 2
+    finally:
+        measured.ok("%distributed interrupt --now")
+        cell.wait_late("KeyboardInterrupt")
+
+
+def test_a_peak_that_was_measured_gives_mfu_on_a_processor(measured: Kernel) -> None:
+    outcome = measured.ok("%distributed peak --seconds 0.2")
+    assert "the CPU" in outcome.stdout and "in all: " in outcome.stdout
+    outcome = measured.ok("%%distributed\ntrain(Gpt(), 5)")
+    assert "(of a peak measured here)" in outcome.stdout and "MFU n/a" not in outcome.stdout
+
+
+def test_a_dtype_without_products_is_refused(measured: Kernel) -> None:
+    outcome = measured.run("%distributed peak --dtype tf32")
+    assert outcome.status == "error" and "fp32, fp16, bf16" in outcome.traceback
+
+
+def test_fresh_ranks_are_measured_as_well() -> None:
+    from tests.harness import kernel_with_ranks
+
+    with kernel_with_ranks(1) as kernel:
+        kernel.ok("%distributed tflops on")
+        kernel.ok("%distributed restart")
+        kernel.ok(SETUP.replace("(2,)", "(1,)"))
+        assert "4 steps" in kernel.ok("%%distributed\ntrain(Gpt(), 4)").stdout
+        kernel.ok("%distributed tflops off")
+        assert kernel.ok("%%distributed\ntrain(Gpt(), 4)").stdout == ""
+
+
+def test_a_notebook_without_ranks_has_its_own_line(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    kernel.ok("%distributed tflops on")
+    kernel.ok("import torch\nfrom tests.closed_forms import *\nmodel = Gpt(); ids = indices(2, 16)")
+    cell = """optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for _ in range(5):
+    F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    optimizer.step()"""
+    assert "5 steps" in kernel.ok(cell).stdout
+    kernel.ok("%distributed tflops off")
+    assert kernel.ok(cell).stdout == ""
+
+
+def test_an_interrupted_cell_stops_at_a_step_as_ever_and_has_its_line(measured: Kernel) -> None:
+    cell = measured.start(
+        "%%distributed\nmodel = DistributedDataParallel(Gpt())\nwhile True: train(model, 10); print('ten', flush=True)"
+    )
+    cell.wait_for("ten")
+    measured.interrupt()
+    outcome = cell.finish()
+    assert outcome.ename == "KeyboardInterrupt" and "all ranks stopped after step" in outcome.evalue, str(outcome)
+    assert "ms a step" in outcome.stdout and "TFLOPS n/a" not in outcome.stdout
+    left = "(torch._C._len_torch_dispatch_stack(), torch._dynamo.eval_frame._stance.stance)"
+    assert measured.value(f"nbdist.get_session().pull({left!r})") == [(0, "default")] * 2

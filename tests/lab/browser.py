@@ -1,0 +1,205 @@
+"""A real JupyterLab in a real browser: what tests of the page stand on."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import nbformat
+import psutil
+import pytest
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+from tests.conftest import _shared
+from tests.harness import LIMIT, MARK, Kernel, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOTS = ROOT / "build" / "screenshots"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+QUIET = '{"fetchNews": "false", "checkForUpdates": false}'  # JupyterLab asks the network for nothing
+CURRENT = "jupyterapp.shell.currentWidget"
+
+
+class Lab:
+    """JupyterLab as a user starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.token = secrets.token_hex(8)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}"]
+        command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}"]
+        command += ["--LabApp.expose_app_in_browser=True"]
+        settings = folder / "settings"
+        news = settings / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+        news.parent.mkdir(parents=True)
+        news.write_text(QUIET)
+        own = {"JUPYTERLAB_SETTINGS_DIR": str(settings), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
+        environment = {**os.environ, **own, "JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_NO_CONFIG": "1"}
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        self.pid = self.process.pid
+        wait_until(self._answers, "JupyterLab to answer", LIMIT)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        try:
+            urllib.request.urlopen(f"{self.url}/api/status?token={self.token}", timeout=LIMIT).close()
+        except (urllib.error.URLError, ConnectionError):
+            return False
+        return True
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(LIMIT)
+
+
+class Notebook:
+    """A notebook that is open in a page of its own."""
+
+    def __init__(self, lab: Lab, browser: Browser, cells: list[str]) -> None:
+        self._lab = lab
+        self.name = f"{secrets.token_hex(4)}.ipynb"
+        new = nbformat.v4
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else the page asks for one
+        notebook = new.new_notebook(cells=[new.new_code_cell(cell) for cell in cells], metadata=kernel)
+        nbformat.write(notebook, lab.folder / self.name)
+        self.page: Page = browser.new_page(viewport={"width": 1100, "height": 900})
+        self.page.set_default_timeout(1000 * LIMIT)
+        self._errors: list[str] = []
+        self.page.on("pageerror", lambda error: self._errors.append(str(error)))
+        self.open()
+
+    def open(self) -> None:
+        """Open it, and wait for its kernel."""
+        self.page.goto(f"{self._lab.url}/doc/tree/{self.name}?token={self._lab.token}")
+        self._wait_for_kernel()
+
+    def reload(self) -> None:
+        self.page.reload()
+        self._wait_for_kernel()
+
+    def _wait_for_kernel(self) -> None:
+        session = "window.jupyterapp?.shell?.currentWidget?.sessionContext?.session"
+        self.page.wait_for_function(f"{session}?.kernel?.connectionStatus === 'connected'")
+
+    def command(self, name: str, arguments: dict[str, Any]) -> None:
+        self.page.evaluate("([name, arguments]) => jupyterapp.commands.execute(name, arguments)", [name, arguments])
+
+    def start(self, index: int) -> None:
+        """Run a cell and don't wait for it."""
+        self._choose(index)
+        self.page.evaluate("() => { jupyterapp.commands.execute('notebook:run-cell') }")
+
+    def _choose(self, index: int) -> None:
+        self.page.evaluate(f"index => {{ {CURRENT}.content.activeCellIndex = index }}", index)
+
+    def run(self, index: int) -> None:
+        """Run a cell to its end."""
+        self._choose(index)
+        self.page.evaluate("jupyterapp.commands.execute('notebook:run-cell')")
+        outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
+        assert not [output["evalue"] for output in outputs if output["output_type"] == "error"]
+
+    def is_running(self, index: int) -> bool:
+        state = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.executionState", index)
+        return bool(state == "running")
+
+    def interrupt(self) -> None:
+        self.page.evaluate(f"{CURRENT}.sessionContext.session.kernel.interrupt()")
+
+    def save(self) -> None:
+        self.page.evaluate(f"{CURRENT}.context.save()")
+
+    def end_kernel(self) -> None:
+        self.page.evaluate(f"{CURRENT}.sessionContext.shutdown()")
+
+    @property
+    def panel(self) -> Locator:
+        """The living panel."""
+        return self.page.locator(".nbdist-panel")
+
+    @property
+    def copy(self) -> Locator:
+        """What stays when it is gone."""
+        return self.page.locator(".nbdist-static")
+
+    def wait_until(self, reached: Callable[[], object], what: str) -> None:
+        wait_until(reached, what, LIMIT)
+
+    def brightness(self, element: Locator) -> float:
+        """Of its ground: 0 to 1."""
+        return _luminance(element.evaluate("element => getComputedStyle(element).backgroundColor"))
+
+    def contrast(self, element: Locator) -> float:
+        """Of its text with the panel's ground, as WCAG counts."""
+        text = _luminance(element.evaluate("element => getComputedStyle(element).color"))
+        low, high = sorted((text, self.brightness(self.panel)))
+        return (high + 0.05) / (low + 0.05)
+
+    def shoot(self, name: str) -> None:
+        """Keep a picture of what is seen, as an artefact."""
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SHOTS / f"{name}.png")
+
+    def __enter__(self) -> Notebook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_kernel()
+        self.page.close()
+        assert self._errors == []
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser without a window."""
+    executable = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if executable is None:
+        pytest.skip("there is no Chromium here: sudo apt-get install chromium")
+    before = {child.pid for child in psutil.Process().children()}
+    with sync_playwright() as playwright:
+        driver = next(child for child in psutil.Process().children() if child.pid not in before)
+        _shared.append(cast(Kernel, driver))
+        environment: dict[str, str | float | bool] = {**os.environ, "TMPDIR": "/tmp"}  # a socket's path is short
+        del environment[MARK]  # its helpers are nobody's children, and end on their own
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], env=environment)
+        yield browser
+        browser.close()
+    _shared.remove(cast(Kernel, driver))
+
+
+@contextmanager
+def jupyterlab(folder: Path) -> Iterator[Lab]:
+    lab = Lab(folder)
+    _shared.append(cast(Kernel, lab))  # the kernels are its children
+    yield lab
+    lab.close()
+    _shared.remove(cast(Kernel, lab))
+
+
+def number(text: str) -> float:
+    """The first number in a text."""
+    found = re.search(r"[\d,.]+", text)
+    assert found, text
+    return float(found[0].replace(",", ""))
+
+
+def _luminance(color: str) -> float:
+    """Of a CSS colour like "rgb(17, 17, 17)", as WCAG counts."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

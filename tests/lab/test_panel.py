@@ -1,0 +1,161 @@
+"""The panel as a reader sees it: in JupyterLab, in a browser. Pictures are kept in build/screenshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("playwright", reason="pip install playwright")
+
+from playwright.sync_api import Browser, expect
+
+from tests.lab.browser import ROOT, Lab, Notebook, chromium, jupyterlab, number
+
+pytestmark = pytest.mark.lab
+
+SAMPLES = (
+    f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tests.panel_samples import Source, gpus\nimport nbdist\n"
+)
+SHOW = SAMPLES + "source = Source()\npanel = nbdist.Panel(source=source)\nsource.show(gpus({count}))\npanel"
+MOVE = "for tick in range(1, 50): source.show(gpus({count}, tick))"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with jupyterlab(tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def eight(lab: Lab, browser: Browser) -> Iterator[Notebook]:
+    """A notebook that shows eight GPUs, shared by tests that leave it as they found it."""
+    with Notebook(lab, browser, [SHOW.format(count=8), MOVE.format(count=8)]) as notebook:
+        notebook.run(0)
+        yield notebook
+
+
+def test_rows_appear_and_numbers_move_while_a_cell_runs(lab: Lab, browser: Browser) -> None:
+    grow = "%%distributed\nimport time, torch\nkept = []\nfor _ in range(600):\n"
+    grow += "    kept.append(torch.ones((1 + rank) << 20)); time.sleep(0.1)"
+    start = "%load_ext nbdist\n%distributed start -n 2\n%distributed panel --rate 0.25"
+    with Notebook(lab, browser, [start, grow, "%distributed stop"]) as notebook:
+        notebook.run(0)
+        memory = notebook.panel.locator(".nbdist-memory")
+        expect(memory).to_have_count(2)
+        expect(notebook.panel).to_contain_text("no GPUs: ")
+        notebook.save()
+        notebook.start(1)
+        expect(memory.nth(1)).to_contain_text("MiB of")
+        before = number(memory.nth(1).inner_text())
+        notebook.wait_until(lambda: number(memory.nth(1).inner_text()) > before, "a larger figure")
+        assert notebook.is_running(1)
+        notebook.shoot("two-ranks-while-a-cell-runs")
+
+        # A page that is opened anew gets its widgets when the cell has ended; until then the copy stands there.
+        notebook.reload()
+        expect(notebook.copy).to_contain_text("2 ranks: all idle")
+        notebook.interrupt()
+        expect(memory.nth(1)).to_contain_text("MiB of")
+        expect(notebook.copy).to_be_hidden()
+        notebook.run(2)
+        expect(notebook.panel).to_contain_text("session ended")
+
+
+def test_eight_gpus_in_light_and_dark(eight: Notebook) -> None:
+    expect(eight.panel.locator(".nbdist-row")).to_have_count(8)
+    expect(eight.panel).to_contain_text("⚠ nearly full: 98 %")
+    expect(eight.copy).to_be_hidden()
+    eight.run(1)
+    assert eight.brightness(eight.panel) > 0.9
+    eight.shoot("eight-gpus-light")
+    eight.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
+    eight.wait_until(lambda: eight.brightness(eight.panel) < 0.2, "a dark ground")
+    assert eight.contrast(eight.panel.locator(".nbdist-title")) > 7
+    assert eight.contrast(eight.panel.locator(".nbdist-node-facts")) > 4.5
+    eight.shoot("eight-gpus-dark")
+    eight.command("apputils:change-theme", {"theme": "JupyterLab Light"})
+
+
+def test_a_rank_is_chosen_by_keys(eight: Notebook) -> None:
+    rows = eight.panel.locator(".nbdist-row")
+    rows.first.focus()
+    eight.page.keyboard.press("ArrowDown")
+    eight.page.keyboard.press("ArrowDown")
+    expect(rows.nth(2)).to_be_focused()
+    eight.page.keyboard.press("Enter")
+    details = eight.panel.locator(".nbdist-details")
+    expect(details).to_contain_text("⚠ straggler: +")
+    expect(rows.nth(2)).to_have_attribute("aria-selected", "true")
+    eight.page.keyboard.press("End")
+    expect(rows.last).to_be_focused()
+    eight.page.keyboard.press("Escape")
+    expect(details).to_be_hidden()
+
+
+def test_buttons_reach_the_kernel_and_pause_holds_at_once(eight: Notebook) -> None:
+    button = eight.panel.get_by_role("button", name="Pause")
+    button.click()
+    expect(eight.panel.locator(".nbdist-live")).to_have_text("‖ paused")
+    eight.panel.get_by_role("button", name="Resume").click()
+    expect(eight.panel.locator(".nbdist-live")).to_have_text("● live")
+    eight.panel.get_by_label("How often to look").select_option("5")
+    eight.panel.locator(".nbdist-row").nth(1).click()
+    eight.panel.get_by_role("button", name="Memory snapshot of rank 1").click()
+    expect(eight.panel.locator(".nbdist-message")).to_contain_text("%distributed start")
+
+
+def test_256_ranks_are_a_map(lab: Lab, browser: Browser) -> None:
+    with Notebook(lab, browser, [SHOW.format(count=256), MOVE.format(count=256)]) as notebook:
+        notebook.run(0)
+        expect(notebook.panel.locator(".nbdist-cell")).to_have_count(256)
+        expect(notebook.panel.locator(".nbdist-attention .nbdist-row:visible")).to_have_count(4)
+        expect(notebook.panel.locator(".nbdist-attention")).to_contain_text("killed by SIGKILL")
+        levels = "cells => cells.map(cell => cell.style.height)"
+        fills = notebook.panel.locator(".nbdist-fill")
+        before = fills.evaluate_all(levels)
+        notebook.run(1)
+        notebook.wait_until(lambda: fills.evaluate_all(levels) != before, "other levels")
+        cells = notebook.panel.locator(".nbdist-cell")
+        cells.first.focus()
+        notebook.page.keyboard.press("ArrowRight")
+        notebook.page.keyboard.press("Enter")
+        expect(notebook.panel.locator(".nbdist-details")).to_contain_text("cuda:1")
+        notebook.shoot("256-gpus")
+
+
+def test_360_pixels_are_enough(eight: Notebook) -> None:
+    eight.page.set_viewport_size({"width": 520, "height": 900})
+    eight.panel.evaluate("element => { element.style.width = '360px' }")
+    wide = eight.panel.evaluate("element => element.scrollWidth > element.clientWidth")
+    assert not wide
+    for name in ("memory", "utilization", "power", "state"):
+        box = eight.panel.locator(f".nbdist-row .nbdist-{name}").first.bounding_box()
+        panel = eight.panel.bounding_box()
+        assert box and panel and panel["x"] <= box["x"] and box["x"] + box["width"] <= panel["x"] + 360
+    eight.shoot("360-pixels")
+    eight.panel.evaluate("element => { element.style.width = '' }")
+    eight.page.set_viewport_size({"width": 1100, "height": 900})
+
+
+def test_a_saved_notebook_shows_the_last_values_without_its_kernel(lab: Lab, browser: Browser) -> None:
+    with Notebook(lab, browser, [SHOW.format(count=8), "source.show(gpus(4))"]) as notebook:
+        notebook.run(0)
+        notebook.run(1)
+        expect(notebook.panel.locator(".nbdist-row")).to_have_count(4)
+        notebook.save()
+        notebook.end_kernel()
+        notebook.open()  # with a new kernel, which knows nothing of the panel
+        expect(notebook.copy).to_be_visible()
+        expect(notebook.copy).to_contain_text("4 ranks")
+        error = notebook.page.get_by_text("model not found")
+        expect(error).to_be_attached()
+        expect(error).to_be_hidden()
+        expect(notebook.panel).to_have_count(0)
+        notebook.shoot("saved-without-kernel")

@@ -1,0 +1,122 @@
+"""What is read from the NVIDIA driver, and what is said where it does not tell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.metrics.nvml import Nvml
+from nbdist.metrics.sample import GpuSample
+from tests.fake_nvml import GIB, FakeNvml, as_module, gpu, machine
+
+
+def read(state: dict[str, Any]) -> list[GpuSample]:
+    return Nvml(FakeNvml(state)).read()
+
+
+def test_a_gpu_in_good_health() -> None:
+    assert read(machine(processes={7: GIB})) == [
+        GpuSample(
+            uuid="GPU-00000000",
+            index=0,
+            name="NVIDIA H100 80GB HBM3",
+            total=80 * GIB,
+            used=10 * GIB,
+            by_pid={7: GIB},
+            utilization=0.55,
+            temperature=41,
+            power=350.0,
+            power_limit=700.0,
+        )
+    ]
+
+
+def test_all_gpus_of_a_machine_in_their_order() -> None:
+    assert [sample.index for sample in read(machine(8))] == list(range(8))
+
+
+def test_an_old_driver_counts_its_own_memory_as_used() -> None:
+    (sample,) = read(machine(memory_v2=False))
+    assert sample.used == 10 * GIB + GIB // 2
+
+
+def test_mig_instances_stand_in_place_of_their_gpu() -> None:
+    parts = [gpu(uuid=f"MIG-{n}", total=10 * GIB, used=n * GIB, utilization="NOT_SUPPORTED") for n in range(2)]
+    whole = gpu(mig=parts, power=200_000)
+    samples = read({"init": None, "gpus": [whole, gpu(1)]})
+    assert [sample.uuid for sample in samples] == ["MIG-0", "MIG-1", "GPU-00000001"]
+    assert [sample.used for sample in samples[:2]] == [0, GIB]
+    assert samples[0].power == 200.0
+    assert samples[0].utilization is None
+    assert samples[0].why == "no utilization: this GPU does not tell"
+
+
+def test_a_gpu_older_than_mig_is_read_as_a_whole() -> None:
+    assert len(read(machine(mig=None))) == 1
+
+
+def test_a_gpu_that_falls_off_the_bus_is_named_and_the_others_go_on() -> None:
+    state = machine(3)
+    state["gpus"][1]["used"] = "GPU_IS_LOST"
+    samples = read(state)
+    assert "fallen off the bus" in samples[1].why
+    assert samples[1].temperature is None
+    assert [bool(sample.used) for sample in samples] == [True, False, True]
+
+
+def test_a_gpu_that_is_lost_before_it_is_asked() -> None:
+    state = machine(2)
+    state["gpus"][0]["handle"] = "GPU_IS_LOST"
+    assert [sample.why.startswith("it has fallen") for sample in read(state)] == [True, False]
+
+
+def test_memory_of_processes_that_may_not_be_seen_is_left_out() -> None:
+    (sample,) = read(machine(processes={1: None, 2: GIB}))
+    assert sample.by_pid == {2: GIB}
+
+
+def test_what_is_forbidden_is_said_in_one_line() -> None:
+    (sample,) = read(machine(power="NO_PERMISSION", power_limit="NO_PERMISSION"))
+    assert sample.why == "no power, power limit: the driver does not let this user read it"
+
+
+@pytest.mark.parametrize(("bits", "words"), [(0x1, []), (0x4, ["power limit"]), (0x24, ["power limit", "heat"])])
+def test_a_gpu_that_is_held_back_says_by_what(bits: int, words: list[str]) -> None:
+    (sample,) = read(machine(clocks=bits))
+    assert sample.throttled == words
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("LIBRARY_NOT_FOUND", "this machine has no NVIDIA driver"),
+        ("DRIVER_NOT_LOADED", "is not loaded"),
+        ("NO_PERMISSION", "does not let this user in"),
+        ("FUNCTION_NOT_FOUND", "too old"),
+        ("LIB_RM_VERSION_MISMATCH", "a reboot is needed"),
+        ("UNKNOWN", "does not answer"),
+    ],
+)
+def test_without_a_driver_that_works_there_are_no_gpus_and_a_reason(error: str, words: str) -> None:
+    nvml = Nvml(FakeNvml({"init": error, "gpus": []}))
+    assert nvml.read() == []
+    assert words in nvml.why
+
+
+def test_a_driver_without_gpus_says_so() -> None:
+    nvml = Nvml(FakeNvml(machine(0)))
+    assert nvml.read() == []
+    assert nvml.why == "the driver knows no GPU"
+
+
+def test_other_processes_can_be_given_the_same_gpus(tmp_path: Path) -> None:
+    as_module(tmp_path, machine(2))
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "from nbdist.metrics.nvml import Nvml; print(len(Nvml().read()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "2\n"

@@ -1,0 +1,432 @@
+"""What the panel says of a Sample, how little of it travels, and what stays without JavaScript."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import nbdist
+from nbdist.errors import UsageError
+from nbdist.metrics.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
+from nbdist.panel import fallback
+from nbdist.panel.model import HEAT_ABOVE, Row, Stat, View, view_of
+from nbdist.panel.plot import Point, plot
+from nbdist.panel.updates import LIMIT, METRICS, Updates
+from nbdist.panel.words import duration, part_of, sizes, tera
+from tests.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus
+
+ENVELOPE = {"method": "custom", "content": None}
+
+
+def one(rank: RankSample, *nodes: NodeSample) -> Row:
+    return view_of(Sample(at=0.0, ranks=[rank], nodes=list(nodes))).rows[0]
+
+
+def stat(view: View, label: str) -> Stat:
+    return next(found for found in view.stats if found.label.startswith(label))
+
+
+def on_gpu(gpu: GpuSample, **values: Any) -> Row:
+    rank = RankSample(
+        0, node="a", device="cuda:0", gpu=gpu.uuid, pid=7, allocated=10 * GIB, reserved=14 * GIB, **values
+    )
+    return one(rank, NodeSample("a", 0.0, gpus=[gpu]))
+
+
+def training(*steps: StepSample) -> View:
+    return view_of(Sample(at=0.0, ranks=[RankSample(rank, step=step) for rank, step in enumerate(steps)]))
+
+
+# --- rows
+
+
+def test_a_gpus_memory_is_shared_out_among_who_uses_it() -> None:
+    row = on_gpu(GpuSample("u", 0, total=80 * GIB, used=20 * GIB, by_pid={7: 16 * GIB, 8: 4 * GIB}))
+    parts = (row.allocated, row.cache, row.non_torch, row.others)
+    assert [part and part // GIB for part in parts] == [10, 4, 2, 4]
+    assert row.used == 20 * GIB
+
+
+def test_what_the_driver_hides_counts_as_others() -> None:
+    row = on_gpu(GpuSample("u", 0, total=80 * GIB, used=20 * GIB))
+    assert (row.non_torch, row.others) == (None, 6 * GIB)
+
+
+def test_a_mig_instance_is_a_device_of_its_own() -> None:
+    whole = GpuSample("GPU-1", 0, total=80 * GIB, used=0)
+    row = on_gpu(GpuSample("MIG-1", 0, name="H100 MIG 1g.10gb", total=20 * GIB, used=15 * GIB))
+    assert (row.gpu, row.total) == ("H100 MIG 1g.10gb", 20 * GIB)
+    assert on_gpu(whole).total == 80 * GIB
+
+
+def test_what_the_driver_does_not_tell_has_its_reason() -> None:
+    row = on_gpu(GpuSample("u", 0, why="no power: this GPU does not tell"))
+    assert (row.total, row.power, row.temperature, row.utilization) == (None, None, None, None)
+    assert row.why == "no power: this GPU does not tell"
+    assert row.allocated == 10 * GIB
+
+
+@pytest.mark.parametrize(
+    ("rank", "why"),
+    [
+        (RankSample(0, device="cuda:0"), "this rank has used its GPU for nothing yet"),
+        (RankSample(0, device="cuda:0", gpu="GPU-gone", allocated=1, reserved=1), "the driver has not told"),
+        (RankSample(0), "this rank has not answered"),
+        (RankSample(0, why="a call keeps its Python"), "a call keeps its Python"),
+        (RankSample(0, device="cuda:0", why="a call keeps its Python"), "a call keeps its Python"),
+        (RankSample(0, private=1), "the memory of this machine is not known yet"),
+    ],
+)
+def test_every_row_that_lacks_something_says_why(rank: RankSample, why: str) -> None:
+    assert one(rank).why.startswith(why)
+
+
+def test_without_gpus_a_row_is_the_ranks_memory_and_the_node_says_why() -> None:
+    view = view_of(cpus(2))
+    assert (view.rows[1].allocated, view.rows[1].total) == (400 * 1024**2, int(23.4 * GIB))
+    assert view.rows[1].cache is view.rows[1].utilization is None
+    assert view.nodes[0].why == "no GPUs: no driver"
+
+
+def test_a_dead_rank_stays_with_how_it_died() -> None:
+    row = view_of(gpus(16)).rows[DEAD]
+    assert (row.state, row.doing, row.allocated, row.why) == ("dead", "killed by SIGKILL", None, "")
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        (LATE, ["straggler: +15 %"]),
+        (HOT, ["throttled: heat"]),
+        (OTHERS, []),
+        (FULL, ["nearly full: 98 %", "3 allocation retries", "fragmented: 16.3 GiB held empty"]),
+    ],
+)
+def test_badges_name_what_deserves_a_look(rank: int, words: list[str]) -> None:
+    assert [text for _, text in view_of(gpus(8)).rows[rank].badges] == words
+
+
+def test_out_of_memory_is_a_bad_badge() -> None:
+    assert on_gpu(GpuSample("u", 0), ooms=2).badges == (("bad", "out of memory 2 times"),)
+
+
+def test_the_straggler_is_who_waits_least_in_collectives() -> None:
+    steps = [StepSample(seconds=1.0, communication=share) for share in (0.4, 0.4, 0.1)]
+    view = training(*steps)
+    assert [len(row.badges) for row in view.rows] == [0, 0, 1]
+    assert stat(view, "step").note == "rank 2 is late: +50 %"
+
+
+# --- figures
+
+
+def test_memory_is_given_as_range_and_who_has_most() -> None:
+    found = stat(view_of(cpus(3)), "memory")
+    assert (found.value, found.note) == ("300 / 400 / 500 MiB", "most on rank 2: +25 %")
+
+
+def test_before_the_first_step_speed_is_not_available_and_says_why() -> None:
+    view = view_of(cpus(2))
+    assert [stat(view, label).value for label in ("step", "TFLOPS", "MFU")] == ["n/a"] * 3
+    assert stat(view, "step").note == "no training steps yet"
+
+
+def test_speed_is_by_the_slowest_rank() -> None:
+    view = training(StepSample(seconds=1.0, flops=1e14, peak=1e15), StepSample(seconds=2.0, flops=1e14, peak=1e15))
+    assert stat(view, "TFLOPS per rank").value == "50.0"
+    assert stat(view, "TFLOPS per rank").note == "100 in all"
+    assert stat(view, "MFU").value == "5.0 %"
+
+
+def test_a_share_of_steps_that_was_not_counted_is_said() -> None:
+    assert (
+        stat(training(StepSample(seconds=1.0, flops=1e12, uncounted=0.25)), "TFLOPS").note
+        == "25 % of steps not counted"
+    )
+
+
+def test_an_unknown_peak_is_no_mfu_and_says_how_to_get_one() -> None:
+    found = stat(training(StepSample(seconds=1.0, flops=1e12)), "MFU")
+    assert found.value == "n/a" and "%distributed peak" in found.note
+
+
+def test_steps_that_were_not_counted_say_why() -> None:
+    found = stat(training(StepSample(seconds=1.0, why="custom op: register_flops")), "TFLOPS")
+    assert (found.value, found.note) == ("n/a", "custom op: register_flops")
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -1.0, 0.0])
+def test_a_clock_that_runs_backwards_gives_no_figure(broken: float) -> None:
+    view = training(StepSample(seconds=broken, flops=1e12, peak=1e15))
+    assert view.rows[0].step is None and stat(view, "step").value == "n/a"
+
+
+def test_the_title_counts_ranks_by_what_they_do() -> None:
+    assert view_of(gpus(8)).title == "8 ranks: all busy · cell 7"
+    assert view_of(gpus(16)).title == "16 ranks: 15 busy, 1 dead · cell 7"
+    assert view_of(Sample(at=0.0, ranks=[RankSample(-1)])).title == "this notebook's process"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (duration(0.152), "152 ms"),
+        (duration(0.9996), "1.00 s"),
+        (duration(0.00001234), "0.0123 ms"),
+        (tera(3.2e15), "3,200"),
+        (tera(4.2e7), "0.000042"),
+        (sizes(3 * GIB, 1024 * GIB), "0.0 / 1.0 TiB"),
+        (part_of(298 * 1024**2, 24 * GIB), "298 MiB of 24.0 GiB"),
+    ],
+)
+def test_figures_have_their_units_and_no_exponent(words: str, text: str) -> None:
+    assert words == text
+
+
+# --- what travels
+
+
+class Reader:
+    """What a page makes of messages: labextension/src/state.ts, in Python."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = json.loads(json.dumps(state))
+
+    def read(self, update: dict[str, Any]) -> None:
+        update = json.loads(json.dumps(update))
+        self.state["head"] = update.get("head", self.state["head"])
+        for table in ("ranks", "nodes"):
+            for index, bits, *values in update.get(table, []):
+                columns = [column for column in range(31) if bits >> column & 1]
+                for column, value in zip(columns, values, strict=True):
+                    self.state[table][index][column] = value
+        for metric, first, characters in update.get("levels", []):
+            old = self.state["levels"][metric]
+            self.state["levels"][metric] = old[:first] + characters + old[first + len(characters) :]
+
+
+def told(updates: Updates, sample: Sample) -> dict[str, Any]:
+    return updates.update(view_of(sample), "live", 1.0)
+
+
+def known(sample: Sample) -> dict[str, Any]:
+    """What a page knows that opens now."""
+    updates = Updates("")
+    updates.reset(view_of(sample), "live", 1.0)
+    return {key: value for key, value in updates.state().items() if key != "history"}
+
+
+def reader_of(sample: Sample) -> tuple[Updates, Reader]:
+    updates = Updates("")
+    updates.reset(view_of(sample), "live", 1.0)
+    state = {key: value for key, value in updates.state().items() if key != "history"}
+    return updates, Reader(state)
+
+
+def test_the_page_knows_everything_after_each_update_of_8_ranks() -> None:
+    updates, reader = reader_of(gpus(8))
+    for tick in range(1, 30):
+        reader.read(told(updates, gpus(8, tick)))
+        assert reader.state["ranks"] == known(gpus(8, tick))["ranks"]
+        assert reader.state["head"] == known(gpus(8, tick))["head"]
+
+
+@pytest.mark.parametrize("count", [256, 1024])
+def test_a_map_catches_up_while_nothing_changes(count: int) -> None:
+    updates, reader = reader_of(gpus(count))
+    reader.read(told(updates, gpus(count, 3)))
+    for _ in range(12):
+        reader.read(told(updates, gpus(count, 3)))
+    assert reader.state["levels"] == known(gpus(count, 3))["levels"]
+
+
+def test_of_256_ranks_the_map_is_whole_after_each_update() -> None:
+    updates, reader = reader_of(gpus(256))
+    for tick in range(1, 9, 2):
+        told_first = told(updates, gpus(256, tick))
+        reader.read(told_first)
+        assert reader.state["levels"]["memory"] == known(gpus(256, tick))["levels"]["memory"]
+        reader.read(told(updates, gpus(256, tick)))
+
+
+@pytest.mark.parametrize("count", [1, 8, HEAT_ABOVE, HEAT_ABOVE + 1, 256, 1024])
+def test_no_update_is_larger_than_2_kb(count: int) -> None:
+    updates, _ = reader_of(gpus(count))
+    chance = random.Random(count)
+    for tick in range(12):
+        sample = msgspec.to_builtins(gpus(count, 7 * tick))
+        for rank in sample["ranks"]:
+            rank["doing"] = "ü" * chance.randrange(300)  # two bytes each
+        update = told(updates, msgspec.convert(sample, Sample))
+        assert len(json.dumps({**ENVELOPE, "content": update}, ensure_ascii=False).encode()) <= LIMIT
+
+
+def test_every_rank_gets_its_turn_though_all_change_all_the_time() -> None:
+    updates, _ = reader_of(gpus(256))
+    seen: set[int] = set()
+    for tick in range(1, 100):
+        seen |= {index for index, *_ in told(updates, gpus(256, 5 * tick)).get("ranks", [])}
+    assert seen >= set(range(256)) - {DEAD}
+
+
+def test_a_rank_that_dies_is_told_at_once() -> None:
+    updates, reader = reader_of(gpus(1024))
+    sample = msgspec.to_builtins(gpus(1024, 4))
+    sample["ranks"][900] |= {"state": "dead", "doing": "exit code 1"}
+    for _ in range(2):
+        reader.read(told(updates, msgspec.convert(sample, Sample)))
+    state = reader.state["columns"].index("state")
+    assert reader.state["ranks"][900][state] == "dead"
+
+
+def test_a_page_that_opens_late_understands_what_comes_next() -> None:
+    updates, early = reader_of(gpus(256))
+    for tick in range(1, 4):
+        early.read(told(updates, gpus(256, tick)))
+    late = Reader(updates.state())
+    assert late.state["ranks"] == early.state["ranks"] and late.state["levels"] == early.state["levels"]
+    for tick in range(4, 9):
+        update = told(updates, gpus(256, tick))
+        early.read(update)
+        late.read(update)
+    assert late.state["ranks"] == early.state["ranks"] and late.state["levels"] == early.state["levels"]
+
+
+def test_other_ranks_need_the_whole_state() -> None:
+    updates, _ = reader_of(gpus(8))
+    assert updates.fits(view_of(gpus(8, 1)))
+    assert not updates.fits(view_of(gpus(4)))
+
+
+def test_columns_fit_into_the_bits_of_a_javascript_integer() -> None:
+    assert len(Row._fields) <= 31
+
+
+def test_the_pages_columns_are_the_models() -> None:
+    source = (Path(__file__).parents[2] / "labextension" / "src" / "state.ts").read_text()
+    rank = re.search(r"export interface Rank \{(.*?)\n\}", source, re.DOTALL)
+    assert rank is not None
+    assert re.findall(r"^  (\w+):", rank[1], re.MULTILINE) == list(Row._fields)
+    metrics = re.search(r"export type Metric = (.*?);", source)
+    assert metrics is not None and re.findall(r'"(\w+)"', metrics[1]) == list(METRICS)
+
+
+# --- without JavaScript
+
+
+def test_text_is_a_table_with_units() -> None:
+    *head, columns, first, _, legend = fallback.text(view_of(cpus(2))).splitlines()
+    assert head[-1] == "laptop: no GPUs: no driver · CPU 40 % · memory 4.2 of 23.4 GiB"
+    assert columns.split() == ["rank", "device", "memory", "state"]
+    assert first.startswith("0     cpu") and first.endswith("300 MiB of 23.4 GiB  ● busy")
+    assert legend == "# this rank's own  . everything else in use"
+
+
+def test_text_of_gpus_shows_every_gauge_and_badge() -> None:
+    text = fallback.text(view_of(gpus(8)))
+    assert re.search(
+        rf"^{FULL} +cuda:{FULL} +\[#+=+-+ *\].* of 79.6 GiB .* %.*°C.* W .*⚠ nearly full: 98 %", text, re.MULTILINE
+    )
+
+
+def test_text_of_many_ranks_is_a_line_for_each_node_and_what_deserves_a_look() -> None:
+    text = fallback.text(view_of(gpus(256)))
+    assert len(text.splitlines()) < 100
+    assert "ranks 248-255: 8 busy; memory" in text and "killed by SIGKILL" in text
+
+
+class Outline(HTMLParser):
+    """Tags and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert not [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += f"{data} "
+
+
+def test_html_is_a_table_without_scripts() -> None:
+    page = Outline(fallback.html(view_of(gpus(8)), "id"))
+    assert "script" not in page.tags and page.tags.count("tr") >= 8
+    assert "78.1 of 79.6 GiB" in page.text and "straggler: +15 %" in page.text
+
+
+def test_html_takes_no_names_for_markup() -> None:
+    rank = RankSample(0, node="<b>x", private=1, doing="<i>", state="dead")
+    page = Outline(fallback.html(view_of(Sample(at=0.0, ranks=[rank])), '"><script>'))
+    assert "script" not in page.tags and "i" not in page.tags and "<b>x" in page.text
+
+
+def test_html_of_1024_ranks_is_small() -> None:
+    assert len(fallback.html(view_of(gpus(1024)))) < 30_000
+
+
+# --- the widget
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+def test_a_panel_shows_what_its_source_shows(source: Source) -> None:
+    panel = nbdist.Panel(source=source)
+    source.show(gpus(8))
+    assert panel.text.startswith("8 ranks: all busy") and "8 ranks: all busy" in panel.html
+    panel.close()
+
+
+def test_nobody_looks_while_nobody_watches(source: Source) -> None:
+    panel = nbdist.Panel(source=source)
+    assert not source.watched
+    source.show(gpus(8))
+    assert panel.text and not source.watched
+    panel.close()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 61.0, -1.0, math.nan])
+def test_a_rate_out_of_bounds_names_them(rate: float) -> None:
+    with pytest.raises(UsageError, match=r"0\.25 to 60 s"):
+        nbdist.Panel(rate=rate)
+
+
+def test_memory_and_speed_are_drawn_over_time() -> None:
+    points = [Point(at, GIB, 2 * GIB, 3 * GIB, 1e14) for at in (0.0, 60.0)]
+    figure = plot(points)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["memory, GiB per rank", "TFLOPS, all ranks"]
+    (line,) = figure.axes[1].lines
+    assert line.get_xydata().tolist() == [[0.0, 100.0], [1.0, 100.0]]
+
+
+def test_without_speed_only_memory_is_drawn() -> None:
+    assert len(plot([Point(0.0, GIB, GIB, GIB, None)]).axes) == 1
+
+
+def test_a_plot_of_nothing_says_what_to_do(source: Source) -> None:
+    with pytest.raises(UsageError, match="%distributed panel"):
+        nbdist.Panel(source=source).plot()
+
+
+def test_what_a_page_loads_is_small() -> None:
+    static = Path(nbdist.__file__).parent / "panel" / "static"
+    assert sum((static / name).stat().st_size for name in ("widget.js", "widget.css")) < 40_000
+
+
+def test_free_memory_is_what_nobody_has() -> None:
+    for row in view_of(gpus(8)).rows:
+        assert row.used is not None and 0 < row.used <= TOTAL

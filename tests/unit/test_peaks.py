@@ -1,0 +1,107 @@
+"""The peak of a device is the maker's dense figure for exactly this device, an estimate that says so, or not known."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.errors import UsageError
+from nbdist.metrics.peaks import Peak, estimate, mixed, peak
+
+BF16 = {  # of names as torch gives them
+    "Tesla V100-SXM2-16GB": None,
+    "Tesla T4": None,
+    "NVIDIA A10": 125,
+    "NVIDIA A10G": 70,
+    "NVIDIA A30": 165,
+    "NVIDIA A40": 149.7,
+    "NVIDIA RTX A6000": 154.8,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA L4": 121,
+    "NVIDIA L40": 181,
+    "NVIDIA L40S": 362,
+    "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5090": 209.5,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H200": 989,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA GH200 480GB": 989,
+    "NVIDIA H20": 148,
+    "NVIDIA B200": 2250,
+    "NVIDIA GB200": 2500,
+    "AMD Instinct MI250X": 191.5,
+    "AMD Instinct MI300X": 1307,
+    "AMD Instinct MI325X": 1307,
+    "AMD Instinct MI355X": 2500,
+}
+UNKNOWN = [
+    *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4080", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A100X"),
+    *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40G", "NVIDIA RTX 6000 Ada Generation", "NVIDIA A1000", "cpu", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "tflops"), BF16.items())
+def test_each_device_has_its_own_dense_figure(name: str, tflops: float | None) -> None:
+    found = peak(name, "bfloat16")
+    assert (found.tflops if found else None) == tflops
+    assert found is None or (found.source and not found.estimated)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_name_that_only_looks_like_a_known_one_gives_nothing(name: str) -> None:
+    assert peak(name, "bf16") is None
+
+
+def test_dtypes_have_their_own_figures() -> None:
+    figures = [peak("NVIDIA H100 80GB HBM3", dtype) for dtype in ("float32", "tf32", "fp16", "float8_e4m3fn")]
+    assert [found.tflops for found in figures if found] == [67, 494.5, 989, 1979]
+    assert peak("Tesla V100-SXM2-32GB", "half") == peak("Tesla V100-SXM2-16GB", "fp16")
+
+
+def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="fp32, tf32, fp16, bf16, fp8"):
+        peak("NVIDIA H200", "int3")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "sms", "clock", "dtype"),
+    [
+        ("Tesla V100-SXM2-16GB", (7, 0), 80, 1.53e9, "fp16"),
+        ("Tesla T4", (7, 5), 40, 1.59e9, "fp16"),
+        ("NVIDIA A10", (8, 6), 72, 1.695e9, "bf16"),
+        ("NVIDIA RTX A6000", (8, 6), 84, 1.8e9, "tf32"),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1.41e9, "bf16"),
+        ("NVIDIA L4", (8, 9), 58, 2.04e9, "bf16"),
+        ("NVIDIA L40S", (8, 9), 142, 2.52e9, "bf16"),
+        ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1.695e9, "bf16"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52e9, "fp8"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.83e9, "bf16"),
+        ("NVIDIA B200", (10, 0), 148, 1.85e9, "bf16"),
+        ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407e9, "bf16"),
+    ],
+)
+def test_the_estimate_agrees_with_the_table_within_two_percent(
+    name: str, capability: tuple[int, int], sms: int, clock: float, dtype: str
+) -> None:
+    found, stated = estimate(name, capability, sms, clock, dtype), peak(name, dtype)
+    assert found and stated and found.estimated and found.source.startswith("estimated")
+    assert found.tflops == pytest.approx(stated.tflops, rel=0.02)
+
+
+def test_nothing_is_estimated_for_an_architecture_that_is_not_known() -> None:
+    assert estimate("NVIDIA Something", (99, 0), 100, 1e9, "bf16") is None
+    assert estimate("NVIDIA A100-SXM4-40GB", (8, 0), 108, 0.0, "bf16") is None
+    assert estimate("Tesla T4", (7, 5), 40, 1.59e9, "bf16") is None
+
+
+def test_mixed_work_has_the_peak_of_its_parts_one_after_the_other() -> None:
+    known = {"bf16": Peak(100, "a"), "fp32": Peak(10, "b")}
+    assert mixed({"bf16": 7}, known) == known["bf16"]
+    found = mixed({"bf16": 100, "fp32": 10}, known)
+    assert found and found.tflops == 55.0
+    assert mixed({"bf16": 100, "fp8": 1}, known) is None

@@ -1,0 +1,450 @@
+"""What training steps take, measured as they run in this process: exactly, and with nothing of it in the user's way."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbdist.metrics import loading, steps
+from nbdist.metrics.clock import DeviceClock
+from nbdist.metrics.flops import FlopCount
+from nbdist.metrics.sample import StepSample
+from nbdist.metrics.steps import Meter
+from tests.closed_forms import Gpt, gpt, gpt_blocks, gpt_scores_again, indices
+
+pytestmark = pytest.mark.torch_private
+
+B, T = 2, 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are small: threads that wait for each other would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def meter() -> Iterator[Meter]:
+    with Meter() as meter:
+        yield meter
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *shapes: tuple[int, int], passes: int = 1) -> None:
+    """A step for each shape, of as many backward passes."""
+    for shape in shapes:
+        for _ in range(passes):
+            loss_of(model, indices(*shape)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def measured(model: nn.Module, *shapes: tuple[int, int], **options: Any) -> StepSample:
+    with Meter() as meter:
+        train(model, SGD(model.parameters(), 0.01), *shapes, **options)
+        return meter.sample()
+
+
+# --- exact
+
+
+def test_the_flops_of_a_step_are_the_textbooks() -> None:
+    found = measured(Gpt(), *[(B, T)] * 5)
+    assert (found.flops, found.hardware_flops) == (gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))
+    assert (found.steps, found.uncounted, found.unit, found.units) == (5, 0.0, "tokens", B * T)
+    assert found.seconds is not None and found.seconds > 0
+
+
+def test_a_step_of_several_passes_takes_them_all() -> None:
+    assert measured(Gpt(), *[(B, T)] * 4, passes=3).flops == 3 * gpt(B, T)
+
+
+def test_what_is_recomputed_is_hardwares_only() -> None:
+    found = measured(Gpt("manual", "reentrant"), *[(B, T)] * 6)
+    assert (found.flops, found.hardware_flops) == (gpt(B, T), gpt(B, T) + gpt_blocks(B, T))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of dynamo's own
+@pytest.mark.parametrize("per_block", [False, True])
+def test_compiled_steps_are_counted_and_go_on_compiled(meter: Meter, per_block: bool) -> None:
+    calls = 0
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return graph(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    model: Any = Gpt()
+    for part in model.blocks if per_block else [model]:
+        part.compile(backend=backend)
+    optimizer = SGD(model.parameters(), 0.01)
+    each = []
+    for _ in range(5):
+        before = calls
+        train(model, optimizer, (B, T))
+        each.append(calls - before)
+    graphs = 3 if per_block else 1
+    assert each == [graphs, 0, graphs, graphs, graphs]
+    assert meter.sample().flops == gpt(B, T)
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own
+def test_a_compiled_step_is_left_alone(meter: Meter) -> None:
+    torch._dynamo.reset()
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    plain, optimizer.step = optimizer.step, torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+    train(model, optimizer, *[(B, T)] * 4)
+    frames = torch._dynamo.utils.counters["frames"]["total"]
+    train(model, optimizer, *[(B, T)] * 4)
+    assert torch._dynamo.utils.counters["frames"]["total"] == frames
+    assert meter.sample() == StepSample(why=meter.sample().why) and "compiled" in meter.sample().why
+    optimizer.step = plain  # type: ignore[method-assign]
+    meter.lap()
+    train(model, optimizer, *[(B, T)] * 4)
+    assert (meter.sample().steps, meter.sample().flops) == (4, gpt(B, T))
+
+
+# --- shapes
+
+
+def test_each_shape_is_counted_once_and_a_sample_is_of_their_mixture(meter: Meter) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    train(model, optimizer, *[(B, T)] * 3, *[(B, 2 * T)] * 3)
+    train(model, optimizer, *[(B, T), (B, 2 * T)] * 32)
+    found = meter.sample()
+    assert found.flops == (gpt(B, T) + gpt(B, 2 * T)) / 2 and found.uncounted == 0
+
+
+def test_steps_of_a_shape_that_was_not_counted_are_told_and_left_out(meter: Meter) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    train(model, optimizer, *[(B, T)] * 8, (3, T))
+    found = meter.sample()
+    assert found.flops == gpt(B, T) and found.uncounted == pytest.approx(1 / 7)
+
+
+def test_two_optimizers_that_take_turns_are_both_counted(meter: Meter) -> None:
+    one, other = Gpt(layers=1), Gpt(layers=2)
+    optimizers = SGD(one.parameters(), 0.01), SGD(other.parameters(), 0.01)
+    for _ in range(8):
+        train(one, optimizers[0], (B, T))
+        train(other, optimizers[1], (B, T))
+    found = meter.sample()
+    head = 3 * (gpt_blocks(B, T) // 3)
+    assert found.uncounted == 0 and found.flops == pytest.approx(gpt(B, T) - 3 * head / 2)
+
+
+def test_a_validation_between_two_steps_is_not_taken_for_training(meter: Meter) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    for number in range(6):
+        train(model, optimizer, (B, T))
+        if number == 0:
+            with torch.no_grad():
+                model(indices(8 * B, T))
+    assert meter.sample().flops == gpt(B, T)
+
+
+def test_a_teachers_forward_pass_is_part_of_each_step(meter: Meter) -> None:
+    model, teacher = Gpt(), Gpt(layers=1)
+    optimizer = SGD(model.parameters(), 0.01)
+    for _ in range(6):
+        with torch.no_grad():
+            teacher(indices(B, T))
+        train(model, optimizer, (B, T))
+    found = meter.sample()
+    assert found.flops is not None and found.flops > gpt(B, T)
+
+
+# --- laps
+
+
+def test_a_lap_is_of_its_own_steps_and_the_pause_behind_it_of_none(meter: Meter) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    train(model, optimizer, *[(B, T)] * 4)
+    assert meter.lap().steps == 4
+    threading.Event().wait(0.5)
+    train(model, optimizer, *[(B, T)] * 3)
+    found = meter.lap()
+    assert found.steps == 3 and found.seconds is not None and found.seconds < 0.25
+    assert found.flops == gpt(B, T)
+    assert meter.lap() == StepSample(why="no step yet")
+
+
+def test_a_lap_that_ends_within_a_counted_step_leaves_nothing_active(meter: Meter) -> None:
+    model = Gpt()
+    train(model, SGD(model.parameters(), 0.01), (B, T))
+    assert torch._C._len_torch_dispatch_stack() == 1
+    assert "too few" in meter.lap().why or "counted" in meter.sample().why
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+# --- data
+
+
+def test_waiting_for_data_is_told_and_samples_are_counted(meter: Meter) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), 0.01)
+    loader = DataLoader(TensorDataset(torch.randn(48, 4), torch.randn(48, 2)), batch_size=8)
+    for inputs, targets in loader:
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    found = meter.sample()
+    assert found.waiting is not None and 0 < found.waiting <= 1
+    assert (found.units, found.unit) == (8, "samples")
+
+
+def test_without_a_loader_nothing_is_said_of_waiting() -> None:
+    assert measured(Gpt(), *[(B, T)] * 4).waiting is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "units", "unit"),
+    [
+        (indices(B, T), B * T, "tokens"),
+        ({"input_ids": indices(B, T), "labels": indices(B, T)}, B * T, "tokens"),
+        ((torch.randn(B, 3, 8, 8), torch.zeros(B, dtype=torch.long)), B, "samples"),
+        ([torch.randn(B, 4), torch.ones(B, 4, dtype=torch.long)], B, "samples"),
+        ("text", 0, ""),
+    ],
+)
+def test_a_batch_is_read_by_its_shapes(batch: Any, units: int, unit: str) -> None:
+    found = loading.describe(batch)
+    assert (found.units, found.unit) == (units, unit)
+
+
+# --- the user's own things
+
+
+def test_an_error_in_the_loop_costs_only_its_own_step(meter: Meter) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    train(model, optimizer, *[(B, T)])
+    with pytest.raises(IndexError):
+        model(torch.full((B, T), 10_000))
+    train(model, optimizer, *[(B, T)] * 12)
+    assert meter.sample().flops == gpt(B, T)
+
+
+def test_a_step_that_raises_does_not_hide_those_of_other_optimizers(meter: Meter) -> None:
+    class Failing(SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ArithmeticError
+
+    model = Gpt()
+    with pytest.raises(ArithmeticError):
+        Failing(model.parameters(), 0.01).step()
+    train(model, SGD(model.parameters(), 0.01), *[(B, T)] * 4)
+    assert (meter.sample().steps, meter.sample().flops) == (4, gpt(B, T))
+
+
+def test_an_optimizer_inside_another_makes_one_step(meter: Meter) -> None:
+    class Wrapper(SGD):
+        def step(self, closure: Any = None) -> Any:
+            inner.step()
+
+    model = Gpt()
+    inner = AdamW(model.parameters(), 0.01)
+    train(model, Wrapper(model.parameters(), 0.01), *[(B, T)] * 4)
+    assert meter.sample().steps == 4
+
+
+def test_passes_inside_a_step_belong_to_it(meter: Meter) -> None:
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = LBFGS(model.parameters(), max_iter=3)
+    inputs = torch.randn(8, 4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert meter.sample().steps == 3
+
+
+def test_a_dispatch_mode_of_the_user_comes_first(meter: Meter) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    with FlopCounterMode(display=False):
+        train(model, optimizer, *[(B, T)] * 3)
+    assert meter.sample().flops is None and "dispatch mode of yours" in meter.sample().why
+    train(model, optimizer, (B, T))
+    with FlopCounterMode(display=False) as theirs:
+        train(model, optimizer, (B, T))  # its end falls into this step, which is being counted
+    assert theirs.get_total_flops() > 0
+    train(model, optimizer, *[(B, T)] * 5)
+    assert meter.sample().flops == gpt(B, T)
+
+
+def test_a_model_is_saved_and_copied_as_without_a_meter(meter: Meter, tmp_path: Any) -> None:
+    model = Gpt()
+    train(model, SGD(model.parameters(), 0.01), *[(B, T)] * 3)
+    torch.save(model, tmp_path / "model.pt")
+    assert b"nbdist" not in (tmp_path / "model.pt").read_bytes().replace(b"nbdist_tests", b"")
+
+
+def test_everything_is_taken_off_again() -> None:
+    from torch.optim import optimizer
+    from torch.utils.data import dataloader
+
+    places = torch.autograd._engine_run_backward, dataloader._BaseDataLoaderIter.__next__
+    hooks = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+    measured(Gpt(), *[(B, T)] * 2)
+    assert places == (torch.autograd._engine_run_backward, dataloader._BaseDataLoaderIter.__next__)
+    assert hooks == (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
+
+
+def test_what_fails_inside_is_told_and_the_loop_goes_on(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbdist.metrics.passes.fingerprint", lambda outputs: 1 / 0)
+    model = Gpt()
+    train(model, SGD(model.parameters(), 0.01), *[(B, T)] * 4)
+    found = meter.sample()
+    assert found.steps == 4 and found.seconds and found.flops is None and "ZeroDivisionError" in found.why
+
+
+def test_a_clock_that_runs_backwards_gives_no_time_and_no_rate(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = itertools.count(1e6, -1)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    model = Gpt()
+    train(model, SGD(model.parameters(), 0.01), *[(B, T)] * 4)
+    found = meter.sample()
+    assert found.steps == 4 and found.seconds is None and found.flops is None
+    assert found.why == "the clock ran backwards"
+
+
+# --- from another thread
+
+
+def test_a_sample_comes_at_once_from_another_thread_while_steps_run() -> None:
+    steps.start()
+    try:
+        model = Gpt()
+        optimizer = SGD(model.parameters(), 0.01)
+        found: list[StepSample | None] = []
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.is_set():
+                found.append(steps.current_sample())
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        train(model, optimizer, *[(B, T)] * 20)
+        over.set()
+        thread.join()
+        last = steps.current_sample()
+        assert last is not None and last.flops == gpt(B, T)
+        assert len(found) > 20 and all(each is not None for each in found)
+    finally:
+        steps.stop()
+    assert steps.current_sample() is None
+
+
+# --- clocks and peaks
+
+
+class Events:
+    """Events of a stream whose work ends when the test says: the interface of torch.cuda's, without a GPU."""
+
+    def __init__(self) -> None:
+        self.made: list[Events.Event] = []
+        self.passed = 0
+
+    class Event:
+        def __init__(self, stream: Events) -> None:
+            self.stream, self.number = stream, len(stream.made)
+            stream.made.append(self)
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self.number < self.stream.passed
+
+        def elapsed_time(self, later: Events.Event) -> float:
+            return 100.0 * (later.number - self.number)
+
+    def make(self) -> Events.Event:
+        return Events.Event(self)
+
+
+def test_steps_on_a_device_are_timed_by_its_own_clock_once_they_are_over() -> None:
+    stream = Events()
+    clock: DeviceClock[str] = DeviceClock(stream.make)
+    assert clock.tick("begins") == clock.tick("a") == clock.tick("b") == []
+    stream.passed = 2
+    assert clock.tick("c") == [("a", 0.1)]
+    stream.passed = 4
+    assert clock.restart() == [("b", 0.1), ("c", 0.1)]
+    assert clock.tick("begins anew") == []
+
+
+def test_a_device_that_does_not_end_holds_nobody_up() -> None:
+    stream = Events()
+    clock: DeviceClock[str] = DeviceClock(stream.make)
+    clock.tick("begins")
+    clock.tick("hangs")
+    assert clock.restart() == []
+    stream.passed = 2
+    assert clock.tick("begins anew") == []
+
+
+def test_the_processor_has_no_peak_until_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbdist.metrics import peaks
+
+    monkeypatch.setattr(peaks, "_measured", {})
+    model = Gpt()
+    assert "no peak is known for the CPU at fp32" in measured(model, *[(B, T)] * 4).why
+    peaks.note(torch.device("cpu"), "fp32", 0.05)
+    found = measured(model, *[(B, T)] * 4)
+    assert found.peak == 0.05e12 and found.peak_source.startswith("measured here")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_fused_attention_counts_as_the_textbook_does_and_steps_have_its_time() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    model = Gpt().to("cuda", torch.bfloat16)
+    optimizer = SGD(model.parameters(), 0.01)
+    with Meter() as meter:
+        for _ in range(20):
+            loss_of(model, indices(B, T).cuda()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = meter.lap()
+    assert found.flops == gpt(B, T) and found.seconds is not None
+    assert found.hardware_flops in (gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))
+    assert (found.peak is None) == ("no peak is known" in found.why)
+
+
+def test_a_count_is_a_plain_value() -> None:
+    assert "not counted: mylib.gemm (2 calls)" in str(FlopCount(1, 2, uncounted={"mylib.gemm": 2}))

@@ -5,8 +5,11 @@
 #   controller/   one process per session: routes, knows who lives, keeps the output log
 #   agent/        one process per node: the warm template, the ranks' processes and pipes
 #   worker/       inside a rank: shell, control thread, process group
+#   launch/       a function on ranks of its own, behind launcher.py: notebook_launcher, debug_launcher
+#   panel/        what ranks cost, live in the notebook; its page side is in labextension/
 #   train/        what training code on a rank calls; works under torchrun, too
 #   protocol.py   the only module that knows the wire; transfer.py: how values travel
+#   shells.py     what IPython shells keep alive, in the notebook and on ranks
 #   errors.py     the error tree; cuda_guard.py: who initialised CUDA in the notebook
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
 
@@ -16,8 +19,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import (
+    CheckpointError,
     InteractionError,
+    LaunchError,
     NbdistError,
+    NodesMissing,
     RankDied,
     RankError,
     RankFailure,
@@ -32,14 +38,59 @@ from nbdist.errors import (
 )
 
 if TYPE_CHECKING:
+    from nbdist.client.history import history
     from nbdist.client.magics import load_ipython_extension as load_ipython_extension
     from nbdist.client.session import Session, get_session
+    from nbdist.launcher import debug_launcher, notebook_launcher
+    from nbdist.panel import Panel
+    from nbdist.plan import Plan
+    from nbdist.shells import experiment
+    from nbdist.train.checkpoint import latest_state, load_state, register_for_checkpointing, save_state
+    from nbdist.train.collectives import (
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_for_metrics,
+        gather_object,
+        pad_across_processes,
+        reduce,
+    )
+    from nbdist.train.data import prepare_loader, skip_first_batches
+    from nbdist.train.environment import set_seed
+    from nbdist.train.estimate import estimate
+    from nbdist.train.gradients import clip_grad_norm_, clip_grad_value_
+    from nbdist.train.local_sgd import LocalSGD
+    from nbdist.train.loop import accumulate, backward, join_uneven_inputs, sync_gradients, unwrap
+    from nbdist.train.memory import find_executable_batch_size, free_memory
+    from nbdist.train.model_files import load_model, save_model
+    from nbdist.train.precision import autocast
+    from nbdist.train.prepare import prepare
     from nbdist.train.replicas import check, sync
+    from nbdist.train.trackers import end_training, init_trackers, log
+    from nbdist.train.turns import (
+        check_trigger,
+        is_last_process,
+        is_local_main_process,
+        is_main_process,
+        local_main_process_first,
+        main_process_first,
+        on_main_process,
+        set_trigger,
+        split_between_processes,
+        wait_for_everyone,
+    )
+    from nbdist.train.turns import print as print
 
 __version__ = "0.1.0"
-__all__ = [
+__all__ = [  # not `print`: a star import would take Python's away
+    "CheckpointError",
     "InteractionError",
+    "LaunchError",
+    "LocalSGD",
     "NbdistError",
+    "NodesMissing",
+    "Panel",
+    "Plan",
     "RankDied",
     "RankError",
     "RankFailure",
@@ -52,18 +103,137 @@ __all__ = [
     "StaleGroupError",
     "TransferError",
     "UsageError",
+    "accumulate",
+    "autocast",
+    "backward",
+    "broadcast",
+    "broadcast_object_list",
     "check",
+    "check_trigger",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "debug_launcher",
+    "end_training",
+    "estimate",
+    "experiment",
+    "find_executable_batch_size",
+    "free_memory",
+    "gather",
+    "gather_for_metrics",
+    "gather_object",
     "get_session",
+    "history",
+    "init_trackers",
+    "is_last_process",
+    "is_local_main_process",
+    "is_main_process",
+    "join_uneven_inputs",
+    "latest_state",
+    "load_model",
+    "load_state",
+    "local_main_process_first",
+    "log",
+    "main_process_first",
+    "notebook_launcher",
+    "on_main_process",
+    "pad_across_processes",
+    "prepare",
+    "prepare_loader",
+    "reduce",
+    "register_for_checkpointing",
+    "save_model",
+    "save_state",
+    "set_seed",
+    "set_trigger",
+    "skip_first_batches",
+    "split_between_processes",
     "sync",
+    "sync_gradients",
+    "unwrap",
+    "wait_for_everyone",
 ]
 
-_LAZY = {
-    "Session": "nbdist.client.session",
-    "check": "nbdist.train.replicas",
-    "get_session": "nbdist.client.session",
-    "load_ipython_extension": "nbdist.client.magics",
-    "sync": "nbdist.train.replicas",
+_MODULES = {
+    "nbdist.client.history": ("history",),
+    "nbdist.client.magics": ("load_ipython_extension",),
+    "nbdist.client.session": (
+        "Session",
+        "get_session",
+    ),
+    "nbdist.launcher": (
+        "debug_launcher",
+        "notebook_launcher",
+    ),
+    "nbdist.panel": ("Panel",),
+    "nbdist.plan": ("Plan",),
+    "nbdist.shells": ("experiment",),
+    "nbdist.train.checkpoint": (
+        "latest_state",
+        "load_state",
+        "register_for_checkpointing",
+        "save_state",
+    ),
+    "nbdist.train.collectives": (
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_for_metrics",
+        "gather_object",
+        "pad_across_processes",
+        "reduce",
+    ),
+    "nbdist.train.data": (
+        "prepare_loader",
+        "skip_first_batches",
+    ),
+    "nbdist.train.environment": ("set_seed",),
+    "nbdist.train.estimate": ("estimate",),
+    "nbdist.train.gradients": (
+        "clip_grad_norm_",
+        "clip_grad_value_",
+    ),
+    "nbdist.train.local_sgd": ("LocalSGD",),
+    "nbdist.train.loop": (
+        "accumulate",
+        "backward",
+        "join_uneven_inputs",
+        "sync_gradients",
+        "unwrap",
+    ),
+    "nbdist.train.memory": (
+        "find_executable_batch_size",
+        "free_memory",
+    ),
+    "nbdist.train.model_files": (
+        "load_model",
+        "save_model",
+    ),
+    "nbdist.train.precision": ("autocast",),
+    "nbdist.train.prepare": ("prepare",),
+    "nbdist.train.replicas": (
+        "check",
+        "sync",
+    ),
+    "nbdist.train.trackers": (
+        "end_training",
+        "init_trackers",
+        "log",
+    ),
+    "nbdist.train.turns": (
+        "check_trigger",
+        "is_last_process",
+        "is_local_main_process",
+        "is_main_process",
+        "local_main_process_first",
+        "main_process_first",
+        "on_main_process",
+        "print",
+        "set_trigger",
+        "split_between_processes",
+        "wait_for_everyone",
+    ),
 }
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

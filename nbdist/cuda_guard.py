@@ -17,12 +17,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
+from nbdist.imports import after_import
 
 _SYMPTOM = "Cannot re-initialize CUDA in forked subprocess"
 _AT_IMPORT = ("bitsandbytes", "cudf", "pycuda.autoinit")  # libraries that initialise CUDA when they are imported
@@ -94,11 +94,7 @@ def arm() -> None:
 
     Takes microseconds. What was initialised before is known as such, but not by whom.
     """
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is not None:
-        _watch(cuda)
-    elif not any(isinstance(finder, _TorchCudaFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TorchCudaFinder())
+    after_import("torch.cuda", _watch)
 
 
 def first() -> Initialisation | None:
@@ -230,41 +226,15 @@ def advice_for(error: BaseException | str) -> str | None:
             "workers of a DataLoader are forked from a process that uses CUDA, so they can't use it: let the dataset "
             "return CPU tensors and move each batch in the loop, or pass `multiprocessing_context='spawn'`"
         )
+    if "LOCAL_RANK" in os.environ and not _is_bad_fork():  # torchrun's: a rank, whose own CUDA works
+        return (
+            "this rank uses CUDA, so processes that it forks can't: start them by "
+            "`torch.multiprocessing.get_context('spawn')`, or let them work on the CPU"
+        )
     return f"{_culprit()}, and the process that failed was forked after that: {_way_out()}"
 
 
 # --- being told
-
-
-class _TorchCudaFinder:
-    """Watches `torch.cuda` from the moment it is imported, then takes itself out of `sys.meta_path`."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "torch.cuda":
-            return None
-        spec = next((spec for find in self._others() if (spec := find(name, path, target)) is not None), None)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            self._follow(spec.loader)
-        return spec
-
-    def _others(self) -> list[Callable[..., ModuleSpec | None]]:
-        return [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-
-    def _follow(self, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            with contextlib.suppress(AttributeError):  # gone already, where other hooks led here twice
-                del loader.exec_module
-            with contextlib.suppress(ValueError):
-                sys.meta_path.remove(self)
-            _watch(module)
-
-        with contextlib.suppress(AttributeError):  # a loader with slots: `first` tells that, but not who
-            loader.exec_module = exec_module
 
 
 def _watch(cuda: ModuleType) -> None:
@@ -387,6 +357,11 @@ def _seconds_since_start(now: float) -> float | None:
 
 def _torch_is_initialised() -> bool:
     return bool(getattr(sys.modules.get("torch.cuda"), "is_initialized", lambda: False)())
+
+
+def _is_bad_fork() -> bool:
+    """Whether this process was forked from one that had initialised CUDA, as torch has seen it."""
+    return bool(getattr(sys.modules.get("torch.cuda"), "_is_in_bad_fork", lambda: False)())
 
 
 def _driver_is_initialised() -> bool:

@@ -2,14 +2,17 @@
 
 NbdistError
 ├── UsageError            what was typed can't be done; nothing has changed
+├── NodesMissing          other nodes of a launch did not come, or have gone
 ├── SessionError
 │   ├── SessionClosed     you closed it (or never opened it)
 │   ├── SessionBroken     it broke: its controller, its agent or its start-up failed
 │   └── SessionBusy       its ranks are running something else
 ├── RankError             ranks raised; the first cause stands first
 │   ├── RankDied          a rank's process has ended
-│   └── RankTimeout       ranks were still running when the time was over
+│   ├── RankTimeout       ranks were still running when the time was over
+│   └── LaunchError       a launched function failed on a rank; torch's ChildFailedError too
 ├── StaleGroupError       a process group that is gone was used
+├── CheckpointError       a checkpoint could not be written or read
 ├── TransferError         a value can't travel between processes
 └── InteractionError      code on a rank asked for the keyboard
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 class NbdistError(Exception):
@@ -38,6 +42,13 @@ class NbdistError(Exception):
 
 class UsageError(NbdistError, ValueError):
     """What was typed can't be done. Nothing has changed; the text says what is allowed and what to type."""
+
+
+class NodesMissing(NbdistError, TimeoutError):
+    """Nodes of a launch did not come in time, or the one where all meet has gone. No rank of this node is left.
+
+    The text says how many came, at which address, and what to check there.
+    """
 
 
 class SessionError(NbdistError):
@@ -69,8 +80,24 @@ class StaleGroupError(NbdistError, RuntimeError):
     """
 
 
+class CheckpointError(NbdistError):
+    """A checkpoint could not be written or read, as when the disk is full.
+
+    Raised on all ranks; the text names those that failed. The checkpoints that were there before are whole. After a
+    failed save training goes on as if it had not been tried; after a failed load the text says what may have changed.
+    """
+
+
 class TransferError(NbdistError):
-    """A value can't be sent to another process. Nothing was sent; the text names the part that can't travel."""
+    """A value can't be sent to another process. Nothing was sent; the text names the part that can't travel.
+
+    Attributes:
+        part: That part and the way to it, as "args[0]['lock'] is a _thread.lock"; empty where it is not known.
+        on_gpu: Whether it is a tensor on a GPU, where none may travel.
+    """
+
+    part = ""
+    on_gpu = False
 
 
 class InteractionError(NbdistError):
@@ -83,12 +110,13 @@ class RankFailure:
 
     Attributes:
         rank: The rank.
-        kind: "raised", "died", "interrupted" or "running" (did not end in time).
+        kind: "raised", "died", "interrupted", "running" (did not end in time) or "ended" (with a launch that failed).
         name: Name of the exception's class, or of the signal that ended the process.
         text: The exception's message.
         traceback: The rank's traceback as the notebook would show it (may hold ANSI colours).
         when: Seconds on the machine's monotonic clock.
         pickled: The pickled exception, if it could be pickled.
+        exit_code: Of a process that has ended; negative: the signal that ended it.
     """
 
     rank: int
@@ -98,6 +126,7 @@ class RankFailure:
     traceback: str
     when: float
     pickled: bytes | None = None
+    exit_code: int | None = None
 
     @property
     def exception(self) -> BaseException | None:
@@ -120,7 +149,7 @@ class RankError(NbdistError):
     """
 
     def __init__(self, report: str, failures: Mapping[int, RankFailure] | None = None) -> None:
-        super().__init__(report)
+        Exception.__init__(self, report)  # not super's: a LaunchError may also be torch's, whose arguments are others
         self.report = report
         self.failures: dict[int, RankFailure] = dict(failures or {})
 
@@ -140,8 +169,8 @@ class RankError(NbdistError):
     def _render_traceback_(self) -> list[str]:
         return self.report.splitlines()
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, RankFailure]]]:
-        return type(self), (self.report, self.failures)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.report, self.failures), self.__dict__
 
 
 class RankDied(RankError):
@@ -153,3 +182,16 @@ class RankDied(RankError):
 
 class RankTimeout(RankError, TimeoutError):
     """Ranks were still running when the time given was over. They were interrupted and keep their variables."""
+
+
+class LaunchError(RankError):
+    """A function that was launched has failed on at least one rank, and all ranks of that launch have ended.
+
+    Where torch is loaded it is a `torch.distributed.elastic.multiprocessing.errors.ChildFailedError` too, so that
+    `except` clauses written for torchrun or Accelerate go on working.
+
+    Attributes:
+        name: The function that was launched.
+    """
+
+    name = ""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_COMMAND_LIMIT = 60  # characters of another process's command line
 
 
 def _prctl(option: int, value: int) -> None:
@@ -137,3 +138,15 @@ def python_command(module: str, *arguments: str) -> list[str]:
         f"from {module} import main; main()"
     )
     return [sys.executable, "-c", code, *arguments]
+
+
+def describe_owner(port: int) -> str:
+    """Who listens on a port of this machine, as far as this user may know: " by process 123 (python …)"."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())[:_COMMAND_LIMIT]
+                return f" by process {connection.pid} ({command})"
+    return " by another process"

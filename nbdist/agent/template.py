@@ -69,10 +69,10 @@ def _preload() -> str:
         __import__(module)
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
-        mapper = threading.Thread(target=_map_torch_library, args=(spec.origin,))
-        mapper.start()
-        __import__(_WHILE_MAPPING)
-        mapper.join()
+        meanwhile = threading.Thread(target=__import__, args=(_WHILE_MAPPING,))
+        meanwhile.start()
+        _map_torch_library(spec.origin)  # in this thread: torch's profiler complains in all others
+        meanwhile.join()
     for module in _PRELOADED:
         __import__(module)
     for module in _PRELOADED_IF_THERE:
@@ -83,7 +83,7 @@ def _preload() -> str:
 
 
 def _map_torch_library(torch: str) -> None:
-    """Load torch's largest library on a second core while the first is busy with other imports (0.2 s)."""
+    """Load torch's largest library while a second core is busy with other imports (0.2 s)."""
     libc = ctypes.CDLL(None)
     libc.dlopen.restype = ctypes.c_void_p
     # A foreign call lets other threads run, which `CDLL(...)` does not. If it fails, the import will tell.
@@ -151,13 +151,13 @@ class Template:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._run_child(parent, request["role"], descriptors)
+            self._run_child(parent, request, descriptors)
         pidfd = os.pidfd_open(pid)
         self._children[pid] = pidfd
         self._selector.register(pidfd, selectors.EVENT_READ, pid)
         socket.send_fds(self._channel, [json.dumps({"forked": request["id"], "pid": pid}).encode()], [pidfd])
 
-    def _run_child(self, parent: int, role: str, descriptors: list[int]) -> None:
+    def _run_child(self, parent: int, request: dict[str, Any], descriptors: list[int]) -> None:
         code = 1
         try:
             self._channel.close()
@@ -166,7 +166,9 @@ class Template:
                 os.close(pidfd)
             from nbdist.worker import rank
 
-            rank.enter(parent, role, descriptors)
+            if request["fresh"]:
+                rank.enter_anew(parent, descriptors)
+            rank.enter(parent, request["role"], descriptors)
             code = 0
         except BaseException:
             traceback.print_exc(file=sys.__stderr__)

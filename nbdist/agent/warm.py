@@ -37,6 +37,7 @@ _READ_LATER = (
     "OMP_NUM_THREADS",
     "TORCH_DISTRIBUTED_DEBUG",
     "TORCH_CPP_LOG_LEVEL",
+    "TORCHINDUCTOR_CACHE_DIR",  # which importing the compiler sets, in the notebook too
     "PYTHONSTARTUP",
     "PYTHONUNBUFFERED",
 )
@@ -101,9 +102,16 @@ class WarmTemplate:
             reasons.append(f"sys.path leads to another torch ({found})")
         return reasons
 
-    def fork(self, key: int, role: str, descriptors: list[int]) -> None:
-        """Ask for a child; the answer comes by the channel and carries `key`."""
-        request = json.dumps({"id": key, "role": role}).encode()
+    def fork(self, key: int, role: str, descriptors: list[int], *, fresh: bool = False) -> None:
+        """Ask for a child; the answer comes by the channel and carries `key`.
+
+        Args:
+            key: What the answer carries.
+            role: "rank" or "store".
+            descriptors: What the child needs for it.
+            fresh: Whether it starts as a new Python, in the environment of the ranks.
+        """
+        request = json.dumps({"id": key, "role": role, "fresh": fresh}).encode()
         socket.send_fds(self.channel, [request], descriptors)
 
     def kill(self, pid: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from nbdist.client.merge import Shown, Text
+from nbdist.client.page import Shown, Text
 from nbdist.protocol import Display
 from nbdist.ranks import format_ranks, parse_ranks
 

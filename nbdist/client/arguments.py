@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nbdist.errors import UsageError
+from nbdist.ranks import parse_ranks
 
 
 class HelpShown(Exception):
@@ -36,6 +37,9 @@ class MagicParser(argparse.ArgumentParser):
             raise UsageError(f"{self.prog}: {error} in {line!r}. `{self.prog} --help` shows what is allowed.") from None
         if "-h" in words or "--help" in words:
             raise HelpShown(self.format_help())
+        for word in words:  # before argparse takes its value for something else
+            if word.startswith("--") and word.split("=")[0] not in {"--", *self._option_string_actions}:
+                raise UsageError(self._explain_unknown(word))
         arguments, unknown = self.parse_known_args(words)
         if unknown:
             raise UsageError(self._explain_unknown(unknown[0]))
@@ -92,6 +96,24 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no time: it is in seconds and more than 0, for example 60")
     return value
+
+
+def ranks_among(text: str | None, count: int) -> list[int] | None:
+    """The ranks that "0,2-3" names; None: none were named.
+
+    Args:
+        text: What was typed.
+        count: How many ranks there are.
+
+    Raises:
+        UsageError: It names none, or one that is not there.
+    """
+    if text is None:
+        return None
+    try:
+        return list(parse_ranks(text, count))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def names(text: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The output of N ranks as one plain text: equal lines once, each named by its ranks, nothing lost or split.
 
-Owns the order in which lines, rich items and progress bars go out, and what stands on the cell's last line.
+Owns the order in which lines, rich items and progress bars go out.
 Knows nothing of clocks, sockets, threads or the notebook: the time is passed in, texts are handed back.
 """
 
@@ -9,38 +9,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
+from nbdist.client.page import Page, Shown, Stream, Text, prefix
 from nbdist.client.progress import Tail, settle, summary
-from nbdist.ranks import format_ranks
-
-Stream = Literal["stdout", "stderr"]
 
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 _BATCH = 256  # lines released at once: bounds what a difference near the start of long chunks costs
-_REDRAW = 0.1  # seconds between two drawings of the progress line
-_REDRAW_BELOW = 1.0  # the same when each drawing leaves a line behind: bars on stdout and stderr in turn
 
 _Kind: TypeAlias = Literal["stdout", "stderr", "item", "bar"]
 _Entry: TypeAlias = tuple[_Kind, Any]  # kind and key: what has to be equal for ranks to share a line
 _Bar: TypeAlias = tuple[Stream, str]  # stream and signature: what makes bars of several ranks the same bar
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Text to be written to a stream of the notebook as it is."""
-
-    stream: Stream
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A rich item (display, clear_output, ...) that these ranks made."""
-
-    ranks: tuple[int, ...]
-    item: Any
 
 
 class Merger:
@@ -67,7 +46,7 @@ class Merger:
         self._window = window if len(self._active) > 1 else 0.0
         self._tails: dict[tuple[int, Stream], Tail] = {}
         self._waiting = _Waiting()
-        self._page = _Page()
+        self._page = Page()
         self._bars_queued = 0
         # The last states, by rank, of bars that other ranks have not ended yet.
         self._ended: dict[_Bar, dict[int, str]] = {}
@@ -422,7 +401,7 @@ class Merger:
         for (where, signature), ended in self._ended.items():
             if where == stream and signature in bars:
                 bars[signature].update(ended)
-        line = "  ".join(_prefix(tuple(sorted(bar))) + summary(bar) for bar in sorted(bars.values(), key=min))
+        line = "  ".join(prefix(tuple(sorted(bar))) + summary(bar) for bar in sorted(bars.values(), key=min))
         if not line or line == self._page.drawn.get(stream):
             return None, line
         return max(due, waited), line
@@ -490,116 +469,6 @@ class _Waiting:
     def all_have(self, ranks: Collection[int], entry: _Entry) -> bool:
         kind, key = entry
         return self.ranks_with(entry) >= len(ranks) and all(key in self._held[rank, kind] for rank in ranks)
-
-
-@dataclass(slots=True)
-class _Line:
-    """The cell's last line while it is open: a text of some ranks or, without ranks, a progress line."""
-
-    stream: Stream
-    ranks: tuple[int, ...]
-    width: int
-    rewritten: bool = False
-
-
-class _Page:
-    """What has been written and not taken yet, and the state of the last line.
-
-    Attributes:
-        open: The last line while the cursor stands in it.
-        drawn: Progress lines that nothing but other progress lines has been written after, by stream.
-    """
-
-    def __init__(self) -> None:
-        self.open: _Line | None = None
-        self.drawn: dict[Stream, str] = {}
-        self._taken: list[Text | Shown] = []
-        self._pieces: list[str] = []
-        self._stream: Stream = "stdout"
-
-    def take(self) -> list[Text | Shown]:
-        self._join()
-        taken, self._taken = self._taken, []
-        return taken
-
-    def write_lines(self, stream: Stream, ranks: tuple[int, ...], lines: list[str]) -> None:
-        self._make_way(stream)
-        prefix = _prefix(ranks)
-        self._write(stream, prefix + ("\n" + prefix).join(lines) + "\n")
-
-    def show(self, ranks: tuple[int, ...], item: Any) -> None:
-        self._make_way(None)
-        self._join()
-        self._taken.append(Shown(ranks, item))
-
-    def open_line(self, stream: Stream, ranks: tuple[int, ...], text: str) -> None:
-        self._make_way(stream)
-        self.open = _Line(stream, ranks, 0)
-        self.continue_line(_prefix(ranks) + text)
-
-    def continue_line(self, text: str) -> None:
-        if self.open:
-            self._write(self.open.stream, text)
-            self.open.width += len(text)
-
-    def end_line(self) -> None:
-        """Bring the cursor to the start of a line; a progress line is wiped."""
-        self._make_way(self.open.stream if self.open else None)
-
-    def give_up_line(self) -> None:
-        """Make way for what is printed over the open line: there if it is one rank's, else below it."""
-        if self.open and len(self.open.ranks) == 1:
-            self.open.ranks = ()
-        else:
-            self.end_line()
-
-    def draw(self, stream: Stream, line: str) -> None:
-        """Show a progress line in place of the open one, or on a new line."""
-        width = 0
-        if self.open and self.open.stream == stream and not self.open.ranks:
-            width = self.open.width
-        elif self.open:
-            self._write(self.open.stream, "\n")
-        self._write(stream, "\r" + line.ljust(width))
-        self.open = _Line(stream, (), len(line))
-        self.drawn[stream] = line
-
-    def wipe(self, stream: Stream) -> None:
-        """Take away the progress line of a stream, if it is the open line."""
-        if self.open and self.open.stream == stream and not self.open.ranks:
-            self.end_line()
-
-    def pause(self, stream: Stream) -> float:
-        """Seconds between two drawings of a progress line."""
-        in_the_way = self.open and not self.open.ranks and self.open.stream != stream
-        return _REDRAW_BELOW if in_the_way else _REDRAW
-
-    def _make_way(self, stream: Stream | None) -> None:
-        """Bring the cursor to the start of a line, to write to a stream or to show an item (None)."""
-        self.drawn.clear()
-        line, self.open = self.open, None
-        if line is None:
-            return
-        if line.stream == stream and not line.ranks:
-            self._write(stream, "\r" + " " * line.width + "\r")  # the bar will be drawn again, below
-        else:
-            self._write(line.stream, "\n")
-
-    def _write(self, stream: Stream, text: str) -> None:
-        if stream != self._stream:
-            self._join()
-            self._stream = stream
-        self._pieces.append(text)
-
-    def _join(self) -> None:
-        if self._pieces:
-            self._taken.append(Text(self._stream, "".join(self._pieces)))
-            self._pieces = []
-
-
-@lru_cache(maxsize=1024)
-def _prefix(ranks: tuple[int, ...]) -> str:
-    return f"[{format_ranks(ranks)}] "
 
 
 def _equal_at_start(keys: list[Any], others: Iterable[list[Any]]) -> int:

@@ -39,7 +39,8 @@ def from_death(died: Died, running: str) -> RankFailure:
         running: What the rank was running, in words.
     """
     text = f"{describe_death(died)}{running}"
-    return RankFailure(died.rank, "died", describe_exit(died.code).split(" ")[0], text, died.stderr, died.when)
+    name = describe_exit(died.code).split(" ")[0]
+    return RankFailure(died.rank, "died", name, text, died.stderr, died.when, exit_code=died.code)
 
 
 def describe_death(died: Died) -> str:
@@ -47,13 +48,16 @@ def describe_death(died: Died) -> str:
     return died.cause or f"{describe_exit(died.code)}, pid {died.pid}"
 
 
-def build(failures: Iterable[RankFailure], finished: Sequence[int] = (), *, recovered: str = "") -> RankError:
+def build(
+    failures: Iterable[RankFailure], finished: Sequence[int] = (), *, recovered: str = "", launch: bool = False
+) -> RankError:
     """One error for all failures of a cell.
 
     Args:
         failures: At least one.
         finished: Ranks that ended well.
         recovered: What was put in order afterwards, in words.
+        launch: Whether the ranks have ended with it, so that there is nothing to do with them.
     """
     ordered = sorted(failures, key=_causality)
     first = ordered[0]
@@ -64,8 +68,9 @@ def build(failures: Iterable[RankFailure], finished: Sequence[int] = (), *, reco
     lines += _others([failure for failure in ordered[1:] if failure.rank not in same], first)
     if finished:
         lines.append(f"{describe_ranks(finished)}: finished")
-    lines += _advice(first, ordered, finished)
-    if recovered:
+    if not launch:
+        lines += _advice(first, ordered, finished)
+    if recovered and not launch:
         lines.append(f"nbdist: {recovered}")
     kinds = {"died": RankDied, "running": RankTimeout}
     error = kinds.get(first.kind, RankError)
@@ -74,11 +79,12 @@ def build(failures: Iterable[RankFailure], finished: Sequence[int] = (), *, reco
 
 def _causality(failure: RankFailure) -> tuple[int, float]:
     """Deaths and own exceptions by time, then what follows from them, then what was only interrupted or goes on."""
-    order = {"interrupted": 2, "running": 3}.get(failure.kind, 0)
-    return (1 if order == 0 and _follows(failure) else order), failure.when
+    order = {"interrupted": 2, "running": 3, "ended": 4}.get(failure.kind, 0)
+    return (1 if order == 0 and follows(failure) else order), failure.when
 
 
-def _follows(failure: RankFailure) -> bool:
+def follows(failure: RankFailure) -> bool:
+    """Whether it is what a rank sees when another has failed or gone."""
     return failure.kind == "raised" and _CONSEQUENCE.search(failure.text) is not None
 
 
@@ -147,9 +153,11 @@ def _one_word(failure: RankFailure, first: RankFailure) -> str:
         return f"died: {failure.text}"
     if failure.kind == "running":
         return f"still running, {failure.text}"
+    if failure.kind == "ended":
+        return f"ended, because rank {first.rank} failed; it was {failure.text}"
     if failure.kind == "interrupted":
         return "interrupted" if first.kind == "running" else f"interrupted, because rank {first.rank} failed"
-    if _follows(failure) and not _follows(first):
+    if follows(failure) and not follows(first):
         return f"{_one_line(failure)}, follows from rank {first.rank}"
     return _one_line(failure) + _place(failure)
 

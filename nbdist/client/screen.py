@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from nbdist.client.area import Area
 from nbdist.client.display import Kind, Publisher, can_update
-from nbdist.client.merge import Merger, Shown, Text
+from nbdist.client.merge import Merger
+from nbdist.client.page import Shown, Text
 from nbdist.client.results import Decoders
 from nbdist.protocol import STDERR, STDOUT, Display, Output
 from nbdist.ranks import format_ranks

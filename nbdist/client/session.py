@@ -1,75 +1,43 @@
-"""A session, from the notebook's side: its ranks' life, and what can be asked of them.
+"""A session, from the notebook's side: what can be asked of its ranks.
 
-The Python API behind the magics. Knows nothing of processes or sockets; `traffic` knows which rank runs what.
+The Python API behind the magics. Knows nothing of processes or sockets; `workers` knows how ranks come and go.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import difflib
-import itertools
-import queue
-import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from linecache import getlines
-from types import TracebackType
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from nbdist import transfer
-from nbdist.client.connection import Connection
+from nbdist.client import calls
 from nbdist.client.options import Arguments
-from nbdist.client.report import describe_death
+from nbdist.client.plan import SessionPlan
 from nbdist.client.results import CellResult, Decoders
 from nbdist.client.stacks import Stack, stack_of, with_native_frames
 from nbdist.client.task import BackgroundCell, Task
-from nbdist.client.traffic import Traffic
+from nbdist.client.workers import Workers
 from nbdist.devices import visible_gpus
 from nbdist.errors import (
     NbdistError,
     RankError,
     SessionBroken,
-    SessionBusy,
     SessionClosed,
-    SessionError,
     TransferError,
     UsageError,
 )
-from nbdist.protocol import (
-    Ask,
-    Broken,
-    Execute,
-    Message,
-    Notice,
-    Progress,
-    RankInfo,
-    Start,
-    Started,
-    StartFailed,
-    StartOptions,
-    Stop,
-    Stopped,
-)
+from nbdist.metrics import snapshot
+from nbdist.plan import Plan
 from nbdist.ranks import describe_ranks, format_ranks
 
-_STOP_LIMIT = 10.0
-_SURVIVORS_LIMIT = 2.0
 _STACK_LIMIT = 1.0
 
-_idle: Connection | None = None
 _current: weakref.ref[Session] | None = None
-
-
-def prewarm() -> None:
-    """Start a controller with its agent and template, if none is there, so that the next session starts at once."""
-    global _idle
-    if _idle is None or not _idle.alive:
-        with contextlib.suppress(SessionBroken):  # `start` will tell
-            _idle = Connection(patient=True)
 
 
 def get_session() -> Session:
@@ -95,21 +63,19 @@ def current_session() -> Session | None:
     return _current() if _current is not None else None
 
 
+def living_session() -> Session | None:
+    """The session of this notebook, if it has one that has not ended."""
+    session = current_session()
+    return None if session is None or session.closed else session
+
+
 def session_to_restart() -> Session:
     """Like `get_session`, but one that broke will do."""
     session = current_session()
     return session if session is not None and session.broken else get_session()
 
 
-@atexit.register
-def _close_all() -> None:
-    for session in list(Session.instances):
-        session._forget()
-    if _idle is not None:
-        _idle.close()
-
-
-class Session:
+class Session(Workers):
     r"""Ranks that wait for work. As a context manager it stops them at the end.
 
     >>> with nbdist.Session(2) as session:
@@ -130,17 +96,7 @@ class Session:
     Raises:
         UsageError: An argument is wrong; nothing has been started.
         SessionBroken: The ranks could not be brought up; nothing of them is left.
-
-    Attributes:
-        ranks: What each rank is.
-        backend: Backend of the process group; "none" without one.
-        closed: Whether it has no ranks.
-        broken: Why it is closed, if nobody closed it.
-        started_in: Seconds that the last start took.
-        traffic: Which rank runs what; for the parts of the client.
     """
-
-    instances: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -155,23 +111,11 @@ class Session:
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         global _current
-        self.ranks: list[RankInfo] = []
-        self.backend = ""
-        self.closed = True
-        self.broken = ""
-        self.started_in = 0.0
-        self.traffic = Traffic(self._on_life)
+        super().__init__(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
-        self._linger = linger
-        self._serials = itertools.count(1)
-        self._life: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        options = self._arguments.options(num_processes)
-        self._connect()
-        self._bring_up(options, progress)
-        Session.instances.add(self)
+        self._plan = SessionPlan()
+        self.start(self._plan.carry(self._arguments.options(num_processes)), progress)
         _current = weakref.ref(self)
-
-    # --- life
 
     def restart(self, num_processes: int | None = None, *, progress: Callable[[str], None] = lambda text: None) -> None:
         """End the ranks and bring up a fresh set, with an environment as it is now. Variables on ranks are lost.
@@ -179,126 +123,22 @@ class Session:
         Args:
             num_processes: Number of ranks; None: as many as before.
         """
-        options = self._arguments.options(num_processes or len(self.ranks))
-        if self.broken:
-            self._connection.close()
-            self._connect()
-        else:
-            self._check_open()
-        self._bring_up(options, progress)
-
-    def close(self) -> None:
-        """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start."""
-        global _idle
-        if self.closed:
-            return
-        self.closed = True
-        self._connection.send(Stop())
-        try:
-            self._await_life(Stopped, _STOP_LIMIT)
-        except SessionError:
-            self._connection.close()
-            return
-        self.traffic.release("the session was stopped")
-        self._connection.on_message = lambda message: None
-        if _idle is None or not _idle.alive:
-            _idle = self._connection
-        else:
-            self._connection.close()
-
-    stop = close
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
+        self.start(self._plan.carry(self._arguments.options(num_processes or len(self.ranks))), progress)
 
     @property
-    def generation(self) -> int:
-        """How often the process groups have been renewed since the start, and one."""
-        return self.traffic.generation
+    def plan(self) -> Plan:
+        """How models that ranks prepare are made distributed."""
+        return self._plan.current
 
-    def _forget(self) -> None:
-        """The kernel ends: nobody waits for the ranks any more."""
-        self.closed = True
-        self._connection.close()
+    def set_plan(self, plan: Plan) -> None:
+        """Have what the ranks prepare from now on follow a plan; what is prepared already keeps its own.
 
-    def _connect(self) -> None:
-        """Take the idle controller, if there is one, else start one."""
-        global _idle
-        taken, _idle = (_idle, None) if _idle is not None and _idle.alive else (None, _idle)
-        self._connection = taken or Connection()
-        self.traffic.attach(self._connection)
-
-    def _bring_up(self, options: StartOptions, progress: Callable[[str], None]) -> None:
-        began = time.monotonic()
-        self.closed, self.broken = True, ""
-        self._life = queue.SimpleQueue()
-        self.traffic.release("the ranks were restarted")
-        try:
-            self._connection.open()
-            self._connection.send(Start(options, self._linger))
-            started = self._await_life(Started, None, progress)
-        except BaseException as error:
-            self._give_up_start(error)
-            raise
-        assert isinstance(started, Started)
-        self.ranks, self.backend = started.ranks, started.backend
-        self.traffic.begin()
-        self.closed = False
-        self.started_in = time.monotonic() - began
-        for note in started.notes:
-            progress(note)
-        if options.gpus and all(info.device == "cpu" for info in self.ranks):
-            progress("this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs")
-        elif options.gpus and len(options.gpus) < options.count:
-            plural = "s" if len(options.gpus) != 1 else ""
-            progress(f"{options.count} ranks share {len(options.gpus)} GPU{plural}, so their group uses {self.backend}")
-
-    def _give_up_start(self, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._connection.send(Stop())
-            with contextlib.suppress(SessionError):
-                self._await_life(Stopped, _STOP_LIMIT)
-        self._connection.close()
-        self.broken = str(error) or "the start was interrupted. `%distributed start` begins anew."
-
-    def _await_life(
-        self, kind: type[Message], limit: float | None, progress: Callable[[str], None] = lambda text: None
-    ) -> Message:
-        """Wait for a message about the session's life. The controller bounds how long a start may take."""
-        deadline = None if limit is None else time.monotonic() + limit
-        while True:
-            try:
-                message = self._life.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise SessionBroken("the session does not answer; type `%distributed start` to begin anew") from None
-            if isinstance(message, kind):
-                return message
-            if isinstance(message, Progress):
-                progress(message.text)
-            elif isinstance(message, (StartFailed, Broken)):
-                raise SessionBroken(message.text)
-
-    def _on_life(self, message: Message) -> None:
-        """From the listening thread: what happens to the session as a whole."""
-        if isinstance(message, Broken) and not self.broken:
-            if not self.closed and not self.traffic.running(info.rank for info in self.ranks):
-                self.traffic.notify(Notice(message.text))
-            self.closed, self.broken = True, message.text
-            self.traffic.release(message.text)
-        self._life.put(message)
-
-    def _check_open(self) -> None:
-        if self.broken:
-            raise SessionBroken(self.broken)
-        if self.closed:
-            raise SessionClosed(
-                "this session is closed: type `%distributed start -n 2` (or `nbdist.Session(2)`) for a new one"
-            )
+        Raises:
+            UsageError: These ranks can't follow it; nothing has changed anywhere.
+            SessionBusy: A rank is running something.
+        """
+        self._check_open()
+        self._plan.set(self, plan)
 
     # --- work
 
@@ -341,9 +181,12 @@ class Session:
         grace: float = 1.0,
         show: bool = True,
         keep: bool = False,
+        profile: str = "",
     ) -> Task:
         """Send a cell to ranks; the caller waits for the task, or makes a BackgroundCell of it."""
-        return self.submit("cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=keep)
+        return self.submit(
+            "cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=keep, profile=profile
+        )
 
     def run_in_background(
         self,
@@ -381,13 +224,21 @@ class Session:
             TransferError: Something can't travel; the text names it.
             RankError: A rank raised.
         """
+        return self._call("call", function, args, kwargs, ranks)
+
+    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None) -> None:
+        """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
+        self._call("setup", function, args, {}, ranks)
+
+    def _call(
+        self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any, ranks: Iterable[int] | None
+    ) -> list[Any]:
         name = getattr(function, "__name__", "function")
-        call = (function, args, kwargs, _source(function))
-        with transfer.pack(call, name=f"call of {name}") as packed:
+        with calls.pack(function, args, kwargs, name=name) as packed:
             payload = msgspec.msgpack.encode(packed.parcel)
-            task = self.submit("call", name, ranks, payload=payload, show=True)
+            task = self.submit(kind, name, ranks, payload=payload, show=True)
             task.wait()
-        return self._collect(task)
+        return self.collect(task)
 
     def push(self, values: Mapping[str, Any], ranks: Iterable[int] | None = None) -> None:
         """Set variables on ranks. Tensors arrive on the CPU; each rank's copy is its own.
@@ -423,18 +274,44 @@ class Session:
             task.wait()
         except RankError as error:
             raise _explain_missing(name, task, error, self.traffic.names) from None
-        values = self._collect(task)
+        values = self.collect(task)
         return values[0] if isinstance(ranks, int) else values
 
     def free(self) -> dict[int, dict[str, int]]:
         """Free what only tracebacks, `Out` and caches keep alive, on all ranks.
 
         Returns:
-            By rank, the bytes freed: "private" (this process), "device" (GPU).
+            By rank, in bytes: "private" (freed of what only its process uses), "device" (GPU memory that torch gave
+            back), and what is left of both: "private_left", "device_left" (reserved by torch).
         """
         task = self.submit("free", "", self.living(), show=True)
         task.wait()
         return {rank: msgspec.msgpack.decode(task.replies[rank].payload) for rank in task.ranks}
+
+    def record_snapshots(self, events: int = snapshot.EVENTS) -> None:
+        """Let ranks remember allocations and frees of device memory from now on, for `snapshot`.
+
+        Args:
+            events: How many each rank keeps; 0 ends it.
+        """
+        self.set_up(snapshot.record, events, ranks=self.living())
+
+    def snapshot(self, rank: int, path: str | Path | None = None) -> Path:
+        """Write torch's memory snapshot of a rank, for https://pytorch.org/memory_viz.
+
+        Args:
+            rank: Which.
+            path: The file; None: `snapshot-rank0.pickle` in the notebook's folder.
+
+        Returns:
+            The file.
+
+        Raises:
+            RankError: The rank has no GPU, or this torch can't.
+        """
+        target = Path(path or f"snapshot-rank{rank}.pickle").expanduser().resolve()
+        self.set_up(snapshot.write, target, ranks=[rank])
+        return target
 
     def interrupt(self, ranks: Iterable[int] | None = None, *, now: bool = False) -> bool:
         """Stop what ranks run: after the step they are in, if they train. Asked once more: at once.
@@ -517,89 +394,6 @@ class Session:
             if position is None:
                 return {rank: "".join(parts) for rank, parts in texts.items()}
 
-    # --- for the parts of the client
-
-    def living(self) -> list[int]:
-        """Ranks that have not died."""
-        return [info.rank for info in self.ranks if info.rank not in self.traffic.dead]
-
-    def submit(
-        self,
-        kind: str,
-        code: str,
-        ranks: Iterable[int] | None,
-        *,
-        number: int = 0,
-        offset: int = 0,
-        payload: bytes = b"",
-        grace: float = 1.0,
-        show: bool = False,
-        keep: bool = False,
-    ) -> Task:
-        """Send an Execute, once nothing speaks against it."""
-        chosen = self._choose(ranks)
-        number = number or cell_number()
-        task = Task(self.traffic, next(self._serials), number, chosen, code, show=show, keep=keep, grace=grace)
-        if others := self._assign(task):
-            raise self._busy(others)
-        self.traffic.send(Execute(task.serial, chosen, kind, code, number, offset, payload, grace))
-        return task
-
-    def _assign(self, task: Task) -> dict[int, Task]:
-        """Let a task have its ranks. Survivors of a death get a moment to end what they were running."""
-        others = self.traffic.assign(task)
-        if not others or not all(other.bereaved for other in others.values()):
-            return others
-        self.traffic.wait_free(task.ranks, _SURVIVORS_LIMIT)
-        return self.traffic.assign(task)
-
-    def _choose(self, ranks: Iterable[int] | None, living: bool = True) -> list[int]:
-        """The ranks meant, checked.
-
-        Raises:
-            UsageError: One of them does not exist, or is dead.
-        """
-        self._check_open()
-        everyone = [info.rank for info in self.ranks]
-        chosen = everyone if ranks is None else sorted(set(ranks))
-        unknown = [rank for rank in chosen if rank not in everyone]
-        if unknown or not chosen:
-            who = describe_ranks(unknown) if unknown else "an empty set"
-            raise UsageError(f"{who} isn't in this session: it has ranks {format_ranks(everyone)}")
-        dead = [rank for rank in chosen if rank in self.traffic.dead]
-        if dead and living:
-            alive = format_ranks(self.living())
-            others = f"`-r {alive}` uses the living, " if alive else ""
-            how = "; ".join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))
-            raise UsageError(
-                f"{describe_ranks(dead)} died ({how}): {others}`%distributed restart` brings up a fresh set"
-            )
-        return chosen
-
-    def _busy(self, others: Mapping[int, Task]) -> SessionBusy:
-        """The error that says what these ranks run, and where they are."""
-        ranks = sorted(others)
-        lines = self.traffic.ask(ranks, "stack", timeout=0.3)
-        where = [
-            f"\n  rank {rank}: {lines.get(rank, {}).get('line') or 'in a call that does not let Python answer'}"
-            for rank in ranks
-        ]
-        return SessionBusy(
-            f"{describe_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still running "
-            f"{others[ranks[0]].describe()}{''.join(where[:8])}\n"
-            "Wait for it, `%distributed interrupt`, or as the last resort `%distributed restart`."
-        )
-
-    def _collect(self, task: Task) -> list[Any]:
-        """The values that ranks have sent, in the order of the ranks."""
-        try:
-            return [
-                transfer.unpack(msgspec.msgpack.decode(task.replies[rank].payload, type=transfer.Parcel))
-                for rank in task.ranks
-            ]
-        finally:
-            self.traffic.send(Ask(0, task.ranks, "release", {"serial": task.serial}))
-
 
 def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:
     """All values in one parcel, so that tensors which share memory still do; an error names the variable."""
@@ -609,23 +403,6 @@ def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:
         for name, value in values.items():
             transfer.check(value, name=name)
         raise
-
-
-def _source(function: Callable[..., Any]) -> tuple[str, int, str] | None:
-    """File name, number and text of the notebook's cell that defines a function, for tracebacks on ranks."""
-    code = getattr(function, "__code__", None)
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(getattr(code, "co_filename", ""))
-    return None if code is None or number is None else (code.co_filename, number, "".join(getlines(code.co_filename)))
-
-
-def cell_number() -> int:
-    """The number of the notebook's cell that is running, 0 outside of notebooks."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    # `execution_count` is ahead of the running cell in some versions of IPython, and not in others.
-    return int(shell.displayhook.prompt_count) if shell is not None else 0
 
 
 def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int, Sequence[str]]) -> NbdistError:

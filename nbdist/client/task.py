@@ -12,19 +12,21 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
-from nbdist.client import report
+from nbdist.client import history, report
 from nbdist.client.display import Publisher
 from nbdist.client.results import CellResult
 from nbdist.client.screen import Screen
+from nbdist.client.widgets import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
 from nbdist.protocol import (
     Broken,
     Died,
     Display,
     Interrupt,
+    Message,
     Notice,
     Output,
     Recovered,
@@ -34,16 +36,43 @@ from nbdist.protocol import (
 )
 from nbdist.ranks import describe_ranks
 
-if TYPE_CHECKING:
-    from nbdist.client.traffic import Traffic
-
 _EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or another rank's failure, until it is explained
 # A death is an error on screen within 0.5 s: the time that survivors have to stop, and then to say where they are.
 _TAKE = 0.01  # seconds for which what has come is taken before it is shown
 _DEATH_GRACE = 0.3
 _DEATH_ANSWER = 0.1
+# A launch's ranks end with it: one that fails ends the others, as with torchrun, and Ctrl-C leaves nothing after 1 s.
+_LAUNCH_GRACE = 1.0
+_ELSEWHERE_GRACE = 0.5  # seconds that ranks have to stop when one of another node has failed
+_LAUNCH_PATIENCE = 0.4  # seconds after an interrupt until a rank that is still at it counts as stuck
 _TIMEOUT_GRACE = 4.0  # seconds that ranks have to stop after --timeout
 _FORCE_GRACE = 1.0  # seconds that ranks have after the second Ctrl-C, before the notebook is given back without them
+
+
+class Carrier(Protocol):
+    """What carries a task's messages: the `Traffic` of a session, or what a launch has in its place.
+
+    Attributes:
+        key: A name that no other has.
+    """
+
+    key: str
+    widgets: WidgetProxies
+
+    def send(self, message: Message) -> None:
+        """Send a message to the ranks."""
+
+    def ask(self, ranks: Sequence[int], question: str, *, timeout: float) -> dict[int, dict[str, Any]]:
+        """What the ranks have answered within `timeout` seconds."""
+
+    def pay(self, rank: int, size: int) -> None:
+        """Output of a rank has been taken."""
+
+    def pay_item(self, item: Display | WidgetMessage) -> None:
+        """A rich item of a rank has been taken."""
+
+    def put_late(self, task: Task | None, message: Message) -> None:
+        """Have a message handled that came after the end of its task."""
 
 
 class Task:
@@ -55,25 +84,30 @@ class Task:
         number: The cell's number in the notebook.
         ranks: Where it runs.
         code: What it runs, for messages.
+        kind: Of the Execute.
         show: Whether output goes to the notebook.
         keep: Whether output is kept in `result`.
         grace: Seconds that ranks may wait in a collective for one that has raised.
+        launch: Whether the ranks live for this task only, so that the first failure ends it.
 
     Attributes:
         recovered: What was put in order after it had failed.
+        on_end: Called in the task's own thread once every rank has ended its part; must not raise.
     """
 
     def __init__(
         self,
-        traffic: Traffic,
+        traffic: Carrier,
         serial: int,
         number: int,
         ranks: list[int],
         code: str,
         *,
+        kind: str = "cell",
         show: bool,
         keep: bool,
         grace: float = 1.0,
+        launch: bool = False,
     ) -> None:
         self.serial = serial
         self.number = number
@@ -85,10 +119,13 @@ class Task:
         self.context = contextvars.copy_context()
         self.error: BaseException | None = None
         self._traffic = traffic
-        self._code = code
+        self.code = code
+        self.kind = kind
         self._keep = keep
         self._grace = grace
+        self._launch = launch
         self.recovered: Recovered | None = None
+        self.on_end: Callable[[Task], None] = lambda task: None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
         self._unpaid: list[Display] = []
@@ -140,7 +177,19 @@ class Task:
                 self._finish_output()
         finally:
             self._close()
+            history.note_end(self)
+            self.on_end(self)
         self._conclude(timeout if timed_out else None)
+
+    @property
+    def status(self) -> str:
+        """What has become of it: "ok", "error", "died", "interrupted", "running" as long as a rank is at it, "lost"."""
+        kinds = {failure.kind for failure in self.failures.values()}
+        if self._broken is not None:
+            return "lost"
+        if kinds & {"died", "raised"}:
+            return "died" if "died" in kinds else "error"
+        return "running" if self._left else "interrupted" if kinds else "ok"
 
     @property
     def bereaved(self) -> bool:
@@ -155,11 +204,23 @@ class Task:
             now: Without waiting for the end of a step, or for a rank to leave a collective by itself.
         """
         chosen = self._left if ranks is None else self._left & set(ranks)
-        self._traffic.send(Interrupt(self.serial, sorted(chosen), now))
+        patience = _LAUNCH_PATIENCE if self._launch else None
+        self._traffic.send(Interrupt(self.serial, sorted(chosen), now, patience))
+
+    def fail(self, failure: RankFailure) -> None:
+        """A rank of another node has failed, and these ranks end with it. From any thread."""
+        if self.put(failure):
+            self.interrupt(now=True)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user has asked it to stop."""
+        return self._interrupts > 0
 
     def describe(self) -> str:
         """In words, what this is and since when."""
-        return f"cell {self.number} ({time.monotonic() - self.started:.0f} s)"
+        what = self.code if self._launch else f"cell {self.number}"
+        return f"{what} ({time.monotonic() - self.started:.0f} s)"
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -208,6 +269,9 @@ class Task:
         elif isinstance(event, Died):
             self._end_rank(event.rank, report.from_death(event, self._running()), now)
             self._give_up_at = now + _DEATH_GRACE
+        elif isinstance(event, RankFailure):
+            self.failures.setdefault(event.rank, event)
+            self._give_up_at = now + _ELSEWHERE_GRACE
         elif isinstance(event, WidgetMessage):
             self._traffic.pay_item(event)
             self._traffic.widgets.relay(event)
@@ -229,7 +293,9 @@ class Task:
         if failure is None:
             return
         self.failures[rank] = self.result[rank].error = failure
-        if self._explain_at is None and failure.kind == "raised" and self._left:
+        if self._launch and failure.kind == "raised" and self._give_up_at is None:
+            self._give_up_at = now + _LAUNCH_GRACE
+        elif self._explain_at is None and failure.kind == "raised" and self._left:
             self._explain_at = now + self._grace + _EXPLAIN_AFTER
 
     # --- showing
@@ -363,7 +429,9 @@ class Task:
         return {rank: answer.get("line", "") for rank, answer in answers.items()}
 
     def _running(self) -> str:
-        line = next((line for line in self._code.splitlines() if line.strip()), "")
+        if self._launch:
+            return f", while it ran {self.code}"
+        line = next((line for line in self.code.splitlines() if line.strip()), "")
         return f", while it ran cell {self.number}: {line.strip()[:60]}" if line else ""
 
     def _conclude(self, timed_out: float | None) -> None:
@@ -376,34 +444,38 @@ class Task:
             return
         finished = [rank for rank in self.ranks if rank not in self.failures]
         text = self.recovered.text if self.recovered is not None else ""
-        error = report.build(self.failures.values(), finished, recovered=text)
+        error = report.build(self.failures.values(), finished, recovered=text, launch=self._launch)
         if timed_out is not None:
+            given = "timeout" if self._launch else "--timeout"
             raise RankTimeout(
-                f"not done after {timed_out:g} s (--timeout); the ranks were interrupted\n{error.report}",
+                f"not done after {timed_out:g} s ({given}); the ranks were interrupted\n{error.report}",
                 error.failures,
             )
         if all(failure.kind == "interrupted" for failure in self.failures.values()):
-            raise _interruption(error, self.recovered.step if self.recovered is not None else 0)
+            raise _interruption(error, self.recovered.step if self.recovered is not None else 0, launch=self._launch)
         raise error
 
     def _note_running(self) -> None:
+        kind = "ended" if self._launch and self.failures else "running"
         lines = self._lines(_DEATH_ANSWER if self.bereaved else 0.3)
         for rank in self._left:
             text = f"in {lines[rank]}" if lines.get(rank) else "in a call that does not let Python answer"
-            failure = RankFailure(rank, "running", "RankTimeout", text, "", time.monotonic())
+            failure = RankFailure(rank, kind, "RankTimeout", text, "", time.monotonic())
             self.failures[rank] = self.result[rank].error = failure
 
 
-def _interruption(error: RankError, step: int) -> KeyboardInterrupt:
+def _interruption(error: RankError, step: int, *, launch: bool) -> KeyboardInterrupt:
     """KeyboardInterrupt as the notebook shows it: one line, and where the ranks were.
 
     Args:
         step: The step after which all ranks stopped together, 0 for none.
+        launch: Whether the ranks have ended with it.
     """
     who = describe_ranks(sorted(error.failures))
-    what = f"{who} interrupted; their variables are kept"
+    what, then = f"{who} interrupted", "their variables are kept"
     if step:
-        what = f"all ranks stopped after step {step:,}; run the cell again to go on"
+        what, then = f"all ranks stopped after step {step:,}", "run the cell again to go on"
+    what = f"{what}; {'they have ended' if launch else then}"
     interruption = KeyboardInterrupt(what)
     text = [f"KeyboardInterrupt: {interruption}", *error.report.splitlines()[1:]]
     interruption._render_traceback_ = lambda: text  # type: ignore[attr-defined]

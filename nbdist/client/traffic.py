@@ -27,6 +27,7 @@ from nbdist.protocol import (
     Credit,
     Died,
     Display,
+    Look,
     Message,
     Notice,
     Output,
@@ -50,6 +51,7 @@ class Traffic:
         names: The variables on each rank, as far as is known.
         dead: How ranks have died.
         generation: Of the process groups: how often they have been renewed, and one.
+        on_look: Called from the listening thread with each look at a node.
     """
 
     def __init__(self, on_life: Callable[[Message], None]) -> None:
@@ -58,6 +60,7 @@ class Traffic:
         self.dead: dict[int, Died] = {}
         self.generation = 0
         self.widgets = WidgetProxies(self.send)
+        self.on_look: Callable[[Look], None] = lambda look: None
         self._on_life = on_life
         self._connection: Connection | None = None
         self._requests = itertools.count(1)
@@ -199,6 +202,8 @@ class Traffic:
             self.notify(message)
         elif isinstance(message, (Remark, Recovered)):
             self._tell_cell(message)
+        elif isinstance(message, Look):
+            self.on_look(message)
         else:
             self._on_life(message)
 

@@ -113,6 +113,7 @@ class Cells:
             lambda text, same, stuck: self._wires.to_notebook(Remark(serial, text, "watch", same, stuck)),
             lambda who: self._free(serial, who),
             now,
+            launch=message.kind == "launch",
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
         return True
@@ -126,7 +127,7 @@ class Cells:
         if cell.ladder is not None and (message.now or cell.ladder.left):
             cell.ladder.force(now)
         elif ranks:
-            self._descend(cell, ranks, now, together=set(ranks) == cell.left)
+            self._descend(cell, ranks, now, together=set(ranks) == cell.left, grace=message.patience)
             if message.now and cell.ladder is not None:
                 cell.ladder.force(now)
 

@@ -51,6 +51,7 @@ from nbdist.protocol import (
     Interrupt,
     Keys,
     Kill,
+    Look,
     Message,
     Notice,
     Output,
@@ -70,6 +71,7 @@ from nbdist.protocol import (
     StartOptions,
     Stop,
     Stopped,
+    Watch,
     WidgetMessage,
     decode,
     encode,
@@ -151,7 +153,7 @@ class _Set:
 
     epoch: int
     options: StartOptions
-    ranks: list[_Rank]
+    ranks: dict[int, _Rank]
     started: float
     up: bool = False
     ending: bool = False
@@ -223,6 +225,7 @@ class Controller:
                 return
             if self._kernel in ready:
                 poller.unregister(self._kernel)
+                self._send(AGENT_CONTROL, Watch(0.0))
                 self._leave_at = time.monotonic() + (self._linger if self._set is not None else 0.0)
             if self._leave_at is not None and time.monotonic() >= self._leave_at:
                 return
@@ -329,17 +332,20 @@ class Controller:
             self.to_notebook(Answer(message.request, -1, self._answer(message.question, message.arguments)))
         elif isinstance(message, WidgetMessage):
             self.to_rank(RANK_CELL, message.rank, message)
+        elif isinstance(message, Watch):
+            self._send(AGENT_CONTROL, message)
         elif isinstance(message, Start):
             self._start(message)
         elif isinstance(message, Stop):
             self._pending = None
-            self._end_set()
+            self._send(AGENT_CONTROL, Watch(0.0))  # for another session the agent is asked anew
+            self._end_set(message.grace)
 
     def _execute(self, message: Execute) -> None:
         group = self._set
         if group is None or not group.up:
             return
-        if not set(message.ranks) <= set(range(len(group.ranks))):
+        if not group.ranks.keys() >= set(message.ranks):
             raise ValueError(f"there are no ranks {message.ranks}")
         now = time.monotonic()
         if not group.cells.begin(message, now):
@@ -358,7 +364,7 @@ class Controller:
 
     def _ask(self, message: Ask) -> None:
         for number in message.ranks:
-            if self._set is None or number >= len(self._set.ranks) or self._set.ranks[number].dead:
+            if self._set is None or number not in self._set.ranks or self._set.ranks[number].dead:
                 self.to_notebook(Answer(message.request, number, {"error": "dead"}))
             else:
                 self.to_rank(RANK_CONTROL, number, message)
@@ -367,7 +373,7 @@ class Controller:
 
     def to_rank(self, name: str, rank: int, message: Message) -> None:
         """Send to a rank, if it lives."""
-        if self._set is not None and rank < len(self._set.ranks) and not self._set.ranks[rank].dead:
+        if self._set is not None and rank in self._set.ranks and not self._set.ranks[rank].dead:
             self._send(lane(name, self._set.epoch, rank), message)
 
     def to_notebook(self, message: Message) -> None:
@@ -376,18 +382,18 @@ class Controller:
 
     def idle(self) -> list[int]:
         """Living ranks that run nothing."""
-        ranks = self._set.ranks if self._set is not None else []
+        ranks = self._set.ranks.values() if self._set is not None else ()
         return [rank.rank for rank in ranks if not rank.dead and not rank.serial]
 
     def dead(self) -> list[int]:
         """Ranks that have died."""
-        return [rank.rank for rank in self._set.ranks if rank.dead] if self._set is not None else []
+        return [rank.rank for rank in self._set.ranks.values() if rank.dead] if self._set is not None else []
 
     def _answer(self, question: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if question == "log":
             part = self._log.read(arguments["number"], _LOG_CHUNK, arguments["position"])
             return {"error": "none"} if part is None else asdict(part)
-        ranks = self._set.ranks if self._set is not None else []
+        ranks = self._set.ranks.values() if self._set is not None else ()
         return {
             "ranks": [
                 {
@@ -411,12 +417,12 @@ class Controller:
             return
         self._linger = message.linger
         self._epoch += 1
-        ranks = [_Rank(number) for number in range(message.options.count)]
+        ranks = {number: _Rank(number) for number in message.options.ranks}
         self._set = _Set(self._epoch, message.options, ranks, time.monotonic())
         self._set.cells = Cells(self, self._execute)
         self._send(AGENT_CONTROL, Spawn(self._epoch, message.options))
 
-    def _end_set(self) -> None:
+    def _end_set(self, grace: float = _QUIT_GRACE) -> None:
         group = self._set
         if group is None:
             self.to_notebook(Stopped())
@@ -424,12 +430,12 @@ class Controller:
         if group.ending:
             return
         group.ending = True
-        for rank in group.ranks:
+        for rank in group.ranks.values():
             if rank.serial:
                 self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
             if rank.ready:
                 self.to_rank(RANK_CELL, rank.rank, Quit())
-        self._send(AGENT_CONTROL, Kill(group.epoch, _QUIT_GRACE if group.up else 0.0))
+        self._send(AGENT_CONTROL, Kill(group.epoch, grace if group.up else 0.0))
 
     def _start_failed(self, text: str) -> None:
         group = self._set
@@ -442,10 +448,10 @@ class Controller:
         group = self._set
         if group is None or group.up or group.ending:
             return
-        missing = [rank.rank for rank in group.ranks if not rank.ready]
+        missing = [rank.rank for rank in group.ranks.values() if not rank.ready]
         if not missing and group.notes is not None:
             group.up = True
-            infos = [RankInfo(rank.rank, rank.pid, rank.device) for rank in group.ranks]
+            infos = [RankInfo(rank.rank, rank.pid, rank.device) for rank in group.ranks.values()]
             self.to_notebook(Started(group.epoch, infos, group.backend, group.notes))
         elif time.monotonic() > group.started + _START_LIMIT:
             self._start_failed(
@@ -464,7 +470,7 @@ class Controller:
 
     def _handle_agent(self, message: Message) -> None:
         group = self._set
-        if isinstance(message, Progress):
+        if isinstance(message, (Progress, Look)):
             self.to_notebook(message)
             return
         if group is None or getattr(message, "epoch", group.epoch) != group.epoch:

@@ -1,7 +1,8 @@
 """Who waits for whom: looks at the ranks of a running cell now and then, and compares.
 
-After 5 s of unequal progress it says who waits where, and for whom; when a rank has failed it names those that wait for
-it in vain. Costs nothing before that but a timer. Knows ranks only by what their control threads answer.
+After 5 s of unequal progress it says who waits where, and for whom; of a launch also who is still at it when others
+have finished. When a rank has failed it names those that wait for it in vain. Costs nothing before that but a timer.
+Knows ranks only by what their control threads answer.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Watch:
         free: Frees ranks that wait in vain.
         now: The time, in seconds; so are all other times here.
         pauses: When to look.
+        launch: Whether the ranks live for this work only, so that those that have finished wait for the others.
 
     Attributes:
         due: When `tick` wants to be called.
@@ -94,6 +96,8 @@ class Watch:
         free: Callable[[Sequence[int]], None],
         now: float,
         pauses: Pauses | None = None,
+        *,
+        launch: bool = False,
     ) -> None:
         self._pauses = pauses or Pauses()
         self.serial = serial
@@ -103,6 +107,8 @@ class Watch:
         self._failed: set[int] = set()
         self._dead: set[int] = set()
         self._grace = grace
+        self._launch = launch
+        self._finished_at: float | None = None  # when the first rank did
         self._ask = ask
         self._say = say
         self._free = free
@@ -124,6 +130,9 @@ class Watch:
             self.due = now + max(0.0, self._grace - self._pauses.sample)
         if failed:
             self._failed.add(rank)
+        elif self._launch and self._finished_at is None:
+            self._finished_at = now
+            self._hasten(now)
         if not self._left:
             self._close(now, "" if self._failed else ", then went on")
 
@@ -180,8 +189,20 @@ class Watch:
             self._free(lost)
         elif self._since:
             self._explain(awaited, now)
+        elif self._is_late(now):
+            self._explain_late(now)
         else:
+            self._hasten(now)
             self._close(now, ", then went on")
+
+    def _is_late(self, now: float) -> bool:
+        """Whether ranks of a launch are still at it, seconds after another has finished."""
+        return self._finished_at is not None and not self._failed and now >= self._finished_at + _WORTH_SAYING
+
+    def _hasten(self, now: float) -> None:
+        """Look again as soon as those that go on are late."""
+        if self._finished_at is not None and not self._failed and not self._looking:
+            self.due = min(self.due, max(now, self._finished_at + _WORTH_SAYING))
 
     def _pause(self, again: bool, suspicious: bool) -> float:
         if self._failed:
@@ -252,6 +273,15 @@ class Watch:
         seconds = now - self._waited_since
         self._say(f"for {seconds:.0f} s {text}" if seconds >= _WORTH_SAYING else text, same, True)
 
+    def _explain_late(self, now: float) -> None:
+        assert self._finished_at is not None
+        who = describe_ranks([rank for rank in self._ranks if rank not in self._left])
+        where = _sentence({}, {rank: self._elsewhere(rank) for rank in sorted(self._left)})
+        news: tuple[dict[int, str], set[int], bool] = ({}, set(self._left), False)
+        same, self._told = news == self._told, news
+        self._waited_since = self._finished_at
+        self._say(f"{who} finished {now - self._finished_at:.0f} s ago; {where}", same, True)
+
     def _wait(self, rank: int) -> str:
         look = self._looks[rank]
         return f"waits in {look.collective}, {look.place}"
@@ -260,7 +290,7 @@ class Watch:
         if rank in self._dead:
             return "has died"
         if rank not in self._ranks:
-            return "is not in this cell"
+            return "is on another node" if self._launch else "is not in this cell"
         if rank in self._failed:
             return "has failed"
         look = self._looks.get(rank)

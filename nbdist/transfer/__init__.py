@@ -18,7 +18,8 @@ storage share it on arrival, with their strides and relative offsets. A tensor a
 graphs stay behind, as with `torch.save`; CUDA tensors arrive on the CPU.
 """
 
+from nbdist.transfer.explain import find_on_gpu
 from nbdist.transfer.parcels import Packed, Parcel, Segment, Span
-from nbdist.transfer.pickling import INLINE_LIMIT, check, pack, unpack
+from nbdist.transfer.pickling import INLINE_LIMIT, Unsent, check, pack, unpack
 
-__all__ = ["INLINE_LIMIT", "Packed", "Parcel", "Segment", "Span", "check", "pack", "unpack"]
+__all__ = ["INLINE_LIMIT", "Packed", "Parcel", "Segment", "Span", "Unsent", "check", "find_on_gpu", "pack", "unpack"]

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from nbdist.errors import TransferError
 from nbdist.transfer.parcels import torch_if_imported
 
 _SEARCH_SECONDS = 1.0
@@ -20,8 +21,14 @@ _SEARCH_DEPTH = 64
 _ATOMS = (int, float, complex, bool, str, bytes, type(None))
 
 
-def explain(obj: object, name: str, culprit: object, error: Exception, pickles: Callable[[object], bool]) -> str:
-    """Why a value can't be sent.
+class OnGpuError(Exception):
+    """A tensor on a GPU, where none may travel. Its text names the device."""
+
+
+def explain(
+    obj: object, name: str, culprit: object, error: Exception, pickles: Callable[[object], bool]
+) -> TransferError:
+    """The error that says why a value can't be sent.
 
     Args:
         obj: The value.
@@ -31,17 +38,44 @@ def explain(obj: object, name: str, culprit: object, error: Exception, pickles: 
         pickles: Whether an object can be pickled.
     """
     if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
-        return f"cannot send {name!r}: it is nested too deeply to pickle; send it in parts"
+        return TransferError(f"cannot send {quoted(name)}: it is nested too deeply to pickle; send it in parts")
     if culprit is None or pickles(culprit):
-        return f"cannot send {name!r}: {short(error)}; send a part of it, or create it on the ranks"
+        return TransferError(
+            f"cannot send {quoted(name)}: {short(error)}; send a part of it, or create it on the ranks"
+        )
     path = _path(obj, name, culprit, pickles)
-    what = f"{path} is" if path else "a part of it is"
+    subject = "it is" if path == name else f"{path} is" if path else "a part of it is"
+    on_gpu = isinstance(error, OnGpuError)
+    what = f"a tensor on {error}" if on_gpu else _a_type(culprit)
+    found = TransferError(f"cannot send {quoted(name)}: {subject} {what}, {_why(culprit, error)}")
+    found.part, found.on_gpu = f"{path or f'a part of {quoted(name)}'} is {what}", on_gpu
+    return found
+
+
+def find_on_gpu(obj: object, name: str) -> str:
+    """The first tensor on a GPU that a value holds, as far as a second's search finds one.
+
+    Args:
+        obj: The value.
+        name: What the user calls it.
+
+    Returns:
+        As "args[0]['x'] is a tensor on cuda:0"; empty if there is none.
+    """
+    torch = torch_if_imported()
+    if torch is None:
+        return ""
+    found = ((part, path) for part, path in _walk(obj, name) if isinstance(part, torch.Tensor) and part.is_cuda)
+    return next((f"{path} is a tensor on {tensor.device}" for tensor, path in found), "")
+
+
+def _why(culprit: object, error: Exception) -> str:
+    if isinstance(error, OnGpuError):
+        return "a GPU of this process; send its `.cpu()`"
     lives_here = isinstance(culprit, io.IOBase) or "pickle" in str(error) or "inheritance" in str(error)
     if lives_here and not isinstance(culprit, (type, types.FunctionType)):
-        why = "which lives in one process only; send what it is made from, or create it on the ranks"
-    else:
-        why = f"which does not pickle ({short(error)}); send what it is made from, or create it on the ranks"
-    return f"cannot send {name!r}: {what} {_a_type(culprit)}, {why}"
+        return "which lives in one process only; send what it is made from, or create it on the ranks"
+    return f"which does not pickle ({short(error)}); send what it is made from, or create it on the ranks"
 
 
 def _path(root: object, name: str, culprit: object, pickles: Callable[[object], bool]) -> str | None:
@@ -78,11 +112,11 @@ def _parts(obj: object) -> Iterator[tuple[str, object]]:
     """What pickling an object would take up next, with the words that lead to it."""
     if isinstance(obj, dict):
         yield from ((f"[{short(key)}]", value) for key, value in list(obj.items()))
-        yield from ((f", key {short(key)}", key) for key in list(obj))
+        yield from ((f" → key {short(key)}", key) for key in list(obj))
     elif isinstance(obj, (list, tuple)):
         yield from ((f"[{index}]", item) for index, item in enumerate(obj))
     elif isinstance(obj, (set, frozenset)):
-        yield from ((", item", item) for item in list(obj))
+        yield from ((" → item", item) for item in list(obj))
     if type(obj) in (dict, list, tuple, set, frozenset):
         return
     if isinstance(obj, types.FunctionType):
@@ -105,16 +139,16 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, object]
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         try:
-            yield f", closure {name!r}", cell.cell_contents
+            yield f" → closure {name!r}", cell.cell_contents
         except ValueError:  # not assigned yet
             continue
     for name in _global_names(code):
         if name in function.__globals__:
-            yield f", global {name!r}", function.__globals__[name]
+            yield f" → global {name!r}", function.__globals__[name]
     defaults = function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
     named = {**dict(zip(arguments, defaults, strict=True)), **(function.__kwdefaults__ or {})}
-    yield from ((f", default of {name!r}", value) for name, value in named.items())
+    yield from ((f" → default of {name!r}", value) for name, value in named.items())
     yield from _named(vars(function))
 
 
@@ -172,6 +206,11 @@ def _a_type(obj: object) -> str:
     home = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     name = home + kind.__qualname__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def quoted(name: str) -> str:
+    """A variable's name in quotes; words as they are."""
+    return name if " " in name else repr(name)
 
 
 def short(value: object) -> str:

@@ -288,6 +288,13 @@ def _memory(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
+def free_memory() -> int:
+    """Bytes that this machine can give away. Linux promises more, and kills for it later."""
+    with open("/proc/meminfo") as file:
+        sizes = dict(line.split(":") for line in file)
+    return sum(int(sizes[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+
+
 def torch_if_imported() -> Any:
     """The module torch, or None: then no value can hold anything of it."""
     torch = sys.modules.get("torch")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextvars
+import errno
+import functools
 import os
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
 from nbdist.errors import TransferError
-from nbdist.transfer.explain import explain, short
+from nbdist.transfer.explain import OnGpuError, explain, quoted, short
 from nbdist.transfer.parcels import (
     OWN_LIMIT,
     Packed,
@@ -18,6 +21,7 @@ from nbdist.transfer.parcels import (
     Payload,
     Span,
     Storage,
+    free_memory,
     map_segments,
     reader,
     torch_if_imported,
@@ -26,12 +30,13 @@ from nbdist.transfer.parcels import (
 INLINE_LIMIT = 1 << 20  # bytes; payloads below it lie inside the parcel
 
 
-def pack(obj: object, *, name: str = "value") -> Packed:
+def pack(obj: object, *, name: str = "value", cuda: bool = True) -> Packed:
     """Make a parcel of a value.
 
     Args:
         obj: Anything that cloudpickle takes.
         name: What the user calls it; errors use it.
+        cuda: Whether tensors on GPUs may travel; they arrive on the CPU.
 
     Returns:
         The parcel, to be closed when all receivers have unpacked it.
@@ -40,7 +45,7 @@ def pack(obj: object, *, name: str = "value") -> Packed:
         TransferError: A part of it does not pickle (the text names the part), or there is no memory for it.
             Nothing is left behind.
     """
-    pickler = _pickle(obj, name)
+    pickler = _pickle(obj, name, cuda)
     payload = Payload()
     stream = payload.add(reader([memoryview(chunk) for chunk in pickler.chunks]))
     buffers = [payload.add(reader([buffer.raw()])) for buffer in pickler.buffers]
@@ -48,26 +53,39 @@ def pack(obj: object, *, name: str = "value") -> Packed:
     if payload.size < INLINE_LIMIT or not hasattr(os, "memfd_create"):
         return Packed(Parcel(name, stream, buffers, storages, inline=payload.join()), [])
     try:
+        if payload.size > (free := free_memory()):
+            raise OSError(errno.ENOMEM, f"{free / 2**20:,.0f} MiB are free")
         segments, descriptors = payload.write()
     except OSError as error:
         raise TransferError(
-            f"cannot send {name!r}: no memory for its {payload.size / 2**20:.0f} MiB ({error.strerror}); "
+            f"cannot send {quoted(name)}: no memory for its {payload.size / 2**20:,.0f} MiB ({error.strerror}); "
             "free some, or send it in parts"
         ) from error
     return Packed(Parcel(name, stream, buffers, storages, segments=segments), descriptors)
 
 
-def check(obj: object, *, name: str) -> None:
+def check(obj: object, *, name: str, cuda: bool = True) -> None:
     """Raise the TransferError that `pack` would, if a part of the value does not pickle. Copies no large buffer."""
-    _pickle(obj, name)
+    _pickle(obj, name, cuda)
 
 
-def _pickle(obj: object, name: str) -> _Pickler:
-    pickler = _Pickler()
+@dataclass(frozen=True)
+class Unsent:
+    """Stands for a value that could not be sent.
+
+    Attributes:
+        why: In words.
+    """
+
+    why: str
+
+
+def _pickle(obj: object, name: str, cuda: bool) -> _Pickler:
+    pickler = _Pickler(cuda)
     try:
         pickler.dump(obj)
     except Exception as error:
-        raise TransferError(explain(obj, name, pickler.latest, error, _pickles)) from error
+        raise explain(obj, name, pickler.latest, error, functools.partial(_pickles, cuda=cuda)) from error
     return pickler
 
 
@@ -91,16 +109,16 @@ def unpack(parcel: Parcel) -> Any:
         return pickle.loads(arrived(parcel.pickle), buffers=map(arrived, parcel.buffers))
     except Exception as error:
         raise TransferError(
-            f"{parcel.name!r} has arrived, but can't be rebuilt in this process ({short(error)}); "
+            f"{quoted(parcel.name)} has arrived, but can't be rebuilt in this process ({short(error)}); "
             "import or install here what it needs"
         ) from error
     finally:
         _arrived.reset(token)
 
 
-def _pickles(obj: object) -> bool:
+def _pickles(obj: object, *, cuda: bool) -> bool:
     try:
-        _Pickler().dump(obj)
+        _Pickler(cuda).dump(obj)
     except Exception:
         return False
     return True
@@ -121,11 +139,15 @@ class _Chunks(list["bytes | bytearray"]):
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Cloudpickle, protocol 5, with tensor storages kept out of the stream.
 
+    Args:
+        cuda: Whether tensors on GPUs may travel.
+
     Attributes:
         latest: The object taken up last: after an error, the one that does not pickle.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
         self.chunks = _Chunks()
         self.buffers: list[pickle.PickleBuffer] = []
         self.storages: dict[tuple[str, int], Storage] = {}
@@ -136,6 +158,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         self.latest = obj
         if self._torch is not None:
+            if not self._cuda and isinstance(obj, self._torch.Tensor) and obj.is_cuda:
+                raise OnGpuError(str(obj.device))
             if type(obj) in (self._torch.Tensor, self._torch.nn.Parameter):
                 if _is_plain(self._torch, obj):
                     return self._reduce_tensor(obj)

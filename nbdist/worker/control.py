@@ -12,8 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 
+from nbdist.metrics import device, host
 from nbdist.protocol import Answer, Ask, Interrupt, decode, encode
 from nbdist.worker.interrupts import InterruptGate
 from nbdist.worker.shell import RankShell
@@ -31,6 +33,7 @@ class ControlThread:
         gate: Who may be interrupted.
         shell: The shell whose names are completed.
         answers: Questions that others answer, by name.
+        gpu: The rank's GPU, as torch counts.
         on_interrupt: Called when KeyboardInterrupt is asked for.
         overdue: Seconds until a stop at the end of a step should be given up, None if none is pending.
         on_overdue: Called then.
@@ -49,7 +52,11 @@ class ControlThread:
             "complete": self._complete,
             "inspect": self._inspect,
             "memory": self.memory,
+            "metrics": self._metrics,
+            "steps": self._steps,
         }
+        self.gpu = 0
+        self._inherited = host.anonymous_memory()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="nbdist-control", daemon=True).start()
@@ -102,11 +109,24 @@ class ControlThread:
         except KeyError:
             return {"found": False}
 
+    def _metrics(self) -> dict[str, Any]:
+        """This rank for the panel, once a second: so nothing that takes longer than microseconds."""
+        found: dict[str, Any] = msgspec.to_builtins(device.look(self._rank, self._inherited, self.gpu))
+        return found
+
+    def _steps(self) -> dict[str, Any]:
+        """The training steps of what ran last here; empty if they are not measured."""
+        steps: Any = sys.modules.get("nbdist.metrics.steps")
+        lap = steps.last_lap() if steps is not None else None
+        found: dict[str, Any] = {} if lap is None else {"steps": 0} | msgspec.to_builtins(lap)
+        return found
+
     def memory(self) -> dict[str, Any]:
         data: dict[str, Any] = {"private": _private_memory()}
         cuda = sys.modules.get("torch.cuda")
         if cuda is not None and cuda.is_initialized():
-            data["allocated"], data["reserved"] = cuda.memory_allocated(), cuda.memory_reserved()
+            index = device.in_use(cuda, self.gpu)
+            data["allocated"], data["reserved"] = cuda.memory_allocated(index), cuda.memory_reserved(index)
         return data
 
 

@@ -13,7 +13,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from nbdist.errors import NbdistError, TransferError
 from nbdist.protocol import Failure
+from nbdist.shells import chain
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = __file__.rsplit("/", 2)[0]
@@ -35,26 +37,39 @@ def describe(error: BaseException, traceback: str) -> Failure:
     return Failure(
         name="KeyboardInterrupt" if isinstance(error, KeyboardInterrupt) else type(error).__name__,
         text=_message(error),
-        traceback=traceback,
+        traceback=traceback + _advice(error),
         when=time.monotonic(),
         pickled=_pickle(error),
     )
 
 
+def _advice(error: BaseException) -> str:
+    """What to do about a GPU that a forked process can't use; empty for any other error."""
+    if not any("forked subprocess" in _message(part) for part in chain(error)):
+        return ""
+    from nbdist import cuda_guard
+
+    advice = cuda_guard.advice_for(error)
+    return f"\nnbdist: {advice}" if advice else ""
+
+
 def trim(traceback: types.TracebackType | None, *, innermost: bool = True) -> types.TracebackType | None:
     """The traceback with the user's own frames, and the innermost one whosever it is but ours.
 
-    An interrupt comes up anywhere, so there the innermost frame says nothing: `innermost=False` leaves it out.
+    An interrupt comes up anywhere, so there the innermost frame says nothing: `innermost=False` leaves it out. What we
+    have raised ourselves ends with the user's frames: libraries that stand between ours say nothing either.
 
     Of a deep recursion only both ends: rendering a thousand frames takes seconds.
     """
     frames: list[types.TracebackType] = []
+    ours = False
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
+        ours = traceback.tb_frame.f_code.co_filename.startswith(_OURS)
+        if not ours:
             frames.append(traceback)
         traceback = traceback.tb_next
     kept = [entry for entry in frames if _is_users(entry.tb_frame.f_code.co_filename)]
-    if frames and (innermost or not kept) and frames[-1] not in kept:
+    if frames and ((innermost and not ours) or not kept) and frames[-1] not in kept:
         kept.append(frames[-1])
     if len(kept) > 2 * _ENDS:
         kept = kept[:_ENDS] + kept[-_ENDS:]
@@ -73,7 +88,7 @@ def passed_through_step(error: BaseException) -> bool:
     )
 
 
-def holds_group(error: BaseException | None) -> bool:
+def _holds_group(error: BaseException) -> bool:
     """Whether an exception group is part of it, which IPython does not render."""
     return any(_is_group(part) for part in chain(error))
 
@@ -82,13 +97,38 @@ def _is_group(error: BaseException) -> bool:
     return any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
 
 
-def render_plainly(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> str:
+def render(
+    kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None, renderer: Any
+) -> str:
+    """The traceback as IPython shows it, or as Python does where IPython can't.
+
+    Args:
+        renderer: The `InteractiveTB` of IPython's shell; None without one.
+    """
+    if isinstance(error, TransferError):
+        return ""  # it says all there is to say, and its frames are ours
+    try:
+        with trimmed_causes(error):
+            if isinstance(error, KeyboardInterrupt):
+                # IPython takes 0.5 s for a first frame in a large file, and an interrupt is to be quick.
+                return _render_frames(traceback)
+            if renderer is None or _holds_group(error):
+                return _render_plainly(kind, error, traceback)
+            own = getattr(error, "_render_traceback_", None)
+            if own is not None and not isinstance(error, NbdistError):
+                return "\n".join(own())
+            return str(renderer.stb2text(renderer.structured_traceback(kind, error, traceback, tb_offset=0)))
+    except Exception:  # the user's own __str__ or _render_traceback_ may raise anything
+        return _render_plainly(kind, error, traceback)
+
+
+def _render_plainly(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> str:
     """The traceback as Python prints it, with cells named as the notebook names them."""
     text = "".join(tracebacks.format_exception(kind, error, traceback))
     return _CELL.sub(r"Cell In[\1], line", text)
 
 
-def render_frames(traceback: types.TracebackType | None) -> str:
+def _render_frames(traceback: types.TracebackType | None) -> str:
     """Where it was raised, as Python prints it, without the exception."""
     return _CELL.sub(r"Cell In[\1], line", "".join(tracebacks.format_tb(traceback)))
 
@@ -104,19 +144,6 @@ def trimmed_causes(error: BaseException) -> Iterator[None]:
     finally:
         for cause, traceback in causes:
             cause.__traceback__ = traceback
-
-
-def chain(error: BaseException | None) -> list[BaseException]:
-    """An exception and all that it came from, also what its groups hold."""
-    found: list[BaseException] = []
-    todo = [error]
-    while todo:
-        current = todo.pop()
-        if current is None or any(current is known for known in found):
-            continue
-        found.append(current)
-        todo += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
-    return found
 
 
 def _is_users(filename: str) -> bool:

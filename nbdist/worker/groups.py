@@ -11,44 +11,40 @@ import importlib
 import os
 import random
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from nbdist.protocol import RankSetup, StartOptions
+from nbdist.protocol import Place, RankSetup, StartOptions
 
 _LOOPBACK = "lo"
 
 
 def environment(setup: RankSetup) -> dict[str, str]:
     """Torchrun's variables for this rank."""
-    world, rank = str(setup.options.count), str(setup.rank)
+    place = setup.options.place or Place()
+    world, rank = str(setup.world_size), str(setup.rank)
     variables = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": "0",
+        "LOCAL_RANK": str(setup.local_rank),
+        "GROUP_RANK": str(place.node_rank),
         "ROLE_RANK": rank,
         "ROLE_NAME": "default",
         "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(setup.options.count),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
         "ROLE_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(setup.store_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": f"nbdist-{setup.epoch}",
+        "MASTER_ADDR": place.master_addr or "127.0.0.1",
+        "MASTER_PORT": str(place.master_port if place.master_addr else setup.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run or f"nbdist-{setup.epoch}",
         # The user's own init_process_group() then connects to our store instead of opening one.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    defaults = {
-        "OMP_NUM_THREADS": str(setup.threads),
-        # One machine: nothing of it listens to the network.
-        "GLOO_SOCKET_IFNAME": _LOOPBACK,
-        "NCCL_SOCKET_IFNAME": _LOOPBACK,
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-    }
+    defaults = {"OMP_NUM_THREADS": str(setup.threads), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    if place.num_nodes == 1:  # nothing of it listens to the network
+        defaults |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
     if setup.options.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.options.gpus)
     return {name: value for name, value in defaults.items() if name not in setup.options.environment} | variables
@@ -76,7 +72,7 @@ def device(setup: RankSetup) -> Any:
 
     if _gpu_count(setup) == 0:
         return torch.device("cpu")
-    local = torch.device("cuda", setup.rank % setup.gpu_count)
+    local = torch.device("cuda", setup.local_rank % setup.gpu_count)
     torch.cuda.set_device(local)
     return local
 
@@ -145,7 +141,9 @@ def separate_rendezvous(
         rendezvous = original(*args, **kwargs)
         with connecting(int(os.environ.get("MASTER_PORT", "0"))):
             store, rank, world_size = next(rendezvous)
-        yield PrefixStore(f"cell/{latest[0]}/{latest[1]}", store), rank, world_size
+        # The store of several nodes outlives a restart.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        yield PrefixStore(f"cell/{attempt}/{latest[0]}/{latest[1]}", store), rank, world_size
         yield from rendezvous
 
     handlers["env"] = handler
@@ -167,13 +165,3 @@ def serve_store(listener: socket.socket) -> Any:
         master_listen_fd=listener.detach(),
         use_libuv=True,
     )
-
-
-def free_device_memory() -> int:
-    """Give cached device memory back to the device. Returns the bytes that this freed."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return 0
-    before = int(torch.cuda.memory_reserved())
-    torch.cuda.empty_cache()
-    return before - int(torch.cuda.memory_reserved())

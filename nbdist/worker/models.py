@@ -9,6 +9,7 @@ buckets anew, with a collective, in its next forward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,29 @@ class ResetReport:
 
 class _CannotRevive(Exception):
     """Why a model can't be made ready again."""
+
+
+def let_groups_outlive_ddp() -> None:
+    """Have DDP models that are freed let go of their process group last.
+
+    A reducer that is the last to hold a gloo group ends the group's threads with the GIL held, and one of them may be
+    waiting for it: the rank would hang for ever where `destroy_process_group()` came before the end of the model.
+    Python's own reference lets go of the GIL for that.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    make_reducer = getattr(DistributedDataParallel, "_ddp_init_helper", None)
+    if make_reducer is None:
+        return
+
+    @functools.wraps(make_reducer)
+    def helper(model: Any, *args: Any, **kwargs: Any) -> None:
+        make_reducer(model, *args, **kwargs)
+        state = vars(model)
+        if "process_group" in state:  # attributes are freed in the order in which they were set
+            state["process_group"] = state.pop("process_group")
+
+    DistributedDataParallel._ddp_init_helper = helper  # type: ignore[method-assign,assignment]
 
 
 def living(*kinds: type | None) -> list[Any]:
@@ -110,6 +134,8 @@ def reset_models(*, keep_buckets: bool = False) -> ResetReport:
     models = _reset_each(replicated, reset_ddp, notes) + _reset_each(_fsdp_roots(blocks), _reset_fsdp, notes)
     gradients |= _drop_gradients(_parameters(blocks, ()))  # after: now they have their sharded parameters again
     _reset_each(_of(found, scaler), _reset_scaler, notes)
+    if (training := sys.modules.get("nbdist.train.state")) is not None:
+        training.abandon_window()  # the micro-batches gathered before are lost, with their gradients
     for kind, advice in zip(hopeless, _HOPELESS.values(), strict=True):
         if _of(found, kind):
             notes.append(advice)

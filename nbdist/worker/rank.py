@@ -17,14 +17,18 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
 
-from nbdist import transfer
-from nbdist.processes import adopt_orphans, die_with_parent
+from nbdist import shells, transfer
+from nbdist.errors import TransferError
+from nbdist.metrics.memory import Meter
+from nbdist.metrics.profile import profiled
+from nbdist.processes import adopt_orphans, die_with_parent, python_command
 from nbdist.protocol import (
     END,
     PLAIN_END,
@@ -45,7 +49,7 @@ from nbdist.protocol import (
     encode,
     lane,
 )
-from nbdist.worker import groups, streams
+from nbdist.worker import accelerate_state, groups, streams
 from nbdist.worker.control import ControlThread
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.recovery import Recovery
@@ -70,6 +74,35 @@ def enter(parent: int, role: str, descriptors: list[int]) -> None:
         _become_store(*descriptors)
     else:
         _become_rank(*descriptors)
+
+
+def enter_anew(parent: int, descriptors: list[int]) -> NoReturn:
+    """Go on as a new Python, which imports everything itself, in the environment that ranks get. Runs `main`."""
+    setup_file = descriptors[-1]
+    with open(setup_file, "rb", closefd=False) as file:
+        setup = msgspec.msgpack.decode(file.read(), type=RankSetup)
+    os.lseek(setup_file, 0, os.SEEK_SET)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    environment = setup.options.environment | groups.environment(setup)
+    command = python_command("nbdist.worker.rank", str(parent), *map(str, descriptors))
+    os.execve(command[0], command, environment)
+
+
+def main() -> None:
+    """The process of a rank that is a Python of its own. Arguments: its parent, then its descriptors."""
+    parent, *descriptors = map(int, sys.argv[1:])
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    code = 1
+    try:
+        enter(parent, "rank", descriptors)
+        code = 0
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(code)
 
 
 def _become_store(listener: int, stderr: int) -> None:
@@ -111,6 +144,7 @@ def _take_on(setup: RankSetup) -> None:
     # Python 3.14 has another default; workers of a DataLoader must find the classes of cells.
     multiprocessing.set_start_method("fork", force=True)
     groups.prepare_torch(setup)
+    accelerate_state.install()
 
 
 class Rank:
@@ -136,6 +170,7 @@ class Rank:
             collectives = self._recovery.collectives
             groups.separate_rendezvous(lambda: self._control.gate.running, collectives.connecting)
             device = groups.device(self._setup)
+            self._control.gpu = device.index or 0
             self._shell = RankShell.make(self._lane, self._own_names(device))
             self._shell.explain = collectives.explain
             self._control.shell = self._shell
@@ -156,8 +191,13 @@ class Rank:
         return connect(self._context, keys, lane(name, setup.epoch, setup.rank))
 
     def _own_names(self, device: Any) -> dict[str, Any]:
-        rank, world_size = self._setup.rank, self._setup.options.count
-        return {"rank": rank, "local_rank": rank, "world_size": world_size, "device": device}
+        setup = self._setup
+        return {
+            "rank": setup.rank,
+            "local_rank": setup.local_rank,
+            "world_size": setup.world_size,
+            "device": device,
+        }
 
     def _serve(self) -> None:
         while True:
@@ -177,18 +217,32 @@ class Rank:
         work = {
             "cell": self._run_cell,
             "call": self._call,
+            "setup": self._call,
+            "launch": self._launch,
             "push": self._push,
             "pull": self._pull,
             "free": self._free,
         }
-        reply = self._guarded(task, work[task.kind])
+        with profiled(task.profile, self._setup.rank) as profiles:
+            reply = self._metered(task, work[task.kind])
+        if profiles:
+            reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
         self._recovery.end(task.serial, reply.failure, self._shell.caught)
+        _end_steps()
         streams.flush_c()
         if reply == Reply(task.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost
             self._lane.mark(task.serial, PLAIN_END)
             return
         self._lane.mark(task.serial, END)
         self._cells.send(encode(reply))
+
+    def _metered(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
+        """Run the work; its reply tells what it cost in memory, if that was asked for."""
+        if not task.memory:
+            return self._guarded(task, work)
+        with Meter() as meter:
+            reply = self._guarded(task, work)
+        return msgspec.structs.replace(reply, memory=meter.usage)
 
     def _guarded(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
         """Run the work so that whatever it raises, an interrupt at its very end too, becomes its reply."""
@@ -205,11 +259,22 @@ class Rank:
         return Reply(task.serial, self._setup.rank, "ok", result=result, names=self._changed_names())
 
     def _call(self, task: Execute) -> Reply:
-        function, arguments, keywords, source = transfer.unpack(_parcel(task.payload))
-        if source is not None:
+        return self._with_value(task, self._call_function(task), "the return value")
+
+    def _launch(self, task: Execute) -> Reply:
+        """Like `_call`, but a value that can't travel does not make a function fail that has done its work."""
+        value = self._call_function(task)
+        name = f"the value that rank {self._setup.rank} returned"
+        try:
+            return self._with_value(task, value, name)
+        except TransferError as error:
+            return self._with_value(task, transfer.Unsent(str(error)), name)
+
+    def _call_function(self, task: Execute) -> Any:
+        function, arguments, keywords, sources = transfer.unpack(_parcel(task.payload))
+        for source in sources:
             self._shell.learn_source(*source)
-        value = function(*arguments, **keywords)
-        return self._with_value(task, value, "the return value")
+        return function(*arguments, **keywords)
 
     def _push(self, task: Execute) -> Reply:
         values = transfer.unpack(_parcel(task.payload))
@@ -220,16 +285,17 @@ class Rank:
         return self._with_value(task, eval(task.code, self._shell.user_ns), task.code)
 
     def _free(self, task: Execute) -> Reply:
-        before = self._private()
-        self._shell.free()
-        gc.collect()
-        device = groups.free_device_memory()
-        streams.trim_heap()
-        report = {"private": before - self._private(), "device": device}
+        before = self._control.memory()
+        self._shell.forget_failure()
+        device = shells.free_memory(self._shell)
+        after = self._control.memory()
+        report = {
+            "private": before["private"] - after["private"],
+            "device": device,
+            "private_left": after["private"],
+            "device_left": after.get("reserved", 0),
+        }
         return Reply(task.serial, self._setup.rank, "ok", payload=msgspec.msgpack.encode(report))
-
-    def _private(self) -> int:
-        return int(self._control.memory()["private"])
 
     def _with_value(self, task: Execute, value: Any, name: str) -> Reply:
         packed = transfer.pack(value, name=name)
@@ -259,6 +325,13 @@ class Rank:
     def _current_names(self) -> list[str]:
         hidden = self._shell.user_ns_hidden
         return [name for name in self._shell.user_ns if name[:1] != "_" and name not in hidden]
+
+
+def _end_steps() -> None:
+    """Tell those who measure training steps, if anybody does, that what ran is over."""
+    steps: Any = sys.modules.get("nbdist.metrics.steps")
+    if steps is not None:
+        steps.end_lap()
 
 
 def _parcel(payload: bytes) -> transfer.Parcel:

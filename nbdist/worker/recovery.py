@@ -56,6 +56,7 @@ class Recovery:
     def install(self) -> None:
         """See the groups that are made and the steps that are taken from now on."""
         self.collectives.watch()
+        models.let_groups_outlive_ddp()
         self._steps.install()
         self._steps.after_step = self._after_step
         if self._exact is not None:

@@ -14,7 +14,6 @@ import getpass
 import linecache
 import os
 import sys
-import traceback as tracebacks
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,9 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from nbdist.errors import InteractionError, NbdistError, TransferError, UsageError
+from nbdist import shells
+from nbdist.errors import InteractionError, NbdistError, UsageError
+from nbdist.metrics import oom
 from nbdist.protocol import Failure
 from nbdist.worker import failures
 from nbdist.worker.display import DisplayLane
@@ -137,7 +138,7 @@ class RankShell(InteractiveShell):
         shell.loop_runner = functools.partial(run_coroutine, loop)
         shell.set_hook("show_in_pager", page.as_hook(shell._show_in_pager), 99)  # type: ignore[no-untyped-call]
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")
-        _refuse_keyboard()
+        refuse_keyboard()
         _refuse_magics(shell)
         return shell
 
@@ -169,26 +170,7 @@ class RankShell(InteractiveShell):
     def forget_failure(self) -> None:
         """Let go of the frames of the last failure: they may hold tensors and DataLoader workers."""
         self.failure, self.caught = None, False
-        for name in ("last_exc", "last_value", "last_traceback", "last_type"):
-            value = getattr(sys, name, None)
-            if isinstance(value, BaseException):
-                _clear_frames(value)
-            if hasattr(sys, name):
-                delattr(sys, name)
-        self.last_execution_result = None
-        renderers: list[Any] = [self.InteractiveTB, self.SyntaxTB]
-        for renderer in renderers:
-            renderer.tb = None
-            renderer.etype = renderer.evalue = None
-        self.SyntaxTB.last_syntax_error = None
-
-    def free(self) -> None:
-        """Let go of everything that only the shell keeps alive: last failure, `Out`, `_`."""
-        self.forget_failure()
-        self.displayhook.flush()  # type: ignore[no-untyped-call]
-        self.user_ns["Out"] = self.user_ns["_oh"]
-        # `flush` forgets the copies that say whether the user has taken these names.
-        self.push({"_": "", "__": "", "___": ""}, interactive=False)  # type: ignore[no-untyped-call]
+        shells.forget_failure(self)
 
     def learn_source(self, filename: str, number: int, text: str) -> None:
         """Let tracebacks show a cell of the notebook that has come here only as a compiled function."""
@@ -224,26 +206,9 @@ class RankShell(InteractiveShell):
             if better is not None:
                 kind, error = type(better), better
             trimmed = failures.trim(traceback, innermost=not isinstance(error, KeyboardInterrupt))
-            self.failure = failures.describe(error, self._render(kind, error, trimmed))
-
-    def _render(self, kind: type[BaseException], error: BaseException, traceback: Any) -> str:
-        """The traceback as IPython shows it, or as Python does where IPython can't."""
-        if isinstance(error, TransferError):
-            return ""  # it says all there is to say, and its frames are ours
-        try:
-            with failures.trimmed_causes(error):
-                if isinstance(error, KeyboardInterrupt):
-                    # IPython takes 0.5 s for a first frame in a large file, and an interrupt is to be quick.
-                    return failures.render_frames(traceback)
-                if failures.holds_group(error):
-                    return failures.render_plainly(kind, error, traceback)
-                own = getattr(error, "_render_traceback_", None)
-                if own is not None and not isinstance(error, NbdistError):
-                    return "\n".join(own())
-                lines = self.InteractiveTB.structured_traceback(kind, error, traceback, tb_offset=0)
-                return str(self.InteractiveTB.stb2text(lines))
-        except Exception:  # the user's own __str__ or _render_traceback_ may raise anything
-            return failures.render_plainly(kind, error, traceback)
+            rendered = failures.render(kind, error, trimmed, self.InteractiveTB)
+            explained = oom.explain(error, self.user_ns)
+            self.failure = failures.describe(error, f"{rendered}\n{explained}" if explained else rendered)
 
     def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
         """Render no second traceback for a history that nobody reads, as IPython 9 does."""
@@ -286,16 +251,7 @@ def _is_plain_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def _clear_frames(error: BaseException) -> None:
-    for cause in failures.chain(error):
-        for frame, _ in tracebacks.walk_tb(cause.__traceback__):
-            with contextlib.suppress(RuntimeError):  # it still runs
-                frame.clear()
-                _ = frame.f_locals  # refreshes the copy that a traceback's rendering left in the frame (Python < 3.13)
-        cause.__traceback__ = None
-
-
-def _refuse_keyboard() -> None:
+def refuse_keyboard() -> None:
     """Make everything that would wait for the keyboard raise at once, with what to use instead."""
 
     def refuse_input(prompt: object = "", *_: Any, **__: Any) -> NoReturn:
@@ -323,5 +279,5 @@ def _refuse_magics(shell: RankShell) -> None:
         kind = "cell" if name.startswith("%%") else "line"
         shell.magics_manager.register_function(magic, kind, name.strip("%"))
 
-    for name in ("%distributed", "%dist", "%%distributed", "%%dist", "%%rank", "%%local"):
+    for name in ("%distributed", "%dist", "%%distributed", "%%dist", "%%rank", "%%local", "%%memory"):
         refuse(name)

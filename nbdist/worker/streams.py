@@ -80,8 +80,3 @@ def redirect_python() -> None:
 def flush_c() -> None:
     """Write out what C code has left in its buffers."""
     _libc.fflush(None)
-
-
-def trim_heap() -> None:
-    """Have malloc give back what it keeps of freed memory."""
-    _libc.malloc_trim(0)

@@ -84,7 +84,7 @@ def test_the_session_is_as_it_was_after_all_that(ranks: Kernel) -> None:
 def test_without_a_session_everything_offers_to_start_one(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist")
     cells = ["%%distributed\n1", "%%rank 0\n1", "%%dist -r 0\n1"]
-    lines = ["stop", "restart", "status", "push x", "pull x", "logs", "free", "interrupt", "auto on"]
+    lines = ["stop", "restart", "status", "push x", "pull x", "logs", "interrupt", "auto on"]
     for cell in cells + [f"%distributed {line}" for line in lines]:
         assert "type `%distributed start -n 2` first" in refuses(kernel, cell, "SessionClosed"), cell
     assert "no session is running" in refuses(kernel, "import nbdist\nnbdist.get_session()", "SessionClosed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbdist.client.area import Area
-from nbdist.client.merge import Shown, Text
+from nbdist.client.page import Shown, Text
 from nbdist.protocol import Display
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from nbdist.client.merge import Merger, Shown, Stream, Text
+from nbdist.client.merge import Merger
+from nbdist.client.page import Shown, Stream, Text
 from nbdist.client.progress import signature
 from nbdist.ranks import parse_ranks
 

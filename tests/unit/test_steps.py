@@ -592,8 +592,12 @@ def test_an_interrupt_breaks_the_wait(counter: StepCounter, control: ThreadPoolE
     counter.on_step.append(lambda _: counter.arm(CELL))
     main = threading.main_thread().ident or 0
     counter.after_step = lambda: control.submit(signal.pthread_kill, main, signal.SIGINT) and None
-    with pytest.raises(KeyboardInterrupt) as caught:
-        for_loop_of_three(SGD([parameter()]).step)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            for_loop_of_three(SGD([parameter()]).step)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not isinstance(caught.value, StepStop)
     assert counter.count == 1
 

@@ -482,18 +482,18 @@ class TestErrors:
 
     def test_name_closures(self) -> None:
         holder = Holder(lock=threading.Lock())
-        assert "step, closure 'holder'.lock is a _thread.lock" in error_of(lambda: holder, "step")
+        assert "step → closure 'holder'.lock is a _thread.lock" in error_of(lambda: holder, "step")
 
     def test_name_globals_of_a_function(self) -> None:
         scope: dict[str, Any] = {"lock": threading.Lock()}
         exec("def step():\n    return [lock for _ in range(3)]", scope)
-        assert "step, global 'lock' is a _thread.lock" in error_of(scope["step"], "step")
+        assert "step → global 'lock' is a _thread.lock" in error_of(scope["step"], "step")
 
     def test_name_defaults(self) -> None:
         def step(a: int, lock: Any = threading.Lock()) -> None:  # noqa: B008
             pass
 
-        assert "step, default of 'lock' is a _thread.lock" in error_of(step, "step")
+        assert "step → default of 'lock' is a _thread.lock" in error_of(step, "step")
 
     def test_name_parts_of_partials_and_methods(self) -> None:
         holder = Holder(lock=threading.Lock())
@@ -501,7 +501,7 @@ class TestErrors:
         assert "job.__self__.lock is" in error_of(holder.work, "job")
 
     def test_name_the_value_itself(self) -> None:
-        assert error_of(threading.Lock(), "lock").startswith("cannot send 'lock': lock is a _thread.lock")
+        assert error_of(threading.Lock(), "lock").startswith("cannot send 'lock': it is a _thread.lock")
 
     def test_name_usual_things_that_stay_here(self, tmp_path: Path) -> None:
         with socket.socket() as sock, open(tmp_path / "log", "w") as log:

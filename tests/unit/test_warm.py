@@ -40,6 +40,7 @@ def test_a_variable_that_libraries_read_when_they_are_imported_makes_it_stale(na
         "OMP_NUM_THREADS",
         "TORCH_DISTRIBUTED_DEBUG",
         "TORCH_NCCL_BLOCKING_WAIT",
+        "TORCHINDUCTOR_CACHE_DIR",
         "NCCL_DEBUG",
     ],
 )

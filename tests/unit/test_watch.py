@@ -35,14 +35,16 @@ def waiting(at: float, collective: str = "all_reduce", line: int = 4, **changes:
 class Cell:
     """A cell with four ranks that began at 0 s, and what its watch has done."""
 
-    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0) -> None:
+    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0, launch: bool = False) -> None:
         self.asked: list[tuple[float, list[int]]] = []
         self.said: list[tuple[str, bool, bool]] = []
         self.freed: list[int] = []
         self.now = 0.0
         self.does: dict[int, Any] = {}  # what a rank answers, by time; None: it does not
         self.late: list[int] = []
-        self.watch = Watch(1, ranks, grace, self._ask, lambda *line: self.said.append(line), self._free, 0.0)
+        self.watch = Watch(
+            1, ranks, grace, self._ask, lambda *line: self.said.append(line), self._free, 0.0, launch=launch
+        )
 
     def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
         assert (question, arguments) == ("progress", {"serial": 1})
@@ -310,3 +312,44 @@ def test_nor_are_those_that_wait_for_one_that_works_on_but_the_wait_is_explained
     cell.run(10)
     assert not cell.freed
     assert "rank 2 waits in all_reduce" in cell.line
+
+
+def launch_that_two_ranks_left(at: float) -> Cell:
+    """Rank 3 goes on, wherever it is; rank 2 has finished two seconds after ranks 0 and 1."""
+    cell = Cell(launch=True)
+    cell.does = {rank: lambda now: answer(now, running=0) for rank in (0, 1, 2)} | {3: answer}
+    cell.run(until=at)
+    for rank in (0, 1):
+        cell.watch.ended(rank, False, at)
+    cell.run(until=at + 2)
+    cell.watch.ended(2, False, at + 2)
+    return cell
+
+
+@pytest.mark.parametrize("at", [1.0, 3.9, 5.0, 60.0])
+def test_a_rank_of_a_launch_that_goes_on_alone_is_named_five_seconds_after_the_first_has_finished(at: float) -> None:
+    cell = launch_that_two_ranks_left(at)
+    cell.run(until=at + 4.9)
+    assert cell.said == []
+    cell.run(until=at + 5.1)
+    assert cell.said == [("ranks 0-2 finished 5 s ago; rank 3 is at cell 7 line 2: time.sleep(100)", False, True)]
+
+
+def test_that_line_is_kept_up_to_date_and_ends_with_the_launch() -> None:
+    cell = launch_that_two_ranks_left(1.0)
+    cell.run(until=20.0)
+    assert [same for _, same, _ in cell.said] == [False, True, True]
+    cell.watch.ended(3, False, 20.0)
+    assert cell.said[-1] == ("waited 19 s for rank 3, then went on", False, False)
+
+
+def test_nothing_of_it_is_said_of_a_cell_or_once_a_rank_has_failed() -> None:
+    cell = Cell()
+    cell.does = {rank: answer for rank in WORLD}
+    cell.watch.ended(0, False, 1.0)
+    cell.run(until=20.0)
+    assert cell.said == []
+    launch = launch_that_two_ranks_left(1.0)
+    launch.watch.ended(2, True, 4.0)
+    launch.run(until=20.0)
+    assert launch.said == []

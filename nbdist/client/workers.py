@@ -1,0 +1,341 @@
+"""A set of ranks, from the notebook's side: how it comes up, takes work and ends.
+
+What sessions and launches have in common. Owns the controller that is kept warm for the next of them. Knows nothing of
+processes or sockets; `traffic` knows which rank runs what.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import queue
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+from nbdist.client import calls, history
+from nbdist.client.connection import Connection
+from nbdist.client.report import describe_death
+from nbdist.client.task import Task
+from nbdist.client.traffic import Traffic
+from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
+from nbdist.protocol import (
+    Ask,
+    Broken,
+    Execute,
+    Message,
+    Notice,
+    Progress,
+    RankInfo,
+    Start,
+    Started,
+    StartFailed,
+    StartOptions,
+    Stop,
+    Stopped,
+)
+from nbdist.ranks import describe_ranks, format_ranks
+
+_STOP_LIMIT = 10.0
+_SURVIVORS_LIMIT = 2.0
+_COSTS = ("cell", "call", "launch")  # what runs code of the user's
+
+_Workers = TypeVar("_Workers", bound="Workers")
+
+_idle: Connection | None = None
+
+
+def prewarm() -> None:
+    """Start a controller with its agent and template, if none is there, so that the next session starts at once."""
+    global _idle
+    if _idle is None or not _idle.alive:
+        with contextlib.suppress(SessionBroken):  # `start` will tell
+            _idle = Connection(patient=True)
+
+
+@atexit.register
+def _close_all() -> None:
+    for workers in list(Workers.instances):
+        workers._forget()
+    if _idle is not None:
+        _idle.close()
+
+
+class Workers:
+    """Ranks that take work. As a context manager it stops them at the end.
+
+    Args:
+        linger: Seconds that the ranks outlive a kernel that was killed.
+
+    Attributes:
+        ranks: What each rank is.
+        backend: Backend of the process group; "none" without one.
+        closed: Whether it has no ranks.
+        broken: Why it is closed, if nobody closed it.
+        started_in: Seconds that the last start took.
+        traffic: Which rank runs what; for the parts of the client.
+        metered: Called with each task that runs code of the user's, whose ranks then tell what it costs in memory;
+            None: they don't.
+    """
+
+    metered: ClassVar[Callable[[Task], None] | None] = None
+    instances: ClassVar[weakref.WeakSet[Workers]] = weakref.WeakSet()
+
+    def __init__(self, linger: float = 0.0) -> None:
+        self.ranks: list[RankInfo] = []
+        self.backend = ""
+        self.closed = True
+        self.broken = ""
+        self.started_in = 0.0
+        self.traffic = Traffic(self._on_life)
+        self._linger = linger
+        self._serials = itertools.count(1)
+        self._life: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    # --- life
+
+    def start(self, options: StartOptions, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Bring up ranks, for the first time or in place of those that there were.
+
+        Args:
+            options: What to start.
+            progress: Called with a line of text while the ranks start.
+
+        Raises:
+            SessionBroken: They could not be brought up; nothing of them is left.
+        """
+        if self.broken:
+            self._connection.close()
+        if self.broken or not self.ranks:
+            self._connect()
+        else:
+            self._check_open()
+        self._bring_up(options, progress)
+        Workers.instances.add(self)
+
+    def close(self, grace: float = 1.0) -> None:
+        """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.
+
+        Args:
+            grace: Seconds that ranks which are still at work have to end by themselves.
+        """
+        global _idle
+        if self.closed:
+            return
+        self.closed = True
+        self._connection.send(Stop(grace))
+        try:
+            self._await_life(Stopped, _STOP_LIMIT)
+        except SessionError:
+            self._connection.close()
+            return
+        self.traffic.release("the session was stopped")
+        self._connection.on_message = lambda message: None
+        if _idle is None or not _idle.alive:
+            _idle = self._connection
+        else:
+            self._connection.close()
+
+    stop = close
+
+    def __enter__(self: _Workers) -> _Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def generation(self) -> int:
+        """How often the process groups have been renewed since the start, and one."""
+        return self.traffic.generation
+
+    def _forget(self) -> None:
+        """The kernel ends: nobody waits for the ranks any more."""
+        self.closed = True
+        self._connection.close()
+
+    def _connect(self) -> None:
+        """Take the idle controller, if there is one, else start one."""
+        global _idle
+        taken, _idle = (_idle, None) if _idle is not None and _idle.alive else (None, _idle)
+        self._connection = taken or Connection()
+        self.traffic.attach(self._connection)
+
+    def _bring_up(self, options: StartOptions, progress: Callable[[str], None]) -> None:
+        began = time.monotonic()
+        self.closed, self.broken = True, ""
+        self._life = queue.SimpleQueue()
+        self.traffic.release("the ranks were restarted")
+        try:
+            self._connection.open()
+            self._connection.send(Start(options, self._linger))
+            started = self._await_life(Started, None, progress)
+        except BaseException as error:
+            self._give_up_start(error)
+            raise
+        assert isinstance(started, Started)
+        self.ranks, self.backend = started.ranks, started.backend
+        self.traffic.begin()
+        self.closed = False
+        self.started_in = time.monotonic() - began
+        for note in started.notes:
+            progress(note)
+        if options.gpus and all(info.device == "cpu" for info in self.ranks):
+            progress("this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs")
+        elif options.gpus and len(options.gpus) < options.count:
+            plural = "s" if len(options.gpus) != 1 else ""
+            progress(f"{options.count} ranks share {len(options.gpus)} GPU{plural}, so their group uses {self.backend}")
+
+    def _give_up_start(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._connection.send(Stop())
+            with contextlib.suppress(SessionError):
+                self._await_life(Stopped, _STOP_LIMIT)
+        self._connection.close()
+        self.broken = str(error) or "the start was interrupted. `%distributed start` begins anew."
+
+    def _await_life(
+        self, kind: type[Message], limit: float | None, progress: Callable[[str], None] = lambda text: None
+    ) -> Message:
+        """Wait for a message about the session's life. The controller bounds how long a start may take."""
+        deadline = None if limit is None else time.monotonic() + limit
+        while True:
+            try:
+                message = self._life.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise SessionBroken("the session does not answer; type `%distributed start` to begin anew") from None
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, Progress):
+                progress(message.text)
+            elif isinstance(message, (StartFailed, Broken)):
+                raise SessionBroken(message.text)
+
+    def _on_life(self, message: Message) -> None:
+        """From the listening thread: what happens to the session as a whole."""
+        if isinstance(message, Broken) and not self.broken:
+            if not self.closed and not self.traffic.running(info.rank for info in self.ranks):
+                self.traffic.notify(Notice(message.text))
+            self.closed, self.broken = True, message.text
+            self.traffic.release(message.text)
+        self._life.put(message)
+
+    def _check_open(self) -> None:
+        if self.broken:
+            raise SessionBroken(self.broken)
+        if self.closed:
+            raise SessionClosed(
+                "this session is closed: type `%distributed start -n 2` (or `nbdist.Session(2)`) for a new one"
+            )
+
+    # --- work
+
+    def living(self) -> list[int]:
+        """Ranks that have not died."""
+        return [info.rank for info in self.ranks if info.rank not in self.traffic.dead]
+
+    def submit(
+        self,
+        kind: str,
+        code: str,
+        ranks: Iterable[int] | None,
+        *,
+        number: int = 0,
+        offset: int = 0,
+        payload: bytes = b"",
+        grace: float = 1.0,
+        show: bool = False,
+        keep: bool = False,
+        launch: bool = False,
+        profile: str = "",
+    ) -> Task:
+        """Send an Execute, once nothing speaks against it."""
+        chosen = self._choose(ranks)
+        number = number or cell_number()
+        task = Task(
+            self.traffic,
+            next(self._serials),
+            number,
+            chosen,
+            code,
+            kind=kind,
+            show=show,
+            keep=keep,
+            grace=grace,
+            launch=launch,
+        )
+        if others := self._assign(task):
+            raise self._busy(others)
+        meter = Workers.metered if kind in _COSTS else None
+        if meter is not None:
+            meter(task)
+        history.note_begin()
+        memory = meter is not None
+        self.traffic.send(Execute(task.serial, chosen, kind, code, number, offset, payload, grace, profile, memory))
+        return task
+
+    def _assign(self, task: Task) -> dict[int, Task]:
+        """Let a task have its ranks. Survivors of a death get a moment to end what they were running."""
+        others = self.traffic.assign(task)
+        if not others or not all(other.bereaved for other in others.values()):
+            return others
+        self.traffic.wait_free(task.ranks, _SURVIVORS_LIMIT)
+        return self.traffic.assign(task)
+
+    def _choose(self, ranks: Iterable[int] | None, living: bool = True) -> list[int]:
+        """The ranks meant, checked.
+
+        Raises:
+            UsageError: One of them does not exist, or is dead.
+        """
+        self._check_open()
+        everyone = [info.rank for info in self.ranks]
+        chosen = everyone if ranks is None else sorted(set(ranks))
+        unknown = [rank for rank in chosen if rank not in everyone]
+        if unknown or not chosen:
+            who = describe_ranks(unknown) if unknown else "an empty set"
+            raise UsageError(f"{who} isn't in this session: it has ranks {format_ranks(everyone)}")
+        dead = [rank for rank in chosen if rank in self.traffic.dead]
+        if dead and living:
+            alive = format_ranks(self.living())
+            others = f"`-r {alive}` uses the living, " if alive else ""
+            how = "; ".join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))
+            raise UsageError(
+                f"{describe_ranks(dead)} died ({how}): {others}`%distributed restart` brings up a fresh set"
+            )
+        return chosen
+
+    def _busy(self, others: Mapping[int, Task]) -> SessionBusy:
+        """The error that says what these ranks run, and where they are."""
+        ranks = sorted(others)
+        lines = self.traffic.ask(ranks, "stack", timeout=0.3)
+        where = [
+            f"\n  rank {rank}: {lines.get(rank, {}).get('line') or 'in a call that does not let Python answer'}"
+            for rank in ranks
+        ]
+        return SessionBusy(
+            f"{describe_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still running "
+            f"{others[ranks[0]].describe()}{''.join(where[:8])}\n"
+            "Wait for it, `%distributed interrupt`, or as the last resort `%distributed restart`."
+        )
+
+    def collect(self, task: Task) -> list[Any]:
+        """The values that ranks have sent, in the order of the ranks."""
+        try:
+            return [calls.value(task.replies[rank]) for rank in task.ranks]
+        finally:
+            self.traffic.send(Ask(0, task.ranks, "release", {"serial": task.serial}))
+
+
+def cell_number() -> int:
+    """The number of the notebook's cell that is running, 0 outside of notebooks."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    # `execution_count` is ahead of the running cell in some versions of IPython, and not in others.
+    return int(shell.displayhook.prompt_count) if shell is not None else 0

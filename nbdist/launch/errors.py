@@ -1,0 +1,100 @@
+"""The error of a launch, which `except` clauses written for torchrun and Accelerate catch as well.
+
+Torch is not loaded for it: where it isn't, nobody has a clause for its class.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from nbdist.errors import LaunchError, RankError, RankFailure
+from nbdist.processes import describe_exit
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def launch_error(error: RankError, name: str, per_node: int) -> LaunchError:
+    """The LaunchError for what went wrong on ranks.
+
+    Args:
+        error: What went wrong.
+        name: The function that was launched.
+        per_node: Number of ranks on a node.
+    """
+    now = int(time.time())
+    failures = {
+        rank: LaunchFailure(**asdict(failure), local_rank=rank % per_node, timestamp=now + place)
+        for place, (rank, failure) in enumerate(error.failures.items())
+    }
+    made = _make(error.report, failures)
+    made.name = name
+    return made
+
+
+def _make(report: str, failures: Mapping[int, RankFailure]) -> LaunchError:
+    return _class()(report, failures)
+
+
+@dataclass(frozen=True)
+class LaunchFailure(RankFailure):
+    """What went wrong on one rank, with what torch's `ProcessFailure` tells of it.
+
+    Attributes:
+        local_rank: The rank on its node.
+        timestamp: Seconds since 1970; in the order of causes, so that `get_first_failure` finds the first.
+    """
+
+    local_rank: int = 0
+    timestamp: int = 0
+    error_file: str = "<N/A>"
+
+    @property
+    def exitcode(self) -> int:
+        """Of the process; 1 where it raised."""
+        return 1 if self.exit_code is None else self.exit_code
+
+    @property
+    def pid(self) -> int:
+        """Not known any more."""
+        return 0
+
+    @property
+    def message(self) -> str:
+        """The traceback, or how the process ended."""
+        return _COLOURS.sub("", self.traceback) or self.text
+
+    def signal_name(self) -> str:
+        """The signal that ended the process."""
+        return describe_exit(self.exitcode).split(" ")[0] if self.exitcode < 0 else "<N/A>"
+
+    def timestamp_isoformat(self) -> str:
+        """The time in words, as torch writes it."""
+        return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
+
+
+def _class() -> type[LaunchError]:
+    return _class_with_torch() if "torch" in sys.modules else LaunchError
+
+
+@functools.cache
+def _class_with_torch() -> type[LaunchError]:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    class TorchLaunchError(LaunchError, ChildFailedError):  # type: ignore[misc]  # theirs holds ProcessFailures
+        __doc__ = LaunchError.__doc__
+
+        def __init__(self, report: str, failures: Mapping[int, RankFailure] | None = None) -> None:
+            RankError.__init__(self, report, failures)  # ChildFailedError's looks up this host's name for each failure
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _make, (self.report, self.failures), self.__dict__
+
+    TorchLaunchError.__name__ = TorchLaunchError.__qualname__ = LaunchError.__name__
+    return TorchLaunchError

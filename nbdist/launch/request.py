@@ -1,0 +1,227 @@
+"""What a launch is asked to do, checked when it is made. Starts nothing; knows torch only by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.devices import visible_gpus
+from nbdist.errors import UsageError
+
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+START_METHODS = ("warm", "fork", "spawn")
+RENDEZVOUS = ("static", "c10d")
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to launch. Attributes are `notebook_launcher`'s arguments, and mean what they mean there.
+
+    Raises:
+        UsageError: One of them is wrong; the text names it, what is allowed, and what to type.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any] = ()
+    num_processes: int | None = None
+    mixed_precision: str = "no"
+    use_port: str | int = str(DEFAULT_PORT)
+    master_addr: str = "127.0.0.1"
+    node_rank: int = 0
+    num_nodes: int = 1
+    rdzv_backend: str = "static"
+    rdzv_endpoint: str = ""
+    rdzv_conf: Mapping[str, Any] | None = None
+    rdzv_id: str = "none"
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    log_line_prefix_template: str | None = None
+    start_method: str | None = None
+    gpus: Sequence[int | str] | None = None
+    timeout: float | None = None
+    all_results: bool = True
+    cpu: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_function(self.function)
+        if not isinstance(self.args, (tuple, list)):
+            raise UsageError(f"args must be a tuple, not {_a_type(self.args)}: `args=(value,)` for one argument")
+        _check_call(self.function, self.args)
+        _check_whole("num_nodes", self.num_nodes, 1)
+        _check_whole("node_rank", self.node_rank, 0)
+        if self.node_rank >= self.num_nodes:
+            raise UsageError(
+                f"node_rank={self.node_rank} is too large for num_nodes={self.num_nodes}: "
+                f"nodes are counted from 0 to {self.num_nodes - 1}"
+            )
+        _check_gpus(self.gpus)
+        object.__setattr__(self, "num_processes", _count(self.num_processes, self.gpus, self.cpu))
+        object.__setattr__(self, "mixed_precision", _precision(self.mixed_precision))
+        object.__setattr__(self, "use_port", _port(self.use_port))
+        _check_text("master_addr", self.master_addr)
+        _check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS)
+        _check_text("rdzv_endpoint", self.rdzv_endpoint, empty=True)
+        if not isinstance(self.rdzv_conf, (Mapping, type(None))):
+            raise UsageError(f"rdzv_conf must be a dict or None, not {_a_type(self.rdzv_conf)}")
+        _check_text("rdzv_id", self.rdzv_id)
+        _check_whole("max_restarts", self.max_restarts, 0)
+        _check_seconds("monitor_interval", self.monitor_interval)
+        if self.log_line_prefix_template is not None:
+            _check_text("log_line_prefix_template", self.log_line_prefix_template)
+        if self.start_method is not None:
+            _check_choice("start_method", self.start_method, START_METHODS)
+        if self.timeout is not None:
+            _check_seconds("timeout", self.timeout)
+        if not isinstance(self.all_results, bool):
+            raise UsageError(f"all_results must be True or False, not {self.all_results!r}")
+        if self.start_method == "fork" and not self.alone:
+            raise UsageError(
+                "start_method='fork' works on one node only: leave start_method out for num_nodes, "
+                "rdzv_backend='c10d' and rdzv_endpoint"
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of ranks on this node."""
+        assert self.num_processes is not None
+        return self.num_processes
+
+    @property
+    def port(self) -> int:
+        """The rendezvous port that was asked for."""
+        return int(self.use_port)
+
+    @property
+    def name(self) -> str:
+        """The function, as messages call it."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has nothing to do with other nodes."""
+        return self.num_nodes == 1 and self.rdzv_backend == "static" and not self.rdzv_endpoint
+
+    @property
+    def elastic(self) -> bool:
+        """Whether torch's elastic rendezvous is needed: for several nodes, or for restarts."""
+        return not self.alone or self.max_restarts > 0
+
+    @property
+    def in_notebook(self) -> bool:
+        """Whether the function runs in the notebook's own process, as Accelerate does it for one process.
+
+        GPUs and a timeout are nothing that could be given to the notebook itself.
+        """
+        plain = self.start_method is None and self.gpus is None and self.timeout is None
+        return self.count == 1 and plain and not self.elastic
+
+
+def _check_function(function: Any) -> None:
+    if not callable(function):
+        raise UsageError(
+            f"the function to launch must be callable, and {_a_type(function)} was given: "
+            "`notebook_launcher(train, args=(...), num_processes=2)`, without brackets after the name"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UsageError(
+            f"{function.__name__} is a generator function: calling it would run none of its lines. "
+            "Launch a function that goes through it, and return what it needs"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise UsageError(
+            f"{function.__name__} is async: launch a function that calls `asyncio.run({function.__name__}())`"
+        )
+
+
+def _check_call(function: Callable[..., Any], args: Sequence[Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = getattr(function, "__name__", "the function")
+        raise UsageError(
+            f"{name}{signature} can't be called with what args holds ({len(args)} in all): {error}. "
+            "`args=(a, b)` gives it a and b"
+        ) from None
+
+
+def _count(count: object, gpus: Sequence[int | str] | None, cpu: bool) -> int:
+    if count is None:
+        found = 0 if cpu else len(gpus) if gpus is not None else len(visible_gpus())
+        if not found:
+            raise UsageError(
+                "this machine has no GPU, so say how many ranks you want: `notebook_launcher(train, num_processes=2)`"
+            )
+        return found
+    _check_whole("num_processes", count, 1)
+    assert isinstance(count, int)
+    return count
+
+
+def _check_gpus(gpus: object) -> None:
+    if gpus is None:
+        return
+    if not isinstance(gpus, (list, tuple, range)):
+        raise UsageError(f"gpus must be a list of GPUs, not {_a_type(gpus)}: `gpus=[0, 1]`; `gpus=[]` for none")
+    wrong = [gpu for gpu in gpus if not isinstance(gpu, (int, str)) or isinstance(gpu, bool)]
+    if wrong:
+        raise UsageError(f"gpus must be a list of GPUs, by number or by name, and holds {wrong[0]!r}: `gpus=[0, 1]`")
+
+
+def _precision(value: object) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"mixed_precision must be one of {_listed(PRECISIONS)}, not {value!r}")
+    precision = str(value).lower().rpartition(".")[2]  # a `PrecisionType.BF16` of Accelerate is a string, too
+    precision = str(getattr(value, "value", precision)).lower()
+    _check_choice("mixed_precision", precision, PRECISIONS)
+    return precision
+
+
+def _port(value: object) -> str:
+    text = str(value)
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or not text.isdigit() or int(text) > 65535:
+        raise UsageError(
+            f"use_port must be a port, 1 to 65535 (0: any that is free), not {value!r}: `use_port='29501'`"
+        )
+    return text
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} must be a whole number, {least} or more, not {value!r}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise UsageError(f"{name} must be a number of seconds above 0, not {value!r}")
+
+
+def _check_text(name: str, value: object, *, empty: bool = False) -> None:
+    if not isinstance(value, str) or not (value or empty):
+        raise UsageError(f"{name} must be a text{'' if empty else ' that is not empty'}, not {value!r}")
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value in allowed:
+        return
+    close = difflib.get_close_matches(str(value), allowed, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UsageError(f"{name}={value!r} is unknown: {hint}Allowed are {_listed(allowed)}")
+
+
+def _listed(values: Sequence[str]) -> str:
+    return ", ".join(map(repr, values))
+
+
+def _a_type(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

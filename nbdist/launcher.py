@@ -1,0 +1,208 @@
+"""`notebook_launcher` and `debug_launcher`: Accelerate's names and arguments, on ranks that just work.
+
+Owns the choice of how the ranks come to be, and the words about it. `nbdist.launch` does it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nbdist import cuda_guard, transfer
+from nbdist.client import session as sessions
+from nbdist.client.workers import prewarm
+from nbdist.errors import TransferError, UsageError
+from nbdist.launch import forked, in_process, warm
+from nbdist.launch.request import Request
+from nbdist.ranks import describe_ranks
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    start_method: str | None = None,
+    gpus: Sequence[int | str] | None = None,
+    timeout: float | None = None,
+    all_results: bool = True,
+) -> list[Any]:
+    """Run a function on ranks of its own, with torchrun's environment, and return what it returned.
+
+    >>> nbdist.notebook_launcher(train, args=(model, 3e-4), num_processes=8)
+
+    Args:
+        function: What to run. It travels by value, as do its arguments: closures and classes of the notebook work.
+        args: Its arguments.
+        num_processes: Number of ranks on this node; None: one for each GPU. 1 runs in the notebook's own process,
+            as in Accelerate.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; for `nbdist.autocast()` and for `Accelerator()` in the function.
+        use_port: Where ranks meet. When the default is taken, another is used.
+        master_addr: Address of the node with `node_rank` 0.
+        node_rank: Which node this is.
+        num_nodes: Number of nodes; on each of them this is called, with its own `node_rank`.
+        rdzv_backend: "static", or "c10d": nodes find their ranks themselves.
+        rdzv_endpoint: host:port of the rendezvous; empty: `master_addr` and `use_port`.
+        rdzv_conf: Further settings of the rendezvous (`{"timeout": 900}`, in seconds).
+        rdzv_id: Name of the job, the same on all nodes.
+        max_restarts: How often all ranks start again after one has failed.
+        monitor_interval: Seconds between two looks at other nodes.
+        log_line_prefix_template: Taken for compatibility; lines are named by rank anyway.
+        start_method: "warm": ranks come from a template that has torch loaded already; "spawn": each is a new Python;
+            "fork": each is a child of the notebook's process; None: warm, or fork where the function can't travel.
+        gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them; None: all, as far as ranks need them.
+        timeout: Seconds after which the function is interrupted.
+        all_results: Whether all ranks' values come back; otherwise rank 0's only, as a list of one.
+
+    Returns:
+        What the function returned, by rank; on one of several nodes, that of its own ranks. None stands for what
+        can't be sent; a line says so.
+
+    Raises:
+        UsageError: An argument is wrong; nothing was started.
+        TransferError: The function or an argument can't travel; the text names the part.
+        LaunchError: A rank failed, the first named first. It is torch's ChildFailedError, too.
+        NodesMissing: Other nodes did not come in time, or the one where all meet has gone.
+        RankTimeout: It was not done in time.
+    """
+    _check_here()
+    request = Request(
+        function,
+        args,
+        num_processes,
+        mixed_precision,
+        use_port,
+        master_addr,
+        node_rank,
+        num_nodes,
+        rdzv_backend,
+        rdzv_endpoint,
+        rdzv_conf,
+        rdzv_id,
+        max_restarts,
+        monitor_interval,
+        log_line_prefix_template,
+        start_method=start_method,
+        gpus=gpus,
+        timeout=timeout,
+        all_results=all_results,
+    )
+    if cuda_guard.preflight_asked():
+        cuda_guard.preflight()
+    return _launch(request)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+    """Run a function on CPU ranks, to find its errors. They talk through gloo on loopback.
+
+    Args:
+        function: What to run.
+        args: Its arguments.
+        num_processes: Number of ranks.
+
+    Returns:
+        What the function returned, by rank.
+    """
+    _check_here()
+    return _launch_here(Request(function, args, num_processes, cpu=True, environment={"CUDA_VISIBLE_DEVICES": ""}))
+
+
+def _launch(request: Request) -> list[Any]:
+    if request.in_notebook:
+        return in_process.launch(request)
+    _warn_of_session()
+    return _launch_here(request)
+
+
+def _launch_here(request: Request) -> list[Any]:
+    """Run it on ranks of this machine."""
+    if request.start_method == "fork":
+        return forked.launch(request)
+    packed = _pack(request)
+    if packed is None:
+        return forked.launch(request)
+    with packed:
+        _warn_of_memory()
+        if not request.elastic:
+            return warm.launch(request, packed)
+        from nbdist.launch import elastic  # it loads torch
+
+        return elastic.launch(request, packed)
+
+
+def _pack(request: Request) -> transfer.Packed | None:
+    """The function and its arguments as a parcel; None where they can't travel, but a fork takes them along.
+
+    Raises:
+        TransferError: They can't travel, and are not to be forked, or can't.
+    """
+    try:
+        return warm.pack(request)
+    except TransferError as error:
+        if error.on_gpu:
+            raise
+        if request.start_method is not None:
+            error.args = (f"{error}; or launch it with `start_method='fork'`, under which nothing has to travel",)
+            raise
+        hindrance = forked.hindrance(request)
+        if hindrance:
+            error.args = (f"{error}. Nor can it be forked from here, so that nothing has to travel: {hindrance}",)
+            raise
+        print(f"nbdist: forked from the notebook, since {error.part or error}", flush=True)
+        return None
+
+
+def _check_here() -> None:
+    if "nbdist.worker.rank" in sys.modules or forked.in_rank():
+        raise UsageError(
+            f"this is rank {os.environ.get('RANK')} already: "
+            "launch from the notebook, not from a function or a cell that ranks run"
+        )
+
+
+def _warn_of_memory() -> None:
+    """The notebook's own process may hold what the ranks want."""
+    warning = cuda_guard.memory_warning()
+    if warning is not None:
+        print(f"nbdist: {warning}", flush=True)
+
+
+def _warn_of_session() -> None:
+    """Ranks of a session stay where they are: what the launch starts comes on top."""
+    session = sessions.current_session()
+    if session is None or session.closed:
+        return
+    held = sum(row["device_memory"] or 0 for row in session.status())
+    memory = f", which hold {held / 2**30:.1f} GiB of GPU memory" if held else ""
+    print(
+        f"nbdist: these ranks are extra processes, besides {describe_ranks([info.rank for info in session.ranks])} "
+        f"of the session{memory}. `%distributed stop` ends those",
+        flush=True,
+    )
+
+
+def _get_ready() -> None:
+    """In a notebook a launch is to come: what it needs is warmed up meanwhile."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None or "nbdist.worker.rank" in sys.modules:
+        return
+    cuda_guard.arm()
+    if os.environ.get("NBDIST_PREWARM", "1").lower() not in ("0", "false", "no", "off"):
+        prewarm()
+
+
+_get_ready()

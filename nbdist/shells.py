@@ -1,0 +1,136 @@
+"""What the notebook's IPython shell and the ranks' have in common: what they keep alive, and letting go of it.
+
+Knows nothing of sessions or the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from nbdist.metrics.experiment import Experiment
+from nbdist.metrics.memory import trim_malloc
+
+_LAST = ("last_exc", "last_value", "last_traceback", "last_type")
+_OUTPUTS = ("_", "__", "___")
+
+
+def current() -> Any:
+    """The IPython shell of this process, None if there is none."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def experiment(name: str = "", *, keep: Iterable[str] = ()) -> Experiment:
+    """A stretch of work whose names are deleted at its end, with what it consumed, gave back and leaked.
+
+    In a notebook and on ranks it looks after the names of cells, in a script after those of the calling module.
+
+    >>> with nbdist.experiment("load", keep=["model"]):
+    ...     model = make_model()
+    ...     scratch = make_batch()
+
+    or in cells of their own: `e = nbdist.experiment("load").begin()`, later `e.end(keep=["model"])`.
+
+    Args:
+        name: For the report that is printed at the end.
+        keep: Names that stay.
+    """
+    shell = current()
+    if shell is None:
+        return Experiment(name, namespace=sys._getframe(1).f_globals, keep=keep)
+    first = shell.execution_count
+    return Experiment(name, namespace=shell.user_ns, keep=keep, forget=lambda: _forget_outputs(shell, first))
+
+
+def _forget_outputs(shell: Any, first: int) -> None:
+    """Let go of what `Out` and its short names have since this cell."""
+    outputs = shell.user_ns.get("_oh", {})
+    for number in [number for number in outputs if number >= first]:
+        del outputs[number]
+        shell.user_ns.pop(f"_{number}", None)
+        shell.user_ns_hidden.pop(f"_{number}", None)
+    for name in _OUTPUTS:
+        if shell.user_ns.get(name) is getattr(shell.displayhook, name, None):  # else the user has taken the name
+            setattr(shell.displayhook, name, "")
+            shell.push({name: ""}, interactive=False)
+
+
+def forget_failure(shell: Any) -> None:
+    """Let go of the frames of the last failure: they may hold tensors and DataLoader workers."""
+    for name in _LAST:
+        value = getattr(sys, name, None)
+        if isinstance(value, BaseException):
+            clear_frames(value)
+        if hasattr(sys, name):
+            delattr(sys, name)
+    shell.last_execution_result = None
+    for renderer in (shell.InteractiveTB, shell.SyntaxTB):
+        renderer.tb = None
+        renderer.etype = renderer.evalue = None
+    shell.SyntaxTB.last_syntax_error = None
+
+
+def free(shell: Any) -> None:
+    """Let go of everything that only the shell keeps alive: last failure, `Out`, `_`."""
+    forget_failure(shell)
+    shell.displayhook.flush()
+    shell.user_ns["Out"] = shell.user_ns["_oh"]
+    # `flush` forgets the copies that say whether the user has taken these names.
+    shell.push(dict.fromkeys(_OUTPUTS, ""), interactive=False)
+
+
+def free_memory(shell: Any) -> int:
+    """Give back everything that only the shell, reference cycles and caches keep alive.
+
+    Returns:
+        Bytes of GPU memory that torch has given back.
+    """
+    free(shell)
+    gc.collect()
+    freed = _empty_device_cache()
+    trim_malloc()
+    return freed
+
+
+def _empty_device_cache() -> int:
+    before = device_memory()
+    if before:
+        sys.modules["torch"].cuda.empty_cache()
+    return before - device_memory()
+
+
+def device_memory() -> int:
+    """Bytes of GPU memory that torch holds, on all devices of this process."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return sum(int(torch.cuda.memory_reserved(index)) for index in range(torch.cuda.device_count()))
+
+
+def chain(error: BaseException | None) -> list[BaseException]:
+    """An exception and all that it came from, also what its groups hold."""
+    found: list[BaseException] = []
+    todo = [error]
+    while todo:
+        now = todo.pop()
+        if now is None or any(now is known for known in found):
+            continue
+        found.append(now)
+        members = getattr(now, "exceptions", ())  # of a group: a tuple. Others may mean what they like by the name
+        todo += [now.__cause__, now.__context__, *(members if isinstance(members, tuple) else ())]
+    return found
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of an exception hold, and of the frames."""
+    for cause in chain(error):
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                frame.clear()
+                _ = frame.f_locals  # refreshes the copy that a traceback's rendering left in the frame (Python < 3.13)
+        cause.__traceback__ = None

@@ -1,0 +1,60 @@
+"""Several hosts on one machine: network namespaces with an address each, joined by a cable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass
+class Host:
+    """A namespace with a network of its own.
+
+    Attributes:
+        command: What runs a program on it.
+        interface: Its end of the cable.
+    """
+
+    name: str
+    address: str
+    interface: str
+
+    @property
+    def command(self) -> list[str]:
+        return ["ip", "netns", "exec", self.name]
+
+    def run(self, *command: str) -> str:
+        """Run a program on it, and return what that prints."""
+        return subprocess.run([*self.command, *command], check=True, capture_output=True, text=True).stdout
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts that reach each other, and nobody else. Skips the test where the system does not allow it."""
+    one, two = (Host(f"nbdist-{os.getpid()}-{end}", f"10.77.0.{end}", f"cable{end}") for end in (1, 2))
+    with contextlib.ExitStack() as ends:
+        for host in (one, two):
+            _ip("netns", "add", host.name)
+            ends.callback(_ip, "netns", "delete", host.name)
+        _ip(
+            "link", "add", one.interface, "netns", one.name, *("type", "veth", "peer"), two.interface, "netns", two.name
+        )
+        for host in (one, two):
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+            for interface in (host.interface, "lo"):
+                _ip("-n", host.name, "link", "set", interface, "up")
+        yield one, two
+
+
+def _ip(*arguments: str) -> None:
+    try:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no `ip` here (Debian calls its package iproute2)")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.strip()}")

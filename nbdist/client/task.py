@@ -38,6 +38,7 @@ from nbdist.ranks import describe_ranks
 
 _EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or another rank's failure, until it is explained
 # A death is an error on screen within 0.5 s: the time that survivors have to stop, and then to say where they are.
+_HEED = 0.2  # seconds that a wait may last, as a Ctrl-C that comes just before it does not end it
 _TAKE = 0.01  # seconds for which what has come is taken before it is shown
 _DEATH_GRACE = 0.3
 _DEATH_ANSWER = 0.1
@@ -234,14 +235,14 @@ class Task:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _patience(self, deadline: float | None) -> float | None:
+    def _patience(self, deadline: float | None) -> float:
         now = time.monotonic()
         dues = [at - now for at in (deadline, self._give_up_at, self._explain_at) if at is not None]
         if self._screen is not None and (due := self._screen.due(now)) is not None:
             dues.append(due)
-        return max(0.0, min(dues)) if dues else None
+        return max(0.0, min([*dues, _HEED]))
 
-    def _take(self, patience: float | None) -> None:
+    def _take(self, patience: float) -> None:
         """Handle what has come within `patience` seconds, and show what may be shown."""
         credits: dict[int, int] = {}
         with contextlib.suppress(queue.Empty):

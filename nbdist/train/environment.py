@@ -11,6 +11,8 @@ import os
 import platform
 import random
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,35 @@ _SYSFS = Path("/sys")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
 _PREFERRED = 1  # MPOL_PREFERRED: other nodes' memory is still used when this one's is full
 
-_manual_gc = False
+_undo: list[Callable[[], object]] = []  # what the plan in effect has changed, the last first
 
 
 def apply(plan: Plan, device: torch.device) -> None:
-    """Set this process up as the plan says. What the plan leaves open is not touched."""
+    """Set this process up as the plan says. What it leaves open is as it was before any plan."""
+    while _undo:
+        _undo.pop()()
     if plan.seed is not None:
         set_seed(plan.seed, per_rank=plan.seed_per_rank)
     if plan.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its handle
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        _choose_deterministic_algorithms()
     if plan.tf32 is not None:
+        _undo.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
         torch.set_float32_matmul_precision("high" if plan.tf32 else "highest")
     if plan.numa:
         bind_to_numa_node(device)
-    _collect_by_hand(plan.gc_interval > 0)
+    if plan.gc_interval and gc.isenabled():
+        _undo.append(gc.enable)
+        gc.disable()
+
+
+def _choose_deterministic_algorithms() -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    _undo.append(partial(torch.use_deterministic_algorithms, before, warn_only=warn_only))
+    _undo.append(partial(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its handle
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def set_seed(seed: int, *, per_rank: bool = False) -> None:
@@ -113,13 +128,3 @@ def _prefer_memory(node: int) -> None:
     mask[node // 64] = 1 << (node % 64)
     # A container may forbid it. Cores are bound all the same, and memory is taken where these first touch it.
     ctypes.CDLL(None).syscall(number, _PREFERRED, mask, words * 64 + 1)
-
-
-def _collect_by_hand(wanted: bool) -> None:
-    """Switch Python's own collection off, or on again if a plan has switched it off."""
-    global _manual_gc
-    if wanted:
-        gc.disable()
-    elif _manual_gc:
-        gc.enable()
-    _manual_gc = wanted

@@ -66,6 +66,22 @@ def test_determinism_and_tf32_are_those_of_the_plan(monkeypatch: pytest.MonkeyPa
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_what_an_earlier_plan_has_set_is_taken_back() -> None:
+    torch.set_float32_matmul_precision("medium")
+    environment.apply(Plan(deterministic=True, tf32=False), CPU)
+    environment.apply(Plan(), CPU)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+def test_garbage_that_the_user_collects_by_hand_stays_so() -> None:
+    gc.disable()
+    environment.apply(Plan(gc_interval=10), CPU)
+    environment.apply(Plan(), CPU)
+    assert not gc.isenabled()
+    gc.enable()
+
+
 def test_python_collects_garbage_again_under_a_plan_that_does_not() -> None:
     environment.apply(Plan(gc_interval=10), CPU)
     assert not gc.isenabled()

@@ -88,12 +88,12 @@ def gather_object(items: list[T]) -> list[T]:
     return [item for _, part in answers for item in part or ()]
 
 
-def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
-    """The mean or the sum of all ranks' tensors, on every rank.
+def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
+    """The sum or the mean of all ranks' tensors, on every rank. By default the sum, as `Accelerator.reduce` does.
 
     Args:
         data: A tensor, or lists, tuples and dicts of them, of the same shape on all ranks.
-        reduction: "mean", "sum", or "none" (only scaled).
+        reduction: "sum", "mean", or "none" (only scaled).
         scale: What the result is multiplied by.
 
     Returns:

@@ -88,6 +88,7 @@ def finish_window(state: State) -> None:
     if state.correction == 1.0:
         return
     factor, state.correction = state.correction, 1.0
+    state.window = max(1, state.micro_step)  # what other optimizers' losses in this micro-batch are divided by
     chosen = {id(parameter): parameter for optimizer in state.optimizers for parameter in parameters_of(optimizer)}
     for gradient in _gradients(chosen.values()):
         gradient.mul_(factor)

@@ -28,10 +28,11 @@ from nbdist.train import precision
 from nbdist.train import state as training
 from nbdist.train.gradients import parameters_of
 from nbdist.train.state import Living, State
+from nbdist.train.unexchanged import drop_unexchanged, parameter_groups
 
 
 def sync_gradients() -> bool:
-    """Whether the micro-batch at hand ends with an optimizer step; True outside of `accumulate`."""
+    """Whether the micro-batch at hand ends with an optimizer step; behind `accumulate`, whether the last one did."""
     return training.current().sync_gradients
 
 
@@ -84,11 +85,20 @@ def accumulate(*models: nn.Module) -> Iterator[None]:
         _end_micro_batch(state)  # caught by the user, ranks are still at the same micro-batch
         raise
     except BaseException:  # interrupted, they may not be
-        state.abandon_window()
-        for parameter in itertools.chain.from_iterable(map(parameters_of, state.optimizers)):
-            parameter.grad = None
+        give_up_window(state)
         raise
     _end_micro_batch(state)
+
+
+def give_up_window(state: State) -> None:
+    """Drop what micro-batches have gathered since the last step: the next one is the first of a window."""
+    precision.forget_unscaled(state)
+    state.abandon_window()
+    for parameter in itertools.chain.from_iterable(map(parameters_of, state.optimizers)):
+        parameter.grad = None
+    for part in itertools.chain.from_iterable(_sharded_parts(state, model) for model in state.models):
+        for group in parameter_groups(part._get_fsdp_state()):
+            drop_unexchanged(group)
 
 
 def _begin_micro_batch(state: State) -> None:

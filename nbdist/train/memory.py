@@ -16,6 +16,7 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.train import collectives
 from nbdist.train import state as training
+from nbdist.train.loop import give_up_window
 
 _SIGNS = (  # of memory that is short, in messages of errors without a class of their own
     "CUDA out of memory.",
@@ -68,7 +69,8 @@ def find_executable_batch_size(
         reduce_batch_size_fn: Gives the next size for one that did not fit; nine tenths of it by default.
 
     Raises:
-        UsageError: No batch size is left, the function takes none, or the caller has given one.
+        UsageError: No batch size is left, the next one is not smaller, the function takes none, or the caller has
+            given one.
     """
     if function is None:
         return functools.partial(
@@ -81,13 +83,20 @@ def find_executable_batch_size(
 
     @functools.wraps(function)
     def decorated(*args: Any, **kwargs: Any) -> Any:
+        _refuse_other_arguments(function, args, kwargs)
         size = starting_batch_size
         while size > 0:
             fits, result = _attempt(function, size, args, kwargs)
             if fits:
                 return result
+            give_up_window(training.current())  # ranks may have stopped in different micro-batches
             _collect()
-            size = smaller(size)
+            before, size = size, smaller(size)
+            if size >= before:
+                raise UsageError(
+                    f"reduce_batch_size_fn gave {size} for {before}, which did not fit: let it return a smaller one, "
+                    "as with lambda size: size // 2"
+                )
         raise UsageError(f"not even a batch of 1 fits into memory, starting from {starting_batch_size}")
 
     return decorated
@@ -98,6 +107,16 @@ def _refuse_without_batch_size(function: Callable[..., Any]) -> None:
     if not names:
         name = getattr(function, "__name__", "it")
         raise UsageError(f"{name} takes no argument: its first is to be the batch size, as in def {name}(batch_size)")
+
+
+def _refuse_other_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    try:
+        inspect.signature(function).bind(0, *args, **kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"{getattr(function, '__name__', 'the function')} can't be called so ({error}): its first argument, the "
+            "batch size, is given by find_executable_batch_size, so leave it out"
+        ) from None
 
 
 def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) -> tuple[bool, Any]:

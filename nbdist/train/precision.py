@@ -118,15 +118,26 @@ def scaled(state: training.State, loss: torch.Tensor) -> torch.Tensor:
         return loss
     if any(record.phase == "stepped" for record in state.records.values()):
         renew_scale(state)
+    state.loss_scaled = True
     return state.scaler.scale(loss)  # type: ignore[no-any-return]
 
 
 def unscale(state: training.State, optimizer: torch.optim.Optimizer) -> None:
-    """Bring an optimizer's gradients back to those of the loss, once a step."""
+    """Bring an optimizer's gradients back to those of the loss, once a step.
+
+    Raises:
+        UsageError: No loss was scaled since the last step: dividing these gradients by the scale would leave nothing.
+    """
     record = state.records[optimizer]
-    if state.scaler is not None and record.phase == "scaled":
-        state.scaler.unscale_(optimizer)
-        record.phase = "unscaled"
+    if state.scaler is None or record.phase != "scaled":
+        return
+    if not state.loss_scaled:
+        raise UsageError(
+            "fp16 needs a scaled loss, and none was seen since the last step: type nbdist.backward(loss) instead of "
+            "loss.backward()"
+        )
+    state.scaler.unscale_(optimizer)
+    record.phase = "unscaled"
 
 
 def scaled_step(
@@ -172,8 +183,15 @@ def renew_scale(state: training.State) -> None:
     With several optimizers only once the next backward begins: until then some have gradients of the old scale.
     """
     state.scaler.update()
+    state.loss_scaled = False
     for record in state.records.values():
         record.phase = "scaled"
+
+
+def forget_unscaled(state: training.State) -> None:
+    """Let gradients be unscaled anew after a step that was given up. The scale stays."""
+    if state.scaler is not None and any(record.phase != "scaled" for record in state.records.values()):
+        state.scaler.update(state.scaler.get_scale())
 
 
 def _note_skipped(state: training.State) -> None:

@@ -116,6 +116,7 @@ class State:
         window: Micro-batches for the optimizer step at hand, by which losses are divided.
         correction: What gradients are still to be multiplied by, if the window turned out to be shorter.
         backward_made: Whether `backward` was called in the micro-batch at hand.
+        loss_scaled: Whether a loss was scaled since the scale was last renewed (fp16).
         active: The loaders that are being iterated over, the innermost last.
         joining: Whether `join_uneven_inputs` lets ranks have different numbers of batches.
         mesh: The ranks as FSDP and HSDP see them, made on first use.
@@ -140,6 +141,7 @@ class State:
     window: int = 1
     correction: float = 1.0
     backward_made: bool = False
+    loss_scaled: bool = False
     active: MutableSequence[Any] = field(default_factory=list)
     joining: bool = False
     mesh: Any = None
@@ -172,7 +174,7 @@ class State:
         Gradients are left to the caller.
         """
         self.micro_step, self.window, self.correction = 0, 1, 1.0
-        self.sync_gradients, self.backward_made = True, False
+        self.sync_gradients, self.backward_made, self.loss_scaled = True, False, False
         for record in self.records.values():
             record.consumed, record.phase, record.inside = False, "scaled", None
 

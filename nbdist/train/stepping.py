@@ -7,9 +7,10 @@ scheduler's. Knows nothing of models or loaders.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,11 +28,16 @@ Original = Callable[..., Any]
 
 # --- optimizers
 
+# Whose step an optimizer makes. Shadows of earlier trainings, and those of copies, do nothing: torch's schedulers wrap
+# `step`, so one that is wrapped can't be taken off.
+_trainings: MutableMapping[Optimizer, State] = WeakKeyDictionary()
+
 
 def prepare_optimizer(optimizer: Optimizer, state: State) -> None:
     """Let an optimizer step at the end of windows only, with the parameters that its models have now."""
     take_new_parameters(optimizer, state.replaced)
     state.records[optimizer] = StepRecord()
+    _trainings[optimizer] = state
     state.optimizers.append(optimizer)
     shadow(optimizer, "step", partial(_step, state))
     shadow(optimizer, "zero_grad", partial(_zero_grad, state))
@@ -60,15 +66,17 @@ def strange_parameters(optimizer: Optimizer, known: set[int], replaced: Mapping[
 
 
 def _step(state: State, original: Original, optimizer: Optimizer, closure: Any = None) -> Any:
+    if _trainings.get(optimizer) is not state:
+        return original(optimizer) if closure is None else original(optimizer, closure)
     record = state.records[optimizer]
     if record.inside is not None:
         return record.inside()
     if not state.sync_gradients:
         return None
+    if closure is not None:
+        _refuse_closure(state)
     finish_window(state)
     if state.scaler is not None:
-        if closure is not None:
-            raise UsageError("fp16 can't step with a closure, as the scaler steps once: choose bf16 or fp32 for this")
         precision.unscale(state, optimizer)
     if state.plan.clip_grad_norm is not None:
         clip_by_norm(parameters_of(optimizer), state.plan.clip_grad_norm)
@@ -85,6 +93,25 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
     return result
 
 
+def _refuse_closure(state: State) -> None:
+    """It computes gradients inside of the step, where nobody scales, gathers or clips them."""
+    plan = state.plan
+    unfit = [
+        name
+        for name, wanted in (
+            ("precision fp16", state.scaler is not None),
+            ("accumulate", plan.accumulate > 1),
+            ("clip_grad_norm", plan.clip_grad_norm is not None),
+        )
+        if wanted
+    ]
+    if unfit:
+        raise UsageError(
+            f"a step with a closure can't be combined with {', '.join(unfit)}: leave that out of the plan, or call "
+            "step() without a closure"
+        )
+
+
 def _after_attempt(state: State, attempts: int) -> None:
     """What is due every few steps. Skipped ones count: with fp16 and local SGD a rank may skip alone."""
     plan = state.plan
@@ -95,21 +122,23 @@ def _after_attempt(state: State, attempts: int) -> None:
         gc.collect()
 
 
-def _zero_grad(state: State, original: Original, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def _zero_grad(state: State, original: Original, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Zero gradients that a step has used, or that the user gives up; not what a window has gathered so far.
 
     Users zero before backward or behind the step, so the place in the window alone does not tell. With one optimizer,
     zeroing behind the last backward of a window without a step means that the user gives the window up.
     """
+    if _trainings.get(optimizer) is not state:
+        return original(optimizer, *args, **kwargs)
     record = state.records[optimizer]
     nothing_gathered = state.micro_step == 1 and not state.backward_made
     given_up = state.sync_gradients and state.backward_made and len(state.optimizers) == 1
     if not (record.consumed or state.window == 1 or nothing_gathered or given_up):
-        return
+        return None
     if record.phase == "unscaled":
         precision.renew_scale(state)  # there was no step: the scaler is to begin anew
     record.consumed = False
-    original(optimizer, *args, **kwargs)
+    return original(optimizer, *args, **kwargs)
 
 
 # --- schedulers
@@ -127,7 +156,8 @@ def prepare_scheduler(scheduler: Any, state: State) -> None:
 def _scheduler_step(state: State, original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if not state.sync_gradients:
         return None
-    record = state.records.get(getattr(scheduler, "optimizer", None))
+    optimizer = getattr(scheduler, "optimizer", None)  # those of other libraries may have none
+    record = None if optimizer is None else state.records.get(optimizer)
     if record is not None and record.skipped:
         return None
     return original(scheduler, *args, **kwargs)
@@ -141,7 +171,7 @@ def _scheduler_state(original: Original, scheduler: Any) -> Any:
 
 def is_scheduler(thing: Any) -> bool:
     """Whether this is a learning-rate scheduler, torch's or one like them."""
-    return not isinstance(thing, Optimizer | torch.nn.Module) and all(
+    return not isinstance(thing, Optimizer | torch.nn.Module | torch.amp.GradScaler) and all(
         callable(getattr(thing, name, None)) for name in ("step", "state_dict")
     )
 

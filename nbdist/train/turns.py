@@ -109,7 +109,7 @@ def split_between_processes(inputs: Any, apply_padding: bool = False) -> Iterato
     """Give this rank its share of the inputs: each rank as many, the first ones one more where that does not divide.
 
     Args:
-        inputs: A list, tuple, string or tensor; or a dict of such, all as long.
+        inputs: A list, tuple, string, tensor, NumPy array or `datasets.Dataset`; or a dict of such, all as long.
         apply_padding: Whether shares are filled up with the last item, so that all are as long.
 
     Raises:
@@ -128,9 +128,15 @@ def _share(inputs: Any, apply_padding: bool) -> Any:
     number, rank, ranks = _length(inputs), training.rank(), training.world_size()
     each, more = divmod(number, ranks)
     start = rank * each + min(rank, more)
-    share = inputs[start : start + each + (rank < more)]
-    missing = each + bool(more) - len(share)
-    return _filled(share, inputs, missing) if apply_padding and missing and number else share
+    stop = start + each + (rank < more)
+    missing = each + bool(more) - (stop - start) if apply_padding and number else 0
+    chosen = [*range(start, stop), *[number - 1] * missing]
+    if not isinstance(inputs, torch.Tensor) and callable(getattr(inputs, "select", None)):
+        return inputs.select(chosen)  # a datasets.Dataset, whose slices are dicts
+    if not missing:
+        return inputs[start:stop]
+    plain = isinstance(inputs, list | tuple | str | bytes)
+    return inputs[start:stop] + inputs[-1:] * missing if plain else inputs[chosen]
 
 
 def _length(inputs: Any) -> int:
@@ -140,13 +146,6 @@ def _length(inputs: Any) -> int:
         raise UsageError(
             f"split_between_processes takes lists, tuples, tensors or dicts of them, not {type(inputs).__name__}"
         ) from None
-
-
-def _filled(share: Any, inputs: Any, missing: int) -> Any:
-    last = share[-1:] if len(share) else inputs[-1:]
-    if isinstance(share, torch.Tensor):
-        return torch.cat([share, *[last] * missing])
-    return share + last * missing
 
 
 def set_trigger() -> None:

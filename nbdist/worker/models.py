@@ -18,6 +18,8 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
+from nbdist.train.unexchanged import drop_unexchanged, parameter_groups
+
 STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
 
 
@@ -280,13 +282,9 @@ def _reset_fsdp(root: Any) -> None:
 
 def _forget(state: Any) -> None:
     """Drop what `reset_iter_state` would wait for in vain, and the two gradients that torch 2.13 leaves there."""
-    for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]):
+    for group in parameter_groups(state):
         group._all_gather_result = None
-        for parameter in group.fsdp_params:
-            if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
-                parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+        drop_unexchanged(group)
 
 
 def _reset_scaler(scaler: Any) -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.cells import on_ranks, refused, value
 from tests.harness import Kernel
 
 SETUP = """
@@ -23,26 +24,6 @@ from tests.train_models import *
 @pytest.fixture(autouse=True)
 def _names(ranks: Kernel) -> None:
     on_ranks(ranks, SETUP)
-
-
-def on_ranks(kernel: Kernel, code: str) -> list[str]:
-    return kernel.ok(f"%%distributed\n{code}").plain
-
-
-def value(kernel: Kernel, code: str) -> str:
-    """What the last line is worth, the same on both ranks."""
-    (text,) = on_ranks(kernel, code)
-    assert text.startswith("[0-1] "), text
-    return text.removeprefix("[0-1] ").replace("\n[0-1] ", "\n")
-
-
-def refused(kernel: Kernel, code: str) -> str:
-    """The message of a UsageError, which all ranks have raised."""
-    wrapped = "\n    ".join(code.strip().split("\n"))
-    shown = on_ranks(kernel, f"try:\n    {wrapped}\nexcept nbdist.UsageError as error: told = str(error)\ntold")
-    told = [line for text in shown for line in text.splitlines()]
-    assert {line[:4] for line in told} in ({"[0-1"}, {"[0] ", "[1] "}), told
-    return " ".join(told)
 
 
 # --- windows
@@ -189,6 +170,84 @@ for number in range(3):
     step(model, optimizer); told.append(nbdist.sync_gradients())
 told, bool(nbdist.check(model))"""
     assert value(ranks, code) == "([False, False, True], True)"
+
+
+@pytest.mark.torch_private
+@pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp"])
+def test_what_an_interrupted_window_has_gathered_is_in_no_later_step(ranks: Kernel, strategy: str) -> None:
+    """FSDP keeps it where `zero_grad` does not come to."""
+    code = f"""
+def run(interrupted):
+    model, optimizer = prepared({strategy!r}, accumulate=2)
+    try:
+        with nbdist.accumulate(model):
+            if interrupted: nbdist.backward(model(batch(rank)).square().mean() * 100); raise KeyboardInterrupt
+    except KeyboardInterrupt: pass
+    if not interrupted: state.current().abandon_window()
+    for _ in range(2): step(model, optimizer)
+    return values(model)
+torch.equal(run(True), run(False))"""
+    assert value(ranks, code) == "True"
+
+
+def test_a_new_training_begins_with_a_whole_window(ranks: Kernel) -> None:
+    """Even though the earlier one was left in the middle of one, and still lives while the new one is prepared."""
+    code = """
+told = []
+for steps in (2, 4):
+    model, optimizer = prepared(accumulate=4)
+    for _ in range(steps): step(model, optimizer); told.append(nbdist.sync_gradients())
+told"""
+    assert value(ranks, code) == "[False, False, False, False, False, True]"
+
+
+def test_a_loader_may_be_prepared_inside_a_window(ranks: Kernel) -> None:
+    code = """
+model, optimizer = prepared(accumulate=2); step(model, optimizer)
+nbdist.prepare(DataLoader(torch.zeros(4, 4)), plan=state.current().plan); step(model, optimizer)
+nbdist.sync_gradients()"""
+    assert value(ranks, code) == "True"
+
+
+def test_a_short_window_is_as_long_for_an_optimizer_whose_loss_comes_later(ranks: Kernel) -> None:
+    """One steps before the other's backward, in a last micro-batch that nobody could foresee."""
+    code = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(torch.arange(40.0).view(10, 4))
+def run(source):
+    torch.manual_seed(0); nets = [nn.Linear(4, 1).double() for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), 1e-4) for net in nets]
+    *parts, loader = nbdist.prepare(*nets, *optimizers, DataLoader(source, 1), plan=Plan(accumulate=3))
+    for part in loader:
+        with nbdist.accumulate():
+            for model, optimizer in zip(parts[:2], parts[2:]):
+                nbdist.backward(model(part.double()).square().mean()); optimizer.step(); optimizer.zero_grad()
+    return torch.cat([values(model) for model in parts[:2]])
+torch.allclose(run(Stream()), run(torch.arange(40.0).view(10, 4)), rtol=1e-12)"""
+    assert value(ranks, code) == "True"
+
+
+@pytest.mark.parametrize(("setting", "worth"), [("clip_grad_norm", 1.0), ("accumulate", 2), ("precision", "fp16")])
+def test_a_closure_is_refused_where_its_gradients_would_escape_the_plan(
+    ranks: Kernel, setting: str, worth: object
+) -> None:
+    code = f"""
+model, optimizer = prepared({setting}={worth!r})
+for _ in range(state.current().plan.accumulate):
+    with nbdist.accumulate(model): optimizer.step(lambda: model(batch()).sum())"""
+    assert f"a step with a closure can't be combined with {setting}" in refused(ranks, code)
+
+
+def test_a_copy_of_a_prepared_optimizer_steps_as_any_optimizer(ranks: Kernel) -> None:
+    code = """
+model, optimizer = prepared(accumulate=2)
+nbdist.backward(model(batch()).square().mean()); optimizer.step(); optimizer.zero_grad()
+with nbdist.accumulate(model):
+    twin = copy.deepcopy(optimizer); parameter = twin.param_groups[0]["params"][0]
+    before = parameter.detach().clone(); parameter.grad = torch.ones_like(parameter)
+    twin.step(); twin.zero_grad()
+torch.equal(parameter, before), parameter.grad"""
+    assert value(ranks, code) == "(False, None)"
 
 
 def test_accumulate_with_a_model_that_was_not_prepared_is_refused(ranks: Kernel) -> None:
@@ -351,6 +410,29 @@ torch.allclose(half, exact, rtol=0.02, atol=1e-3), now.skipped_steps, now.scaler
     assert value(ranks, code) == "(True, 0, True)"
 
 
+def test_fp16_goes_on_after_an_interrupt_between_clipping_and_the_step(ranks: Kernel) -> None:
+    code = """
+model, optimizer = prepared(precision="fp16")
+try:
+    with nbdist.accumulate(model):
+        nbdist.backward(model(batch(rank)).square().mean()); nbdist.clip_grad_norm_(model.parameters(), 1.0)
+        raise KeyboardInterrupt
+except KeyboardInterrupt: pass
+scale = state.current().scaler.get_scale()
+for _ in range(2): step(model, optimizer)
+state.current().steps, state.current().scaler.get_scale() == scale"""
+    assert value(ranks, code) == "(2, True)"
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_under_fp16_a_loss_that_was_not_scaled_is_told_instead_of_vanishing(ranks: Kernel, earlier: int) -> None:
+    code = f"""
+model, optimizer = prepared(precision="fp16")
+for _ in range({earlier}): step(model, optimizer)
+model(batch()).square().mean().backward(); optimizer.step()"""
+    assert "type nbdist.backward(loss) instead of loss.backward()" in refused(ranks, code)
+
+
 # --- clipping
 
 
@@ -495,8 +577,8 @@ nbdist.gather(behind)[:, 0].tolist(), nbdist.gather(in_front)[:, 0].tolist(), nu
 def test_reduce_and_broadcast(ranks: Kernel) -> None:
     code = """
 mine = torch.tensor([float(rank)])
-told = nbdist.reduce(mine, "sum", 2.0).item(), nbdist.reduce({"a": mine})["a"].item(), mine.item() == rank
-flags = nbdist.reduce(torch.tensor([rank == 1, True]), "sum").tolist(), nbdist.reduce(torch.tensor([rank])).item()
+told = nbdist.reduce(mine, scale=2.0).item(), nbdist.reduce({"a": mine}, "mean")["a"].item(), mine.item() == rank
+flags = nbdist.reduce(torch.tensor([rank == 1, True])).tolist(), nbdist.reduce(torch.tensor([rank]), "mean").item()
 nbdist.broadcast(mine, from_process=1)
 told, flags, mine.item(), nbdist.broadcast_object_list([rank, "a"], from_process=1)"""
     assert value(ranks, code) == "((2.0, 0.5, True), ([1, 2], 0.5), 1.0, [1, 'a'])"
@@ -518,6 +600,16 @@ print(share([1]), share([1], apply_padding=True), share([]), tensors)
     shown = ranks.ok(f"%%distributed\n{code}").lines[0]
     assert shown[0] == "[[1, 2], [3]] [[1, 2], [3, 3]] ['ab', 'c'] [{'a': (1,), 'b': [3]}, {'a': (2,), 'b': [4]}]"
     assert shown[1] == "[[1], []] [[1], [1]] [[], []] [[0, 1], [2, 2]]"
+
+
+def test_arrays_and_datasets_are_split_as_what_they_are(ranks: Kernel) -> None:
+    code = """
+import datasets, numpy
+def share(inputs):
+    with nbdist.split_between_processes(inputs, apply_padding=True) as mine: return nbdist.gather_object([mine])
+arrays, tables = share(numpy.arange(3)), share(datasets.Dataset.from_dict({"a": [0, 1, 2]}))
+[part.tolist() for part in arrays], [list(part["a"]) for part in tables], type(tables[0]).__name__"""
+    assert value(ranks, code) == "([[0, 1], [2, 2]], [[0, 1], [2, 2]], 'Dataset')"
 
 
 def test_the_main_process_goes_first_even_if_it_fails(ranks: Kernel) -> None:
@@ -576,6 +668,28 @@ train("done"), tried"""
     assert value(ranks, code) == "('done', [8, 4, 2])"
     never = "@nbdist.find_executable_batch_size\ndef train(batch_size): raise MemoryError\ntrain()"
     assert "not even a batch of 1" in refused(ranks, never)
+
+
+def test_ranks_that_were_short_of_memory_in_different_micro_batches_begin_a_window_together(ranks: Kernel) -> None:
+    code = """
+model, optimizer = prepared(accumulate=3)
+@nbdist.find_executable_batch_size(starting_batch_size=2, reduce_batch_size_fn=lambda size: size // 2)
+def train(batch_size):
+    told = []
+    for number in range(3):
+        with nbdist.accumulate(model):
+            if batch_size == 2 and number == 1 - rank: raise torch.OutOfMemoryError("CUDA out of memory.")
+            nbdist.backward(model(batch()).square().mean()); optimizer.step(); optimizer.zero_grad()
+        told.append(nbdist.sync_gradients())
+    return told
+train()"""
+    assert value(ranks, code) == "[False, False, True]"
+
+
+def test_a_batch_size_that_the_caller_gives_or_that_does_not_shrink_is_refused(ranks: Kernel) -> None:
+    begun = "@nbdist.find_executable_batch_size(reduce_batch_size_fn=lambda size: size)\ndef train(batch_size):"
+    assert "the batch size, is given by find_executable" in refused(ranks, f"{begun} pass\ntrain(64)")
+    assert "gave 128 for 128, which did not fit" in refused(ranks, f"{begun} raise MemoryError\ntrain()")
 
 
 def test_free_memory_lets_go_of_what_was_prepared(ranks: Kernel) -> None:

@@ -6,7 +6,7 @@ Knows nothing of ranks, sharding or training loops.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -61,7 +61,18 @@ def find_blocks(model: nn.Module, shard_by: ShardBy = None) -> list[nn.Module]:
         found = list(_outermost(model, lambda module: type(module).__name__ in named)) or _repeated(model)
     if shard_by and not found:
         raise UsageError(f"shard_by fits no module of {type(model).__name__}, whose classes are {_classes(model)}")
+    for block in found:
+        if not _computes(block):
+            raise UsageError(
+                f"shard_by fits a {type(block).__name__}, which computes nothing itself, as it has no forward(): name "
+                f"what is inside of it (the classes are {_classes(model)})"
+            )
     return found
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether it has a forward; a ModuleList only holds others."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _outermost(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
@@ -85,10 +96,19 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
     members: set[nn.Module] = set()
     for container in model.modules():
         if isinstance(container, nn.ModuleList | nn.Sequential):
-            children = [child for child in container.children() if next(child.parameters(), None) is not None]
+            children = [child for child in _computing(container) if next(child.parameters(), None) is not None]
             counts = Counter(type(child) for child in children)
             members |= {child for child in children if counts[type(child)] > 1}
     return list(_outermost(model, members.__contains__))
+
+
+def _computing(container: nn.Module) -> Iterator[nn.Module]:
+    """The children of a container; of those that are only lists of others, these."""
+    for child in container.children():
+        if _computes(child):
+            yield child
+        else:
+            yield from _computing(child)
 
 
 def _refuse_unknown(model: nn.Module, names: Iterable[str]) -> None:
@@ -121,14 +141,23 @@ def checkpoint_blocks(model: nn.Module, kind: Literal["none", "full", "selective
     if kind == "none":
         return
     blocks = find_blocks(model, shard_by)
+    refuse_without_blocks(model, blocks)
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if kind == "selective" else {}
+    for block in blocks:
+        shadow(block, "forward", partial(_checkpointed, options))
+
+
+def refuse_without_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Refuse what works by blocks for a model that has none.
+
+    Raises:
+        UsageError: The text lists the model's classes.
+    """
     if not blocks:
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks, so activation checkpointing has nothing to work on: "
             f'name what to checkpoint, as with shard_by="Block" (its classes are {_classes(model)})'
         )
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if kind == "selective" else {}
-    for block in blocks:
-        shadow(block, "forward", partial(_checkpointed, options))
 
 
 def _checkpointed(

@@ -21,7 +21,7 @@ from nbdist.train import environment
 from nbdist.train import state as training
 from nbdist.train.collectives import all_objects
 from nbdist.train.local_sgd import train_alone
-from nbdist.train.loop import unwrap
+from nbdist.train.loop import give_up_window, unwrap
 from nbdist.train.precision import make_scaler
 from nbdist.train.process_group import ensure_group
 from nbdist.train.state import State
@@ -32,7 +32,7 @@ from nbdist.train.stepping import (
     prepare_scheduler,
     strange_parameters,
 )
-from nbdist.train.strategies import distribute, refuse_wrapped, strategy_in_effect
+from nbdist.train.strategies import distribute, refuse_unfit, refuse_wrapped, strategy_in_effect
 
 
 def prepare(*objects: Any, plan: Plan | None = None) -> Any:
@@ -85,6 +85,8 @@ def _state_for(plan: Plan) -> State:
 
 def _prepared(objects: Sequence[Any], state: State) -> list[Any]:
     """Models first: optimizers are to have their new parameters."""
+    if state.micro_step and any(_is_new(thing, state) for thing in objects):
+        give_up_window(state)  # that an earlier loop has left unfinished
     results = list(objects)
     for index, thing in enumerate(objects):
         if isinstance(thing, nn.Module):
@@ -99,10 +101,20 @@ def _prepared(objects: Sequence[Any], state: State) -> list[Any]:
     return results
 
 
+def _is_new(thing: Any, state: State) -> bool:
+    if isinstance(thing, nn.Module):
+        return _known_model(thing, state) is None
+    return isinstance(thing, Optimizer) and thing not in state.optimizers
+
+
+def _known_model(model: nn.Module, state: State) -> nn.Module | None:
+    """As what the model was prepared; it may be given bare, where a cell is run again."""
+    return next((known for known in state.models if model in (known, unwrap(known))), None)
+
+
 def _prepared_model(model: nn.Module, state: State) -> nn.Module:
-    for known in state.models:
-        if model in (known, unwrap(known)):  # the latter where a cell is run again
-            return known
+    if (known := _known_model(model, state)) is not None:
+        return known
     prepared = distribute(model, state)
     if state.plan.local_sgd_steps:
         train_alone(prepared)
@@ -141,6 +153,7 @@ def _check(objects: Sequence[Any], plan: Plan) -> None:
             if now is not known:
                 _refuse_earlier(thing, now, plan)
             refuse_wrapped(thing, plan)
+            refuse_unfit(thing, plan)
     if strategy_in_effect(plan) == "none":
         return
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
@@ -184,6 +197,8 @@ def _surroundings() -> dict[str, Any]:
 def _refuse_unknown(thing: Any) -> None:
     if thing is None or isinstance(thing, nn.Module | Optimizer | DataLoader) or is_scheduler(thing):
         return
+    if isinstance(thing, torch.amp.GradScaler):
+        raise UsageError("prepare makes the GradScaler itself: leave it out, and set precision='fp16' in the plan")
     raise UsageError(
         f"prepare knows nothing of {type(thing).__name__!r}: give it models, optimizers, DataLoaders and schedulers"
     )
@@ -218,8 +233,12 @@ def _refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any]
 def _described_plan(plan: Plan | None) -> str:
     default = Plan()
     changed = {name: value for name, value in vars(plan).items() if value != getattr(default, name)}
-    told = (f"{name}={getattr(value, '__qualname__', repr(value))}" for name, value in changed.items())
-    return f"Plan({', '.join(told)})"
+    return f"Plan({', '.join(f'{name}={_told(value)}' for name, value in changed.items())})"
+
+
+def _told(value: Any) -> str:
+    """A setting's value, the same on all ranks: no function by its address."""
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
 def _described(objects: Iterable[Any]) -> str:

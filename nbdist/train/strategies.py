@@ -20,7 +20,7 @@ from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
 from nbdist.train import precision
 from nbdist.train import state as training
-from nbdist.train.blocks import checkpoint_blocks, compile_blocks, find_blocks
+from nbdist.train.blocks import checkpoint_blocks, compile_blocks, find_blocks, refuse_without_blocks
 from nbdist.train.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.shadow import restore
 from nbdist.train.state import State
@@ -57,6 +57,21 @@ def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
         )
 
 
+def refuse_unfit(model: nn.Module, plan: Plan) -> None:
+    """What of the plan does not fit the model is said before anything changes.
+
+    Raises:
+        UsageError: `shard_by` fits no module, there is nothing to checkpoint, a module on the meta device can't set its
+            values, this torch's hook is broken.
+    """
+    blocks = find_blocks(model, plan.shard_by)
+    if plan.activation_checkpointing != "none":
+        refuse_without_blocks(model, blocks)
+    refuse_without_initializer(model)
+    if plan.comm_hook == "batched_powersgd":
+        _refuse_broken_hook()
+
+
 def _is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -80,8 +95,6 @@ def distribute(model: nn.Module, state: State) -> nn.Module:
         UsageError: The plan does not fit the model.
     """
     plan, strategy = state.plan, strategy_in_effect(state.plan)
-    find_blocks(model, plan.shard_by)  # whether shard_by fits is said before anything changes
-    refuse_without_initializer(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     for module in model.modules():
         restore(module, "forward")  # of an earlier plan
@@ -142,8 +155,6 @@ def _register_hook(model: DistributedDataParallel, kind: str, options: Mapping[s
         hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
         model.register_comm_hook(None, hook)
         return
-    if kind == "batched_powersgd":
-        _refuse_broken_hook(powerSGD_hook)
     try:
         state = powerSGD_hook.PowerSGDState(**{"process_group": None, **options})
     except (TypeError, ValueError) as error:
@@ -152,9 +163,11 @@ def _register_hook(model: DistributedDataParallel, kind: str, options: Mapping[s
     model.register_comm_hook(state, power_hook)
 
 
-def _refuse_broken_hook(hooks: Any) -> None:
+def _refuse_broken_hook() -> None:
     """The batched hook of some versions of torch hands over a matrix where a batch of them is expected."""
-    orthogonalize = getattr(hooks, "_orthogonalize", None)
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    orthogonalize = getattr(powerSGD_hook, "_orthogonalize", None)
     try:
         if orthogonalize is not None:
             orthogonalize(torch.eye(2))

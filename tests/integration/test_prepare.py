@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cells import on_ranks, refused, value
 from tests.harness import Kernel
 
 SETUP = """
@@ -19,25 +20,6 @@ from tests.train_models import *
 @pytest.fixture(autouse=True)
 def _names(ranks: Kernel) -> None:
     on_ranks(ranks, SETUP)
-
-
-def on_ranks(kernel: Kernel, code: str) -> list[str]:
-    return kernel.ok(f"%%distributed\n{code}").plain
-
-
-def value(kernel: Kernel, code: str) -> str:
-    """What the last line is worth, the same on both ranks."""
-    (text,) = on_ranks(kernel, code)
-    assert text.startswith("[0-1] "), text
-    return text.removeprefix("[0-1] ")
-
-
-def refused(kernel: Kernel, code: str) -> str:
-    """The message of a UsageError, which all ranks have raised."""
-    wrapped = "\n    ".join(code.strip().split("\n"))
-    (text,) = on_ranks(kernel, f"try:\n    {wrapped}\nexcept nbdist.UsageError as error: told = str(error)\ntold")
-    assert text.startswith("[0-1] "), text
-    return text
 
 
 # --- what comes back
@@ -249,6 +231,32 @@ optimizer.param_groups[0]["lr"]"""
     assert value(ranks, code) == "0.05"
 
 
+def test_a_scheduler_needs_no_optimizer(ranks: Kernel) -> None:
+    """As those of other libraries, which set the rate themselves."""
+    code = """
+class Warmup:
+    count = 0
+    def step(self): self.count += 1
+    def state_dict(self): return {}
+model, optimizer = prepared(accumulate=2); scheduler = nbdist.prepare(Warmup(), plan=state.current().plan)
+for _ in range(2): step(model, optimizer); scheduler.step()
+scheduler.count"""
+    assert value(ranks, code) == "1"
+
+
+def test_nothing_of_an_earlier_plan_is_left_in_an_optimizer_that_a_scheduler_has_wrapped(ranks: Kernel) -> None:
+    code = """
+net = Net(); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+earlier = Plan(strategy="none", accumulate=2, clip_grad_norm=1e-6)
+model, optimizer = nbdist.prepare(net, optimizer, plan=earlier)
+scheduler = nbdist.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 9), plan=earlier)
+step(model, optimizer)  # leaves a window open
+nbdist.prepare(model, optimizer, scheduler, plan=Plan(strategy="none"))
+before = values(model); step(model, optimizer)
+bool((values(model) - before).norm() > 0.01)"""
+    assert value(ranks, code) == "True"
+
+
 # --- strategies and what goes with them
 
 
@@ -262,6 +270,32 @@ for found in (sharded(), sharded(shard_by="LayerNorm"), sharded(shard_by=has_bia
     blocks = [f"blocks.{number}" for number in range(3)]  # `embed` shares its weight with `head`
     expected = [" ".join(f"{block}{inner}" for block in blocks) for inner in ("", ".norm", ".linear")]
     assert ranks.ok(f"%%distributed\n{code}").lines == {rank: expected for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_blocks_are_found_in_lists_of_lists(ranks: Kernel, strategy: str) -> None:
+    """A list computes nothing itself: it can be neither sharded nor computed again."""
+    code = f"""
+class Attention(Block): pass
+class Forward(Block): pass
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Attention(), Forward()]) for _ in range(2))
+    def forward(self, x):
+        for attention, forward in self.layers: x = forward(attention(x))
+        return x
+net = Transformer(); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+plan = Plan(strategy={strategy!r}, activation_checkpointing="full")
+model, optimizer = nbdist.prepare(net, optimizer, plan=plan); step(model, optimizer)
+blocks = [block for block in net.modules() if isinstance(block, Block)]
+[block.calls for block in blocks], {{hasattr(block, "unshard") for block in blocks}}"""
+    assert value(ranks, code) == f"([2, 2, 2, 2], {{{strategy == 'fsdp'}}})"
+
+
+def test_a_list_of_modules_is_refused_as_a_block(ranks: Kernel) -> None:
+    text = refused(ranks, "nbdist.prepare(Net(), plan=Plan(strategy='fsdp', shard_by='ModuleList'))")
+    assert "shard_by fits a ModuleList, which computes nothing itself" in text
 
 
 def test_shard_by_that_names_no_class_is_refused_with_the_classes(ranks: Kernel) -> None:
@@ -390,6 +424,32 @@ net = Net()
 nbdist.prepare(net, torch.optim.AdamW(Net().parameters()), plan=Plan(strategy={strategy!r}))"""
     assert "14 of the parameters of AdamW belong to no prepared model" in refused(ranks, code)
     assert value(ranks, "type(net).__name__, type(net.embed.weight).__name__") == "('Net', 'Parameter')"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["strategy='fsdp', shard_by='Blok'", "activation_checkpointing='full', shard_by=lambda module: False"],
+)
+def test_a_plan_that_does_not_fit_its_model_leaves_the_training_before_as_it_was(ranks: Kernel, settings: str) -> None:
+    code = "model, optimizer = prepared()\nnbdist.prepare(Net(), plan=Plan(" + settings + "))"
+    assert "whose classes are" in refused(ranks, code)
+    assert value(ranks, "optimizer in state.current().optimizers, step(model, optimizer) > step(model, optimizer)") == (
+        "(True, True)"
+    )
+
+
+def test_functions_in_the_plan_are_compared_by_name(ranks: Kernel) -> None:
+    """Their addresses differ from rank to rank."""
+    code = """
+import functools
+shard_by = functools.partial(lambda kind, module: isinstance(module, kind), Block)
+type(nbdist.prepare(Net(), plan=Plan(strategy="fsdp", shard_by=shard_by))).__name__"""
+    assert value(ranks, code) == "'FSDPNet'"
+
+
+def test_a_scaler_of_the_users_own_is_refused(ranks: Kernel) -> None:
+    text = refused(ranks, "nbdist.prepare(torch.amp.GradScaler('cpu'), plan=Plan())")
+    assert "leave it out, and set precision='fp16'" in text
 
 
 def test_ranks_that_disagree_on_the_plan_are_told_so(ranks: Kernel) -> None:

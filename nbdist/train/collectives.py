@@ -7,8 +7,8 @@ Knows nothing of models.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
         joined = gather_object(data)
         return joined[: _real_samples(loader, len(joined))] if is_last else joined
     if not is_last:
-        return gather(data)
+        return _each("gather_for_metrics", data, _gathered)
     found = _each("gather_for_metrics", data, _gathered_uneven, compare=_without_first_dimension)
     return _each_alone(found, lambda tensor: tensor[: _real_samples(loader, len(tensor))])
 
@@ -80,12 +80,10 @@ def gather_object(items: list[T]) -> list[T]:
     Raises:
         UsageError: A rank gave no list.
     """
-    failure = "" if isinstance(items, list | tuple) else f"gather_object takes a list, not {type(items).__name__}"
-    answers = all_objects((failure, None if failure else list(items)))
-    for failure, _ in answers:
-        if failure:
-            raise UsageError(f"{failure}: type gather_object([value])")
-    return [item for _, part in answers for item in part or ()]
+    ensure_group()
+    named = f"gather_object takes a list, not {type(items).__name__}: type gather_object([value])"
+    differing("gather_object", None, "" if isinstance(items, list | tuple) else named)
+    return [item for part in all_objects(list(items)) for item in part]
 
 
 def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
@@ -102,8 +100,8 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: 
     Raises:
         UsageError: Shapes differ between ranks, something is no tensor, or the reduction is another.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise UsageError(f'reduction={reduction!r} is unknown: allowed are "mean", "sum" and "none"')
+    known = reduction in ("mean", "sum", "none")
+    failure = "" if known else f'reduction={reduction!r} is unknown: allowed are "mean", "sum" and "none"'
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         result = tensor.clone()
@@ -113,7 +111,7 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: 
             result = result / training.world_size()
         return result * scale if scale != 1.0 else result
 
-    return _each("reduce", data, reduced)
+    return _each("reduce", data, reduced, failure=failure, reduction=reduction, scale=scale)
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
@@ -126,13 +124,13 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
     Raises:
         UsageError: Shapes differ between ranks, something is no tensor, or there is no such rank.
     """
-    _refuse_unknown_rank("broadcast", from_process)
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         received = _on_wire(tensor, lambda wire: _broadcast_bytes(wire, from_process))
         return tensor.detach().copy_(received) if received is not tensor else tensor
 
-    return _each("broadcast", data, spread)
+    failure = _unknown_rank("broadcast", from_process)
+    return _each("broadcast", data, spread, failure=failure, from_process=from_process)
 
 
 def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
@@ -143,12 +141,14 @@ def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
         from_process: The rank whose objects all get.
 
     Raises:
-        UsageError: It is no list, or there is no such rank.
+        UsageError: It is no list, lists are not as long or sources not the same on all ranks, or there is no such rank.
     """
-    if not isinstance(items, list):
-        raise UsageError(f"broadcast_object_list takes a list, not {type(items).__name__}: type [value]")
-    _refuse_unknown_rank("broadcast_object_list", from_process)
-    ensure_group()
+    is_list = isinstance(items, list)
+    no_list = f"broadcast_object_list takes a list, not {type(items).__name__}: type [value]"
+    failure = _unknown_rank("broadcast_object_list", from_process) if is_list else no_list
+    count = len(items) if is_list else 0
+    if told := differing("broadcast_object_list", f"{count} objects, from_process={from_process}", failure):
+        _refuse_settings("broadcast_object_list", told)
     if training.world_size() > 1:
         dist.broadcast_object_list(items, src=from_process)
     return items
@@ -173,7 +173,7 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
         sizes = _all_numbers(tensor.shape[dim], tensor.device)
         return _padded(tensor, dim % tensor.ndim, max(sizes), pad_index, pad_first)
 
-    return _each("pad_across_processes", data, padded, compare=lambda tensor: str(tensor.ndim))
+    return _each("pad_across_processes", data, padded, compare=lambda tensor: str(tensor.ndim), dim=dim)
 
 
 # --- one tensor
@@ -262,18 +262,25 @@ def _wire(device: torch.device) -> torch.device:
 
 
 def _each(
-    function: str, data: Any, change: Callable[[torch.Tensor], torch.Tensor], compare: Callable[..., str] | None = None
+    function: str,
+    data: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    compare: Callable[..., str] | None = None,
+    failure: str = "",
+    **settings: Any,
 ) -> Any:
-    """Change all tensors, once ranks have agreed that they hold the same ones. What is wrong raises on all of them."""
+    """Change all tensors, once ranks have agreed that they were given the same. What is wrong raises on all of them."""
     ensure_group()
-    failure, found = "", []
+    found = []
     try:
         found = tensors_in(data, function)
     except UsageError as error:
-        failure = str(error)
+        failure = failure or str(error)
     kind = compare or (lambda tensor: str(list(tensor.shape)))
     signature = ", ".join(f"{place or 'it'}: {kind(tensor)} {tensor.dtype}" for place, tensor in found)
-    _refuse_differences(function, signature, failure)
+    given = signature, ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    if told := differing(function, given, failure):
+        _refuse_differences(function, told)
     return rebuilt(data, iter([change(tensor) for _, tensor in found]))
 
 
@@ -285,27 +292,77 @@ def _without_first_dimension(tensor: torch.Tensor) -> str:
     return f"[any, {str(list(tensor.shape[1:])).strip('[]')}]" if tensor.ndim else "[]"
 
 
-def _refuse_differences(function: str, signature: str, failure: str) -> None:
+def _refuse_differences(function: str, told: Sequence[tuple[str, str]]) -> NoReturn:
+    tensors = [given[0] for given in told]
+    if (other := _first_other(tensors)) is None:
+        _refuse_settings(function, [given[1] for given in told])
+    raise UsageError(
+        f"ranks called {function} with different tensors: rank 0 with {tensors[0] or 'none'}; "
+        f"rank {other} with {tensors[other] or 'none'}. Make them alike, as with pad_across_processes"
+    )
+
+
+def _refuse_settings(function: str, told: Sequence[str]) -> NoReturn:
+    other = _first_other(told) or 0
+    raise UsageError(
+        f"ranks called {function} with {told[0]} on rank 0 and {told[other]} on rank {other}: give all ranks the same"
+    )
+
+
+def _first_other(told: Sequence[str]) -> int | None:
+    """The first rank that tells something else than rank 0."""
+    return next((rank for rank, text in enumerate(told) if text != told[0]), None)
+
+
+def differing(function: str, given: T, failure: str = "") -> list[T]:
+    """What each rank was given, if that is not the same on all; else an empty list.
+
+    What each rank sends first is one negative number, which nothing else begins with: a rank that is in another call is
+    noticed before its bytes are taken for an answer.
+
+    Args:
+        function: What the user has called.
+        given: With what. Its `repr` is compared.
+        failure: What is wrong on this rank, which raises on all.
+
+    Raises:
+        UsageError: Something is wrong on a rank, or a rank has called something else.
+    """
     if training.world_size() == 1:
         if failure:
             raise UsageError(failure)
-        return
-    digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
-    mine = -1 if failure else digest
-    said = _all_numbers(mine, _wire(training.default_device()))
-    if len(set(said)) == 1 and not failure:
-        return
-    told = all_objects((failure, signature))
+        return []
+    mine = _FAILED if failure else _digest(f"{function} {given!r}")
+    said = _all_numbers(mine, training.default_device())
+    stranger = said.index(max(said))
+    if said[stranger] >= 0:
+        raise UsageError(
+            f"{function} was called here while rank {stranger} is in another exchange: let all ranks make the same "
+            "calls in the same order"
+        )
+    if set(said) == {mine} and not failure:
+        return []
+    return _told_by_all(function, given, failure)
+
+
+_FAILED = -1
+
+
+def _digest(text: str) -> int:
+    """A negative number other than -1."""
+    return -2 - int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _told_by_all(function: str, given: T, failure: str) -> list[T]:
+    told = all_objects((failure, function, given))
     if failure:
         raise UsageError(failure)
-    for rank, (their_failure, _) in enumerate(told):
-        if their_failure:
-            raise UsageError(f"rank {rank}: {their_failure}")
-    other = next(rank for rank, (_, text) in enumerate(told) if text != told[0][1])
-    raise UsageError(
-        f"ranks called {function} with different tensors: rank 0 with {told[0][1] or 'none'}; "
-        f"rank {other} with {told[other][1] or 'none'}. Make them alike, as with pad_across_processes"
-    )
+    for rank, (theirs, called, _) in enumerate(told):
+        if theirs:
+            raise UsageError(f"rank {rank}: {theirs}")
+        if called != told[0][1]:
+            raise UsageError(f"rank 0 called {told[0][1]}, rank {rank} {called}: call the same on all ranks")
+    return [given for _, _, given in told]
 
 
 def _all_numbers(number: int, device: torch.device) -> list[int]:
@@ -328,8 +385,10 @@ def all_objects(mine: T) -> list[T]:
     return answers
 
 
-def _refuse_unknown_rank(function: str, source: int) -> None:
+def _unknown_rank(function: str, source: int) -> str:
+    """What is wrong with a source; nothing in general."""
     ensure_group()
     ranks = training.world_size()
     if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < ranks:
-        raise UsageError(f"{function}: from_process={source!r} is no rank: there are ranks 0-{ranks - 1}")
+        return f"{function}: from_process={source!r} is no rank: there are ranks 0-{ranks - 1}"
+    return ""

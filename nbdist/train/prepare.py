@@ -19,7 +19,7 @@ from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.train import environment
 from nbdist.train import state as training
-from nbdist.train.collectives import all_objects
+from nbdist.train.collectives import differing
 from nbdist.train.local_sgd import train_alone
 from nbdist.train.loop import give_up_window, unwrap
 from nbdist.train.precision import make_scaler
@@ -214,18 +214,14 @@ def _refuse_strange(optimizer: Optimizer, count: int) -> None:
 
 def _refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any]) -> None:
     """Ranks tell each other what they were given; what is wrong on one raises on all."""
-    told = all_objects((failure, "" if failure else _described_plan(plan), "" if failure else _described(objects)))
-    if failure:
-        raise UsageError(failure)
-    for rank, (text, _, _) in enumerate(told):
-        if text:
-            raise UsageError(f"rank {rank}: {text}")
-    for rank, (_, theirs, given) in enumerate(told):
-        if theirs != told[0][1]:
-            raise UsageError(f"ranks disagree on the plan: rank 0 has {told[0][1]}; rank {rank} has {theirs}")
-        if given != told[0][2]:
+    given = ("", "") if failure else (_described_plan(plan), _described(objects))
+    told = differing("prepare", given, failure)
+    for rank, (theirs, brought) in enumerate(told):
+        if theirs != told[0][0]:
+            raise UsageError(f"ranks disagree on the plan: rank 0 has {told[0][0]}; rank {rank} has {theirs}")
+        if brought != told[0][1]:
             raise UsageError(
-                f"ranks called prepare with different objects: rank 0 with {told[0][2]}; rank {rank} with {given}. "
+                f"ranks called prepare with different objects: rank 0 with {told[0][1]}; rank {rank} with {brought}. "
                 "Give all ranks the same"
             )
 

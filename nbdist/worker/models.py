@@ -12,7 +12,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -103,7 +103,7 @@ def begin_forwards_alike() -> None:
         model.require_forward_param_sync = True
 
 
-def reset_models(*, keep_buckets: bool = False) -> ResetReport:
+def reset_models(*, keep_buckets: bool = False, moved: Callable[[Any], bool] = lambda norm: True) -> ResetReport:
     """Make every living model ready for a step of its own, after one that did not end.
 
     DDP and FSDP2 models forget the collectives they waited for; gradients of these models and of what living
@@ -114,6 +114,7 @@ def reset_models(*, keep_buckets: bool = False) -> ResetReport:
         keep_buckets: Whether DDP models keep the layout of their buckets, and with it the order in which more than
             two ranks are summed. Only right if `buckets_settled()` on all ranks. Else each gets a new reducer, which
             is right wherever its ranks have stopped.
+        moved: Whether a BatchNorm layer's statistics may have moved in the lost step.
 
     Returns:
         What was reset. A model that can't be reset stops no other: it becomes a note.
@@ -141,7 +142,7 @@ def reset_models(*, keep_buckets: bool = False) -> ResetReport:
     for kind, advice in zip(hopeless, _HOPELESS.values(), strict=True):
         if _of(found, kind):
             notes.append(advice)
-    if any(_keeps_statistics(module) for module in _of(found, norm)):
+    if any(_keeps_statistics(module) and moved(module) for module in _of(found, norm)):
         notes.append(STATISTICS_STAY)
     return ResetReport(models, gradients, list(dict.fromkeys(notes)))
 

@@ -14,6 +14,7 @@ from nbdist.worker.collectives import Collectives
 from nbdist.worker.control import ControlThread
 from nbdist.worker.exact import ExactState
 from nbdist.worker.progress import Progress
+from nbdist.worker.statistics import Statistics
 from nbdist.worker.steps import StepCounter
 
 
@@ -34,6 +35,7 @@ class Recovery:
         self._control = control
         self._steps = StepCounter(control.wake)
         self._exact = ExactState() if setup.options.exact else None
+        self._statistics = Statistics()
         self._progress = Progress(self.collectives, control.gate)
         self._serial = 0  # the newest cell, and how it ended
         self._failure: Failure | None = None
@@ -59,6 +61,8 @@ class Recovery:
         models.let_groups_outlive_ddp()
         self._steps.install()
         self._steps.after_step = self._after_step
+        self._statistics.install()
+        self._steps.on_step.append(self._statistics.mark)
         if self._exact is not None:
             self._steps.on_step.append(self._exact.snapshot)
 
@@ -67,6 +71,7 @@ class Recovery:
         self._serial, self._failure, self._in_step = serial, None, False
         self.collectives.begin()
         self._steps.begin(serial)
+        self._statistics.mark()
         if self._exact is not None:
             self._exact.begin()
 
@@ -147,7 +152,7 @@ class Recovery:
         self.collectives.lose(task.lost, task.dead)
         if not task.reset:
             return InOrder(failure)
-        report = models.reset_models(keep_buckets=keep_buckets)
+        report = models.reset_models(keep_buckets=keep_buckets, moved=self._statistics.moved)
         notes = report.notes
         if self._exact is not None:
             notes = [note for note in notes if note != models.STATISTICS_STAY] + self._exact.restore()

@@ -312,6 +312,16 @@ for part in loader:
     assert first[0] == first[1] < second[0] == second[1]
 
 
+@pytest.mark.torch_private
+@pytest.mark.parametrize(("work", "said"), [("", False), ("norm(torch.ones(2, 2))", True)], ids=["idle", "forward"])
+def test_statistics_of_a_lost_step_are_told_of_where_there_was_one(ranks: Kernel, work: str, said: bool) -> None:
+    on_ranks(ranks, "norm = nn.BatchNorm1d(2); norm(torch.ones(2, 2))")
+    outcome = ranks.fails(
+        f"%%distributed\n{work}\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse: 1 / 0", "RankError"
+    )
+    assert ("BatchNorm statistics of the lost step stay" in str(outcome)) == said, str(outcome)
+
+
 # --- precision
 
 
@@ -533,6 +543,39 @@ type(result["y"]).__name__, result["x"][0].tolist(), result["y"].a.tolist(), tup
 def test_shapes_that_differ_are_told_on_all_ranks(ranks: Kernel, function: str) -> None:
     text = refused(ranks, f"nbdist.{function}([torch.ones(2 + rank, 3)])")
     assert f"ranks called {function} with different tensors: rank 0 with [0]: [2, 3] torch.float32; rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("broadcast(torch.ones(1), rank)", "broadcast with from_process=0 on rank 0 and from_process=1 on rank 1"),
+        ("reduce(torch.ones(1), ['sum', 'mean'][rank])", "reduce with reduction='sum', scale=1.0 on rank 0"),
+        ("reduce(torch.ones(1), ['sum', 'max'][rank])", 'is unknown: allowed are "mean", "sum" and "none"'),
+        (
+            "broadcast_object_list([0] * (1 + rank))",
+            "with 1 objects, from_process=0 on rank 0 and 2 objects",
+        ),
+    ],
+)
+def test_other_arguments_on_a_rank_are_told_on_all(ranks: Kernel, call: str, told: str) -> None:
+    assert told in refused(ranks, f"nbdist.{call}")
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("gather(torch.ones(1))", "gather"), ("gather_object([1])", "gather_object")]
+)
+def test_ranks_that_call_different_functions_are_told_so(ranks: Kernel, call: str, name: str) -> None:
+    text = refused(ranks, f"nbdist.prepare(Net(), plan=Plan()) if rank == 0 else nbdist.{call}")
+    assert f"rank 0 called prepare, rank 1 {name}: call the same on all ranks" in text
+
+
+def test_an_exchange_of_the_users_own_is_not_taken_for_an_answer(own_ranks: Kernel) -> None:
+    """Its bytes would be read as a length of petabytes."""
+    code = "import nbdist, torch\nresult = [None, None]"
+    own_ranks.ok(f"%%distributed\n{code}")
+    cell = "if rank == 0: nbdist.gather(torch.ones(1))\nelse: torch.distributed.all_gather_object(result, 'mine')"
+    outcome = own_ranks.fails(f"%%distributed\n{cell}", "RankError")
+    assert "gather was called here while rank 1 is in another exchange" in outcome.traceback
 
 
 def test_what_is_no_tensor_on_one_rank_is_told_on_all(ranks: Kernel) -> None:

@@ -33,7 +33,7 @@ class Plan:
         strategy: "none", "ddp", "fsdp" (FSDP2) or "hsdp" (sharded inside a node, replicated between nodes).
         precision: "fp32" ("no" is the same), "bf16", "fp16", "fp8".
         accumulate: Micro-batches for each optimizer step.
-        clip_grad_norm: Largest norm of all gradients together; None: not clipped.
+        clip_grad_norm: Largest norm of each optimizer's gradients together; None: not clipped.
         compile: Whether models are compiled (each block, under fsdp and hsdp).
         activation_checkpointing: "none", "full" (each block), or "selective" (all but the dear operations).
         comm_hook: DDP's communication hook: "none", "fp16", "bf16", "powersgd", "batched_powersgd".
@@ -48,7 +48,8 @@ class Plan:
         prefetch: FSDP: how many blocks are gathered ahead; 0: as torch does.
         offload: FSDP: whether parameters, gradients and optimizer state live in CPU memory.
         replicas: HSDP: how many groups hold the whole model; None: one for each node.
-        local_sgd_steps: Average parameters every so many steps instead of gradients in each; 0: no local SGD.
+        local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, instead of gradients
+            in each; 0: no local SGD.
         seed: Seed of all random generators; None: not touched.
         seed_per_rank: Whether each rank adds its rank to the seed.
         deterministic: Whether only deterministic algorithms are used.

@@ -95,16 +95,12 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
 
 def _refuse_closure(state: State) -> None:
     """It computes gradients inside of the step, where nobody scales, gathers or clips them."""
-    plan = state.plan
-    unfit = [
-        name
-        for name, wanted in (
-            ("precision fp16", state.scaler is not None),
-            ("accumulate", plan.accumulate > 1),
-            ("clip_grad_norm", plan.clip_grad_norm is not None),
-        )
-        if wanted
-    ]
+    wanted = {
+        "precision fp16": state.scaler is not None,
+        "accumulate": state.plan.accumulate > 1,
+        "clip_grad_norm": state.plan.clip_grad_norm is not None,
+    }
+    unfit = [name for name, is_set in wanted.items() if is_set]
     if unfit:
         raise UsageError(
             f"a step with a closure can't be combined with {', '.join(unfit)}: leave that out of the plan, or call "

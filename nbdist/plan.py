@@ -48,8 +48,8 @@ class Plan:
         prefetch: FSDP: how many blocks are gathered ahead; 0: as torch does.
         offload: FSDP: whether parameters, gradients and optimizer state live in CPU memory.
         replicas: HSDP: how many groups hold the whole model; None: one for each node.
-        local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, instead of gradients
-            in each; 0: no local SGD.
+        local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, but no gradients;
+            0: no local SGD.
         seed: Seed of all random generators; None: not touched.
         seed_per_rank: Whether each rank adds its rank to the seed.
         deterministic: Whether only deterministic algorithms are used.

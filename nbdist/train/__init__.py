@@ -8,6 +8,7 @@ All of it is had as `nbdist.prepare`, `nbdist.accumulate`, ...; names and meanin
       precision      autocast, scaler, fp8                       stepping, shadow       optimizers and schedulers
       environment    seeds, determinism, TF32, NUMA, gc          local_sgd              averages instead of gradients
     loop           accumulate, backward, unwrap                  gradients              means over windows, clipping
+      unexchanged    what FSDP2 has gathered, to be dropped with its window
     collectives    gather, reduce, broadcast, pad                turns                  who does what, and when
     data           loaders that give each rank its share         memory                 batches that fit
     checkpoint     the whole training, saved and loaded          model_files            models as safetensors

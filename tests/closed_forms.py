@@ -6,6 +6,7 @@ width `d` takes 4·t·t·d a sequence, without a discount for its causal mask, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,3 +89,21 @@ def gpt_scores_again(batch: int, length: int) -> int:
 
 def indices(batch: int, length: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (batch, length))
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+class Graphs:
+    """A backend of torch.compile that knows how often its graphs have run."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph: Any, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run

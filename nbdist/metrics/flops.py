@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +42,7 @@ class FlopCount:
         per_dtype: Hardware FLOPs by the dtype of what is multiplied.
         uncounted: Calls of operations that do work for which there is no formula; `register_flops` adds one.
         how: What was run for it, in words.
-        tokens: Indices that were looked up in embeddings; 0: none.
+        tokens: Indices that were looked up in the embedding that was asked for most; 0: in none.
     """
 
     model_flops: int
@@ -126,7 +128,8 @@ class Counting:
         self.without_autograd = 0
         self.in_optimizer = False
         self.device: torch.device | None = None
-        self._model = self._hardware = self._tokens = 0
+        self._model = self._hardware = 0
+        self._tokens: Counter[tuple[int, ...]] = Counter()  # by the embedding's shape: some are of positions or types
         self._per_op: Counter[str] = Counter()
         self._per_dtype: Counter[str] = Counter()
         self._uncounted: Counter[str] = Counter()
@@ -146,6 +149,7 @@ class Counting:
         self._stop_listening = passes.listen(_ignore)  # so that differentiable passes are known
         self._stance = torch.compiler.set_stance("force_eager")
         self._mode.__enter__()
+        _under_way.add(self)
 
     def leave(self) -> bool:
         """Count no longer.
@@ -156,6 +160,7 @@ class Counting:
         stack = [torch._C._get_dispatch_stack_at(at) for at in range(torch._C._len_torch_dispatch_stack())]
         if self._mode in stack[:-1]:
             return False
+        _under_way.discard(self)
         if self._mode in stack:
             self._mode.__exit__(None, None, None)
         if self._stance is not None:
@@ -175,13 +180,13 @@ class Counting:
             per_dtype=dict(self._per_dtype.most_common()),
             uncounted=dict(self._uncounted.most_common()),
             how=how,
-            tokens=self._tokens,
+            tokens=max(self._tokens.values(), default=0),
         )
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if is_light(func):
-            if func is torch.ops.aten.embedding.default and args[1].dim() > 1:  # positions are one-dimensional
-                self._tokens += args[1].numel()
+            if func is torch.ops.aten.embedding.default:
+                self._add_tokens(*args[:2])
             return
         try:
             work = work_of(func, args, kwargs, out)
@@ -192,6 +197,11 @@ class Counting:
             self._add(_name(func), _operand(args), work)
         elif is_heavy(func):
             self._uncounted[_name(func)] += 1
+
+    def _add_tokens(self, embedding: torch.Tensor, indices: torch.Tensor) -> None:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if indices.dim() > 1 and not is_recomputed:  # one-dimensional ones are of positions
+            self._tokens[tuple(embedding.shape)] += indices.numel()
 
     def _add(self, name: str, operand: torch.Tensor | None, work: Work) -> None:
         whole = work.model + work.repeated
@@ -209,6 +219,18 @@ class Counting:
                 return
             self.without_autograd += work.model
         self._model += work.model
+
+
+_under_way: weakref.WeakSet[Counting] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """A process that is forked while its parent counts, as a DataLoader's worker may be, does not count."""
+    for counting in list(_under_way):
+        counting.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 class _Mode(TorchDispatchMode):

@@ -12,19 +12,45 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nbdist.errors import UsageError
 from nbdist.metrics import peaks
 from nbdist.metrics.flops import Counting, FlopCount
+from nbdist.metrics.passes import Fingerprint
 
 _SHAPES = 1024  # that are remembered
+_OPTIMIZERS = 64  # whose last step is remembered
 _FREE = 4  # counted steps of an optimizer that are made whatever they cost
 _FREE_SECONDS, _SHARE = 0.5, 0.01  # that further ones may take: this, and this share of the time
+_CLOSE = 4  # steps, between two that are to agree on something new
 _AGAIN_AFTER = 10  # steps of a lap, until what is known is looked at once more
+_CONTROL_FLOW = ("cond", "map_impl")
 _HEADROOM = 2.0  # times the memory of a compiled step's activations that an eager one may take
+
+
+class Shape(NamedTuple):
+    """What a step looks like: those of one shape take the same work.
+
+    Attributes:
+        optimizer: The number of the one that has made it.
+        passes: Its backward passes.
+        batches: The shapes of its batches.
+    """
+
+    optimizer: int
+    passes: tuple[Fingerprint, ...]
+    batches: frozenset[Hashable]
+
+    def compiles(self, other: Shape) -> bool:
+        """Whether this may be a step of the other's shape, with parts of it compiled."""
+        return (
+            (self.optimizer, self.batches, len(self.passes)) == (other.optimizer, other.batches, len(other.passes))
+            and self != other
+            and all(mine == its or mine.compiles(its) for mine, its in zip(self.passes, other.passes, strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -35,13 +61,16 @@ class Known:
         count: As counted.
         work: Hardware FLOPs by the dtypes of `peaks`.
         device: Where the products ran.
-        lap: In which they were counted last.
     """
 
     count: FlopCount
     work: dict[str, int]
     device: torch.device
-    lap: int
+
+    @property
+    def figures(self) -> tuple[int, int]:
+        """Model and hardware FLOPs."""
+        return self.count.model_flops, self.count.hardware_flops
 
 
 class LiveCounts:
@@ -56,12 +85,16 @@ class LiveCounts:
     """
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, Known] = {}
+        self.known: dict[Shape, Known] = {}
         self.why = self.hindrance = ""
         self.spent = self.trained = 0.0
-        self._doubtful: dict[Hashable, tuple[int, int]] = {}
+        self._doubtful: dict[Shape, tuple[tuple[int, int], int]] = {}  # figures, and which step it was
+        self._steps = 0
+        self._looked_at: set[Shape] = set()  # in this lap
+        self._counted: Shape | None = None  # of the last count, until the next step of its optimizer
+        self._latest: dict[int, Shape] = {}  # of the last step that was not counted, by optimizer
         self._counting: Counting | None = None
-        self._overdue = False  # the step is over, and the count could not be left
+        self._overdue = False  # the count could not be left when it should have been, so it is of more than a step
         self._made: Counter[int] = Counter()  # counts, by optimizer
         self._attempts = 0
 
@@ -75,52 +108,73 @@ class LiveCounts:
         if self._counting is not None:
             self._counting.in_optimizer = True
 
-    def finish(self, shape: Hashable, lap: int) -> None:
+    def end_lap(self) -> None:
+        """What follows may differ from what is known by now. A count that is under way is dropped."""
+        self.leave()
+        self._looked_at.clear()
+
+    def finish(self, shape: Shape) -> None:
         """The step that may have been counted ends, and had this shape."""
         counting = self._counting
+        self._steps += 1
         if counting is None:
+            self._carry_over(shape)
             return
-        if not self.leave():
-            self._overdue = True
-            return
-        if self._overdue:  # more than a step
-            self._overdue = False
+        if not self.leave() or self._overdue:
             return
         count = counting.result("a step as it ran")
-        if counting.without_autograd and not self._is_confirmed(shape, count):
+        if not self._is_confirmed(shape, count, alone=not counting.without_autograd):
             return
-        while len(self.known) >= _SHAPES:
-            del self.known[next(iter(self.known))]
         device = counting.device or torch.device("cpu")
         work = {_short(dtype, device): amount for dtype, amount in count.per_dtype.items()}
-        self.known[shape] = Known(count, work, device, lap)
+        self._learn(shape, Known(count, work, device))
+        self._counted = shape
 
-    def consider(
-        self, shape: Hashable, optimizer: int, optimizers: int, lap: int, steps: int, device: torch.device
-    ) -> None:
+    def _carry_over(self, shape: Shape) -> None:
+        """What was counted ran without compiled code. Steps before and behind it that have some take the same work."""
+        before = self._latest.pop(shape.optimizer, None)
+        while len(self._latest) >= _OPTIMIZERS:
+            del self._latest[next(iter(self._latest))]
+        self._latest[shape.optimizer] = shape
+        counted = self._counted
+        if counted is None or counted.optimizer != shape.optimizer:
+            return
+        self._counted = None
+        if before == shape and shape.compiles(counted) and counted in self.known:
+            self._learn(shape, self.known[counted])
+
+    def _learn(self, shape: Shape, found: Known) -> None:
+        """Remember what a shape takes, and with it those that share what was known of it."""
+        before = self.known.pop(shape, None)
+        shapes = [shape, *(other for other, its in self.known.items() if its is before)]
+        self.known |= dict.fromkeys(shapes, found)
+        self._looked_at.update(shapes)
+        while len(self.known) > _SHAPES:
+            del self.known[next(iter(self.known))]
+
+    def consider(self, shape: Shape, optimizers: int, steps: int, device: torch.device) -> None:
         """Count the next step, if that is worth it. None is under way.
 
         Args:
             shape: Of the step that has just ended: the next one probably has the same, or one that was there before it.
-            optimizer: The number of the one that has made it.
             optimizers: How many take turns.
-            lap: The number of this lap.
-            steps: That it has had.
+            steps: That this lap has had.
             device: Where the parameters are.
         """
-        known = self.known.get(shape)
-        if known is None:
+        known = shape in self.known
+        if not known:
             self._attempts = max(1, optimizers)
-        again = known is not None and known.lap != lap and steps >= _AGAIN_AFTER
+        again = known and shape not in self._looked_at and steps >= _AGAIN_AFTER
         if self.why or not (self._attempts or again):
             return
-        free = not again and self._made[optimizer] < _FREE
+        free = not again and self._made[shape.optimizer] < _FREE
         if not free and self.spent > _FREE_SECONDS + _SHARE * self.trained:
             return
         self.hindrance = _hindrance(device, early=free and steps <= 2)
         if self.hindrance:
             return
-        self._made[optimizer] += 1
+        self._looked_at |= {shape} if known else set()
+        self._made[shape.optimizer] += 1
         self._attempts = max(0, self._attempts - 1)
         self._overdue = False
         with _uninterrupted():
@@ -137,23 +191,32 @@ class LiveCounts:
             return True
         with _uninterrupted():
             if not self._counting.leave():
+                self._overdue = True
                 return False
             self._counting = None
         return True
 
-    def _is_confirmed(self, shape: Hashable, count: FlopCount) -> bool:
-        """Whether another step of this shape agrees.
+    def _is_confirmed(self, shape: Shape, count: FlopCount, *, alone: bool) -> bool:
+        """Whether another step of this shape agrees, or it needs none that does.
 
         A forward pass that nothing is differentiated through belongs to each step, as a teacher's does or a reentrant
-        checkpoint's, or it was a validation between two of them.
+        checkpoint's, or it was a validation between two of them. With autograd on, a validation shows only in that the
+        shape took less before; as it comes back with each epoch, it takes a step close by to overrule what is known.
+
+        Args:
+            alone: Whether all that ran was differentiated through, as far as can be seen.
         """
         figures = (count.model_flops, count.hardware_flops)
         known = self.known.get(shape)
-        before = self._doubtful.pop(shape, None)
-        if figures == before or (known and figures == (known.count.model_flops, known.count.hardware_flops)):
-            return True
-        self._doubtful[shape] = figures
-        return False
+        before, at = self._doubtful.pop(shape, (None, 0))
+        if known is None:
+            confirmed = alone or figures == before
+        else:
+            confirmed = figures == known.figures or (figures == before and self._steps - at <= _CLOSE)
+        if not confirmed:
+            self._doubtful[shape] = figures, self._steps
+            self._attempts = max(self._attempts, 2)
+        return confirmed
 
 
 def _short(dtype: str, device: torch.device) -> str:
@@ -175,6 +238,8 @@ def _hindrance(device: torch.device, *, early: bool) -> str:
     """
     if torch._C._len_torch_dispatch_stack():
         return "a dispatch mode of yours is active, which may end before a count would"
+    if _has_control_flow():
+        return "torch.cond and torch.map, which were used here, fail below a dispatch mode"
     if not _is_compiled():
         return ""
     if not early and not _is_alone():
@@ -182,6 +247,12 @@ def _hindrance(device: torch.device, *, early: bool) -> str:
     if not _fits(device):
         return "the GPU is too full for a step that is not compiled; nbdist.metrics.flops.count needs no memory"
     return ""
+
+
+def _has_control_flow() -> bool:
+    """Whether this process has used control flow that PyTorch can only run compiled, even in eager code."""
+    operations = (getattr(torch.ops.higher_order, name, None) for name in _CONTROL_FLOW)
+    return any(getattr(operation, "_dispatch_cache", None) for operation in operations)
 
 
 def _is_compiled() -> bool:

@@ -1,6 +1,6 @@
 """Sees the batches that torch's DataLoaders give, and how long the loop waits for each.
 
-Owns the wrapper around their iterators, as long as anybody listens. Other sources of batches are not seen.
+Other sources of batches are not seen.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import torch.utils.data.dataloader as dataloader
 
+from nbdist.metrics.listening import Place
+
 Listener = Callable[[float, Any], None]
 
-_NAME = "_BaseDataLoaderIter"  # private, so it is looked for when it is used
 _TENSORS = 16  # of a batch that are looked at
-
-_listeners: list[Listener] = []
-_original: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,25 +34,6 @@ class Batch:
     shapes: Hashable
     units: int
     unit: str
-
-
-def listen(listener: Listener) -> Callable[[], None]:
-    """Call this with the seconds waited and the batch, after each batch.
-
-    Returns:
-        What ends it.
-    """
-    heard = torch.compiler.disable(listener)  # in a compiled region it would be compiled as well
-    _listeners.append(heard)
-    _install()
-
-    def stop() -> None:
-        if heard in _listeners:
-            _listeners.remove(heard)
-        if not _listeners:
-            _uninstall()
-
-    return stop
 
 
 def describe(batch: Any) -> Batch:
@@ -75,30 +54,18 @@ def _tensors(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
             yield from _tensors(part, depth - 1)
 
 
-def _install() -> None:
-    global _original
-    kind = getattr(dataloader, _NAME, None)
-    if _original is not None or kind is None:
-        return
-    _original = original = kind.__next__
-
+def _wrap(original: Callable[[Any], Any], listeners: Callable[[], list[Listener]]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def next_batch(iterator: Any) -> Any:
         began = time.perf_counter()
         batch = original(iterator)
         seconds = time.perf_counter() - began
-        for listener in list(_listeners):
+        for listener in listeners():
             listener(seconds, batch)
         return batch
 
-    next_batch._torchdynamo_disable = True  # type: ignore[attr-defined]  # not to be compiled with users' code
-    kind.__next__ = next_batch
+    return next_batch
 
 
-def _uninstall() -> None:
-    """Take the wrapper off, unless somebody has wrapped it in turn; then it stays, and does nothing."""
-    global _original
-    kind = getattr(dataloader, _NAME, None)
-    if kind is not None and getattr(kind.__next__, "__wrapped__", None) is _original:
-        kind.__next__ = _original
-        _original = None
+_iterators = Place(getattr(dataloader, "_BaseDataLoaderIter", None), "__next__", _wrap)
+listen = _iterators.listen  # with the seconds waited and the batch, after each batch

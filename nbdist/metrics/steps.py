@@ -26,7 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nbdist.metrics import loading, passes, peaks
 from nbdist.metrics.clock import Clock, DeviceClock, HostClock
-from nbdist.metrics.live import Known, LiveCounts
+from nbdist.metrics.live import Known, LiveCounts, Shape
+from nbdist.metrics.passes import Fingerprint
 from nbdist.metrics.sample import StepSample
 
 if TYPE_CHECKING:
@@ -41,14 +42,12 @@ _PASSES = 1000  # of one step, at most
 # Private, so it is looked for; without it a compiled step ends the measurement, with the compiler's own words.
 _compiler_at_work = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
-_Shape = tuple[int, tuple[int, ...], frozenset[Any]]
-
 
 @dataclass
 class _Step:
     """One step that has ended."""
 
-    shape: _Shape
+    shape: Shape
     waiting: float | None
     units: int
     counted: bool  # which takes time of its own
@@ -60,7 +59,7 @@ class _Gathered:
     """What has been seen of the step that is under way."""
 
     def __init__(self) -> None:
-        self.passes: list[int] = []
+        self.passes: list[Fingerprint] = []
         self.batches: set[Any] = set()
         self.waiting: float | None = None
         self.units = 0
@@ -83,7 +82,7 @@ class Meter:
         self._device = torch.device("cpu")
         self._window: deque[_Step] = deque(maxlen=_WINDOW)
         self._since_lap: deque[_Step] = deque(maxlen=_LAP)
-        self._steps = self._lap_steps = self._laps = 0
+        self._steps = self._lap_steps = 0
         self._serials: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._outermost: tuple[Optimizer, FrameType] | None = None  # that is stepping, and where
         self._gathered = _Gathered()
@@ -136,12 +135,11 @@ class Meter:
         Returns:
             `steps`: of this lap.
         """
-        self._counts.leave()
+        self._counts.end_lap()
         self._note(self._clock.restart())
         found = self._summary(self._lap_steps, list(self._since_lap))
         self._since_lap.clear()
         self._lap_steps = 0
-        self._laps += 1
         self._clock_is_off = False
         self._outermost = None
         self._gathered = _Gathered()
@@ -154,13 +152,13 @@ class Meter:
         known = [(step, found) for step in steps if (found := self._counts.known.get(step.shape)) is not None]
         chosen = [step for step, _ in known] or steps
         waited = [step.waiting for step in steps if step.waiting is not None]
-        units = [step.units for step in chosen if step.units]
+        units = _middle(chosen, _units) or _middle(steps, _units)
         sample = StepSample(
             steps=made,
-            seconds=_middle(chosen),
+            seconds=_middle(chosen, _seconds),
             uncounted=1 - len(known) / len(steps),
-            waiting=min(1.0, statistics.fmean(waited) / _middle(steps)) if waited else None,
-            units=statistics.fmean(units) if units else None,
+            waiting=min(1.0, sum(waited) / sum(map(_seconds, steps))) if waited else None,
+            units=units or None,
             unit=self._unit if units else "",
             why=self._counts.why or self._counts.hindrance or "no step of this shape has been counted yet",
         )
@@ -238,19 +236,19 @@ class Meter:
 
     def _end_step(self, optimizer: Optimizer) -> None:
         gathered, self._gathered = self._gathered, _Gathered()
-        shape = (self._serial(optimizer), tuple(gathered.passes), frozenset(gathered.batches))
+        shape = Shape(self._serial(optimizer), tuple(gathered.passes), frozenset(gathered.batches))
         counted = self._counts.under_way
-        self._counts.finish(shape, self._laps)
+        self._counts.finish(shape)
         self._steps += 1
         self._lap_steps += 1
         self._note(self._clock.tick(_Step(shape, gathered.waiting, gathered.units, counted)))
         if not self._counts.under_way:
-            self._counts.consider(shape, shape[0], len(self._serials), self._laps, self._lap_steps, self._device)
+            self._counts.consider(shape, len(self._serials), self._lap_steps, self._device)
 
     def _note(self, ended: Sequence[tuple[_Step, float]]) -> None:
         for step, seconds in ended:
             if step.counted:
-                self._counts.spent += max(0.0, seconds - _middle(list(self._window))) if self._window else 0.0
+                self._counts.spent += max(0.0, seconds - _middle(self._window, _seconds)) if self._window else 0.0
                 continue
             if seconds <= 0:
                 self._clock_is_off = True
@@ -305,11 +303,19 @@ def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
     )
 
 
-def _middle(steps: Sequence[_Step]) -> float:
-    """Seconds of a step: of each shape its median, weighed by how often it came."""
-    by_shape: defaultdict[_Shape, list[float]] = defaultdict(list)
+def _seconds(step: _Step) -> float:
+    return step.seconds
+
+
+def _units(step: _Step) -> float:
+    return step.units
+
+
+def _middle(steps: Sequence[_Step], figure: Callable[[_Step], float]) -> float:
+    """A figure of a step in the middle: of each shape the median, weighed by how often it came."""
+    by_shape: defaultdict[Shape, list[float]] = defaultdict(list)
     for step in steps:
-        by_shape[step.shape].append(step.seconds)
+        by_shape[step.shape].append(figure(step))
     return sum(len(each) * statistics.median(each) for each in by_shape.values()) / len(steps)
 
 

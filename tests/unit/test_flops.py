@@ -14,7 +14,7 @@ from nbdist.errors import UsageError
 from nbdist.metrics import flops, passes
 from nbdist.metrics.flops import Counting, FlopCount, count
 from tests import closed_forms
-from tests.closed_forms import Gpt, gpt, gpt_blocks, gpt_scores_again, indices
+from tests.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 
 pytestmark = pytest.mark.torch_private
 
@@ -25,10 +25,6 @@ def live(work: Callable[[], object]) -> FlopCount:
     with Counting() as counting:
         work()
     return counting.result("")
-
-
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
 # --- models
@@ -58,6 +54,30 @@ def test_a_gpt_is_counted_exactly_on_meta_and_live(attention: str) -> None:
 def test_embedded_tokens_are_counted_once() -> None:
     model, ids = Gpt(), indices(B, T)
     assert live(lambda: loss_of(model, ids).backward()).tokens == B * T
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_nor_are_they_counted_again_where_they_are_recomputed(reentrant: bool) -> None:
+    layer, ids = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 8)), indices(B, T)
+    start = torch.ones((), requires_grad=True)  # without which a reentrant checkpoint has nothing to differentiate
+
+    def scaled(ids: Tensor, factor: Tensor) -> Tensor:
+        return layer(ids) * factor
+
+    def step() -> None:
+        torch.utils.checkpoint.checkpoint(scaled, ids, start, use_reentrant=reentrant).sum().backward()
+
+    assert live(step).tokens == B * T
+
+
+def test_embedded_positions_and_types_are_no_tokens() -> None:
+    words, positions, types = nn.Embedding(50, 8), nn.Embedding(T, 8), nn.Embedding(2, 8)
+    ids = torch.randint(50, (B, T))
+
+    def forward() -> Tensor:
+        return words(ids) + positions(torch.arange(T)[None]) + types(torch.zeros_like(ids))
+
+    assert live(forward).tokens == B * T
 
 
 class Residual(nn.Module):
@@ -225,33 +245,43 @@ def test_a_formula_that_is_no_function_is_refused() -> None:
 # --- what is left behind
 
 
+class Modes(torch.utils.data.Dataset[int]):
+    """How many dispatch modes are active where an item is made."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return torch._C._len_torch_dispatch_stack()
+
+
+def test_a_process_that_is_forked_meanwhile_does_not_count() -> None:
+    def work() -> None:
+        found.extend(torch.utils.data.DataLoader(Modes(), num_workers=1, multiprocessing_context="fork"))
+
+    found: list[Tensor] = []
+    live(work)
+    assert [int(each) for each in found] == [0, 0]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of dynamo's own
 @pytest.mark.parametrize("how", ["torch.compile", "compile()", "per block"])
 def test_compiled_code_is_still_compiled_after_a_count(how: str) -> None:
-    calls = 0
-
-    def backend(graph: Any, _: Any) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return graph(*args)
-
-        return run
-
     torch._dynamo.reset()
-    bare: Any = Gpt()
-    model, ids = bare, indices(B, T)
+    backend, bare = Graphs(), Gpt()
+    model: Any = bare
+    ids = indices(B, T)
     if how == "torch.compile":
         model = torch.compile(bare, backend=backend)
     for part in {"compile()": [bare], "per block": bare.blocks}.get(how, []):
         part.compile(backend=backend)
     loss_of(model, ids).backward()
-    graphs = calls
+    graphs = backend.runs
     assert live(lambda: loss_of(model, ids).backward()).model_flops == gpt(B, T)
     assert count(model, ids).model_flops == gpt(B, T)
-    assert calls == graphs > 0
+    assert backend.runs == graphs > 0
     loss_of(model, ids).backward()
-    assert calls == 2 * graphs
+    assert backend.runs == 2 * graphs
 
 
 class Moody(nn.Module):

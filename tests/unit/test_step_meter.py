@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from nbdist.metrics.clock import DeviceClock
 from nbdist.metrics.flops import FlopCount
 from nbdist.metrics.sample import StepSample
 from nbdist.metrics.steps import Meter
-from tests.closed_forms import Gpt, gpt, gpt_blocks, gpt_scores_again, indices
+from tests.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 
 pytestmark = pytest.mark.torch_private
 
@@ -52,10 +54,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *shapes: tuple[int
         optimizer.zero_grad()
 
 
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-
-
 def measured(model: nn.Module, *shapes: tuple[int, int], **options: Any) -> StepSample:
     with Meter() as meter:
         train(model, SGD(model.parameters(), 0.01), *shapes, **options)
@@ -84,46 +82,51 @@ def test_what_is_recomputed_is_hardwares_only() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of dynamo's own
 @pytest.mark.parametrize("per_block", [False, True])
 def test_compiled_steps_are_counted_and_go_on_compiled(meter: Meter, per_block: bool) -> None:
-    calls = 0
-
-    def backend(graph: Any, _: Any) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return graph(*args)
-
-        return run
-
     torch._dynamo.reset()
-    model: Any = Gpt()
+    backend, model = Graphs(), Gpt()
     for part in model.blocks if per_block else [model]:
         part.compile(backend=backend)
     optimizer = SGD(model.parameters(), 0.01)
     each = []
     for _ in range(5):
-        before = calls
+        before = backend.runs
         train(model, optimizer, (B, T))
-        each.append(calls - before)
+        each.append(backend.runs - before)
     graphs = 3 if per_block else 1
     assert each == [graphs, 0, graphs, graphs, graphs]
     assert meter.sample().flops == gpt(B, T)
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own
-def test_a_compiled_step_is_left_alone(meter: Meter) -> None:
+@pytest.mark.parametrize("compiled", ["model", "blocks", "loss"])
+def test_steps_with_a_compiled_backward_pass_take_what_the_counted_one_did(meter: Meter, compiled: str) -> None:
+    torch._dynamo.reset()
+    model, loss = Gpt(), loss_of
+    for part in {"model": [model], "blocks": model.blocks}.get(compiled, []):
+        part.compile(backend="aot_eager")
+    if compiled == "loss":
+        loss = torch.compile(loss_of, backend="aot_eager")
+    optimizer = SGD(model.parameters(), 0.01)
+    for _ in range(6):
+        loss(model, indices(B, T)).backward()
+        optimizer.step()
+    found = meter.sample()
+    assert (found.flops, found.uncounted) == (gpt(B, T), 0.0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own
+def test_compiled_steps_of_several_shapes_are_told_apart(meter: Meter) -> None:
     torch._dynamo.reset()
     model = Gpt()
+    model.compile(backend="aot_eager")
     optimizer = SGD(model.parameters(), 0.01)
-    plain, optimizer.step = optimizer.step, torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
-    train(model, optimizer, *[(B, T)] * 4)
-    frames = torch._dynamo.utils.counters["frames"]["total"]
-    train(model, optimizer, *[(B, T)] * 4)
-    assert torch._dynamo.utils.counters["frames"]["total"] == frames
-    assert meter.sample() == StepSample(why=meter.sample().why) and "compiled" in meter.sample().why
-    optimizer.step = plain  # type: ignore[method-assign]
+    for _ in range(2):  # the second shape has its graph made anew, for shapes of all kinds
+        train(model, optimizer, *[(B, T)] * 4, *[(B, 2 * T)] * 4)
     meter.lap()
-    train(model, optimizer, *[(B, T)] * 4)
-    assert (meter.sample().steps, meter.sample().flops) == (4, gpt(B, T))
+    train(model, optimizer, *[(B, T), (B, 2 * T)] * 4)  # too few to look at what is known once more
+    train(model, optimizer, (B, T))
+    found = meter.lap()
+    assert (found.flops, found.uncounted) == ((gpt(B, T) + gpt(B, 2 * T)) / 2, 0.0)
 
 
 # --- shapes
@@ -168,6 +171,17 @@ def test_a_validation_between_two_steps_is_not_taken_for_training(meter: Meter) 
     assert meter.sample().flops == gpt(B, T)
 
 
+@pytest.mark.parametrize("autograd", [True, False])
+def test_nor_is_one_behind_a_smaller_last_batch_of_each_epoch(meter: Meter, autograd: bool) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    for _ in range(4):
+        train(model, optimizer, *[(B, T)] * 6, (1, T))
+        with torch.set_grad_enabled(autograd):
+            model(indices(8 * B, T))
+    assert meter.lap().flops == gpt(B, T)
+
+
 def test_a_teachers_forward_pass_is_part_of_each_step(meter: Meter) -> None:
     model, teacher = Gpt(), Gpt(layers=1)
     optimizer = SGD(model.parameters(), 0.01)
@@ -205,6 +219,55 @@ def test_a_lap_that_ends_within_a_counted_step_leaves_nothing_active(meter: Mete
 
 
 # --- data
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def test_waiting_is_the_share_of_all_time_however_it_is_spread(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    class Bursts(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            clock.now += 4.0 if index % 4 == 3 else 0.0
+            return super().__getitem__(index)
+
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), 0.01)
+    for (inputs,) in DataLoader(Bursts(torch.randn(30, 4)), batch_size=1):
+        model(inputs).sum().backward()
+        clock.now += 1.0
+        optimizer.step()
+    assert meter.lap().waiting == pytest.approx(0.5, abs=0.05)
+
+
+def test_batches_of_a_validation_are_no_part_of_a_step(meter: Meter) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), 0.01)
+    training, validation = (DataLoader(TensorDataset(torch.randn(rows, 4)), batch_size=8) for rows in (80, 800))
+    for _ in range(2):
+        for (inputs,) in training:
+            model(inputs).sum().backward()
+            optimizer.step()
+        for (inputs,) in validation:
+            model(inputs)
+    assert meter.lap().units == 8
+
+
+def test_a_batch_that_serves_several_steps_is_shared_by_them(meter: Meter) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), 0.01)
+    for (inputs,) in DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=8):
+        for _ in range(4):
+            model(inputs).sum().backward()
+            optimizer.step()
+    found = meter.lap()
+    assert found.units is not None and found.units < 8
 
 
 def test_waiting_for_data_is_told_and_samples_are_counted(meter: Meter) -> None:
@@ -304,6 +367,41 @@ def test_a_dispatch_mode_of_the_user_comes_first(meter: Meter) -> None:
     assert theirs.get_total_flops() > 0
     train(model, optimizer, *[(B, T)] * 5)
     assert meter.sample().flops == gpt(B, T)
+
+
+def test_a_mode_that_outlives_a_cell_costs_the_count_and_nothing_else(meter: Meter) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, mode = Gpt(), FlopCounterMode(display=False)
+    optimizer = SGD(model.parameters(), 0.01)
+    train(model, optimizer, (B, T))
+    loss_of(model, indices(B, T))
+    mode.__enter__()
+    meter.lap()
+    mode.__exit__(None, None, None)
+    train(model, optimizer, *[(B, T)] * 5)
+    assert meter.lap().flops == gpt(B, T)
+
+
+def test_control_flow_that_runs_without_a_meter_runs_with_one() -> None:
+    """In a process of its own, for which torch.cond has been used from then on."""
+    done = subprocess.run([sys.executable, "-c", CONTROL_FLOW], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3 torch.cond and torch.map, which were used here")
+
+
+CONTROL_FLOW = """
+import torch
+from nbdist.metrics.steps import Meter
+
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+with Meter() as meter:
+    for _ in range(3):
+        torch.cond(weight.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (weight,)).sum().backward()
+        optimizer.step()
+    print(meter.sample().steps, meter.sample().why)
+"""
 
 
 def test_a_model_is_saved_and_copied_as_without_a_meter(meter: Meter, tmp_path: Any) -> None:

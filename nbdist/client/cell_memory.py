@@ -25,7 +25,7 @@ from nbdist.metrics.sample import GpuSample, Sample, gpu_among
 
 MODES = ("on", "compact", "off")
 MARK = re.compile(r"%%memory[ \t]*(on|compact)?[ \t]*(?=[\r\n]|$)")
-_VERBS_ONLY = re.compile(r"(\s*(%dist(ributed)?\b.*|#.*)?(\n|$))*")
+_NO_WORK = re.compile(r"(%dist(ributed)?\b.*|#.*)?")  # a line
 _GROWTH = 1 << 20  # bytes that a cell has to keep each time until it looks like a leak
 _TIMES = 3
 _REMEMBERED = 256  # cells
@@ -47,6 +47,7 @@ class CellMemory:
         self.last: CellCost | None = None
         self._shell = shell
         self._cell: _Cell | None = None
+        self._within: list[Any] = []  # cells that it runs
         self._growth: OrderedDict[int, int] = OrderedDict()  # how often in a row a cell has kept memory
 
     def install(self) -> None:
@@ -64,8 +65,9 @@ class CellMemory:
             self._cell.measure(self._ended)
 
     def _begin(self, info: Any) -> None:
-        if self._cell is not None:
-            return  # a cell that a cell runs is part of it
+        if self._cell is not None:  # a cell that a cell runs is part of it
+            self._within.append(info)
+            return
         marked = MARK.match(info.raw_cell.lstrip())
         mode = (marked[1] or "on") if marked else self.mode
         self._cell = _Cell(info, mode, explicit=marked is not None)
@@ -73,11 +75,14 @@ class CellMemory:
             self._cell.measure(self._ended)
 
     def _end(self, result: Any) -> None:
-        cell = self._cell
-        if cell is None or getattr(result, "info", None) is not cell.info:
+        cell, info = self._cell, getattr(result, "info", None)
+        if cell is None:
             return
-        self._cell = None
-        error = result.error_in_exec
+        if any(info is each for each in self._within):
+            self._within = [each for each in self._within if each is not info]
+            return
+        self._cell, self._within = None, []  # also where IPython was interrupted itself, and knows the cell no more
+        error = getattr(result, "error_in_exec", None)
         if error is not None and (words := oom.explain(error, self._shell.user_ns)):
             print(words)
         if cell.meter is None:
@@ -85,7 +90,7 @@ class CellMemory:
         Workers.metered = None
         cost = cell.conclude()
         mode = cell.mode if cell.explicit else self.mode
-        if mode == "off" or (not cell.explicit and _VERBS_ONLY.fullmatch(cell.code)) or not cost.usages:
+        if mode == "off" or (not cell.explicit and _does_nothing(cell.code)) or not cost.usages:
             return
         self.last = msgspec.structs.replace(cost, hint=self._leak(cell.code, cost))
         self._shell.display_pub.publish({"text/plain": self.last.render(mode)}, {"nbdist": {"memory": self.last.data}})
@@ -116,11 +121,15 @@ class CellMemory:
         )
 
 
+def _does_nothing(code: str) -> bool:
+    """Whether a cell has only verbs of `%distributed`, and comments."""
+    return all(_NO_WORK.fullmatch(line.strip()) for line in code.splitlines())
+
+
 class _Cell:
     """A cell that is running.
 
     Attributes:
-        info: What IPython knows it by.
         code: Its text, without a `%%memory` on top.
         mode: How it is shown.
         explicit: Whether `%%memory` stands on top.
@@ -129,7 +138,6 @@ class _Cell:
     """
 
     def __init__(self, info: Any, mode: str, *, explicit: bool) -> None:
-        self.info = info
         self.code: str = MARK.sub("", info.raw_cell.lstrip(), count=1) if explicit else info.raw_cell
         self.mode = mode
         self.explicit = explicit

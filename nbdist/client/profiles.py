@@ -67,11 +67,11 @@ class CellProfile:
 def render(summaries: Sequence[Summary]) -> str:
     """Ranks and their shares, then the operations that took the most time."""
     rows = [
-        (f"rank {one.rank}", _milliseconds(one.seconds), *map(_percent, (one.busy, one.communication, one.idle)))
+        (one.rank, _milliseconds(one.seconds), *map(_percent, (one.busy, one.communication, one.idle)))
         for one in summaries
         if not one.why
     ]
-    parts = [table(rows, ("", "wall", "computing", "communication", "idle"))] if rows else []
+    parts = [table(rows, ("rank", "wall", "computing", "communication", "idle"))] if rows else []
     if operations := _over_ranks(summaries):
         parts.append(table(operations, ("operation", "calls", "own time, median rank", "slowest rank")))
     parts += [f"rank {one.rank}: {one.why}" for one in summaries if one.why]

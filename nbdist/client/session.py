@@ -293,7 +293,11 @@ class Session(Workers):
 
         Args:
             events: How many each rank keeps; 0 ends it.
+
+        Raises:
+            UsageError: No rank has a GPU.
         """
+        self._check_gpus(self.living())
         self.set_up(snapshot.record, events, ranks=self.living())
 
     def snapshot(self, rank: int, path: str | Path | None = None) -> Path:
@@ -307,11 +311,17 @@ class Session(Workers):
             The file.
 
         Raises:
-            RankError: The rank has no GPU, or this torch can't.
+            UsageError: The rank has no GPU.
+            RankError: This torch can't.
         """
+        self._check_gpus([rank])
         target = Path(path or f"snapshot-rank{rank}.pickle").expanduser().resolve()
         self.set_up(snapshot.write, target, ranks=[rank])
         return target
+
+    def _check_gpus(self, ranks: Sequence[int]) -> None:
+        if ranks and all(info.device == "cpu" for info in self.ranks if info.rank in ranks):
+            raise UsageError(snapshot.NO_GPU)
 
     def interrupt(self, ranks: Iterable[int] | None = None, *, now: bool = False) -> bool:
         """Stop what ranks run: after the step they are in, if they train. Asked once more: at once.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.metrics import peaks
+from nbdist.metrics import peaks, units
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CPU_SIZES = (256, 512, 1024, 2048)
@@ -57,7 +57,7 @@ def measure(dtype: str | None = None, seconds: float = 2.0, device: str | None =
         The rate, which from now on serves as the peak of a device of which no other is known.
 
     Raises:
-        UsageError: The dtype has no such products here.
+        UsageError: The dtype has no such products here, or the GPU is too full for any.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = dtype or ("fp32" if where.type == "cpu" else "bf16")
@@ -77,7 +77,7 @@ def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[flo
     found: list[tuple[float, int]] = []
     timed = _on_gpu if device.type == "cuda" else _on_cpu
     deadline = time.perf_counter() + seconds
-    sizes = [size for size in (_GPU_SIZES if device.type == "cuda" else _CPU_SIZES) if _fits(size, device, dtype)]
+    sizes = _sizes(torch.cuda.mem_get_info(device)[0], dtype) if device.type == "cuda" else _CPU_SIZES
     for number, size in enumerate(sizes):
         left = deadline - time.perf_counter()
         if found and left <= 0:
@@ -121,10 +121,12 @@ def _on_gpu(product: Callable[[], object], seconds: float) -> float:
     return statistics.median(taken)
 
 
-def _fits(size: int, device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda":
-        return True
-    return bool(_MEMORY * 3 * size * size * dtype.itemsize <= torch.cuda.mem_get_info(device)[0])
+def _sizes(free: int, dtype: torch.dtype) -> list[int]:
+    """Those that a GPU with so many free bytes has room for."""
+    found = [size for size in _GPU_SIZES if _MEMORY * 3 * size * size * dtype.itemsize <= free]
+    if not found:
+        raise UsageError(f"the GPU has {units.size(free)} free, too little to measure: `%distributed free`, then again")
+    return found
 
 
 @contextlib.contextmanager

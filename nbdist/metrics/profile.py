@@ -22,7 +22,7 @@ _COMMUNICATION = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel", "mpi:", "ucc:
 _MARKER = b"USDT:"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _TOP = 20  # operations that a summary keeps
-_LARGEST_TRACE = 1 << 30  # bytes; a larger one is summarised, but not merged
+_LARGEST_TRACE = 1 << 30  # bytes; to read a larger one would take many times that
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -82,23 +82,31 @@ def profiled(folder: str, rank: int) -> Iterator[list[Summary]]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities)
     began = time.perf_counter()
-    try:
-        with _without_markers():
-            profiler.start()
-    except Exception as error:
-        yield summaries
-        summaries.append(Summary(rank, time.perf_counter() - began, why=f"torch's profiler did not start: {error}"))
-        return
+    why = _start(profiler)
     try:
         yield summaries
     finally:
         seconds = time.perf_counter() - began
-        try:
-            with _without_markers():
-                profiler.stop()
-            summaries.append(_conclude(profiler, Path(folder), rank, seconds))
-        except Exception as error:  # the user's own profiler may have ended ours
-            summaries.append(Summary(rank, seconds, why=f"torch's profiler gave no trace: {error}"))
+        summaries.append(Summary(rank, seconds, why=why) if why else _stop(profiler, Path(folder), rank, seconds))
+
+
+def _start(profiler: Any) -> str:
+    """Why it did not start; empty: it did."""
+    try:
+        with _without_markers():
+            profiler.start()
+    except Exception as error:
+        return f"torch's profiler did not start: {error}"
+    return ""
+
+
+def _stop(profiler: Any, folder: Path, rank: int, seconds: float) -> Summary:
+    try:
+        with _without_markers():
+            profiler.stop()
+        return _conclude(profiler, folder, rank, seconds)
+    except Exception as error:  # the user's own profiler may have ended ours
+        return Summary(rank, seconds, why=f"torch's profiler gave no trace: {error}")
 
 
 @contextlib.contextmanager
@@ -128,7 +136,9 @@ def _conclude(profiler: Any, folder: Path, rank: int, seconds: float) -> Summary
     events = trace["traceEvents"]
     base = int(trace.get("baseTimeNanoseconds", 0)) / 1000
     part = folder / f"rank{rank}.part"
-    part.write_bytes(b",\n".join(json.dumps(event).encode() for event in _renamed(events, rank, base)))
+    with part.open("wb") as file:
+        for number, event in enumerate(_renamed(events, rank, base)):
+            file.write((b",\n" if number else b"") + json.dumps(event).encode())
     return summarise(events, rank, seconds, str(part))
 
 

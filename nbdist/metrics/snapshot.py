@@ -11,6 +11,10 @@ from typing import Any
 
 from nbdist.errors import UsageError
 
+NO_GPU = (
+    "there is no GPU here, and torch keeps no record of CPU memory: "
+    "`%distributed memory on` shows what cells cost, `%%distributed --profile` what operations do"
+)
 EVENTS = 100_000  # allocations and frees that are remembered; about 1 KB each
 
 
@@ -58,10 +62,7 @@ def _part(name: str) -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        raise UsageError(
-            "this process has no GPU, and torch keeps no record of CPU memory: "
-            "`%distributed memory on` shows what cells cost, `%%distributed --profile` what operations do"
-        )
+        raise UsageError(NO_GPU)
     function = getattr(torch.cuda.memory, name, None)
     if function is None:
         raise UsageError(f"PyTorch {torch.__version__} has no torch.cuda.memory.{name}: a newer one writes snapshots")

@@ -42,6 +42,30 @@ def test_a_plain_notebook_shows_its_own_process(kernel: Kernel) -> None:
     assert is_silent(kernel.ok("y = bytearray(50 << 20)"))
 
 
+INTERRUPTS_IPYTHON = """import ast
+class Interrupt(ast.NodeTransformer):
+    def visit(self, node):
+        get_ipython().ast_transformers.remove(self)
+        raise KeyboardInterrupt
+get_ipython().ast_transformers.append(Interrupt())"""
+
+
+def test_cells_are_measured_on_after_an_interrupt_that_has_struck_outside_of_one(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist\n%distributed memory on")
+    kernel.ok(INTERRUPTS_IPYTHON)
+    kernel.fails("x = 1", "KeyboardInterrupt")
+    assert data_of(kernel.ok("x = 2"))["notebook"] is not None
+    assert data_of(kernel.ok("get_ipython().run_cell('x = 3'); x = 4"))["notebook"] is not None
+    kernel.ok("%distributed memory off")
+
+
+def test_a_long_cell_of_blank_lines_and_comments_costs_no_time(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    kernel.ok("%distributed memory compact")
+    assert data_of(kernel.ok("# one\n\n" * 200 + "x = 1"))["notebook"] is not None
+    assert is_silent(kernel.ok("# one\n\n" * 200 + "%distributed memory off"))
+
+
 def test_only_the_marked_cell_is_measured_while_off(ranks: Kernel) -> None:
     assert is_silent(ranks.ok("x = 1"))
     assert data_of(ranks.ok("%%memory\nx = bytearray(40 << 20)"))["notebook"]["cpu"]["consumed"] > 39 * MIB

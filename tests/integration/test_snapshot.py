@@ -10,10 +10,10 @@ import torch
 from tests.harness import Kernel
 
 
-def test_ranks_without_a_gpu_say_what_to_use_instead(ranks: Kernel) -> None:
-    outcome = ranks.run("%distributed snapshot")
-    assert outcome.status == "error"
-    assert "%distributed memory on" in outcome.traceback
+@pytest.mark.parametrize("options", ["", "-r 0", "--record"])
+def test_without_a_gpu_it_is_said_what_to_use_instead(ranks: Kernel, options: str) -> None:
+    outcome = ranks.fails(f"%distributed snapshot {options}", "UsageError")
+    assert "%distributed memory on" in outcome.evalue
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

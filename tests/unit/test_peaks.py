@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.errors import UsageError
+from nbdist.metrics import matmul_rate
 from nbdist.metrics.peaks import Peak, estimate, mixed, peak
 
 BF16 = {  # of names as torch gives them
@@ -105,3 +106,12 @@ def test_mixed_work_has_the_peak_of_its_parts_one_after_the_other() -> None:
     found = mixed({"bf16": 100, "fp32": 10}, known)
     assert found and found.tflops == 55.0
     assert mixed({"bf16": 100, "fp8": 1}, known) is None
+
+
+def test_a_gpu_that_is_too_full_to_be_measured_is_told_with_what_helps() -> None:
+    import torch
+
+    assert matmul_rate._sizes(80 << 30, torch.bfloat16) == [2048, 4096, 8192, 16384]
+    assert matmul_rate._sizes(500 << 20, torch.bfloat16) == [2048, 4096]
+    with pytest.raises(UsageError, match=r"10.0 MiB free.*%distributed free"):
+        matmul_rate._sizes(10 << 20, torch.bfloat16)

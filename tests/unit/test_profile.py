@@ -84,7 +84,9 @@ def test_a_merged_trace_may_be_compressed(tmp_path: Path) -> None:
 def test_the_table_names_the_slowest_rank_of_each_operation() -> None:
     quick = summarise([event("aten::mm", 0, 10)], 0, 0.1)
     slow = summarise([event("aten::mm", 0, 40)], 1, 0.1)
-    assert "40.0 ms @1" in render([quick, slow])
+    text = render([quick, slow])
+    assert "40.0 ms @1" in text
+    assert [line.split()[0] for line in text.splitlines()[:3]] == ["rank", "0", "1"]
 
 
 def test_a_rank_without_a_profile_is_named_with_the_reason() -> None:

@@ -150,6 +150,13 @@ def processor_time(process: psutil.Process) -> float:
     return total / 1e9
 
 
+def shares(processes: Mapping[str, psutil.Process], seconds: float) -> dict[str, float]:
+    """What each takes of a core in the next seconds, in percent."""
+    before = {role: processor_time(process) for role, process in processes.items()}
+    time.sleep(seconds)
+    return {role: (processor_time(process) - before[role]) / seconds * 100 for role, process in processes.items()}
+
+
 def memory(pid: int) -> dict[str, float]:
     """Private memory and the proportional share of all (PSS), in bytes."""
     fields = {}

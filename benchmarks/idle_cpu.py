@@ -27,22 +27,15 @@ def main() -> None:
         )
         execution.wait_for("there")
         time.sleep(1)
-        for role, share in _shares(processes).items():
+        for role, share in _tools.shares(processes, SECONDS).items():
             _tools.row(f"{role} while ranks work silently", [share], "%", **_tools.limit(BUDGET))
         execution.finish()
         _tools.wait_until_quiet(list(processes.values()))
-        idle = _shares({**processes, **{f"rank {number}": rank for number, rank in enumerate(ranks)}})
+        watched = {**processes, **{f"rank {number}": rank for number, rank in enumerate(ranks)}}
+        idle = _tools.shares(watched, SECONDS)
         for role in processes:
             _tools.row(f"{role} while nothing runs", [idle[role]], "%", **_tools.limit(BUDGET))
         _tools.row("each rank while nothing runs", [share for role, share in idle.items() if "rank" in role], "%")
-
-
-def _shares(processes: dict[str, psutil.Process]) -> dict[str, float]:
-    before = {role: _tools.processor_time(process) for role, process in processes.items()}
-    time.sleep(SECONDS)
-    return {
-        role: (_tools.processor_time(process) - before[role]) / SECONDS * 100 for role, process in processes.items()
-    }
 
 
 if __name__ == "__main__":

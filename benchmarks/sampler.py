@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import _tools
@@ -48,11 +47,7 @@ def _rows(when: str, shares: dict[str, float]) -> None:
 
 def _shares(processes: dict[str, psutil.Process]) -> dict[str, float]:
     _tools.wait_until_quiet([process for role, process in processes.items() if role not in ("kernel", "agent")])
-    before = {role: _tools.processor_time(process) for role, process in processes.items()}
-    time.sleep(SECONDS)
-    return {
-        role: (_tools.processor_time(process) - before[role]) / SECONDS * 100 for role, process in processes.items()
-    }
+    return _tools.shares(processes, SECONDS)
 
 
 if __name__ == "__main__":

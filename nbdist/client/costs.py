@@ -17,6 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.client.arguments import table
 from nbdist.client.session import Session
 from nbdist.errors import NbdistError
+from nbdist.metrics import units
 from nbdist.metrics.sample import StepSample
 from nbdist.ranks import describe_ranks
 
@@ -164,11 +165,11 @@ def _span(seconds: float) -> str:
 
 def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
     """Samples or tokens of all ranks in a second; they go as fast as the slowest."""
-    units = {sample.unit for sample in samples.values()}
-    if len(units) != 1 or not all(sample.units for sample in samples.values()):
+    kinds = {sample.unit for sample in samples.values()}
+    if len(kinds) != 1 or not all(sample.units for sample in samples.values()):
         return []
     slowest = max(sample.seconds or 0.0 for sample in samples.values())
-    return [f"{sum(sample.units or 0.0 for sample in samples.values()) / slowest:,.0f} {units.pop()}/s"]
+    return [f"{sum(sample.units or 0.0 for sample in samples.values()) / slowest:,.0f} {kinds.pop()}/s"]
 
 
 def _rate(samples: Mapping[int, StepSample]) -> str:
@@ -177,14 +178,8 @@ def _rate(samples: Mapping[int, StepSample]) -> str:
     slowest = max(sample.seconds or 0.0 for sample in samples.values())
     total = sum(sample.flops or 0.0 for sample in samples.values()) / slowest
     if len(samples) == 1:
-        return f"{_flops(total):>12}"
-    return f"{_flops(total / len(samples)):>12} a rank, {_flops(total):>12} in all"
-
-
-def _flops(rate: float) -> str:
-    """FLOP/s with a unit: "312.4 TFLOPS", "148.1 GFLOPS"."""
-    unit, amount = ("TFLOPS", rate / 1e12) if rate >= 1e12 else ("GFLOPS", rate / 1e9)
-    return f"{amount:.1f} {unit}" if amount >= 10 else f"{amount:.2f} {unit}"
+        return f"{units.flops(total):>12}"
+    return f"{units.flops(total / len(samples)):>12} a rank, {units.flops(total):>12} in all"
 
 
 def _shares(samples: Mapping[int, StepSample]) -> list[str]:
@@ -234,8 +229,8 @@ def measure_peaks(session: Session | None, dtype: str | None, seconds: float) ->
             who,
             rate.device,
             rate.dtype,
-            _flops(rate.tflops * 1e12),
-            "n/a" if rate.stated is None else _flops(rate.stated * 1e12),
+            units.flops(rate.tflops * 1e12),
+            "n/a" if rate.stated is None else units.flops(rate.stated * 1e12),
             "n/a" if rate.stated is None else f"{rate.tflops / rate.stated:.0%}",
         )
         for who, rate in found
@@ -243,5 +238,5 @@ def measure_peaks(session: Session | None, dtype: str | None, seconds: float) ->
     total = sum(rate.tflops for _, rate in found)
     lines = [table(rows, ("rank", "device", "dtype", "reached", "stated peak", "share"))]
     if len(found) > 1:
-        lines.append(f"in all: {_flops(total * 1e12)}")
+        lines.append(f"in all: {units.flops(total * 1e12)}")
     return "\n".join(lines)

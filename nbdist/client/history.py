@@ -1,7 +1,7 @@
 """What has been seen so far: cells, looks at ranks, training steps, as tables and as lines in a file.
 
 Owns the columns, how much is kept, and the file. Looks are kept whenever somebody watches, which the panel does;
-`record` watches by itself. Cells that ran on ranks are always kept.
+`record` watches by itself. Cells that ran on ranks are always kept; while there are none, the notebook's own are.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class History:
     @property
     def cells(self) -> Any:
         """What ran on ranks: a row for each cell, call and launch, in the order of their ends.
+
+        While there is no session, the notebook's own cells, from `%load_ext nbdist` on: their ranks are "-1".
 
         Columns: at (seconds since 1970, of its beginning), cell, kind, ranks, seconds, status ("ok", "error", "died",
         "interrupted", "running" where it was left to go on, "lost" with its session), code (its first line).
@@ -158,10 +160,20 @@ class History:
 
     def end_cell(self, task: Task) -> None:
         """Something has run on ranks; what ran no code of the user's does not count."""
-        if task.kind not in _KINDS:
+        if task.kind in _KINDS:
+            ranks = format_ranks(task.ranks)
+            self._add_cell(_cell_row(task.started, task.number, task.kind, ranks, task.status, task.code))
+
+    def end_own_cell(self, started: float, result: Any) -> None:
+        """A cell has run in the notebook's own process. One that leaves no trace in the notebook does not count."""
+        if result is None or result.execution_count is None:
             return
+        error = result.error_before_exec or result.error_in_exec
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "ok" if error is None else "error"
+        self._add_cell(_cell_row(started, result.execution_count, "cell", _OWN, status, result.info.raw_cell))
+
+    def _add_cell(self, row: Row) -> None:
         with self._lock:
-            row = _cell_row(task)
             self._cells.append(row)
             self._write("cells", [row])
 
@@ -233,20 +245,13 @@ _SAMPLE_COLUMNS = (*_LOOK_COLUMNS, *_RANK_COLUMNS, *_GPU_COLUMNS, *_NODE_COLUMNS
 _STEP_COLUMNS = (*_LOOK_COLUMNS, "rank", *StepSample.__struct_fields__, "tflops", "mfu", "hfu")
 
 _CODE = 120  # characters
+_OWN = "-1"  # the notebook's own process among ranks
 
 
-def _cell_row(task: Task) -> Row:
-    seconds = time.monotonic() - task.started
-    values = (
-        time.time() - seconds,
-        task.number,
-        task.kind,
-        format_ranks(task.ranks),
-        seconds,
-        task.status,
-        next((line.strip()[:_CODE] for line in task.code.splitlines() if line.strip()), ""),
-    )
-    return dict(zip(_CELL_COLUMNS, values, strict=True))
+def _cell_row(started: float, number: int, kind: str, ranks: str, status: str, code: str) -> Row:
+    seconds = time.monotonic() - started
+    first = next((line.strip()[:_CODE] for line in code.splitlines() if line.strip()), "")
+    return dict(zip(_CELL_COLUMNS, (time.time() - seconds, number, kind, ranks, seconds, status, first), strict=True))
 
 
 def _sample_rows(look: Sample) -> Iterator[Row]:
@@ -337,3 +342,21 @@ def note_begin() -> None:
 def note_end(task: Task) -> None:
     """Something has run on ranks."""
     _history.end_cell(task)
+
+
+def watch_cells(shell: Any) -> None:
+    """Keep the cells of this notebook from now on that begin and end without a session."""
+    from nbdist.client.session import living_session
+
+    began: list[float] = []  # of the cell that is running, and of those that it runs
+
+    def begin(info: object) -> None:
+        began.append(time.monotonic() if living_session() is None else math.inf)
+
+    def end(result: Any) -> None:
+        started = began.pop() if began else math.inf
+        if not began and math.isfinite(started) and living_session() is None:
+            _history.end_own_cell(started, result)
+
+    shell.events.register("pre_run_cell", begin)
+    shell.events.register("post_run_cell", end)

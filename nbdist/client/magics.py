@@ -17,7 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from nbdist import cuda_guard
-from nbdist.client import parsers, stacks
+from nbdist.client import history, parsers, stacks
 from nbdist.client import plan as plans
 from nbdist.client import session as sessions
 from nbdist.client.arguments import HelpShown, ranks_among, size, suggest_verb, table
@@ -44,6 +44,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     magics = DistributedMagics(shell)
     shell.register_magics(magics)
     magics.watch_cells()
+    history.watch_cells(shell)
     install_completion(shell, magics)
     if os.environ.get("NBDIST_PREWARM", "1").lower() not in ("0", "false", "no", "off"):
         prewarm()

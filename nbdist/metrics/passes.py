@@ -83,7 +83,7 @@ def _wrap(original: Callable[..., Any], listeners: Callable[[], list[Listener]])
     @functools.wraps(original)
     def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         global _differentiable
-        if torch._C._current_graph_task_id() != -1:  # inside another: reentrant checkpointing
+        if _is_part_of_another():
             return original(outputs, *args, **kwargs)
         for listener in listeners():
             listener(outputs)
@@ -95,6 +95,11 @@ def _wrap(original: Callable[..., Any], listeners: Callable[[], list[Listener]])
             _differentiable -= recorded
 
     return run_backward
+
+
+def _is_part_of_another() -> bool:
+    """Whether a pass belongs to one that is seen: to a reentrant checkpoint's, or to one that is only being traced."""
+    return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()
 
 
 _engine = Place(torch.autograd, "_engine_run_backward", _wrap)

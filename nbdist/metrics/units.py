@@ -1,10 +1,11 @@
-"""Bytes and seconds as people read them."""
+"""Bytes, seconds and rates as people read them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_RATES = ((1e12, "TFLOPS"), (1e9, "GFLOPS"), (1e6, "MFLOPS"))
 
 
 def size(value: float | None, *, signed: bool = False) -> str:
@@ -32,3 +33,10 @@ def time(seconds: float) -> str:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s"
+
+
+def flops(rate: float) -> str:
+    """FLOP/s with a unit: "312.4 TFLOPS", "48.1 GFLOPS", "0.52 MFLOPS"."""
+    scale, unit = next((each for each in _RATES if rate >= each[0]), _RATES[-1])
+    amount = rate / scale
+    return f"{amount:,.1f} {unit}" if amount >= 10 else f"{amount:.2f} {unit}"

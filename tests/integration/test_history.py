@@ -100,6 +100,28 @@ def test_a_file_grows_while_a_cell_runs(notebook: Kernel, tmp_path: Path) -> Non
     assert (last["ranks"], last["status"]) == ("0-1", "ok")
 
 
+def test_without_a_session_the_notebooks_own_cells_are_kept(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist\nimport nbdist")
+    kernel.ok("\nx = 1")
+    kernel.ok("get_ipython().run_cell('y = 2')")
+    kernel.fails("1 / 0", "ZeroDivisionError")
+    kernel.fails("1 /", "SyntaxError")
+    rows = cells(kernel, "kind", "ranks", "status", "code")
+    assert rows[0] == ("cell", "-1", "ok", "x = 1")
+    assert [(status, code) for _, _, status, code in rows[1:]] == [
+        ("ok", "get_ipython().run_cell('y = 2')"),
+        ("error", "1 / 0"),
+        ("error", "1 /"),
+    ]
+    (number, *others) = [number for (number,) in cells(kernel, "cell")]
+    assert others == [number + 1, number + 2, number + 3] and number == kernel.value(
+        "[each.strip() for each in In].index('x = 1')"
+    )
+    kernel.ok("%distributed start -n 1")
+    kernel.ok("z = 3")
+    assert len(cells(kernel, "cell")) == 4
+
+
 def test_recording_before_a_session_turns_to_its_ranks_with_their_first_cell(kernel: Kernel, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     kernel.ok(f"%load_ext nbdist\nimport nbdist\nnbdist.history({str(path)!r}, rate=0.25)")

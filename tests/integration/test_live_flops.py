@@ -14,34 +14,27 @@ pytestmark = pytest.mark.torch_private
 B, T = 2, 16
 
 SETUP = """%%distributed
-import torch, torch.nn.functional as F
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from tests.closed_forms import Gpt, indices
+from tests.closed_forms import Gpt, Graphs, indices, loss_of
 torch.set_num_threads(1)
-mesh, graphs, each = init_device_mesh("cpu", (2,)), [0], []
-
-def backend(graph, _):
-    def run(*args):
-        graphs[0] += 1
-        return graph(*args)
-    return run
+mesh, backend, each = init_device_mesh("cpu", (2,)), Graphs(), []
 
 def sharded(model):
     for block in model.blocks: fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 def train(model, steps, passes=1):
-    optimizer, before = torch.optim.SGD(model.parameters(), 0.01), graphs[0]
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.01), backend.runs
     each.clear()
     for _ in range(steps):
         for _ in range(passes):
-            ids = indices(2, 16)
-            F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+            loss_of(model, indices(2, 16)).backward()
         optimizer.step(); optimizer.zero_grad()
-        each.append(graphs[0] - before); before = graphs[0]
+        each.append(backend.runs - before); before = backend.runs
 """
 
 
@@ -97,6 +90,16 @@ model = Gpt()
 for block in model.blocks: block.compile(backend=backend)
 train({wrap}, 5)
 assert each == [3, 0, 3, 3, 3], each"""
+    assert flops(measured, cell) == [(gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))] * 2
+
+
+@pytest.mark.parametrize("wrap", ["sharded(model)", "DistributedDataParallel(model)"])
+def test_blocks_with_a_compiled_backward_pass_are_counted_too(measured: Kernel, wrap: str) -> None:
+    cell = f"""
+torch._dynamo.reset()
+model = Gpt()
+for block in model.blocks: block.compile(backend="aot_eager")
+train({wrap}, 6)"""
     assert flops(measured, cell) == [(gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))] * 2
 
 
@@ -167,7 +170,7 @@ def test_a_notebook_without_ranks_has_its_own_line(kernel: Kernel) -> None:
     kernel.ok("import torch\nfrom tests.closed_forms import *\nmodel = Gpt(); ids = indices(2, 16)")
     cell = """optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for _ in range(5):
-    F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    loss_of(model, ids).backward()
     optimizer.step()"""
     assert "5 steps" in kernel.ok(cell).stdout
     kernel.ok("%distributed tflops off")

@@ -179,6 +179,14 @@ def test_times_have_units(value: float, text: str) -> None:
     assert units.time(value) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3.296e15, "3,296.0 TFLOPS"), (1.2e12, "1.20 TFLOPS"), (11.5e9, "11.5 GFLOPS"), (5.2e5, "0.52 MFLOPS")],
+)
+def test_rates_have_units(value: float, text: str) -> None:
+    assert units.flops(value) == text
+
+
 # --- counters that several share
 
 

@@ -225,8 +225,7 @@ def _short(dtype: str, device: torch.device) -> str:
         found = peaks.short(dtype)
     except UsageError:
         return dtype
-    in_tensor_cores = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if found == "fp32" and in_tensor_cores else found
+    return "tf32" if found == "fp32" and device.type == "cuda" and peaks.in_tensor_cores() else found
 
 
 def _hindrance(device: torch.device, *, early: bool) -> str:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -131,10 +132,19 @@ def _sizes(free: int, dtype: torch.dtype) -> list[int]:
 
 @contextlib.contextmanager
 def _tensor_cores(wanted: bool) -> Iterator[None]:
-    """Products of fp32 in tensor cores or not; afterwards as before."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    """Products of fp32 on GPUs in tensor cores or not; afterwards as before."""
+    matmul: Any = torch.backends.cuda.matmul
+    newer = hasattr(matmul, "fp32_precision")  # since 2.9; where this has been used, the older functions raise
+
+    def choose(precision: str) -> None:
+        if newer:
+            matmul.fp32_precision = precision
+        else:
+            torch.set_float32_matmul_precision(precision)
+
+    before = matmul.fp32_precision if newer else torch.get_float32_matmul_precision()
+    choose(("ieee", "tf32")[wanted] if newer else ("highest", "high")[wanted])
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        choose(before)

@@ -162,6 +162,15 @@ def note(device: torch.device, dtype: str, tflops: float) -> None:
     _measured[device.type, device.index or 0, short(dtype)] = Peak(tflops, words)
 
 
+def in_tensor_cores() -> bool:
+    """Whether GPUs multiply fp32 in tensor cores, so that its peak is that of tf32."""
+    import torch
+
+    # Since PyTorch 2.9; where this has been used, the older function raises.
+    chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return chosen == "tf32" if chosen is not None else torch.get_float32_matmul_precision() != "highest"
+
+
 def name_of(device: torch.device) -> str:
     """The name of a device, for people."""
     import torch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from nbdist.errors import UsageError
@@ -115,3 +118,32 @@ def test_a_gpu_that_is_too_full_to_be_measured_is_told_with_what_helps() -> None
     assert matmul_rate._sizes(500 << 20, torch.bfloat16) == [2048, 4096]
     with pytest.raises(UsageError, match=r"10.0 MiB free.*%distributed free"):
         matmul_rate._sizes(10 << 20, torch.bfloat16)
+
+
+PRECISION = """
+import torch
+from nbdist.metrics import matmul_rate, peaks
+
+{choice}
+before = torch.backends.cuda.matmul.fp32_precision
+assert matmul_rate.measure(seconds=0.01).tflops > 0
+assert torch.backends.cuda.matmul.fp32_precision == before
+print(peaks.in_tensor_cores())
+"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "in_tensor_cores"),
+    [
+        ("", False),
+        ("torch.set_float32_matmul_precision('high')", True),
+        ("torch.backends.fp32_precision = 'tf32'", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
+    ],
+)
+def test_how_fp32_is_multiplied_is_known_and_left_as_it_was(choice: str, in_tensor_cores: bool) -> None:
+    """In a process of its own: what is chosen with the newer names can't be asked for by the older ones."""
+    script = PRECISION.format(choice=choice)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert done.stdout == f"{in_tensor_cores}\n", done.stderr

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -127,7 +127,9 @@ class LiveCounts:
             return
         device = counting.device or torch.device("cpu")
         work = {_short(dtype, device): amount for dtype, amount in count.per_dtype.items()}
-        self._learn(shape, Known(count, work, device))
+        before = self.known.get(shape)  # which those share that it was carried over to
+        shapes = [shape, *(other for other, its in self.known.items() if its is before)]
+        self._learn(shapes, Known(count, work, device))
         self._counted = shape
 
     def _carry_over(self, shape: Shape) -> None:
@@ -141,12 +143,9 @@ class LiveCounts:
             return
         self._counted = None
         if before == shape and shape.compiles(counted) and counted in self.known:
-            self._learn(shape, self.known[counted])
+            self._learn([shape], self.known[counted])
 
-    def _learn(self, shape: Shape, found: Known) -> None:
-        """Remember what a shape takes, and with it those that share what was known of it."""
-        before = self.known.pop(shape, None)
-        shapes = [shape, *(other for other, its in self.known.items() if its is before)]
+    def _learn(self, shapes: Sequence[Shape], found: Known) -> None:
         self.known |= dict.fromkeys(shapes, found)
         self._looked_at.update(shapes)
         while len(self.known) > _SHAPES:

@@ -149,6 +149,18 @@ def test_steps_of_a_shape_that_was_not_counted_are_told_and_left_out(meter: Mete
     assert found.flops == gpt(B, T) and found.uncounted == pytest.approx(1 / 7)
 
 
+def test_shapes_that_take_turns_are_looked_at_once_more_in_a_lap_each(meter: Meter) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    train(model, optimizer, *[(B, T)] * 3, *[(B, 2 * T)] * 3)
+    meter.lap()
+    counted = 0
+    for shape in [(B, T), (B, 2 * T)] * 30:
+        counted += torch._C._len_torch_dispatch_stack()
+        train(model, optimizer, shape)
+    assert 1 <= counted <= 2
+
+
 def test_two_optimizers_that_take_turns_are_both_counted(meter: Meter) -> None:
     one, other = Gpt(layers=1), Gpt(layers=2)
     optimizers = SGD(one.parameters(), 0.01), SGD(other.parameters(), 0.01)

@@ -342,7 +342,8 @@ class Notice(Message, frozen=True):
 class Remark(Message, frozen=True):
     """One line for the cell `serial`, while it runs. A later one with the same `topic` takes its place.
 
-    same: it says what the last one said, with newer figures. stuck: the user may want to stop the cell.
+    same: it says what the last one said, with newer figures. stuck: the user may want to stop the cell. waits: what
+    ranks wait in, and for whom.
     """
 
     serial: int
@@ -350,6 +351,7 @@ class Remark(Message, frozen=True):
     topic: str = ""
     same: bool = False
     stuck: bool = False
+    waits: dict[int, str] = {}
 
 
 class Recovered(Message, frozen=True):

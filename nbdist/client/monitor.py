@@ -230,6 +230,8 @@ def _looked_at(info: RankInfo, answer: Mapping[str, Any] | None, task: Task | No
         found = msgspec.structs.replace(found, device=found.device if found.gpu else info.device)
     if task is None:
         return found
+    if (wait := task.waits.get(info.rank)) is not None:
+        return msgspec.structs.replace(found, state="stuck", doing=wait)
     return msgspec.structs.replace(found, state="busy", doing=task.describe())
 
 

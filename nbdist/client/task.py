@@ -93,6 +93,7 @@ class Task:
 
     Attributes:
         recovered: What was put in order after it had failed.
+        waits: What ranks wait in, and for whom, of those that have not moved for seconds.
         on_end: Called in the task's own thread once every rank has ended its part; must not raise.
     """
 
@@ -126,6 +127,7 @@ class Task:
         self._grace = grace
         self._launch = launch
         self.recovered: Recovered | None = None
+        self.waits: dict[int, str] = {}
         self.on_end: Callable[[Task], None] = lambda task: None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
@@ -314,6 +316,7 @@ class Task:
             self._screen.say(text)
 
     def _remark(self, event: Remark) -> None:
+        self.waits = event.waits
         if self._screen is None:
             return
         text = event.text

@@ -110,7 +110,7 @@ class Cells:
             ranks,
             message.grace,
             lambda who, question, arguments: self._ask(who, question, arguments, self._to_watch(serial)),
-            lambda text, same, stuck: self._wires.to_notebook(Remark(serial, text, "watch", same, stuck)),
+            lambda text, same, stuck: self._wires.to_notebook(Remark(serial, text, "watch", same, stuck, watch.waits)),
             lambda who: self._free(serial, who),
             now,
             launch=message.kind == "launch",

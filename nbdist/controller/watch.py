@@ -84,6 +84,7 @@ class Watch:
 
     Attributes:
         due: When `tick` wants to be called.
+        waits: Of ranks that have not moved: what they wait in, and for whom, as it was said last.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Watch:
         self._pauses = pauses or Pauses()
         self.serial = serial
         self.due = now + self._pauses.first
+        self.waits: dict[int, str] = {}
         self._ranks = list(ranks)
         self._left = set(ranks)
         self._failed: set[int] = set()
@@ -261,6 +263,7 @@ class Watch:
 
     def _explain(self, awaited: dict[int, set[int]], now: float) -> None:
         waits = {rank: self._wait(rank) for rank in awaited}
+        self.waits = {rank: f"{waits[rank]}, for {describe_ranks(awaited[rank])}" for rank in sorted(self._since)}
         whom = set().union(*awaited.values())
         rest = {rank: self._elsewhere(rank) for rank in sorted((self._left | whom) - awaited.keys())}
         text = _sentence(waits, rest)
@@ -313,7 +316,7 @@ class Watch:
         waited = f"waited {seconds:.0f} s" if seconds >= _WORTH_SAYING else "waited"
         _, others, _ = self._told
         whom = f" for {describe_ranks(others)}" if others else ""
-        self._told = None
+        self._told, self.waits = None, {}
         self._say(f"{waited}{whom}{end}", False, False)
 
 

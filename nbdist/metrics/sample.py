@@ -109,7 +109,7 @@ class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
         gpu: UUID of its GPU; empty on the CPU.
         pid: Its process.
         state: "idle", "busy", "stuck" or "dead".
-        doing: The line it is in, or how it died.
+        doing: What it runs, what it waits in and for whom, or how it died.
         private: Memory of the process, beyond what it was forked with and what files back.
         allocated: Device memory in tensors.
         reserved: Device memory that torch holds.

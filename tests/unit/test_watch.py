@@ -98,6 +98,7 @@ def test_after_five_seconds_it_says_who_waits_where_and_where_the_others_are() -
     assert cell.said == [(facts, False, True)]
     cell.run(16)
     assert cell.said[1:] == [(f"for 6 s {facts}", True, True), (f"for 11 s {facts}", True, True)]
+    assert cell.watch.waits == dict.fromkeys([1, 2, 3], "waits in all_reduce, cell 7 line 4, for rank 0")
 
 
 def test_where_the_others_get_to_meanwhile_is_no_news() -> None:
@@ -126,6 +127,7 @@ def test_when_the_wait_ends_by_itself_it_says_how_long_it_was() -> None:
     cell.does = dict.fromkeys(WORLD, lambda at: answer(at, line=6))
     cell.run(25)
     assert cell.said[-1] == ("waited 21 s for rank 0, then went on", False, False)
+    assert cell.watch.waits == {}
     cell.run(60)
     assert cell.line == "waited 21 s for rank 0, then went on"
 

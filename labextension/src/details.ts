@@ -3,7 +3,7 @@
  */
 
 import { held, onGpu, type Rank } from "./state";
-import { badgeOf, degrees, make, milliseconds, nameOf, partOf, percent, size, stateOf, tera, watts } from "./words";
+import { badgeOf, degrees, make, milliseconds, nameOf, partOf, percent, size, speed, stateOf, watts } from "./words";
 
 /** The card below the ranks. */
 export class Details {
@@ -53,7 +53,7 @@ function factsOf(rank: Rank, node: string): [label: string, value: string][] {
     ...(onGpu(rank) ? gpuMemory(rank) : cpuMemory(rank)),
   ];
   if (rank.step !== null) {
-    facts.push(["step", milliseconds(rank.step)], ["speed", tera(rank.flops)]);
+    facts.push(["step", milliseconds(rank.step)], ["speed", speed(rank.flops)]);
     facts.push(["MFU", rank.mfu === null ? "n/a" : `${rank.mfu.toFixed(1)} %`]);
   }
   if (rank.badges.length > 0) facts.push(["worth a look", rank.badges.map(([, words]) => badgeOf(words)).join(", ")]);

@@ -3,7 +3,7 @@
  */
 
 import { sentence } from "./row";
-import { needsALook, type Metric, type Rank, type State } from "./state";
+import { remarks, type Metric, type Rank, type State } from "./state";
 import { make, option, write } from "./words";
 
 const METRICS: [metric: Metric, words: string][] = [
@@ -41,8 +41,9 @@ export class Cell {
     const height = level === null ? "0" : `${(level * 100).toFixed(0)}%`;
     if (this.fill.style.height !== height) this.fill.style.height = height;
     write(this.name, rank.state === "dead" ? "✕" : rank.name);
-    const mark = needsALook(rank) ? (rank.badges[0]?.[0] ?? "bad") : "";
-    if (this.element.dataset["level"] !== mark) this.element.dataset["level"] = mark;
+    const mark = remarks(rank)[0]?.[0];
+    if (mark === undefined) delete this.element.dataset["level"];
+    else this.element.dataset["level"] = mark;
     this.element.dataset["state"] = rank.state;
     const words = sentence(rank);
     if (this.element.title === words) return;

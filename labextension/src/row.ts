@@ -2,7 +2,7 @@
  * One rank as a row: its memory as a stacked bar, how busy and warm it is, and what deserves a look.
  */
 
-import { held, needsALook, onGpu, shown, type Rank } from "./state";
+import { held, onGpu, remarks, shown, type Rank } from "./state";
 import { badgeOf, degrees, make, milliseconds, nameOf, partOf, percent, size, stateOf, watts, write } from "./words";
 
 export const PARTS = [
@@ -55,14 +55,14 @@ export class Row {
   }
 
   private drawBadges(rank: Rank): void {
-    const words = rank.badges.map(([, text]) => badgeOf(text));
-    if (rank.state === "dead" && rank.doing !== "") words.push(rank.doing);
-    if (this.badges.dataset["words"] === words.join()) return;
-    this.badges.dataset["words"] = words.join();
+    const found = remarks(rank);
+    const words = JSON.stringify(found);
+    if (this.badges.dataset["words"] === words) return;
+    this.badges.dataset["words"] = words;
     this.badges.replaceChildren(
-      ...words.map((text, index) => {
-        const badge = make("span", "badge", text);
-        badge.dataset["level"] = rank.badges[index]?.[0] ?? "bad";
+      ...found.map(([level, text]) => {
+        const badge = make("span", "badge", badgeOf(text));
+        badge.dataset["level"] = level;
         return badge;
       }),
     );
@@ -75,7 +75,7 @@ export function sentence(rank: Rank): string {
   if (rank.utilization !== null) parts.push(`utilization ${percent(rank.utilization)}`);
   if (rank.temperature !== null) parts.push(degrees(rank.temperature));
   if (rank.step !== null) parts.push(`step ${milliseconds(rank.step)}`);
-  if (needsALook(rank)) parts.push(...rank.badges.map(([, text]) => text));
+  parts.push(...remarks(rank).map(([, text]) => text));
   return parts.join(", ");
 }
 

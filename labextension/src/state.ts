@@ -81,6 +81,12 @@ export interface Update {
 const HISTORY = 60;
 const LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
+/** What has changed, though nothing was looked at. */
+export interface HeadUpdate {
+  type: "head";
+  head: Head;
+}
+
 /** The state that the view draws. */
 export class State {
   heat = false;
@@ -149,8 +155,19 @@ export function onGpu(rank: Rank): boolean {
   return rank.cache !== null || rank.gpu !== "";
 }
 
-export function needsALook(rank: Rank): boolean {
-  return rank.badges.length > 0 || rank.state === "dead" || rank.state === "stuck";
+/** How much a rank deserves a look; 0: it does not. The one that has died comes before all that wait for it. */
+export function urgency(rank: Rank): number {
+  if (rank.state === "dead") return 4;
+  if (rank.badges.some(([level]) => level === "bad")) return 3;
+  if (rank.badges.length > 0) return 2;
+  return rank.state === "stuck" ? 1 : 0;
+}
+
+/** What is to be said of it, in the order of weight. */
+export function remarks(rank: Rank): [level: Level, words: string][] {
+  const level = { dead: "bad", stuck: "warn" } as const;
+  const state = rank.state === "dead" || rank.state === "stuck" ? level[rank.state] : null;
+  return state === null || rank.doing === "" ? rank.badges : [[state, rank.doing], ...rank.badges];
 }
 
 function drawn(rank: Rank): number | null {

@@ -8,7 +8,7 @@ import { Cell, metricMenu } from "./heat";
 import { Details } from "./details";
 import { Header } from "./header";
 import { cpuName, PARTS, Row } from "./row";
-import { needsALook, onGpu, State, type Frame, type Metric, type Node, type Update } from "./state";
+import { onGpu, State, urgency, type Frame, type HeadUpdate, type Metric, type Node, type Rank, type Update } from "./state";
 import { make, nameOf, partOf, percent, write } from "./words";
 
 export type { Frame, Update } from "./state";
@@ -20,7 +20,7 @@ export interface Wish {
 }
 
 /** What the kernel says. */
-export type Message = Update | { type: "note"; text: string };
+export type Message = Update | HeadUpdate | { type: "note"; text: string };
 
 /** A panel in the page. */
 export interface View {
@@ -54,6 +54,7 @@ class Panel implements View {
   private readonly list = make("div", "ranks");
   private readonly legend = make("div", "legend");
   private readonly attention = make("div", "ranks nbdist-attention");
+  private readonly others = make("p", "message"); // how many more there are
   private readonly details: Details;
   private readonly note = make("p", "message");
   private readonly menu: HTMLSelectElement;
@@ -61,6 +62,7 @@ class Panel implements View {
   private nodes: NodeLine[] = [];
   private marks: (Row | Cell)[] = [];
   private readonly attentionRows = Array.from({ length: ATTENTION }, () => new Row());
+  private worthALook: number[] = []; // which ranks these rows show
   private metric: Metric = "memory";
   private chosen: number | null = null;
   private focus = 0;
@@ -80,7 +82,9 @@ class Panel implements View {
     this.list.setAttribute("aria-label", "Ranks");
     this.list.addEventListener("click", this.onClick);
     this.list.addEventListener("keydown", this.onKey);
+    this.attention.setAttribute("role", "listbox");
     this.attention.setAttribute("aria-label", "Ranks worth a look");
+    this.attention.addEventListener("click", this.onAttention);
     this.clock = window.setInterval(this.tick, TICK);
     this.draw();
   }
@@ -93,10 +97,11 @@ class Panel implements View {
 
   receive(message: Message): void {
     if (message.type === "note") {
-      write(this.note, message.text);
+      this.say(message.text);
       return;
     }
-    this.state.apply(message);
+    if (message.type === "head") this.state.head = message.head;
+    else this.state.apply(message);
     this.hear();
     if (this.wish !== true) this.draw();
   }
@@ -116,6 +121,7 @@ class Panel implements View {
   };
 
   private readonly setRate = (seconds: number): void => {
+    if (this.busy) this.say("The new rate holds when the cell that runs has ended.");
     this.send({ type: "rate", value: seconds });
   };
 
@@ -128,8 +134,8 @@ class Panel implements View {
   private readonly snapshot = (): void => {
     const rank = this.chosen === null ? undefined : this.state.ranks[this.chosen];
     if (rank === undefined) return;
-    const when = rank.state === "busy" ? " It is written when the cell that runs has ended." : "";
-    write(this.note, `A memory snapshot of ${nameOf(rank)} is asked for.${when}`);
+    const when = this.busy ? " It is written when the cell that runs has ended." : "";
+    this.say(`A memory snapshot of ${nameOf(rank)} is asked for.${when}`);
     this.send({ type: "snapshot", value: rank.rank });
   };
 
@@ -142,6 +148,14 @@ class Panel implements View {
     const index = this.marks.findIndex((mark) => mark.element.contains(event.target as globalThis.Node));
     if (index < 0) return;
     this.choose(index === this.chosen ? null : index);
+    this.moveTo(index);
+  };
+
+  private readonly onAttention = (event: MouseEvent): void => {
+    const row = this.attentionRows.findIndex((each) => each.element.contains(event.target as globalThis.Node));
+    const index = this.worthALook[row];
+    if (index === undefined) return;
+    this.choose(index);
     this.moveTo(index);
   };
 
@@ -194,6 +208,15 @@ class Panel implements View {
     this.draw();
   }
 
+  /** Whether a cell seems to run, so that the kernel hears of nothing until it ends. */
+  private get busy(): boolean {
+    return this.state.ranks.some((rank) => rank.state === "busy" || rank.state === "stuck");
+  }
+
+  private say(words: string): void {
+    write(this.note, words);
+  }
+
   private get paused(): boolean {
     return this.wish ?? this.state.head.live === "paused";
   }
@@ -242,10 +265,11 @@ class Panel implements View {
     });
     this.marks[0]?.element.setAttribute("tabindex", "0");
     this.element.classList.toggle("nbdist-heat", heat);
+    this.list.classList.toggle("nbdist-map", heat);
     this.element.classList.toggle("nbdist-cpu", !gpus);
     this.list.replaceChildren(...this.nodes.map((node) => node.element));
     this.legend.replaceChildren(...(heat ? [this.menu, ...scale()] : keys(gpus)));
-    this.attention.replaceChildren(...(heat ? this.attentionRows.map((row) => row.element) : []));
+    this.attention.replaceChildren(...(heat ? this.attentionRows.map((row) => row.element) : []), this.others);
   }
 
   private drawMarks(): void {
@@ -261,13 +285,15 @@ class Panel implements View {
   }
 
   private drawAttention(): void {
-    if (!this.state.heat) return;
-    const chosen = this.state.ranks.filter(needsALook).slice(0, ATTENTION);
-    this.attentionRows.forEach((row, index) => {
-      const rank = chosen[index];
+    const { heat, ranks } = this.state;
+    const found = heat ? [...ranks.keys()].filter((index) => weight(ranks[index]) > 0) : [];
+    this.worthALook = found.sort((one, other) => weight(ranks[other]) - weight(ranks[one])).slice(0, ATTENTION);
+    this.attentionRows.forEach((row, place) => {
+      const rank = ranks[this.worthALook[place] ?? -1];
       row.element.hidden = rank === undefined;
       if (rank !== undefined) row.draw(rank, undefined);
     });
+    write(this.others, found.length > ATTENTION ? `… and ${found.length - ATTENTION} more that are worth a look` : "");
   }
 
   private drawDetails(): void {
@@ -304,6 +330,10 @@ class NodeLine {
     write(this.facts, words);
     this.element.title = this.element.ariaLabel = `${node.name}: ${words}`;
   }
+}
+
+function weight(rank: Rank | undefined): number {
+  return rank === undefined ? 0 : urgency(rank);
 }
 
 function keys(gpus: boolean): HTMLElement[] {

@@ -35,11 +35,14 @@ export function watts(value: number | null): string {
 
 export function milliseconds(value: number | null): string {
   if (value === null) return "n/a";
-  return value < 1000 ? `${Number(value.toPrecision(3))} ms` : `${(value / 1000).toFixed(2)} s`;
+  return value < 1000 ? `${value.toPrecision(3)} ms` : `${(value / 1000).toFixed(2)} s`;
 }
 
-export function tera(value: number | null): string {
-  return value === null ? "n/a" : `${value >= 10 ? figures(value) : Number(value.toPrecision(3))} TFLOPS`;
+/** TFLOPS for people: "412 TFLOPS", "11.5 GFLOPS". */
+export function speed(value: number | null): string {
+  if (value === null) return "n/a";
+  const [scale, unit] = value >= 1 ? [1, "TFLOPS"] : [1e-3, "GFLOPS"];
+  return `${value / scale >= 10 ? figures(value / scale) : (value / scale).toPrecision(3)} ${unit}`;
 }
 
 /** "rank 3", or what else it is. */

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from nbdist.panel.model import Row, Stat, View
-from nbdist.panel.words import duration, part_of, percent, size, sizes, tera
+from nbdist.panel.model import Row, Stat, View, urgency
+from nbdist.panel.words import duration, flops, part_of, percent, size, sizes
 
 _BAR = 22  # characters
 _LINES = 32  # of nodes and of ranks in a summary of many
@@ -23,14 +23,19 @@ _RIGHT = frozenset({3, 4, 5, 6, 7})  # columns of numbers
 # --- text
 
 
-def text(view: View) -> str:
-    """A table for a terminal."""
-    head = f"{view.title} · {time.strftime('%H:%M:%S', time.localtime(view.at))}"
+def text(view: View, *, ended: bool = False) -> str:
+    """A table for a terminal.
+
+    Args:
+        view: What it shows.
+        ended: Whether the session is over, so that this is the last of it.
+    """
+    head = " · ".join([view.title, *_status(ended), time.strftime("%H:%M:%S", time.localtime(view.at))])
     figures = _aligned([[stat.label, stat.value, stat.note] for stat in view.stats])
     nodes = [_text_node(view, index) for index in range(len(view.nodes))]
     more = [f"… and {len(nodes) - _LINES} more machines"] if len(nodes) > _LINES else []
-    chosen = _worth_a_look(view.rows) if view.heat else []
-    rest = [f"worth a look:\n{_text_table(chosen)}"] if chosen else []
+    chosen = _worth_a_look(view)
+    rest = [f"worth a look:\n{_text_table(chosen[:_LINES])}", *_beyond(chosen)] if chosen else []
     legend = [_legend(view)] if chosen or not view.heat else []
     return "\n".join([head, figures, *nodes[:_LINES], *more, *rest, *legend])
 
@@ -99,23 +104,26 @@ _PARTS = (
 )
 
 
-def html(view: View, identity: str = "") -> str:
+def html(view: View, identity: str = "", *, ended: bool = False) -> str:
     """What stands in a saved notebook: the last values.
 
     Args:
         view: Them.
         identity: The panel's, by which the living view finds this copy and hides it.
+        ended: As for `text`.
     """
+    title = " · ".join([view.title, *_status(ended)])
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.at))
     stats = "".join(map(_html_stat, view.stats))
     parts = [_html_node(view, index) for index in range(min(_LINES, len(view.nodes)))]
     if len(view.nodes) > _LINES:
         parts.append(f"<p>… and {len(view.nodes) - _LINES} more machines</p>")
-    if view.heat and (chosen := _worth_a_look(view.rows)):
-        parts.append(f"<p><b>worth a look</b></p>{_html_table(chosen)}")
+    if chosen := _worth_a_look(view):
+        parts.append(f"<p><b>worth a look</b></p>{_html_table(chosen[:_LINES])}")
+        parts += [f"<p>{words}</p>" for words in _beyond(chosen)]
     return (
         f'{_style(identity)}<div class="nbdist-static" data-nbdist-panel="{escape(identity)}">'
-        f'<p><b>{escape(view.title)}</b> <span style="{_QUIET}">as of {when}</span></p>'
+        f'<p><b>{escape(title)}</b> <span style="{_QUIET}">as of {when}</span></p>'
         f'<table style="border:0">{stats}</table>{"".join(parts)}{_html_legend(view)}</div>'
     )
 
@@ -182,6 +190,10 @@ def _html_legend(view: View) -> str:
 # --- what both say
 
 
+def _status(ended: bool) -> list[str]:
+    return ["session ended"] if ended else []
+
+
 def _node_line(view: View, index: int) -> str:
     node = view.nodes[index]
     parts = [node.gpus, node.why]
@@ -204,8 +216,13 @@ def _summary(rows: Sequence[Row]) -> str:
     return f"  ranks {rows[0].name}-{rows[-1].name}: {'; '.join(parts)}" if rows else ""
 
 
-def _worth_a_look(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.badges or row.state in ("dead", "stuck")][:_LINES]
+def _worth_a_look(view: View) -> list[Row]:
+    """The rank that has died before those that wait for it."""
+    return sorted(filter(urgency, view.rows), key=urgency, reverse=True) if view.heat else []
+
+
+def _beyond(rows: Sequence[Row]) -> list[str]:
+    return [f"… and {len(rows) - _LINES} more that are worth a look"] if len(rows) > _LINES else []
 
 
 def _used_of_total(row: Row) -> str:
@@ -234,7 +251,7 @@ def _state(row: Row) -> str:
 
 def _remarks(row: Row) -> str:
     remarks = [f"⚠ {words}" for _, words in row.badges]
-    remarks += [row.doing] if row.state == "dead" else []
+    remarks += [row.doing] if row.state in ("dead", "stuck") else []
     remarks += [f"{duration(row.step)} a step"] if row.step is not None else []
-    remarks += [f"{tera(row.flops)} TFLOPS"] if row.flops is not None else []
+    remarks += [flops(row.flops)] if row.flops is not None else []
     return "; ".join(words for words in [*remarks, row.why] if words)

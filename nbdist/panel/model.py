@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from nbdist.metrics.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, non_torch
-from nbdist.panel.words import clip, duration, figures, finite, percent, size, sizes, tera
+from nbdist.panel.words import clip, duration, figures, finite, flops, flops_in, flops_unit, percent, size, sizes
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows
 NEARLY_FULL = 0.95  # share of a device's memory
 FRAGMENTED = 0.1  # share of a device's memory that torch holds empty, while allocations were retried
 STRAGGLING = 1.1  # times the median step
 UNEVEN = 1.05  # times the mean memory
+WORKING = ("busy", "stuck")  # states of a rank that runs something
 
 Level = Literal["warn", "bad"]
 
@@ -134,6 +135,15 @@ def view_of(sample: Sample) -> View:
     return View(sample.at, _title(sample, rows), rows, lines, stats, together and together.per_second("flops"))
 
 
+def urgency(row: Row) -> int:
+    """How much a rank deserves a look; 0: it does not. In labextension/src/state.ts, too."""
+    if row.state == "dead":
+        return 4
+    if row.badges:
+        return 3 if any(level == "bad" for level, _ in row.badges) else 2
+    return 1 if row.state == "stuck" else 0
+
+
 # --- rows
 
 
@@ -220,16 +230,16 @@ def _badges(
 
 
 def _stragglers(ranks: Sequence[RankSample]) -> dict[int, float]:
-    """Ranks that make others wait, and by what share of the median they are late.
+    """Ranks that make others wait now, and by what share of the median they are late.
 
     In synchronous training all steps last as long as the slowest rank's, which is the one that waits least in
     collectives; so time in collectives, where it is known, does not count.
     """
     work = {}
     for rank in ranks:
-        seconds = _seconds(rank.step) if rank.step is not None else None
-        if rank.step is not None and seconds is not None:
-            work[rank.rank] = seconds * (1 - (finite(rank.step.communication) or 0.0))
+        step = rank.step if rank.state in WORKING else None
+        if step is not None and (seconds := _seconds(step)) is not None:
+            work[rank.rank] = seconds * (1 - (finite(step.communication) or 0.0))
     median = statistics.median_low(work.values()) if len(work) > 1 else 0.0
     return {rank: spent / median - 1 for rank, spent in work.items() if median and spent > STRAGGLING * median}
 
@@ -259,20 +269,24 @@ def _title(sample: Sample, rows: Sequence[Row]) -> str:
     order = [state for state in ("busy", "idle", "stuck", "dead") if states[state]]
     words = f"all {order[0]}" if len(order) == 1 else ", ".join(f"{states[state]} {state}" for state in order)
     cell = f" · cell {sample.cell}" if sample.cell else ""
-    return f"{len(rows)} rank{'s' if len(rows) != 1 else ''}: {words if len(rows) != 1 else order[0]}{cell}"
+    return f"1 rank: {order[0]}{cell}" if len(rows) == 1 else f"{len(rows)} ranks: {words}{cell}"
 
 
 class _Together(NamedTuple):
-    """Ranks that train: their steps, and how long the slowest one's is, in seconds."""
+    """Ranks that train, or did last: their steps, how long the slowest one's is in seconds, whether one works now."""
 
     steps: list[StepSample]
     slowest: float
+    now: bool
 
     @classmethod
     def of(cls, ranks: Sequence[RankSample]) -> _Together | None:
         """None if no rank trains."""
-        timed = [(step, seconds) for rank in ranks if (step := rank.step) and (seconds := _seconds(step))]
-        return cls([step for step, _ in timed], max(seconds for _, seconds in timed)) if timed else None
+        timed = [(rank, seconds) for rank in ranks if rank.step and (seconds := _seconds(rank.step))]
+        if not timed:
+            return None
+        steps = [rank.step for rank, _ in timed if rank.step]
+        return cls(steps, max(seconds for _, seconds in timed), any(rank.state in WORKING for rank, _ in timed))
 
     def per_second(self, field: str) -> float | None:
         """The sum of something over all ranks, by the slowest rank's step; None if a rank does not know it."""
@@ -307,6 +321,8 @@ def _memory(rows: Sequence[Row]) -> Stat:
 
 
 def _step(ranks: _Together, late: dict[int, float]) -> Stat:
+    if not ranks.now:
+        return Stat("step", duration(ranks.slowest), "as last seen")
     if not late:
         return Stat("step", duration(ranks.slowest), "no straggler" if len(ranks.steps) > 1 else "")
     worst = max(late, key=lambda rank: late[rank])
@@ -318,9 +334,10 @@ def _tflops(ranks: _Together) -> Stat:
     if total is None:
         return Stat("TFLOPS", "n/a", clip(next((step.why for step in ranks.steps if step.why), "not counted yet")))
     uncounted = statistics.fmean(step.uncounted for step in ranks.steps)
-    notes = [f"{tera(total)} in all"] if count > 1 else []
+    scale, unit = flops_unit(total / count)
+    notes = [f"{flops_in(scale, total)} in all"] if count > 1 else []
     notes += [f"{percent(uncounted)} of steps not counted"] if uncounted >= 0.005 else []
-    return Stat("TFLOPS per rank" if count > 1 else "TFLOPS", tera(total / count), ", ".join(notes))
+    return Stat(f"{unit} per rank" if count > 1 else unit, flops_in(scale, total / count), ", ".join(notes))
 
 
 def _mfu(ranks: _Together) -> Stat:
@@ -331,7 +348,7 @@ def _mfu(ranks: _Together) -> Stat:
     if len(peaks) < len(ranks.steps):
         return Stat("MFU", "n/a", "peak not known: `%distributed peak` measures it")
     notes = [f"HFU {percent(hardware / sum(peaks), 1)}"] if hardware is not None and hardware > total else []
-    notes.append(f"peak {tera(statistics.fmean(peaks))} TFLOPS")
+    notes.append(f"peak {flops(statistics.fmean(peaks))}")
     notes += [ranks.steps[0].peak_source] if ranks.steps[0].peak_source else []
     return Stat("MFU", percent(total / sum(peaks), 1), clip(", ".join(notes)))
 
@@ -343,14 +360,14 @@ def _throughput(ranks: _Together) -> list[Stat]:
 
 
 def _shares(steps: Sequence[StepSample]) -> list[Stat]:
-    """What a step waits for, the mean over ranks."""
+    """What steps wait for, the mean over ranks."""
     waiting = [share for step in steps if (share := finite(step.waiting)) is not None]
     talking = [share for step in steps if (share := finite(step.communication)) is not None]
     known = [("data", waiting)] * bool(waiting) + [("collectives", talking)] * bool(talking)
     if not known:
         return []
     values = " / ".join(percent(statistics.fmean(shares)) for _, shares in known)
-    return [Stat(f"waiting for {' / '.join(label for label, _ in known)}", values, "of a step, mean")]
+    return [Stat(" / ".join(label for label, _ in known), values, "of a step spent waiting")]
 
 
 # --- arithmetic

@@ -79,19 +79,20 @@ class Panel(anywidget.AnyWidget):
         self._session: weakref.ref[Session] | None = None
         self._follows = session is None and source is None
         self._source: Source = source or Monitor.of(None)
+        self._rate = rate  # that somebody has asked for; a new session's monitor has its own
         self._unsubscribe: Callable[[], None] | None = None
         self._views = 0  # that pages have opened and not closed again
         self._paused = False
         self._stale = False  # whether the copy in the notebook is older than what has been seen
         self._shown = False
         self._ended = False
-        if session is not None:
-            self._attach(session)
-        self._follow()
         if rate is not None:
             self._source.rate = rate
+        if session is not None:
+            self._attach(session)
         super().__init__()
         self.on_msg(self._on_message)
+        self._follow()
         self._watch_cells()
 
     # --- what a user calls
@@ -107,8 +108,8 @@ class Panel(anywidget.AnyWidget):
 
     @rate.setter
     def rate(self, seconds: float) -> None:
-        self._source.rate = seconds
-        self._tell_again()
+        self._source.rate = self._rate = seconds
+        self._tell()
 
     @property
     def paused(self) -> bool:
@@ -120,22 +121,23 @@ class Panel(anywidget.AnyWidget):
         self._paused = paused
         if paused:
             self._rest()
-        elif self._shown:
+        elif self._shown or self._views:
             self._wake()
-        self._tell_again()
+        self._tell()
 
     @property
     def text(self) -> str:
         """The last values as a table for a terminal."""
         self._follow()
         view = self._look()
-        return fallback.text(view) if view is not None else "nothing has been seen yet"
+        return fallback.text(view, ended=self._ended) if view is not None else "nothing has been seen yet"
 
     @property
     def html(self) -> str:
         """The last values as HTML without scripts: what the saved notebook shows."""
+        self._follow()
         view = self._look()
-        return fallback.html(view, self._identity) if view is not None else ""
+        return fallback.html(view, self._identity, ended=self._ended) if view is not None else ""
 
     def plot(self) -> Figure:
         """Memory and TFLOPS over time, by matplotlib: what `nbdist.history()` has kept.
@@ -161,33 +163,44 @@ class Panel(anywidget.AnyWidget):
             return self._updates.state()
 
     def _attach(self, session: Session) -> None:
-        self._session = weakref.ref(session)
-        self._source = Monitor.of(session)
+        self._session, self._source = weakref.ref(session), Monitor.of(session)
+        if self._rate is not None:
+            self._source.rate = self._rate
 
     def _follow(self) -> None:
-        """Turn to the notebook's newest session; the last one's values stay until there is one."""
-        session = current_session()
-        if not self._follows or session is None or session.closed or session.broken:
-            return
-        if self._session is None or self._session() is not session:
+        """Turn to the notebook's newest session. When one has ended its last values stay until there is another."""
+        newest = current_session()
+        if self._follows and newest is not None and not _is_over(newest) and newest is not self._looked_at():
             watching = self._unsubscribe is not None
             self._rest()
-            self._attach(session)
-            self._view, self._ended = None, False
+            self._attach(newest)
+            self._view = None
             if watching:
                 self._wake()
+        ended = self._session is not None and _is_over(self._looked_at())
+        if ended != self._ended:
+            self._ended = self._stale = ended
+            self._tell()
+
+    def _looked_at(self) -> Session | None:
+        return self._session() if self._session is not None else None
 
     def _wake(self) -> None:
-        if self._unsubscribe is None:
-            self._unsubscribe = self._source.subscribe(self._on_sample)
+        with self._lock:
+            if self._unsubscribe is None:
+                source = self._source
+                self._unsubscribe = source.subscribe(lambda sample: self._on_sample(source, sample))
 
     def _rest(self) -> None:
-        if self._unsubscribe is not None:
-            self._unsubscribe()
-            self._unsubscribe = None
+        with self._lock:
+            if self._unsubscribe is not None:
+                self._unsubscribe()
+                self._unsubscribe = None
 
-    def _on_sample(self, sample: Sample) -> None:
+    def _on_sample(self, source: Source, sample: Sample) -> None:
         """From the monitor's thread, which others need too."""
+        if source is not self._source or (self._session is not None and _is_over(self._looked_at())):
+            return  # a look that was under way when its session ended
         try:
             self._take(view_of(sample))
         except Exception as error:
@@ -212,10 +225,10 @@ class Panel(anywidget.AnyWidget):
     def _live(self) -> str:
         return "ended" if self._ended else "paused" if self._paused else "live"
 
-    def _tell_again(self) -> None:
+    def _tell(self) -> None:
         """Something changed that no Sample will bring."""
-        if self._view is not None:
-            self._take(self._view)
+        with self._lock:
+            self.send(self._updates.update_head(self._live(), self.rate))
 
     def _look(self) -> View | None:
         """What is in view; where nobody watches, what is seen now."""
@@ -266,7 +279,6 @@ class Panel(anywidget.AnyWidget):
     def _on_cell_end(self, result: object) -> None:
         """Bring up to date what the notebook keeps."""
         self._follow()
-        self._note_end()
         if not self._shown or not self._stale or self._view is None:
             return
         from IPython.display import update_display
@@ -275,13 +287,6 @@ class Panel(anywidget.AnyWidget):
             with self._lock:
                 self._send_all()
         update_display(self._copy(), raw=True, display_id=self._display_id)
-
-    def _note_end(self) -> None:
-        session = self._session() if self._session is not None else None
-        ended = self._session is not None and (session is None or session.closed or bool(session.broken))
-        if ended != self._ended:
-            self._ended = ended
-            self._tell_again()
 
     # --- the page
 
@@ -342,13 +347,17 @@ class Panel(anywidget.AnyWidget):
             path = Path("snapshot-notebook.pickle").resolve()
             snapshot.write(path)
             return path
-        session = self._session() if self._session is not None else None
-        if session is None or session.closed:
+        session = self._looked_at()
+        if session is None or _is_over(session):
             raise UsageError("its session has ended: `%distributed start` brings up another")
         return session.snapshot(rank)
 
     def _say(self, text: str) -> None:
         self.send({"type": "note", "text": text})
+
+
+def _is_over(session: Session | None) -> bool:
+    return session is None or session.closed or bool(session.broken)
 
 
 def _shell() -> Any:

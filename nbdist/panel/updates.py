@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbdist.panel.model import Node, Row, View
+from nbdist.panel.model import Node, Row, View, urgency
 from nbdist.panel.words import clip, finite
 
 LIMIT = 2048  # bytes of an update, as JSON, with the widget's envelope
@@ -26,6 +26,7 @@ _ENVELOPE = 64  # {"method": "custom", "content": {...}}
 _NODES_SHARE = 0.25  # of an update that lines of nodes may take
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _UNKNOWN = "."
+_CHOSEN = 5  # the weight of the row that the reader looks at
 _HOTTEST = 100.0  # degrees Celsius
 _MIB = 1024**2
 
@@ -49,7 +50,7 @@ class Updates:
         self.metric = METRICS[0]
         self._turn = 0
         self._identity = identity
-        self._head: dict[str, Any] = {}
+        self._head: dict[str, Any] = {"title": "", "stats": [], "live": "live", "rate": 1}
         self._ranks = _Table()
         self._nodes = _Table()
         self._levels = _Levels()
@@ -85,6 +86,11 @@ class Updates:
             "history": [list(values) for values in self._history],
         }
 
+    def update_head(self, live: str, rate: float) -> dict[str, Any]:
+        """What to tell the page of that which no look brings."""
+        self._head = {**self._head, "live": live, "rate": rate}
+        return {"type": "head", "head": self._head}
+
     def update(self, view: View, live: str, rate: float) -> dict[str, Any]:
         """What to tell the page next, for a view that `fits`."""
         for values, row in zip(self._history, view.rows, strict=False):
@@ -97,14 +103,14 @@ class Updates:
         def left(key: str) -> int:
             return LIMIT - _ENVELOPE - len(_json({**message, key: []}))
 
-        message["nodes"] = self._nodes.changes(view.nodes, (), int(left("nodes") * _NODES_SHARE))
+        message["nodes"] = self._nodes.changes(view.nodes, {}, int(left("nodes") * _NODES_SHARE))
         self._turn += 1
         if self._heat and self._turn % 2:
             message["levels"] = self._levels.changes(view, self._order_of_levels(), left("levels"))
-            message["ranks"] = self._ranks.changes(view.rows, self._urgent(view), left("ranks"))
+            message["ranks"] = self._ranks.changes(view.rows, self._weights(view), left("ranks"))
         else:
             share = 0.5 if self._heat else 1.0
-            message["ranks"] = self._ranks.changes(view.rows, self._urgent(view), int(left("ranks") * share))
+            message["ranks"] = self._ranks.changes(view.rows, self._weights(view), int(left("ranks") * share))
             message["levels"] = self._levels.changes(view, self._order_of_levels(), left("levels"))
         return {key: value for key, value in message.items() if value}
 
@@ -113,9 +119,10 @@ class Updates:
         order = [*METRICS[first:], *METRICS[:first]]
         return sorted(order, key=lambda metric: metric != self.metric) if self._turn % 2 else order
 
-    def _urgent(self, view: View) -> Collection[int]:
-        urgent = {index for index, row in enumerate(view.rows) if row.badges or row.state in ("dead", "stuck")}
-        return urgent | {self.chosen} if self.chosen is not None else urgent
+    def _weights(self, view: View) -> dict[int, int]:
+        """Of rows that come before others."""
+        weights = {index: weight for index, row in enumerate(view.rows) if (weight := urgency(row))}
+        return weights | {self.chosen: _CHOSEN} if self.chosen is not None else weights
 
 
 class _Table:
@@ -138,11 +145,11 @@ class _Table:
         self.told, self._seen = [encode(row) for row in rows], [look(row) for row in rows]
         self._waiting = [0] * len(rows)
 
-    def changes(self, rows: Sequence[Any], urgent: Collection[int], budget: int) -> list[Delta]:
+    def changes(self, rows: Sequence[Any], weights: Mapping[int, int], budget: int) -> list[Delta]:
         """The rows to send, within so many bytes; they count as told."""
         seen = [self._look(row) for row in rows]
         changed = [index for index in range(len(rows)) if seen[index] != self._seen[index]]
-        changed.sort(key=lambda index: (index not in urgent, -self._waiting[index]))
+        changed.sort(key=lambda index: (-weights.get(index, 0), -self._waiting[index]))
         found: list[Delta] = []
         for index in changed:
             self._waiting[index] += 1
@@ -196,7 +203,7 @@ def _layout(view: View) -> list[Any]:
 
 
 def _head(view: View, live: str, rate: float) -> dict[str, Any]:
-    return {"title": view.title, "live": live, "rate": rate, "stats": [list(stat) for stat in view.stats]}
+    return {"title": view.title, "stats": [list(stat) for stat in view.stats], "live": live, "rate": rate}
 
 
 # --- values, rounded to what can be seen of them

@@ -24,9 +24,21 @@ def part_of(part: float, whole: float) -> str:
     return f"{figures(part / scale)}{'' if unit == whole_unit else f' {unit}'} of {size(whole)}"
 
 
-def tera(value: float) -> str:
-    """FLOP/s in TFLOPS, three figures or more, without the unit: "412", "3,296", "0.052"."""
-    return figures(value / 1e12) if value >= 1e13 else _three_figures(value / 1e12)
+def flops(value: float) -> str:
+    """FLOP/s with their unit, three figures or more: "412 TFLOPS", "11.5 GFLOPS"."""
+    scale, unit = flops_unit(value)
+    return f"{flops_in(scale, value)} {unit}"
+
+
+def flops_in(scale: float, value: float) -> str:
+    """The same in a given unit, without its name: "3,296"."""
+    value /= scale
+    return figures(value) if value >= 10 else _three_figures(value)
+
+
+def flops_unit(value: float) -> tuple[float, str]:
+    """What so many FLOP/s are given in: TFLOPS, or GFLOPS where they would be less than one."""
+    return (1e12, "TFLOPS") if value >= 1e12 else (1e9, "GFLOPS")
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -49,6 +61,11 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def figures(value: float) -> str:
+    """Three figures or more: "61.2", "1,007"."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
 def _scale(value: float) -> tuple[int, str]:
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
         if abs(value) >= 1024**power:
@@ -56,11 +73,7 @@ def _scale(value: float) -> tuple[int, str]:
     return 1024, "KiB"
 
 
-def figures(value: float) -> str:
-    """Three figures or more: "61.2", "1,007"."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
-
-
 def _three_figures(value: float) -> str:
-    """Without an exponent."""
-    return f"{float(f'{value:.3g}'):.9f}".rstrip("0").rstrip(".")
+    """Always three, so that a figure keeps its width, and without an exponent."""
+    value = float(f"{value:.3g}")
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"

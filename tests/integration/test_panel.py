@@ -92,8 +92,45 @@ def test_it_follows_the_notebook_from_session_to_session(kernel: Kernel) -> None
 def test_a_session_that_has_ended_leaves_its_last_values(own_ranks: Kernel) -> None:
     own_ranks.ok("%distributed panel")
     ended = own_ranks.ok("%distributed stop")
-    assert [update["content"]["head"]["live"] for update in updates(ended)] == ["ended"]
-    assert own_ranks.ok("%distributed panel --text").stdout.startswith("2 ranks")
+    assert updates(ended)[-1]["content"]["head"]["live"] == "ended"
+    assert own_ranks.ok("%distributed panel --text").stdout.startswith("2 ranks: all idle · session ended · ")
+
+
+def test_the_end_is_said_in_the_cell_that_brings_it(own_ranks: Kernel) -> None:
+    own_ranks.ok("import nbdist; panel = nbdist.Panel(); panel")
+    assert "2 ranks: all idle · session ended" in own_ranks.ok("nbdist.get_session().close(); print(panel.text)").stdout
+
+
+def test_a_rate_once_chosen_holds_for_the_next_session(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist\n%distributed panel --rate 0.25")
+    kernel.ok("%distributed start -n 2\nimport nbdist")
+    assert kernel.value("nbdist.client.monitor.Monitor.of(nbdist.get_session()).rate") == 0.25
+
+
+def test_a_panel_that_rests_when_its_session_ends_can_go_on_with_the_next(own_ranks: Kernel) -> None:
+    own_ranks.ok("import nbdist; panel = nbdist.Panel(); panel")
+    press(own_ranks, "pause", True)
+    own_ranks.ok("%distributed stop")
+    begun = own_ranks.ok("%distributed start -n 3")
+    assert updates(begun)[-1]["content"]["head"]["live"] == "paused"
+    press(own_ranks, "pause", False)
+    assert own_ranks.value("panel.text").startswith("3 ranks: all idle")
+
+
+def test_a_rank_that_waits_for_another_is_stuck_until_it_goes_on(ranks: Kernel, tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    ranks.ok("import nbdist; panel = nbdist.Panel(rate=0.25); panel")
+    ranks.ok("%%distributed\nimport time, os, torch, torch.distributed as dist")
+    wait = f"%%distributed --background\nif rank == 0:\n    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    ranks.ok(wait + "dist.all_reduce(torch.ones(1))\nwhile not os.path.exists('" + str(gate) + "2'): time.sleep(0.01)")
+    until = "import time\nwhile {} ('1 stuck' in panel.text): time.sleep(0.05)\nprint(panel.text)"
+    stuck = ranks.ok(until.format("not")).stdout
+    assert stuck.startswith("2 ranks: 1 busy, 1 stuck")
+    assert re.search(r"^1 .* ◐ stuck +waits in all_reduce, cell \d+ line 4, for rank 0$", stuck, re.MULTILINE)
+    gate.touch()
+    assert ranks.ok(until.format("")).stdout.startswith("2 ranks: all busy")
+    gate.with_name("open2").touch()
+    ranks.ok("panel.close()")
 
 
 def test_a_session_of_ones_own_can_be_shown(panel_of_ranks: Kernel) -> None:
@@ -176,6 +213,16 @@ def test_pause_and_resume(panel_kernel: Kernel) -> None:
     assert answer["head"]["live"] == "paused" and not panel_kernel.value("source.watched")
     press(panel_kernel, "pause", False)
     assert panel_kernel.value("source.watched")
+
+
+def test_pause_and_resume_inside_another_widget(ranks: Kernel) -> None:
+    code = "import ipywidgets; source = Source(); panel = nbdist.Panel(source=source); ipywidgets.VBox([panel])"
+    ranks.ok(SAMPLES + code)
+    press(ranks, "opened", None)
+    press(ranks, "pause", True)
+    press(ranks, "pause", False)
+    assert ranks.value("source.watched")
+    ranks.ok("panel.close()")
 
 
 def test_rate(panel_kernel: Kernel) -> None:

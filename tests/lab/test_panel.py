@@ -36,7 +36,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def eight(lab: Lab, browser: Browser) -> Iterator[Notebook]:
     """A notebook that shows eight GPUs, shared by tests that leave it as they found it."""
-    with Notebook(lab, browser, [SHOW.format(count=8), MOVE.format(count=8)]) as notebook:
+    cells = [SHOW.format(count=8), MOVE.format(count=8), "source.show(gpus(2))", "source.show(gpus(8))"]
+    with Notebook(lab, browser, cells) as notebook:
         notebook.run(0)
         yield notebook
 
@@ -106,16 +107,32 @@ def test_buttons_reach_the_kernel_and_pause_holds_at_once(eight: Notebook) -> No
     eight.panel.get_by_role("button", name="Resume").click()
     expect(eight.panel.locator(".nbdist-live")).to_have_text("● live")
     eight.panel.get_by_label("How often to look").select_option("5")
+    expect(eight.panel.locator(".nbdist-message").last).to_have_text(
+        "The new rate holds when the cell that runs has ended."
+    )
     eight.panel.locator(".nbdist-row").nth(1).click()
     eight.panel.get_by_role("button", name="Memory snapshot of rank 1").click()
-    expect(eight.panel.locator(".nbdist-message")).to_contain_text("%distributed start")
+    expect(eight.panel.locator(".nbdist-message").last).to_contain_text("%distributed start")
+
+
+def test_no_figure_moves_another(eight: Notebook) -> None:
+    figures = eight.panel.locator(".nbdist-stat")
+    places = "figures => figures.map(figure => figure.getBoundingClientRect().x)"
+    expect(figures.nth(1)).to_contain_text("rank 2 is late")
+    before = figures.evaluate_all(places)
+    eight.run(2)
+    expect(figures.nth(1)).to_contain_text("no straggler")
+    assert figures.evaluate_all(places) == before
+    eight.run(3)
 
 
 def test_256_ranks_are_a_map(lab: Lab, browser: Browser) -> None:
     with Notebook(lab, browser, [SHOW.format(count=256), MOVE.format(count=256)]) as notebook:
         notebook.run(0)
         expect(notebook.panel.locator(".nbdist-cell")).to_have_count(256)
-        expect(notebook.panel.locator(".nbdist-attention .nbdist-row:visible")).to_have_count(4)
+        worth_a_look = notebook.panel.locator(".nbdist-attention .nbdist-row:visible")
+        expect(worth_a_look).to_have_count(4)
+        expect(worth_a_look.first).to_contain_text("✕ dead")
         expect(notebook.panel.locator(".nbdist-attention")).to_contain_text("killed by SIGKILL")
         levels = "cells => cells.map(cell => cell.style.height)"
         fills = notebook.panel.locator(".nbdist-fill")
@@ -128,6 +145,9 @@ def test_256_ranks_are_a_map(lab: Lab, browser: Browser) -> None:
         notebook.page.keyboard.press("Enter")
         expect(notebook.panel.locator(".nbdist-details")).to_contain_text("cuda:1")
         notebook.shoot("256-gpus")
+        notebook.panel.locator(".nbdist-attention .nbdist-row").first.click()
+        expect(notebook.panel.locator(".nbdist-details")).to_contain_text("✕ dead: killed by SIGKILL")
+        expect(cells.nth(15)).to_be_focused()
 
 
 def test_360_pixels_are_enough(eight: Notebook) -> None:

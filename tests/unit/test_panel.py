@@ -20,7 +20,7 @@ from nbdist.panel import fallback
 from nbdist.panel.model import HEAT_ABOVE, Row, Stat, View, view_of
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import LIMIT, METRICS, Updates
-from nbdist.panel.words import duration, part_of, sizes, tera
+from nbdist.panel.words import duration, flops, part_of, sizes
 from tests.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus
 
 ENVELOPE = {"method": "custom", "content": None}
@@ -41,8 +41,8 @@ def on_gpu(gpu: GpuSample, **values: Any) -> Row:
     return one(rank, NodeSample("a", 0.0, gpus=[gpu]))
 
 
-def training(*steps: StepSample) -> View:
-    return view_of(Sample(at=0.0, ranks=[RankSample(rank, step=step) for rank, step in enumerate(steps)]))
+def training(*steps: StepSample, state: str = "busy") -> View:
+    return view_of(Sample(at=0.0, ranks=[RankSample(rank, step=step, state=state) for rank, step in enumerate(steps)]))
 
 
 # --- rows
@@ -125,6 +125,12 @@ def test_the_straggler_is_who_waits_least_in_collectives() -> None:
     assert stat(view, "step").note == "rank 2 is late: +50 %"
 
 
+def test_ranks_that_run_nothing_keep_nobody_waiting() -> None:
+    view = training(StepSample(seconds=1.0), StepSample(seconds=2.0), state="idle")
+    assert [row.badges for row in view.rows] == [(), ()]
+    assert (stat(view, "step").value, stat(view, "step").note) == ("2.00 s", "as last seen")
+
+
 # --- figures
 
 
@@ -144,6 +150,13 @@ def test_speed_is_by_the_slowest_rank() -> None:
     assert stat(view, "TFLOPS per rank").value == "50.0"
     assert stat(view, "TFLOPS per rank").note == "100 in all"
     assert stat(view, "MFU").value == "5.0 %"
+
+
+def test_below_one_tflops_it_is_gflops() -> None:
+    view = training(*[StepSample(seconds=1.0, flops=1.15e10, peak=2e11)] * 2)
+    assert (stat(view, "GFLOPS per rank").value, stat(view, "GFLOPS per rank").note) == ("11.5", "23.0 in all")
+    assert stat(view, "MFU").note == "peak 200 GFLOPS"
+    assert "11.5 GFLOPS" in fallback.text(view)
 
 
 def test_a_share_of_steps_that_was_not_counted_is_said() -> None:
@@ -181,8 +194,11 @@ def test_the_title_counts_ranks_by_what_they_do() -> None:
         (duration(0.152), "152 ms"),
         (duration(0.9996), "1.00 s"),
         (duration(0.00001234), "0.0123 ms"),
-        (tera(3.2e15), "3,200"),
-        (tera(4.2e7), "0.000042"),
+        (duration(0.012), "12.0 ms"),
+        (flops(3.2e15), "3,200 TFLOPS"),
+        (flops(1.15e10), "11.5 GFLOPS"),
+        (flops(4.2e7), "0.0420 GFLOPS"),
+        (flops(0.0), "0 GFLOPS"),
         (sizes(3 * GIB, 1024 * GIB), "0.0 / 1.0 TiB"),
         (part_of(298 * 1024**2, 24 * GIB), "298 MiB of 24.0 GiB"),
     ],
@@ -287,6 +303,17 @@ def test_a_rank_that_dies_is_told_at_once() -> None:
     assert reader.state["ranks"][900][state] == "dead"
 
 
+def test_a_rank_that_dies_is_told_before_those_that_wait_for_it() -> None:
+    updates, reader = reader_of(gpus(1024))
+    sample = msgspec.to_builtins(gpus(1024))
+    for rank in sample["ranks"]:
+        rank.update(state="stuck", doing="waits in all_reduce, cell 3 line 4, for rank 900")
+    sample["ranks"][900] |= {"state": "dead", "doing": "exit code 1"}
+    reader.read(told(updates, msgspec.convert(sample, Sample)))
+    state = reader.state["columns"].index("state")
+    assert reader.state["ranks"][900][state] == "dead"
+
+
 def test_a_page_that_opens_late_understands_what_comes_next() -> None:
     updates, early = reader_of(gpus(256))
     for tick in range(1, 4):
@@ -328,6 +355,28 @@ def test_text_is_a_table_with_units() -> None:
     assert columns.split() == ["rank", "device", "memory", "state"]
     assert first.startswith("0     cpu") and first.endswith("300 MiB of 23.4 GiB  ● busy")
     assert legend == "# this rank's own  . everything else in use"
+
+
+def test_text_and_html_of_a_session_that_has_ended_say_so() -> None:
+    view = view_of(cpus(2))
+    assert fallback.text(view, ended=True).startswith("2 ranks: all busy · session ended · ")
+    assert "<b>2 ranks: all busy · session ended</b>" in fallback.html(view, ended=True)
+    assert "ended" not in fallback.text(view) + fallback.html(view)
+
+
+def test_text_says_what_a_stuck_rank_waits_for() -> None:
+    rank = RankSample(0, private=1, state="stuck", doing="waits in all_reduce, cell 3 line 4, for rank 1")
+    text = fallback.text(view_of(Sample(at=0.0, ranks=[rank])))
+    assert text.startswith("1 rank: stuck") and "◐ stuck  waits in all_reduce, cell 3 line 4, for rank 1" in text
+
+
+def test_of_many_ranks_the_one_that_has_died_comes_before_those_that_wait_for_it() -> None:
+    sample = msgspec.to_builtins(gpus(256))
+    for rank in [*sample["ranks"][:DEAD], *sample["ranks"][DEAD + 1 : 200]]:
+        rank.update(state="stuck", doing="waits")
+    text = fallback.text(view_of(msgspec.convert(sample, Sample)))
+    worth = text.partition("worth a look:")[2].splitlines()
+    assert worth[2].split()[0] == str(DEAD) and "… and 168 more" in text
 
 
 def test_text_of_gpus_shows_every_gauge_and_badge() -> None:

@@ -39,9 +39,9 @@ const TICK = 1000; // milliseconds between two looks at the clock
  * Show a panel.
  *
  * @param parent - Where.
- * @param send - What brings the reader's wishes to the kernel.
+ * @param send - What brings the reader's wishes to the kernel. Returns whether they hold while a cell runs, too.
  */
-export function createView(parent: HTMLElement, send: (wish: Wish) => void): View {
+export function createView(parent: HTMLElement, send: (wish: Wish) => boolean): View {
   const view = new Panel(send);
   parent.append(view.element);
   return view;
@@ -70,7 +70,7 @@ class Panel implements View {
   private layout = "";
   private heard = Date.now();
 
-  constructor(private readonly send: (wish: Wish) => void) {
+  constructor(private readonly send: (wish: Wish) => boolean) {
     this.header = new Header({ pause: this.pause, rate: this.setRate });
     this.details = new Details(this.snapshot, this.close);
     this.menu = metricMenu(this.show);
@@ -114,15 +114,15 @@ class Panel implements View {
   // --- what the reader does
 
   private readonly pause = (on: boolean): void => {
-    this.wish = on; // holds at once; the kernel hears of it when its cell has ended
+    this.wish = on; // holds at once; the kernel may hear of it when its cell has ended
     this.heard = Date.now();
     this.send({ type: "pause", value: on });
     this.draw();
   };
 
   private readonly setRate = (seconds: number): void => {
-    if (this.busy) this.say("The new rate holds when the cell that runs has ended.");
-    this.send({ type: "rate", value: seconds });
+    const soon = this.send({ type: "rate", value: seconds }) || !this.busy;
+    this.say(soon ? "" : "The new rate holds when the cell that runs has ended.");
   };
 
   private readonly show = (metric: Metric): void => {
@@ -208,7 +208,7 @@ class Panel implements View {
     this.draw();
   }
 
-  /** Whether a cell seems to run, so that the kernel hears of nothing until it ends. */
+  /** Whether a cell seems to run. */
   private get busy(): boolean {
     return this.state.ranks.some((rank) => rank.state === "busy" || rank.state === "stuck");
   }

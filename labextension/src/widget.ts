@@ -1,5 +1,5 @@
 /**
- * The panel as an anywidget: connects `view` with the widget's model, and hides the copy that the notebook keeps.
+ * The panel as an anywidget: connects `view` with the kernel, and hides the copy that the notebook keeps.
  */
 
 import { createView, type Frame, type Message, type Wish } from "./view";
@@ -11,11 +11,31 @@ interface Model {
   on(event: "msg:custom", listener: (message: Message) => void): void;
   off(event: string, listener: (message: Message) => void): void;
   send(wish: Wish): void;
+  widget_manager?: { kernel?: Kernel | null };
 }
 
+/** What JupyterLab has of a kernel; other front ends have less. */
+interface Kernel {
+  supportsSubshells?: boolean;
+  createComm?(target: string): Comm;
+}
+
+interface Comm {
+  open(data: { id: string }): unknown;
+  send(wish: Wish): unknown;
+  close(): unknown;
+  readonly isDisposed: boolean;
+}
+
+const TARGET = "nbdist.panel";
+const WAITS = "snapshot"; // needs the kernel's main thread
+
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
+  const line = directLine(model);
   const view = createView(el, (wish) => {
-    model.send(wish);
+    const direct = line?.isDisposed === false && wish.type !== WAITS;
+    (direct ? line : model).send(wish);
+    return direct;
   });
   const load = (): void => {
     view.load(model.get("frame"));
@@ -32,9 +52,22 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
     model.off("change:frame", load);
     model.off("msg:custom", receive);
     model.send({ type: "closed", value: null });
+    if (line?.isDisposed === false) line.close();
     view.dispose();
     showCopy();
   };
+}
+
+/**
+ * What the kernel hears while a cell runs, too: a comm that the page opens and the kernel does not send on.
+ * The widget's own is answered when the cell has ended.
+ */
+function directLine(model: Model): Comm | null {
+  const kernel = model.widget_manager?.kernel;
+  if (kernel?.supportsSubshells !== true || kernel.createComm === undefined) return null;
+  const comm = kernel.createComm(TARGET);
+  comm.open({ id: model.get("frame").id });
+  return comm;
 }
 
 /** Hide the copy without JavaScript as long as this view lives. Returns what shows it again. */

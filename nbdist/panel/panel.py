@@ -7,6 +7,7 @@ the values mean (`model`) or how they are packed (`updates`).
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import secrets
 import sys
 import threading
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import anywidget
+import comm
+import comm.base_comm
 import traitlets
 
 from nbdist.client.history import history
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 _BUILT = Path(__file__).parent / "static"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+_TARGET = "nbdist.panel"  # of comms that pages open to be heard while a cell runs
 _FIRST_LOOK = 1.0  # seconds that the first copy in the notebook waits for something to show
 
 
@@ -66,6 +70,7 @@ class Panel(anywidget.AnyWidget):
 
     _esm: ClassVar[Path] = _BUILT / "widget.js"
     _css: ClassVar[Path] = _BUILT / "widget.css"
+    _all: ClassVar[weakref.WeakValueDictionary[str, Panel]] = weakref.WeakValueDictionary()
     frame = traitlets.Dict().tag(sync=True, to_json=lambda _, panel: panel.state())
 
     def __init__(
@@ -94,6 +99,8 @@ class Panel(anywidget.AnyWidget):
         self.on_msg(self._on_message)
         self._follow()
         self._watch_cells()
+        self._all[self._identity] = self
+        comm.get_comm_manager().register_target(_TARGET, self._on_line)
 
     # --- what a user calls
 
@@ -171,12 +178,13 @@ class Panel(anywidget.AnyWidget):
         """Turn to the notebook's newest session. When one has ended its last values stay until there is another."""
         newest = current_session()
         if self._follows and newest is not None and not _is_over(newest) and newest is not self._looked_at():
-            watching = self._unsubscribe is not None
-            self._rest()
-            self._attach(newest)
-            self._view = None
-            if watching:
-                self._wake()
+            with self._lock:
+                watching = self._unsubscribe is not None
+                self._rest()
+                self._attach(newest)
+                self._view = None
+                if watching:
+                    self._wake()
         ended = self._session is not None and _is_over(self._looked_at())
         if ended != self._ended:
             self._ended = self._stale = ended
@@ -290,8 +298,27 @@ class Panel(anywidget.AnyWidget):
 
     # --- the page
 
+    @classmethod
+    def _on_line(cls, line: comm.base_comm.BaseComm, opening: dict[str, Any]) -> None:
+        """A page wants to be heard while a cell runs, too: in a thread of ipykernel's then.
+
+        That thread's context says whose messages it answers. What is sent in it takes the widget's own messages there;
+        in an empty context they stay with the main thread.
+        """
+        panel = cls._all.get(str(opening["content"]["data"].get("id")))
+        if panel is None:
+            line.close()
+            return
+        heard = weakref.WeakMethod(panel._on_message)
+
+        def hear(message: dict[str, Any]) -> None:
+            if (on_message := heard()) is not None:
+                contextvars.Context().run(on_message, None, message["content"]["data"], [])
+
+        line.on_msg(hear)
+
     def _on_message(self, _: object, content: Any, __: object) -> None:
-        """From a page: what its reader did. When a cell runs, it comes when that has ended."""
+        """From a page: what its reader did. Without a line of its own it comes when the cell that runs has ended."""
         handlers = {
             "opened": self._on_opened,
             "closed": self._on_closed,

@@ -53,11 +53,13 @@ def updates(outcome: Outcome) -> list[dict[str, Any]]:
 
 def press(kernel: Kernel, type_: str, value: object) -> list[dict[str, Any]]:
     """What a page sends when its reader does something. Returns what comes back."""
-    model = kernel.value("panel.model_id")
-    content = {"type": type_, "value": value}
-    message = kernel.client.session.msg(
-        "comm_msg", {"comm_id": model, "data": {"method": "custom", "content": content}}
-    )
+    wish = {"method": "custom", "content": {"type": type_, "value": value}}
+    return send(kernel, "comm_msg", {"comm_id": kernel.value("panel.model_id"), "data": wish})
+
+
+def send(kernel: Kernel, type_: str, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Send a message as a page does. Returns what comes back by comms."""
+    message = kernel.client.session.msg(type_, content)
     kernel.client.shell_channel.send(message)
     found = []
     while True:
@@ -66,6 +68,8 @@ def press(kernel: Kernel, type_: str, value: object) -> list[dict[str, Any]]:
             continue
         if answer["msg_type"] == "comm_msg":
             found.append(answer["content"]["data"]["content"])
+        elif answer["msg_type"] == "comm_close":
+            found.append({"type": "closed"})
         if answer["content"].get("execution_state") == "idle":
             return found
 
@@ -223,6 +227,23 @@ def test_pause_and_resume_inside_another_widget(ranks: Kernel) -> None:
     press(ranks, "pause", False)
     assert ranks.value("source.watched")
     ranks.ok("panel.close()")
+
+
+def test_a_page_may_have_a_line_of_its_own(panel_kernel: Kernel) -> None:
+    opening = {
+        "comm_id": "line",
+        "target_name": "nbdist.panel",
+        "data": {"id": panel_kernel.value("panel.state()['id']")},
+    }
+    assert send(panel_kernel, "comm_open", opening) == []
+    wish = {"comm_id": "line", "data": {"type": "pause", "value": True}}
+    (answer,) = send(panel_kernel, "comm_msg", wish)
+    assert answer["head"]["live"] == "paused" and not panel_kernel.value("source.watched")
+
+
+def test_a_line_to_a_panel_that_is_gone_is_closed(panel_kernel: Kernel) -> None:
+    opening = {"comm_id": "lost", "target_name": "nbdist.panel", "data": {"id": "gone"}}
+    assert send(panel_kernel, "comm_open", opening) == [{"type": "closed"}]
 
 
 def test_rate(panel_kernel: Kernel) -> None:

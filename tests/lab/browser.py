@@ -118,6 +118,18 @@ class Notebook:
         state = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.executionState", index)
         return bool(state == "running")
 
+    def listen(self) -> None:
+        """Note what the kernel tells the page of how it looks at ranks."""
+        note = "const head = message.content?.data?.content?.head; if (head) told.push([head.live, head.rate])"
+        kernel = f"{CURRENT}.sessionContext.session.kernel"
+        self.page.evaluate(f"() => {{ told = []; {kernel}.iopubMessage.connect((_, message) => {{ {note} }}) }}")
+
+    @property
+    def told(self) -> list[list[object]]:
+        """What it has noted: "live" or "paused", and the rate."""
+        found: list[list[object]] = self.page.evaluate("told")
+        return found
+
     def interrupt(self) -> None:
         self.page.evaluate(f"{CURRENT}.sessionContext.session.kernel.interrupt()")
 

@@ -32,11 +32,16 @@ const WAITS = "snapshot"; // needs the kernel's main thread
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const line = directLine(model);
-  const view = createView(el, (wish) => {
+  const send = (wish: Wish): boolean => {
     const direct = line?.isDisposed === false && wish.type !== WAITS;
-    (direct ? line : model).send(wish);
+    try {
+      (direct ? line : model).send(wish);
+    } catch {
+      view.receive({ type: "note", text: "The kernel that fills this has ended: run the cell again." });
+    }
     return direct;
-  });
+  };
+  const view = createView(el, send);
   const load = (): void => {
     view.load(model.get("frame"));
   };
@@ -46,12 +51,17 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   load();
   model.on("change:frame", load);
   model.on("msg:custom", receive);
-  model.send({ type: "opened", value: null });
+  send({ type: "opened", value: null });
   const showCopy = hideCopy(model.get("frame").id);
+  const leave = (): void => {
+    send({ type: "closed", value: null });
+  };
+  window.addEventListener("pagehide", leave); // a page that is reloaded or left does not call what is returned here
   return () => {
+    window.removeEventListener("pagehide", leave);
     model.off("change:frame", load);
     model.off("msg:custom", receive);
-    model.send({ type: "closed", value: null });
+    leave();
     if (line?.isDisposed === false) line.close();
     view.dispose();
     showCopy();

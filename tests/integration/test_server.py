@@ -3,62 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import websocket
 
 from tests.conftest import _shared
-from tests.harness import LIMIT, Kernel, wait_until
+from tests.harness import LIMIT, Kernel
+from tests.jupyter import Server
 
 EXCEEDED = "rate exceeded"
-
-
-class Server:
-    """A Jupyter server as a user starts it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.token = secrets.token_hex(8)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "jupyter_server", "--no-browser", f"--ServerApp.port={port}"]
-        command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}", "--allow-root"]
-        environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_NO_CONFIG": "1"}
-        with (folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-        self.pid = self.process.pid
-        wait_until(self._answers, f"the server to answer: {(folder / 'log').read_text()}", LIMIT)
-
-    def call(self, path: str, data: dict[str, Any] | None = None) -> Any:
-        body = None if data is None else json.dumps(data).encode()
-        headers = {"Authorization": f"token {self.token}", "Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers), timeout=LIMIT) as reply:
-            text = reply.read()
-        return json.loads(text) if text else None
-
-    def _answers(self) -> bool:
-        assert self.process.poll() is None
-        try:
-            self.call("/api/status")
-        except (urllib.error.URLError, ConnectionError):
-            return False
-        return True
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(LIMIT)
 
 
 class Page:

@@ -6,11 +6,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +18,7 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from tests.conftest import _shared
 from tests.harness import LIMIT, MARK, Kernel, wait_until
+from tests.jupyter import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "screenshots"
@@ -31,40 +27,16 @@ QUIET = '{"fetchNews": "false", "checkForUpdates": false}'  # JupyterLab asks th
 CURRENT = "jupyterapp.shell.currentWidget"
 
 
-class Lab:
+class Lab(Server):
     """JupyterLab as a user starts it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.token = secrets.token_hex(8)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}"]
-        command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}"]
-        command += ["--LabApp.expose_app_in_browser=True"]
         settings = folder / "settings"
         news = settings / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
         news.parent.mkdir(parents=True)
         news.write_text(QUIET)
         own = {"JUPYTERLAB_SETTINGS_DIR": str(settings), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
-        environment = {**os.environ, **own, "JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_NO_CONFIG": "1"}
-        with (folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-        self.pid = self.process.pid
-        wait_until(self._answers, "JupyterLab to answer", LIMIT)
-
-    def _answers(self) -> bool:
-        assert self.process.poll() is None, (self.folder / "log").read_text()
-        try:
-            urllib.request.urlopen(f"{self.url}/api/status?token={self.token}", timeout=LIMIT).close()
-        except (urllib.error.URLError, ConnectionError):
-            return False
-        return True
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(LIMIT)
+        super().__init__(folder, "jupyterlab", "--LabApp.expose_app_in_browser=True", environment=own)
 
 
 class Notebook:
@@ -113,6 +85,11 @@ class Notebook:
         self.page.evaluate("jupyterapp.commands.execute('notebook:run-cell')")
         outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
         assert not [output["evalue"] for output in outputs if output["output_type"] == "error"]
+
+    def clear(self, index: int) -> None:
+        """Take a cell's output away."""
+        self._choose(index)
+        self.page.evaluate("jupyterapp.commands.execute('notebook:clear-cell-output')")
 
     def is_running(self, index: int) -> bool:
         state = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.executionState", index)

@@ -170,6 +170,20 @@ def test_360_pixels_are_enough(eight: Notebook) -> None:
     eight.page.set_viewport_size({"width": 1100, "height": 900})
 
 
+def test_nobody_looks_after_the_last_page_has_gone(lab: Lab, browser: Browser) -> None:
+    with Notebook(
+        lab, browser, [SHOW.format(count=8), "assert source.watched", "assert not source.watched"]
+    ) as notebook:
+        notebook.run(0)
+        notebook.save()
+        notebook.reload()
+        expect(notebook.panel.locator(".nbdist-row")).to_have_count(8)
+        notebook.run(1)
+        notebook.clear(0)
+        expect(notebook.panel).to_have_count(0)
+        notebook.run(2)
+
+
 def test_a_saved_notebook_shows_the_last_values_without_its_kernel(lab: Lab, browser: Browser) -> None:
     with Notebook(lab, browser, [SHOW.format(count=8), "source.show(gpus(4))"]) as notebook:
         notebook.run(0)
@@ -177,6 +191,8 @@ def test_a_saved_notebook_shows_the_last_values_without_its_kernel(lab: Lab, bro
         expect(notebook.panel.locator(".nbdist-row")).to_have_count(4)
         notebook.save()
         notebook.end_kernel()
+        notebook.panel.get_by_role("button", name="Pause").click()
+        expect(notebook.panel).to_contain_text("The kernel that fills this has ended: run the cell again.")
         notebook.open()  # with a new kernel, which knows nothing of the panel
         expect(notebook.copy).to_be_visible()
         expect(notebook.copy).to_contain_text("4 ranks")

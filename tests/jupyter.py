@@ -1,0 +1,67 @@
+"""A Jupyter server as a user starts it: what tests of its websocket and of its page stand on."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.harness import LIMIT, wait_until
+
+
+class Server:
+    """A server that answers.
+
+    Args:
+        folder: Its notebooks, configuration and log.
+        module: What runs: `jupyter_server` or `jupyterlab`.
+        options: Of its command line.
+        environment: Besides the environment of the tests.
+    """
+
+    def __init__(
+        self, folder: Path, module: str = "jupyter_server", *options: str, environment: dict[str, str] | None = None
+    ) -> None:
+        self.folder = folder
+        self.token = secrets.token_hex(8)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", module, "--no-browser", "--allow-root", f"--ServerApp.port={port}"]
+        command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}", *options]
+        own = {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_NO_CONFIG": "1", **(environment or {})}
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=folder, env={**os.environ, **own}, stdout=log, stderr=log)
+        self.pid = self.process.pid
+        wait_until(self._answers, f"{module} to answer", LIMIT)
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "log"
+
+    def call(self, path: str, data: dict[str, Any] | None = None) -> Any:
+        """What it answers to a request, which is a POST where there are data."""
+        body = None if data is None else json.dumps(data).encode()
+        headers = {"Authorization": f"token {self.token}", "Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers), timeout=LIMIT) as reply:
+            text = reply.read()
+        return json.loads(text) if text else None
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, self._log.read_text()
+        try:
+            self.call("/api/status")
+        except (urllib.error.URLError, ConnectionError):
+            return False
+        return True
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(LIMIT)

@@ -121,6 +121,7 @@ def test_a_panel_that_rests_when_its_session_ends_can_go_on_with_the_next(own_ra
     assert own_ranks.value("panel.text").startswith("3 ranks: all idle")
 
 
+@pytest.mark.torch_private
 def test_a_rank_that_waits_for_another_is_stuck_until_it_goes_on(ranks: Kernel, tmp_path: Path) -> None:
     gate = tmp_path / "open"
     ranks.ok("import nbdist; panel = nbdist.Panel(rate=0.25); panel")

@@ -6,6 +6,8 @@ import math
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from nbdist.metrics.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
 
 GIB = 1024**3
@@ -27,6 +29,13 @@ def gpus(count: int, tick: int = 0) -> Sample:
         used = int(410.5 * GIB)
         nodes.append(NodeSample(name, 0.0, gpus=devices, memory_total=1007 * GIB, memory_used=used, cpu=0.23))
     return Sample(at=1.7e9 + tick, ranks=ranks, nodes=nodes, cell=7)
+
+
+def stuck(sample: Sample) -> Sample:
+    """The same, but those that live wait for rank 7."""
+    change = {"state": "stuck", "doing": "waits in all_reduce, cell 3 line 4, for rank 7"}
+    ranks = [msgspec.structs.replace(rank, **change) if rank.state == "busy" else rank for rank in sample.ranks]
+    return msgspec.structs.replace(sample, ranks=ranks)
 
 
 def _trained(rank: int, node: str, tick: int) -> tuple[RankSample, GpuSample]:

@@ -54,6 +54,9 @@ export interface Head {
 
 export type Metric = "memory" | "utilization" | "temperature" | "step";
 
+/** What is told of all ranks of a map at once, a character for each. */
+type Layer = Metric | "state";
+
 /** Everything, as a page gets it that opens. */
 export interface Frame {
   id: string;
@@ -63,7 +66,7 @@ export interface Frame {
   head: Head;
   ranks: unknown[][];
   nodes: unknown[][];
-  levels: Partial<Record<Metric, string>>;
+  levels: Partial<Record<Layer, string>>;
   history: (number | null)[][];
 }
 
@@ -75,10 +78,11 @@ export interface Update {
   head?: Head;
   ranks?: Delta[];
   nodes?: Delta[];
-  levels?: [metric: Metric, first: number, characters: string][];
+  levels?: [layer: Layer, first: number, characters: string][];
 }
 
 const HISTORY = 60;
+const STATES: Record<string, string> = { b: "busy", d: "dead", i: "idle", s: "stuck" };
 const LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
 /** What has changed, though nothing was looked at. */
@@ -98,7 +102,7 @@ export class State {
   readonly touched = new Set<number>();
   private columns: string[] = [];
   private nodeColumns: string[] = [];
-  private levels: Partial<Record<Metric, string>> = {};
+  private levels: Partial<Record<Layer, string>> = {};
 
   /** Whether there is anything to draw. */
   get known(): boolean {
@@ -113,6 +117,7 @@ export class State {
     this.ranks = frame.ranks.map((values) => named(frame.columns, values) as unknown as Rank);
     this.nodes = frame.nodes.map((values) => named(frame.node_columns, values) as unknown as Node);
     this.levels = { ...frame.levels };
+    this.setStates(0, frame.levels.state ?? "");
     this.history = frame.history.map((values) => [...values]);
   }
 
@@ -121,16 +126,24 @@ export class State {
     change(this.ranks, this.columns, update.ranks ?? []);
     for (const [index] of update.ranks ?? []) this.touched.add(index);
     change(this.nodes, this.nodeColumns, update.nodes ?? []);
-    for (const [metric, first, characters] of update.levels ?? []) {
-      const old = this.levels[metric] ?? "";
+    for (const [layer, first, characters] of update.levels ?? []) {
+      const old = this.levels[layer] ?? "";
       for (let index = 0; index < characters.length; index++) this.touched.add(first + index);
-      this.levels[metric] = old.slice(0, first) + characters + old.slice(first + characters.length);
+      this.levels[layer] = old.slice(0, first) + characters + old.slice(first + characters.length);
+      if (layer === "state") this.setStates(first, characters);
     }
     this.history.forEach((values, index) => {
       const rank = this.ranks[index];
       values.push(rank === undefined ? null : drawn(rank));
       values.splice(0, values.length - HISTORY);
     });
+  }
+
+  private setStates(first: number, letters: string): void {
+    for (let index = 0; index < letters.length; index++) {
+      const rank = this.ranks[first + index];
+      if (rank !== undefined) rank.state = STATES[letters[index] ?? ""] ?? rank.state;
+    }
   }
 
   /** What a heat map draws of a rank: 0 to 1, or null. */

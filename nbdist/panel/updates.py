@@ -5,8 +5,8 @@ Owns the encoding that labextension/src/state.ts reads. Knows nothing of what th
 The full state goes out when ranks come or go. Afterwards an update carries the columns that differ, of the rows whose
 change would be seen: `[index, columns as bits, values...]`. What does not fit waits: first come rows that deserve a
 look, then those that have waited longest. A heat map draws `levels`, for each rank a character:
-`[metric, first rank, characters]`. Of 300 ranks each update brings all that differ; of 1,024 every second one brings
-those of the metric that is looked at, and the others take turns.
+`[metric, first rank, characters]`; what state ranks are in is told so, too. Of 300 ranks each update brings all that
+differ; of 1,024 every second one brings those of the metric that is looked at, and the others take turns.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _ENVELOPE = 64  # {"method": "custom", "content": {...}}
 _NODES_SHARE = 0.25  # of an update that lines of nodes may take
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _UNKNOWN = "."
+_STATE = "state"  # told like a metric, by its first letter, for those of all ranks change at once
 _CHOSEN = 5  # the weight of the row that the reader looks at
 _HOTTEST = 100.0  # degrees Celsius
 _MIB = 1024**2
@@ -179,7 +180,7 @@ class _Levels:
             return []
         now = _levels(view)
         found: list[Delta] = []
-        for metric in order:
+        for metric in (_STATE, *order):
             old, new = self.told[metric], now[metric]
             differ = [index for index in range(len(new)) if old[index] != new[index]]
             room = budget - len(_json([metric, len(new), ""])) - len(", ")
@@ -252,7 +253,8 @@ def _encode(fields: Sequence[str], values: Sequence[Any]) -> Encoded:
 def _seen_in_map(row: Row) -> Any:
     """Much less than in a row of its own, which shows whatever is sent."""
     coarse = (_coarse(_share(row.allocated, row.total), 20), _coarse(row.utilization, 20), _coarse(row.step, 50))
-    return row.state, row.badges, row.pid, row.gpu, row.total, row.why, coarse
+    doing = row.doing if row.state in ("dead", "stuck") else ""
+    return doing, row.badges, row.pid, row.gpu, row.total, row.why, coarse
 
 
 def _seen_of_node(node: Node) -> Any:
@@ -273,6 +275,7 @@ def _levels(view: View) -> dict[str, str]:
         "utilization": "".join(_level(row.utilization) for row in view.rows),
         "temperature": "".join(_level(_share(row.temperature, _HOTTEST)) for row in view.rows),
         "step": "".join(_level(_share(row.step, slowest)) for row in view.rows),
+        _STATE: "".join(row.state[0] for row in view.rows),
     }
 
 

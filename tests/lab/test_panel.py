@@ -14,9 +14,11 @@ from tests.lab.browser import ROOT, Lab, Notebook, chromium, jupyterlab, number
 
 pytestmark = pytest.mark.lab
 
-SAMPLES = (
-    f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tests.panel_samples import Source, gpus\nimport nbdist\n"
-)
+SAMPLES = f"""\
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from tests.panel_samples import Source, gpus, stuck
+import nbdist
+"""
 SHOW = SAMPLES + "source = Source()\npanel = nbdist.Panel(source=source)\nsource.show(gpus({count}))\npanel"
 MOVE = "for tick in range(1, 50): source.show(gpus({count}, tick))"
 
@@ -133,7 +135,9 @@ def test_no_figure_moves_another(eight: Notebook) -> None:
 
 
 def test_256_ranks_are_a_map(lab: Lab, browser: Browser) -> None:
-    with Notebook(lab, browser, [SHOW.format(count=256), MOVE.format(count=256)]) as notebook:
+    with Notebook(
+        lab, browser, [SHOW.format(count=256), MOVE.format(count=256), "source.show(stuck(gpus(256)))"]
+    ) as notebook:
         notebook.run(0)
         expect(notebook.panel.locator(".nbdist-cell")).to_have_count(256)
         worth_a_look = notebook.panel.locator(".nbdist-attention .nbdist-row:visible")
@@ -154,6 +158,8 @@ def test_256_ranks_are_a_map(lab: Lab, browser: Browser) -> None:
         notebook.panel.locator(".nbdist-attention .nbdist-row").first.click()
         expect(notebook.panel.locator(".nbdist-details")).to_contain_text("✕ dead: killed by SIGKILL")
         expect(cells.nth(15)).to_be_focused()
+        notebook.run(2)
+        expect(notebook.panel.locator(".nbdist-cell[data-state='stuck']")).to_have_count(255)
 
 
 def test_360_pixels_are_enough(eight: Notebook) -> None:

@@ -21,7 +21,7 @@ from nbdist.panel.model import HEAT_ABOVE, Row, Stat, View, view_of
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import LIMIT, METRICS, Updates
 from nbdist.panel.words import duration, flops, part_of, sizes
-from tests.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus
+from tests.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
 
 ENVELOPE = {"method": "custom", "content": None}
 
@@ -303,15 +303,20 @@ def test_a_rank_that_dies_is_told_at_once() -> None:
     assert reader.state["ranks"][900][state] == "dead"
 
 
-def test_a_rank_that_dies_is_told_before_those_that_wait_for_it() -> None:
+def test_a_rank_that_has_died_is_told_before_those_that_wait_for_it() -> None:
     updates, reader = reader_of(gpus(1024))
-    sample = msgspec.to_builtins(gpus(1024))
-    for rank in sample["ranks"]:
-        rank.update(state="stuck", doing="waits in all_reduce, cell 3 line 4, for rank 900")
+    sample = msgspec.to_builtins(stuck(gpus(1024)))
     sample["ranks"][900] |= {"state": "dead", "doing": "exit code 1"}
     reader.read(told(updates, msgspec.convert(sample, Sample)))
-    state = reader.state["columns"].index("state")
-    assert reader.state["ranks"][900][state] == "dead"
+    assert reader.state["ranks"][900][reader.state["columns"].index("doing")] == "exit code 1"
+
+
+@pytest.mark.parametrize(("count", "updates_needed"), [(256, 1), (1024, 2)])
+def test_a_state_that_all_ranks_take_is_told_at_once(count: int, updates_needed: int) -> None:
+    updates, reader = reader_of(gpus(count))
+    for _ in range(updates_needed):
+        reader.read(told(updates, stuck(gpus(count, 3))))
+    assert reader.state["levels"]["state"] == known(stuck(gpus(count)))["levels"]["state"]
 
 
 def test_a_page_that_opens_late_understands_what_comes_next() -> None:
@@ -371,12 +376,9 @@ def test_text_says_what_a_stuck_rank_waits_for() -> None:
 
 
 def test_of_many_ranks_the_one_that_has_died_comes_before_those_that_wait_for_it() -> None:
-    sample = msgspec.to_builtins(gpus(256))
-    for rank in [*sample["ranks"][:DEAD], *sample["ranks"][DEAD + 1 : 200]]:
-        rank.update(state="stuck", doing="waits")
-    text = fallback.text(view_of(msgspec.convert(sample, Sample)))
+    text = fallback.text(view_of(stuck(gpus(256))))
     worth = text.partition("worth a look:")[2].splitlines()
-    assert worth[2].split()[0] == str(DEAD) and "… and 168 more" in text
+    assert worth[2].split()[0] == str(DEAD) and "… and 224 more" in text
 
 
 def test_text_of_gpus_shows_every_gauge_and_badge() -> None:

@@ -31,6 +31,7 @@ class _Finder:
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._action = action
+        self._asking = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Finder) and (self._name, self._action) == (other._name, other._action)
@@ -41,13 +42,20 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or self._asking:  # finders like this one ask each other
             return None
-        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next((spec for find in others if (spec := find(name, path, target)) is not None), None)
+        self._asking = True
+        try:
+            spec = self._ask_others(name, path, target)
+        finally:
+            self._asking = False
         if spec is not None and hasattr(spec.loader, "exec_module"):
             self._follow(spec.loader)
         return spec
+
+    def _ask_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        return next((spec for find in others if (spec := find(name, path, target)) is not None), None)
 
     def _follow(self, loader: Any) -> None:
         execute = loader.exec_module

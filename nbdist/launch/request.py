@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,7 @@ class Request:
     @property
     def name(self) -> str:
         """The function, as messages call it."""
-        return str(getattr(self.function, "__name__", type(self.function).__name__))
+        return _name_of(self.function)
 
     @property
     def alone(self) -> bool:
@@ -122,6 +123,12 @@ class Request:
         return self.count == 1 and plain and not self.elastic
 
 
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def _check_function(function: Any) -> None:
     if not callable(function):
         raise UsageError(
@@ -130,26 +137,24 @@ def _check_function(function: Any) -> None:
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise UsageError(
-            f"{function.__name__} is a generator function: calling it would run none of its lines. "
+            f"{_name_of(function)} is a generator function: calling it would run none of its lines. "
             "Launch a function that goes through it, and return what it needs"
         )
     if inspect.iscoroutinefunction(function):
-        raise UsageError(
-            f"{function.__name__} is async: launch a function that calls `asyncio.run({function.__name__}())`"
-        )
+        name = _name_of(function)
+        raise UsageError(f"{name} is async: launch a function that calls `asyncio.run({name}())`")
 
 
 def _check_call(function: Callable[..., Any], args: Sequence[Any]) -> None:
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may give arguments of its own
     except (TypeError, ValueError):  # written in C
         return
     try:
         signature.bind(*args)
     except TypeError as error:
-        name = getattr(function, "__name__", "the function")
         raise UsageError(
-            f"{name}{signature} can't be called with what args holds ({len(args)} in all): {error}. "
+            f"{_name_of(function)}{signature} can't be called with what args holds ({len(args)} in all): {error}. "
             "`args=(a, b)` gives it a and b"
         ) from None
 
@@ -188,7 +193,7 @@ def _precision(value: object) -> str:
 
 def _port(value: object) -> str:
     text = str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, str)) or not text.isdigit() or int(text) > 65535:
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or not text.isdecimal() or int(text) > 65535:
         raise UsageError(
             f"use_port must be a port, 1 to 65535 (0: any that is free), not {value!r}: `use_port='29501'`"
         )

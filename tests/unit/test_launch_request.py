@@ -26,6 +26,20 @@ def generator() -> Iterator[int]:
 async def coroutine() -> None: ...
 
 
+def configured(function: Any) -> Any:
+    """A decorator that gives an argument of its own, as Hydra's does."""
+
+    @functools.wraps(function)
+    def call(*args: object) -> Any:
+        return function("configuration", *args)
+
+    return call
+
+
+@configured
+def decorated(configuration: object) -> None: ...
+
+
 async def asynchronous_generator() -> AsyncIterator[int]:
     yield 1
 
@@ -47,6 +61,7 @@ def refusal(function: Any = train, **options: Any) -> str:
         ("train", "must be callable, and a str was given"),
         (generator, "generator is a generator function: calling it would run none of its lines"),
         (asynchronous_generator, "is a generator function"),
+        (functools.partial(generator), "generator is a generator function"),
         (coroutine, "coroutine is async: launch a function that calls `asyncio.run(coroutine())`"),
     ],
 )
@@ -54,7 +69,7 @@ def test_what_is_no_plain_function_is_refused(function: Any, says: str) -> None:
     assert says in refusal(function)
 
 
-@pytest.mark.parametrize("function", [train, functools.partial(two, 1, 2), list, "x".join, print, lambda: 1])
+@pytest.mark.parametrize("function", [train, functools.partial(two, 1, 2), list, "x".join, print, lambda: 1, decorated])
 def test_whatever_can_be_called_with_the_arguments_is_taken(function: Any) -> None:
     args = (["a"],) if function not in (list, print) and isinstance(function, type("".join)) else ()
     assert request(function, args=args).function is function
@@ -82,6 +97,7 @@ CASES: list[tuple[str, Any, str]] = [
     ("use_port", 65536, "use_port must be a port, 1 to 65535 (0: any that is free), not 65536"),
     ("use_port", -1, "use_port must be a port"),
     ("use_port", "http", "use_port must be a port"),
+    ("use_port", "²", "use_port must be a port"),
     ("use_port", None, "use_port must be a port"),
     ("use_port", True, "use_port must be a port"),
     ("master_addr", "", "master_addr must be a text that is not empty"),
@@ -123,6 +139,14 @@ def test_a_wrong_argument_is_one_error_that_names_it_and_what_is_allowed(name: s
 def test_the_error_is_a_value_error_too_as_accelerate_s() -> None:
     assert issubclass(UsageError, ValueError)
     assert re.search("node_rank", refusal(node_rank=2, num_nodes=2))
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(train, "train"), (functools.partial(functools.partial(two, 1), 2), "two"), (decorated, "decorated")],
+)
+def test_messages_call_the_function_by_the_name_that_it_was_given(function: Any, name: str) -> None:
+    assert request(function).name == name
 
 
 def test_without_a_number_of_processes_there_is_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,12 +72,10 @@ def _choose_gpus(wanted: Sequence[int | str] | None) -> list[str]:
         elif name in visible:
             chosen.append(name)
         else:
-            have = (
-                f"it has {', '.join(map(str, range(len(visible))))}; for example --gpus 0" if visible else "it has none"
-            )
-            raise UsageError(f"GPU {name} isn't on this machine: {have}")
+            have = ", ".join(map(str, range(len(visible)))) or "none"
+            raise UsageError(f"GPU {name} isn't on this machine: it has {have}. Name others, or leave gpus out")
     if len(set(chosen)) < len(chosen):
-        raise UsageError("--gpus names a GPU twice; name each once: `--gpus 0,2`. More ranks than GPUs share them")
+        raise UsageError("gpus names a GPU twice: name each once. More ranks than GPUs share them")
     return chosen
 
 

@@ -96,6 +96,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     exact: what an interrupted step has moved besides parameters is put back: buffers and random numbers.
     fresh: each rank is a Python of its own, not forked from the template.
     port: where the rendezvous store listens; 0: anywhere. place: of these ranks among those of other nodes.
+    all_results: whether what a launched function returned comes back from all ranks, or from rank 0 only.
     """
 
     count: int
@@ -113,6 +114,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     fresh: bool = False
     port: int = 0
     place: Place | None = None
+    all_results: bool = True
 
     @property
     def ranks(self) -> range:

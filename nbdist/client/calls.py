@@ -54,6 +54,14 @@ def value(reply: Reply) -> Any:
     return transfer.unpack(msgspec.msgpack.decode(reply.payload, type=transfer.Parcel))
 
 
+def value_or_reason(reply: Reply) -> Any:
+    """What a rank has sent back, or the reason, if it can't be rebuilt here."""
+    try:
+        return value(reply)
+    except TransferError as error:
+        return transfer.Unsent(str(error))
+
+
 def sources(function: Callable[..., Any]) -> list[Source]:
     """File name, number and text of the notebook's cells, those of the function first, then the newest."""
     ipython = sys.modules.get("IPython")

@@ -31,6 +31,7 @@ from nbdist.protocol import (
     Notice,
     Progress,
     RankInfo,
+    Reply,
     Start,
     Started,
     StartFailed,
@@ -325,10 +326,10 @@ class Workers:
             "Wait for it, `%distributed interrupt`, or as the last resort `%distributed restart`."
         )
 
-    def collect(self, task: Task) -> list[Any]:
-        """The values that ranks have sent, in the order of the ranks."""
+    def collect(self, task: Task, read: Callable[[Reply], Any] = calls.value) -> list[Any]:
+        """The values that ranks have sent, in the order of the ranks, as `read` finds them in the replies."""
         try:
-            return [calls.value(task.replies[rank]) for rank in task.ranks]
+            return [read(task.replies[rank]) for rank in task.ranks]
         finally:
             self.traffic.send(Ask(0, task.ranks, "release", {"serial": task.serial}))
 

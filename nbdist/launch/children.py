@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -28,7 +28,6 @@ from typing import Any
 import msgspec
 
 from nbdist.agent.pipes import PipeReader
-from nbdist.client import calls
 from nbdist.client.task import Task
 from nbdist.client.widgets import WidgetProxies
 from nbdist.client.workers import cell_number
@@ -201,9 +200,9 @@ class Children:
         self._show_late()
         self.widgets.close()
 
-    def collect(self, task: Task) -> list[Any]:
-        """The values that they have sent, in the order of the ranks."""
-        return [calls.value(task.replies[rank]) for rank in task.ranks]
+    def collect(self, task: Task, read: Callable[[Reply], Any]) -> list[Any]:
+        """The values that they have sent, in the order of the ranks, as `read` finds them in the replies."""
+        return [read(task.replies[rank]) for rank in task.ranks]
 
     # --- what a task wants of its traffic, from any thread
 
@@ -258,7 +257,7 @@ class Children:
                     listener,
                     *(end for pair in ends for end in pair if end is not theirs),
                 ]
-                start = forked_rank.Start(setup, warm.function_of(request), request.args, theirs, others, os.getpid())
+                start = forked_rank.Start(setup, request.function, request.args, theirs, others, os.getpid())
                 self._living[rank] = _forked(start, ours)
                 self.ranks.append(RankInfo(rank, self._living[rank].pid, f"cuda:{rank % gpus}" if gpus else "cpu"))
         except OSError as error:

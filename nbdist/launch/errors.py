@@ -57,8 +57,11 @@ class LaunchFailure(RankFailure):
 
     @property
     def exitcode(self) -> int:
-        """Of the process; 1 where it raised."""
-        return 1 if self.exit_code is None else self.exit_code
+        """Of the process; where it raised, what Python would end with: 1, or what `sys.exit` was given."""
+        if self.exit_code is not None:
+            return self.exit_code
+        code = self.exception.code if isinstance(self.exception, SystemExit) else None
+        return code if isinstance(code, int) else 1
 
     @property
     def pid(self) -> int:

@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import msgspec
 
 from nbdist import transfer
-from nbdist.errors import TransferError
 from nbdist.processes import adopt_orphans, die_with_parent
 from nbdist.protocol import END, Answer, Ask, Execute, Message, Quit, RankSetup, Reply, decode, encode
-from nbdist.worker import accelerate_state, failures, groups, models, stacks, streams
+from nbdist.worker import accelerate_state, failures, groups, launched, models, stacks, streams
 from nbdist.worker.collectives import Collectives
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.progress import Progress
@@ -204,18 +203,14 @@ class ForkedRank:
             failure = _describe(error)
             status = "interrupted" if failure.name == "KeyboardInterrupt" else "error"
             return Reply(serial, rank, status, failure), None
-        name = f"the value that rank {rank} returned"
-        try:
-            packed = transfer.pack(value, name=name)
-        except TransferError as error:
-            packed = transfer.pack(transfer.Unsent(str(error)), name=name)
+        packed = launched.pack(value, self._setup)
         return Reply(serial, rank, "ok", payload=msgspec.msgpack.encode(packed.parcel)), packed
 
     def _value(self) -> Any:
         self._prepare()
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            return self._function(*self._args)
+            return launched.call(self._function, *self._args)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 

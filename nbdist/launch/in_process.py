@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nbdist.client.plan import for_launch
 from nbdist.launch.request import Request
+from nbdist.worker import launched
 
 
 def launch(request: Request) -> list[Any]:
@@ -21,12 +24,30 @@ def launch(request: Request) -> list[Any]:
         "(`start_method='warm'`: on a rank)",
         flush=True,
     )
-    with _environment(ACCELERATE_MIXED_PRECISION=request.mixed_precision):
-        return [request.function(*request.args)]
+    variables = {"ACCELERATE_MIXED_PRECISION": request.mixed_precision}
+    variables |= for_launch(os.environ, request.mixed_precision)
+    with _environment(variables), _training_apart():
+        return [launched.call(request.function, *request.args)]
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def _training_apart() -> Iterator[None]:
+    """What the body prepares follows its own plan, not that of what the notebook has prepared before."""
+    before = state.replace(None) if (state := _training()) is not None else None
+    try:
+        yield
+    finally:
+        if (state := _training()) is not None and not state.is_begun():
+            state.replace(before)
+
+
+def _training() -> Any:
+    """The module that knows what is prepared; None as long as nothing can be, since importing it loads torch."""
+    return sys.modules.get("nbdist.train.state")
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """While the body runs, these variables are set; afterwards all are as before, whatever it has done to them."""
     before = dict(os.environ)
     os.environ.update(variables)

@@ -6,7 +6,6 @@ They take work as a session's ranks do, so output, errors, interrupts and freed 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,7 +21,7 @@ from nbdist.client.workers import Workers
 from nbdist.errors import RankError, RankTimeout, SessionBroken, UsageError
 from nbdist.launch.errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
-from nbdist.protocol import Place, RankInfo, StartOptions
+from nbdist.protocol import Place, RankInfo, Reply, StartOptions
 
 _COLLECTIVE_GRACE = 0.5  # seconds that ranks may wait in a collective for one that has raised
 _FAILED_GRACE = 0.5  # seconds that ranks have to end when another has failed
@@ -41,8 +40,8 @@ class Crew(Protocol):
     def close(self, grace: float = 1.0) -> None:
         """End them, after `grace` seconds by force."""
 
-    def collect(self, task: Task) -> list[Any]:
-        """The values that they have sent, in the order of the ranks."""
+    def collect(self, task: Task, read: Callable[[Reply], Any]) -> list[Any]:
+        """The values that they have sent, in the order of the ranks, as `read` finds them in the replies."""
 
 
 def launch(request: Request, packed: transfer.Packed) -> list[Any]:
@@ -92,12 +91,7 @@ def pack(request: Request) -> transfer.Packed:
     Raises:
         TransferError: One of them can't travel; the text names it.
     """
-    return calls.pack(function_of(request), request.args, {}, name=request.name, cuda=False)
-
-
-def function_of(request: Request) -> Callable[..., Any]:
-    """What the ranks call."""
-    return request.function if request.all_results else OnlyOnRankZero(request.function)
+    return calls.pack(request.function, request.args, {}, name=request.name, cuda=False)
 
 
 def start(workers: Workers, request: Request, place: Place | None = None) -> None:
@@ -139,8 +133,8 @@ def submit(workers: Workers, request: Request, packed: transfer.Packed) -> Task:
 
 
 def values(crew: Crew, task: Task, request: Request) -> list[Any]:
-    """What the function returned, by rank; what can't be sent is said, and None stands for it."""
-    found = crew.collect(task)
+    """What the function returned, by rank; what can't come back is said, and None stands for it."""
+    found = crew.collect(task, calls.value_or_reason)
     for value in found:
         if isinstance(value, transfer.Unsent):
             print(f"nbdist: {value.why}; None stands for it in the results", flush=True)
@@ -166,17 +160,10 @@ def options(request: Request, place: Place | None = None, port: int = 0) -> Star
     if gpus is not None and not found.gpus:  # none were asked for: those that are there are hidden
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return msgspec.structs.replace(
-        found, environment=environment, port=port, place=place, fresh=request.start_method == "spawn"
+        found,
+        environment=environment,
+        port=port,
+        place=place,
+        fresh=request.start_method == "spawn",
+        all_results=request.all_results,
     )
-
-
-class OnlyOnRankZero:
-    """Calls a function, and keeps to itself what it returns on other ranks than 0."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        """Call it."""
-        value = self._function(*args)
-        return value if os.environ["RANK"] == "0" else None

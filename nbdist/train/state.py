@@ -207,6 +207,13 @@ def begin(plan: Plan) -> State:
     return _current
 
 
+def replace(state: State | None) -> State | None:
+    """Make another state the current one, None: one that is yet to be made. Returns the one that was."""
+    global _current
+    before, _current = _current, state
+    return before
+
+
 def forget() -> None:
     """Let go of all that has been prepared."""
     global _current

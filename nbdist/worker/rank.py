@@ -25,7 +25,6 @@ import msgspec
 import zmq
 
 from nbdist import shells, transfer
-from nbdist.errors import TransferError
 from nbdist.metrics.memory import Meter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
@@ -49,7 +48,7 @@ from nbdist.protocol import (
     encode,
     lane,
 )
-from nbdist.worker import accelerate_state, groups, streams
+from nbdist.worker import accelerate_state, groups, launched, streams
 from nbdist.worker.control import ControlThread
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.recovery import Recovery
@@ -259,22 +258,19 @@ class Rank:
         return Reply(task.serial, self._setup.rank, "ok", result=result, names=self._changed_names())
 
     def _call(self, task: Execute) -> Reply:
-        return self._with_value(task, self._call_function(task), "the return value")
+        function, arguments, keywords = self._unpack_call(task)
+        return self._with_value(task, function(*arguments, **keywords), "the return value")
 
     def _launch(self, task: Execute) -> Reply:
-        """Like `_call`, but a value that can't travel does not make a function fail that has done its work."""
-        value = self._call_function(task)
-        name = f"the value that rank {self._setup.rank} returned"
-        try:
-            return self._with_value(task, value, name)
-        except TransferError as error:
-            return self._with_value(task, transfer.Unsent(str(error)), name)
+        function, arguments, keywords = self._unpack_call(task)
+        value = launched.call(function, *arguments, **keywords)
+        return self._with_parcel(task, launched.pack(value, self._setup))
 
-    def _call_function(self, task: Execute) -> Any:
+    def _unpack_call(self, task: Execute) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         function, arguments, keywords, sources = transfer.unpack(_parcel(task.payload))
         for source in sources:
             self._shell.learn_source(*source)
-        return function(*arguments, **keywords)
+        return function, arguments, keywords
 
     def _push(self, task: Execute) -> Reply:
         values = transfer.unpack(_parcel(task.payload))
@@ -298,7 +294,9 @@ class Rank:
         return Reply(task.serial, self._setup.rank, "ok", payload=msgspec.msgpack.encode(report))
 
     def _with_value(self, task: Execute, value: Any, name: str) -> Reply:
-        packed = transfer.pack(value, name=name)
+        return self._with_parcel(task, transfer.pack(value, name=name))
+
+    def _with_parcel(self, task: Execute, packed: transfer.Packed) -> Reply:
         self._parcels[task.serial] = packed  # until the notebook has it
         payload = msgspec.msgpack.encode(packed.parcel)
         return Reply(task.serial, self._setup.rank, "ok", payload=payload, names=self._changed_names())

@@ -132,6 +132,31 @@ def test_a_value_that_can_not_come_back_is_said_and_the_others_arrive(kernel: Ke
     assert kernel.value("result") == ["fine", None]
 
 
+def test_a_value_that_can_not_be_rebuilt_here_is_said_and_the_others_arrive(kernel: Kernel) -> None:
+    kernel.ok(
+        "class Bound:\n"
+        "    def __init__(self): self.pid = os.getpid()\n"
+        "    def __setstate__(self, state): raise ValueError('lives elsewhere')"
+    )
+    outcome = kernel.ok(launch('return Bound() if os.environ["RANK"] == "0" else "fine"'))
+    assert "the value that rank 0 returned has arrived, but can't be rebuilt" in outcome.stdout
+    assert "(ValueError: lives elsewhere)" in outcome.stdout and "None stands for it in the results" in outcome.stdout
+    assert kernel.value("result") == [None, "fine"]
+
+
+@pytest.mark.parametrize("way", ["warm", "spawn", "fork"])
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)"])
+def test_an_exit_without_an_error_is_an_end_like_another(kernel: Kernel, way: str, end: str) -> None:
+    kernel.ok(launch(f'if os.environ["RANK"] == "1": {end}\nreturn "done"', f"num_processes=2, start_method={way!r}"))
+    assert kernel.value("result") == ["done", None]
+
+
+def test_an_exit_with_an_error_is_an_error_with_its_code(kernel: Kernel) -> None:
+    kernel.ok(function('if os.environ["RANK"] == "1": sys.exit(3)'))
+    kernel.ok("try:\n    notebook_launcher(train, num_processes=2)\nexcept Exception as caught:\n    error = caught")
+    assert kernel.value("(str(error), error.failures[1].exitcode)") == ("rank 1 raised SystemExit: 3", 3)
+
+
 def test_a_value_larger_than_the_memory_is_said_and_the_others_arrive(kernel: Kernel) -> None:
     kernel.ok("import mmap, numpy")
     untouched = "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000"  # no memory is set aside for it
@@ -147,6 +172,12 @@ def test_without_all_results_only_rank_0_s_value_comes_back(kernel: Kernel) -> N
     )
     assert "cannot send" not in outcome.stdout
     assert kernel.value("result") == ["mine"]
+
+
+def test_without_all_results_what_can_not_travel_is_named_as_the_user_knows_it(kernel: Kernel) -> None:
+    kernel.ok("lock = threading.Lock()")
+    refused = kernel.fails(launch("return lock", "2, all_results=False, start_method='warm'"), "TransferError")
+    assert "function 'train' → global 'lock' is a _thread.lock" in refused.evalue
 
 
 # --- what the function finds

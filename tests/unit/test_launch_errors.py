@@ -46,6 +46,12 @@ def test_exit_codes_and_signals_are_told_as_torch_does() -> None:
     assert failures[0].error_file == "<N/A>" and failures[0].timestamp_isoformat()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("code", "exit_code"), [(3, 3), ("a message", 1)])
+def test_an_exit_has_the_code_that_it_was_given(code: object, exit_code: int) -> None:
+    failure = RankFailure(0, "raised", "SystemExit", str(code), "", 1.0, pickled=pickle.dumps(SystemExit(code)))
+    assert error_of(failure).failures[0].exitcode == exit_code  # type: ignore[attr-defined]
+
+
 def test_it_survives_pickling_with_its_name_and_failures() -> None:
     error = error_of(raised(0, 2.0), died(1, 1.0, -9))
     copy = pickle.loads(pickle.dumps(error))

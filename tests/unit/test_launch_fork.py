@@ -17,6 +17,7 @@ from nbdist import transfer
 from nbdist.errors import TransferError, UsageError
 from nbdist.launch import in_process
 from nbdist.launch.request import Request
+from nbdist.train import state as training
 from nbdist.worker import failures
 from tests.pretend_cuda import write_packages
 
@@ -137,6 +138,44 @@ def test_the_environment_is_as_before_whatever_the_function_does(monkeypatch: py
     before = dict(os.environ)
     assert in_process.launch(Request(train, num_processes=1, mixed_precision="fp16")) == ["fp16"]
     assert dict(os.environ) == before
+
+
+def test_an_exit_without_an_error_is_an_end_like_another() -> None:
+    assert in_process.launch(Request(sys.exit, num_processes=1)) == [None]
+    with pytest.raises(SystemExit):
+        in_process.launch(Request(sys.exit, (3,), num_processes=1))
+
+
+def test_the_plan_that_was_typed_counts_in_the_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbdist.client.plan._kept", nbdist.Plan(precision="bf16"))
+    assert in_process.launch(Request(lambda: nbdist.Plan.from_environment().precision, num_processes=1)) == ["bf16"]
+
+
+def test_each_launch_computes_in_its_own_precision_whatever_was_prepared_before() -> None:
+    def prepare() -> torch.nn.Module:
+        model: torch.nn.Module = nbdist.prepare(torch.nn.Linear(2, 2))
+        return model
+
+    def dtype() -> torch.dtype:
+        ones = torch.ones(2, 2)
+        with nbdist.autocast():
+            return (ones @ ones).dtype
+
+    kept = in_process.launch(Request(prepare, num_processes=1))
+    computed = [
+        *in_process.launch(Request(dtype, num_processes=1, mixed_precision="bf16")),
+        *in_process.launch(Request(dtype, num_processes=1)),
+    ]
+    nbdist.free_memory(*kept)
+    assert computed == [torch.bfloat16, torch.float32]
+
+
+def test_what_the_notebook_has_prepared_is_there_after_a_launch_that_prepares_nothing() -> None:
+    model = nbdist.prepare(torch.nn.Linear(2, 2))
+    before = training.current()
+    in_process.launch(Request(training.current, num_processes=1))
+    assert training.current() is before
+    nbdist.free_memory(model)
 
 
 def test_an_exception_comes_through_unchanged() -> None:

@@ -1,0 +1,31 @@
+"""What comes of a launched function: its end, and the value to send. The same wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbdist import transfer
+from nbdist.errors import TransferError
+from nbdist.protocol import RankSetup
+
+
+def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call it. `sys.exit()` ends a process well, and so is a return of None here, as in torch's launchers."""
+    try:
+        return function(*arguments, **keywords)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return None
+        raise
+
+
+def pack(value: Any, setup: RankSetup) -> transfer.Packed:
+    """A parcel of what it returned on a rank; of the reason, where that can't travel: its work is done anyway."""
+    if setup.rank and not setup.options.all_results:
+        value = None
+    name = f"the value that rank {setup.rank} returned"
+    try:
+        return transfer.pack(value, name=name)
+    except TransferError as error:
+        return transfer.pack(transfer.Unsent(str(error)), name=name)

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from nbdist.errors import TransferError
+from nbdist.metrics import host
 
 OWN_LIMIT = 64 << 10  # bytes; a buffer below it is copied on arrival, so that it keeps no segment alive
 _DENSE_LIMIT = 1 << 20  # bytes; spans below it are never made dense
@@ -289,10 +290,11 @@ def _memory(address: int, size: int) -> memoryview:
 
 
 def free_memory() -> int:
-    """Bytes that this machine can give away. Linux promises more, and kills for it later."""
+    """Bytes that this machine, or this container, can give away. Linux promises more, and kills for it later."""
     with open("/proc/meminfo") as file:
-        sizes = dict(line.split(":") for line in file)
-    return sum(int(sizes[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+        sizes = {name: int(size.split()[0]) << 10 for name, size in (line.split(":") for line in file)}
+    limit, used = host.memory()
+    return limit - used if limit < sizes["MemTotal"] else sizes["MemAvailable"] + sizes["SwapFree"]
 
 
 def torch_if_imported() -> Any:

@@ -24,6 +24,7 @@ import torch
 
 from nbdist.errors import TransferError
 from nbdist.transfer import INLINE_LIMIT, Parcel, pack, unpack
+from tests.unit.test_host import cgroups, limited
 
 BIG = 1 << 21  # bytes; travels in a segment
 DTYPES = [
@@ -517,6 +518,12 @@ class TestErrors:
         text = error_of([0, Refuses()], "pair")
         assert "pair[1] is a" in text
         assert "Refuses, which does not pickle (ValueError: not this one)" in text
+
+    def test_say_that_there_is_no_memory_in_the_container(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cgroups(monkeypatch, tmp_path, "0::/job", job=limited(1 << 30, (1 << 30) - (1 << 20)))
+        assert "no memory for its 2 MiB (1 MiB are free)" in error_of(torch.zeros(BIG // 4), "value")
 
     @pytest.mark.torch_private
     def test_say_that_the_memory_of_a_tensor_is_freed(self) -> None:

@@ -136,7 +136,8 @@ def _launch_here(request: Request) -> list[Any]:
     if packed is None:
         return forked.launch(request)
     with packed:
-        _warn_of_memory()
+        if request.may_use_gpus:
+            _warn_of_memory()
         if not request.elastic:
             return warm.launch(request, packed)
         from nbdist.launch import elastic  # it loads torch

@@ -114,6 +114,11 @@ class Request:
         return not self.alone or self.max_restarts > 0
 
     @property
+    def may_use_gpus(self) -> bool:
+        """Whether the GPUs, if there are any, are shown to the ranks."""
+        return not self.cpu and (self.gpus is None or len(self.gpus) > 0)
+
+    @property
     def in_notebook(self) -> bool:
         """Whether the function runs in the notebook's own process, as Accelerate does it for one process.
 

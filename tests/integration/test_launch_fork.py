@@ -387,9 +387,11 @@ def test_a_preflight_says_what_it_has_checked(kernel_with_cuda: Kernel) -> None:
 
 
 def test_memory_that_ranks_will_miss_is_said_where_they_are_not_forked(kernel_with_cuda: Kernel) -> None:
-    kernel_with_cuda.ok("import torch\ntorch.cuda._lazy_init()")
-    shown = kernel_with_cuda.ok(fork("return 1", "num_processes=2, gpus=[]"))
-    assert "nbdist: the kernel holds 1.0 GiB on GPU 0 that the ranks will miss" in shown.stdout
+    kernel_with_cuda.ok("import torch\nfrom nbdist import debug_launcher\ntorch.cuda._lazy_init()")
+    said = "nbdist: the kernel holds 1.0 GiB on GPU 0 that the ranks will miss"
+    assert said in kernel_with_cuda.ok(fork("return 1", "num_processes=2, start_method='warm'")).stdout
+    for without in ("notebook_launcher(train, (), 2, gpus=[])", "debug_launcher(train)"):
+        assert said not in kernel_with_cuda.ok(without).stdout
 
 
 @pytest.mark.parametrize("way", ["warm", "fork"])

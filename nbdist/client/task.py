@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from nbdist.client import history, report
 from nbdist.client.display import Publisher
+from nbdist.client.interrupts import interruption
 from nbdist.client.results import CellResult
 from nbdist.client.screen import Screen
 from nbdist.client.widgets import WidgetProxies
@@ -479,11 +480,7 @@ def _interruption(error: RankError, step: int, *, launch: bool) -> KeyboardInter
     what, then = f"{who} interrupted", "their variables are kept"
     if step:
         what, then = f"all ranks stopped after step {step:,}", "run the cell again to go on"
-    what = f"{what}; {'they have ended' if launch else then}"
-    interruption = KeyboardInterrupt(what)
-    text = [f"KeyboardInterrupt: {interruption}", *error.report.splitlines()[1:]]
-    interruption._render_traceback_ = lambda: text  # type: ignore[attr-defined]
-    return interruption
+    return interruption(f"{what}; {'they have ended' if launch else then}", *error.report.splitlines()[1:])
 
 
 class BackgroundCell:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from nbdist.client import calls, history
+from nbdist.client import calls, history, interrupts
 from nbdist.client.connection import Connection
 from nbdist.client.report import describe_death
 from nbdist.client.task import Task
@@ -42,6 +42,7 @@ from nbdist.protocol import (
 from nbdist.ranks import describe_ranks, format_ranks
 
 _STOP_LIMIT = 10.0
+_GIVE_UP_LIMIT = 1.0  # seconds that a start which was interrupted has to end in good order
 _SURVIVORS_LIMIT = 2.0
 _COSTS = ("cell", "call", "launch")  # what runs code of the user's
 
@@ -124,10 +125,14 @@ class Workers:
         Args:
             grace: Seconds that ranks which are still at work have to end by themselves.
         """
-        global _idle
         if self.closed:
             return
         self.closed = True
+        with interrupts.deferred():
+            self._stop(grace)
+
+    def _stop(self, grace: float) -> None:
+        global _idle
         self._connection.send(Stop(grace))
         try:
             self._await_life(Stopped, _STOP_LIMIT)
@@ -179,6 +184,8 @@ class Workers:
             started = self._await_life(Started, None, progress)
         except BaseException as error:
             self._give_up_start(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise interrupts.interruption("the start was interrupted; nothing of it is left") from None
             raise
         assert isinstance(started, Started)
         self.ranks, self.backend = started.ranks, started.backend
@@ -196,8 +203,8 @@ class Workers:
     def _give_up_start(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._connection.send(Stop())
-            with contextlib.suppress(SessionError):
-                self._await_life(Stopped, _STOP_LIMIT)
+            with contextlib.suppress(SessionError, KeyboardInterrupt):
+                self._await_life(Stopped, _GIVE_UP_LIMIT)
         self._connection.close()
         self.broken = str(error) or "the start was interrupted. `%distributed start` begins anew."
 

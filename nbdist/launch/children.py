@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from nbdist.agent.pipes import PipeReader
+from nbdist.client import interrupts
 from nbdist.client.task import Task
 from nbdist.client.widgets import WidgetProxies
 from nbdist.client.workers import cell_number
@@ -154,7 +155,7 @@ class Children:
         self._interrupt_at: float | None = None  # when one has failed: when the others are interrupted
         self._thread = threading.Thread(target=self._run, name="nbdist-children", daemon=True)
         try:
-            with _uninterrupted():
+            with interrupts.deferred():  # it would strike in the children too
                 self._fork(request, listener, restart)
         except BaseException:
             self._abandon()
@@ -195,10 +196,11 @@ class Children:
         if self._thread.ident is None:
             self._abandon()
             return
-        self.send(Stop(grace))
-        self._thread.join()
-        self._show_late()
-        self.widgets.close()
+        with interrupts.deferred():
+            self.send(Stop(grace))
+            self._thread.join()
+            self._show_late()
+            self.widgets.close()
 
     def collect(self, task: Task, read: Callable[[Reply], Any]) -> list[Any]:
         """The values that they have sent, in the order of the ranks, as `read` finds them in the replies."""
@@ -491,19 +493,3 @@ def _forked(start: forked_rank.Start, ends: Ends) -> _Rank:
         process.start()
     assert process.pid is not None
     return _Rank(rank, process.pid, process, os.pidfd_open(process.pid), ends)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C in the body, which would strike anywhere and in the children too, comes at its end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda signum, frame: asked.append(signum))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt

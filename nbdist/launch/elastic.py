@@ -194,18 +194,17 @@ class _Launch:
     def _run_ranks(self, attempt: _Attempt) -> None:
         workers = Workers()
         try:
-            warm.start(workers, self._local_request(attempt.place), attempt.place)
-            self._announce(workers, attempt.place)
-            attempt.take(warm.submit(workers, self.request, self._packed))
-            assert attempt.task is not None
-            outcome: list[Any] | BaseException = warm.conclude(workers, attempt.task, self.request)
+            with warm.closing(workers):
+                warm.start(workers, self._local_request(attempt.place), attempt.place)
+                self._announce(workers, attempt.place)
+                attempt.take(warm.submit(workers, self.request, self._packed))
+                assert attempt.task is not None
+                outcome: list[Any] | BaseException = warm.conclude(workers, attempt.task, self.request)
         except NbdistError as error:
             outcome = error
         except BaseException as error:
             attempt.outcome = error
             raise
-        finally:
-            workers.close()
         attempt.end(outcome)
 
     def _local_request(self, place: Place) -> Request:

@@ -5,7 +5,6 @@ Owns what speaks against that, and what it lacks. `children` holds the ranks, `f
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
 import sys
@@ -55,7 +54,8 @@ def launch(request: Request) -> list[Any]:
 
 
 def _attempt(request: Request, restart: int) -> list[Any]:
-    with contextlib.closing(Children(request, _listen(request), restart)) as children:
+    children = Children(request, _listen(request), restart)
+    with warm.closing(children):
         warm.announce(children, request)
         return warm.conclude(children, children.submit(request.name), request)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -38,7 +38,7 @@ class Crew(Protocol):
     ranks: list[RankInfo]
 
     def close(self, grace: float = 1.0) -> None:
-        """End them, after `grace` seconds by force."""
+        """End them, after `grace` seconds by force. Ctrl-C comes when that is done."""
 
     def collect(self, task: Task, read: Callable[[Reply], Any]) -> list[Any]:
         """The values that they have sent, in the order of the ranks, as `read` finds them in the replies."""
@@ -56,13 +56,28 @@ def launch(request: Request, packed: transfer.Packed) -> list[Any]:
         KeyboardInterrupt: The user interrupted.
         UsageError: The port that was named is taken.
     """
-    with contextlib.ExitStack() as ends:
-        workers = Workers()
+    workers = Workers()
+    with closing(workers):
         start(workers, request)
-        ends.callback(workers.close)
         announce(workers, request)
         task = submit(workers, request, packed)
         return conclude(workers, task, request)
+
+
+@contextlib.contextmanager
+def closing(crew: Crew) -> Iterator[None]:
+    """End the ranks after the body. Another Ctrl-C meanwhile adds nothing to an interrupt or error under way."""
+    try:
+        yield
+    except BaseException:
+        _end(crew, 1.0)
+        raise
+    crew.close()
+
+
+def _end(crew: Crew, grace: float) -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        crew.close(grace)
 
 
 def announce(crew: Crew, request: Request) -> None:
@@ -76,11 +91,11 @@ def conclude(crew: Crew, task: Task, request: Request) -> list[Any]:
     try:
         task.wait(request.timeout)
     except RankTimeout:
-        crew.close(_FAILED_GRACE)
+        _end(crew, _FAILED_GRACE)
         raise
     except RankError as error:
         died = any(failure.kind == "died" for failure in error.failures.values())
-        crew.close(_DEATH_GRACE if died else _FAILED_GRACE)
+        _end(crew, _DEATH_GRACE if died else _FAILED_GRACE)
         raise launch_error(error, request.name, request.count) from None
     return values(crew, task, request)
 

@@ -437,6 +437,29 @@ def seen_by_rank(stdout: str) -> dict[int, list[str]]:
     return lines_by_rank(stdout.partition("\n")[2])
 
 
+ANNOY = "import atexit; atexit.register(os.kill, notebook, signal.SIGINT)"  # while the notebook ends the ranks
+
+
+@pytest.mark.parametrize("first", ["an_interrupt", "an_error", "a_success"])
+def test_another_interrupt_while_ranks_are_ended_leaves_nothing_and_hides_nothing(kernel: Kernel, first: str) -> None:
+    kernel.ok(f"notebook = os.getpid()\n{launch('return 0')}")
+    before = family(kernel)
+    then = {"an_interrupt": "time.sleep(600)", "an_error": "raise ValueError('no')", "a_success": "return 0"}[first]
+    cell = kernel.start(launch(f"{ANNOY}\nprint('up')\n{then}"))
+    cell.wait_until(lambda seen: sum(map(len, seen_by_rank(seen.stdout).values())) == 2, "a word of both ranks")
+    if first == "an_interrupt":
+        kernel.interrupt()
+    outcome = cell.finish()
+    assert outcome.ename == ("LaunchError" if first == "an_error" else "KeyboardInterrupt"), str(outcome)
+    assert "they have ended" in outcome.evalue or first != "an_interrupt", str(outcome)
+    kernel.ok(launch("return 0"))
+    wait_until(lambda: family(kernel) == before, "the processes from before")
+
+
+def family(kernel: Kernel) -> set[int]:
+    return {process.pid for process in psutil.Process(kernel.pid).children(recursive=True)}
+
+
 def test_an_interrupt_is_said_with_where_the_ranks_were(kernel: Kernel) -> None:
     cell = kernel.start(launch(BUSY["sleeping"]))
     cell.wait_for("up")
@@ -536,7 +559,19 @@ def test_a_launch_in_a_cell_on_ranks_is_refused() -> None:
         assert "this is rank 0 already" in kernel.fails(cell, "RankError").evalue
 
 
-# --- the kernel's end
+# --- the beginning and the end
+
+
+def test_an_interrupted_start_is_one_line_and_leaves_nothing() -> None:
+    with Kernel(NBDIST_PREWARM="0") as kernel:
+        kernel.ok(SETUP)
+        cell = kernel.start(launch("return 0"))
+        wait_until(lambda: find(kernel.pid, "template"), "a template")
+        kernel.interrupt()
+        outcome = cell.finish()
+        assert outcome.traceback == "KeyboardInterrupt: the start was interrupted; nothing of it is left"
+        wait_until(lambda: not family(kernel), "an end of what was started")
+        kernel.ok(launch("return 0"))
 
 
 def test_a_launch_ends_with_its_kernel() -> None:
@@ -544,6 +579,6 @@ def test_a_launch_ends_with_its_kernel() -> None:
         kernel.ok(SETUP)
         cell = kernel.start(launch(BUSY["sleeping"]))
         cell.wait_for("up")
-        family = [each.pid for each in psutil.Process(kernel.pid).children(recursive=True)]
+        before = list(family(kernel))
         os.kill(kernel.pid, signal.SIGKILL)
-        await_end(family, limit=20.0)
+        await_end(before, limit=20.0)

@@ -35,7 +35,7 @@ from nbdist.client.workers import cell_number
 from nbdist.controller.watch import Watch
 from nbdist.errors import UsageError
 from nbdist.launch import forked_rank, warm
-from nbdist.launch.forked_rank import Ends
+from nbdist.launch.forked_rank import INTERRUPTED, Ends
 from nbdist.launch.request import Request
 from nbdist.protocol import (
     END,
@@ -65,7 +65,7 @@ from nbdist.protocol import (
 )
 from nbdist.worker import groups
 
-_KILL_AFTER = 0.8  # seconds after an interrupt: Ctrl-C leaves nothing after 1 s
+_KILL_AFTER = 0.8  # seconds after an interrupt that has not reached Python: Ctrl-C leaves nothing after 1 s
 _FAILED_GRACE = 0.5  # seconds until ranks are interrupted when another has raised: theirs may be the same error
 _DEATH_GRACE = 0.1  # ... when it has died
 _WATCH = -1  # the number of the watch's questions
@@ -152,6 +152,7 @@ class Children:
         self._late: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._task: Task | None = None
         self._watch: Watch | None = None
+        self._ending = False
         self._interrupt_at: float | None = None  # when one has failed: when the others are interrupted
         self._thread = threading.Thread(target=self._run, name="nbdist-children", daemon=True)
         try:
@@ -344,6 +345,7 @@ class Children:
         elif isinstance(message, Credit):
             self._credit(message)
         elif isinstance(message, Stop):
+            self._ending = True
             self._tell(list(self._living), Quit())
             for rank in self._living.values():
                 rank.kill_at = now + message.grace
@@ -385,6 +387,9 @@ class Children:
         if isinstance(message, Reply):
             rank.reply = message
             self._check_done(rank)
+        elif isinstance(message, Answer) and message.request == INTERRUPTED:
+            if not self._ending:
+                rank.kill_at = None  # its function may save what it has, until the next Ctrl-C
         elif isinstance(message, Answer) and message.request == _WATCH:
             self._the_watch.answered(message.rank, message.data, time.monotonic())
         elif isinstance(message, Answer):

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
@@ -28,6 +28,8 @@ from nbdist.worker.display import DisplayLane
 from nbdist.worker.progress import Progress
 from nbdist.worker.shell import RankDisplayPublisher, refuse_keyboard
 from nbdist.worker.widgets import WidgetRelay
+
+INTERRUPTED = -2  # the number of the "answer" by which a rank says, unasked, that an interrupt has reached its code
 
 _in_rank = False
 
@@ -209,10 +211,16 @@ class ForkedRank:
     def _value(self) -> Any:
         self._prepare()
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, self._interrupt)
             return launched.call(self._function, *self._args)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _interrupt(self, *_: Any) -> NoReturn:
+        """Who is stuck in a call into C never gets here, and is ended; who does has the time to save what it has."""
+        with contextlib.suppress(OSError):
+            self._send(Answer(INTERRUPTED, self._setup.rank, {}))
+        raise KeyboardInterrupt
 
     def _prepare(self) -> None:
         import torch

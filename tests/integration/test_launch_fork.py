@@ -297,11 +297,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 print("up")
 if dist.get_rank() == 0:
-    while True:
-        try:
-            time.sleep(60)
-        except KeyboardInterrupt:
-            pass
+    time.sleep(60)
 dist.barrier()
 """)
     )
@@ -310,6 +306,60 @@ dist.barrier()
     ended = running.finish()
     assert ended.ename == "KeyboardInterrupt"
     assert ended.evalue == "ranks 0-1 interrupted; they have ended"
+
+
+def test_a_function_that_catches_the_interrupt_has_the_time_to_save(kernel: Kernel) -> None:
+    running = kernel.start(
+        fork("""
+try:
+    print("up")
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(2)  # it takes longer than what is stuck is given
+    print("saved")
+    raise
+""")
+    )
+    running.wait_until(lambda outcome: output(outcome.stdout) == both("up"))
+    kernel.interrupt()
+    ended = running.finish()
+    assert ended.evalue == "ranks 0-1 interrupted; they have ended"
+    assert ended.stdout.count("saved") == 2 or "[0-1] saved" in ended.stdout, str(ended)
+
+
+def test_a_function_that_swallows_the_interrupt_ends_with_the_next(kernel: Kernel) -> None:
+    running = kernel.start(
+        fork("""
+print("up")
+while True:
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("swallowed")
+""")
+    )
+    running.wait_until(lambda outcome: output(outcome.stdout) == both("up"))
+    kernel.interrupt()
+    running.wait_for("Interrupt again to stop them now")
+    kernel.interrupt()
+    ended = running.finish()
+    assert ended.evalue == "ranks 0-1 interrupted; they have ended"
+    assert "swallowed" in ended.stdout
+
+
+def test_a_function_that_swallows_the_interrupt_ends_with_a_rank_that_failed(kernel: Kernel) -> None:
+    body = """
+import ctypes
+if os.environ["RANK"] == "1":
+    raise ValueError("too small")
+ctypes.PyDLL(None).usleep(1_200_000)  # Python is back, and interrupted, when the launch is being ended
+while True:
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        pass
+"""
+    assert kernel.fails(fork(body), "LaunchError").evalue == "rank 1 raised ValueError: too small"
 
 
 def test_a_timeout_interrupts(kernel: Kernel) -> None:

@@ -257,10 +257,10 @@ class _Launch:
         if not isinstance(error, RankError):
             finished = list(range(self.attempt.place.first_rank, self._last_rank() + 1))
             told = report.build([verdict.as_failure()], finished, launch=True)
-            error = launch_error(told, self.request.name, self.request.count)
+            error = launch_error(told, self.request.name, self.attempt.place.first_rank)
         elif verdict.failure["rank"] not in error.failures:  # the ranks here had ended before it was told
             told = report.build([verdict.as_failure(), *error.failures.values()], launch=True)
-            error = launch_error(told, self.request.name, self.request.count)
+            error = launch_error(told, self.request.name, self.attempt.place.first_rank)
         if verdict.node not in (self.attempt.place.node_rank, NOWHERE):
             error.report += f"\nrank {verdict.failure['rank']} is on node {verdict.node} ({verdict.host})"
         return error
@@ -429,7 +429,7 @@ class _Agent(SimpleElasticAgent):
             if news is not None or failure is None or self._may_be_explained(attempt, failure):
                 return news
             again = attempt.can_be_tried_again and not self._launch.left
-            return self._nodes.tell(failure, attempt.place.node_rank, final=not again)
+            return self._nodes.tell(News.of(failure, attempt.place.node_rank, final=not again))
         except (*STORE_ERRORS, NodesMissing):
             if not self._nodes.several:
                 raise

@@ -20,17 +20,17 @@ from nbdist.processes import describe_exit
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def launch_error(error: RankError, name: str, per_node: int) -> LaunchError:
+def launch_error(error: RankError, name: str, first_rank: int) -> LaunchError:
     """The LaunchError for what went wrong on ranks.
 
     Args:
         error: What went wrong.
         name: The function that was launched.
-        per_node: Number of ranks on a node.
+        first_rank: The first rank of this node; of another node's, the failure tells its local rank itself.
     """
     now = int(time.time())
     failures = {
-        rank: LaunchFailure(**asdict(failure), local_rank=rank % per_node, timestamp=now + place)
+        rank: LaunchFailure(**{"local_rank": rank - first_rank} | asdict(failure) | {"timestamp": now + place})
         for place, (rank, failure) in enumerate(error.failures.items())
     }
     made = _make(error.report, failures)

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from nbdist.errors import NodesMissing, RankFailure, UsageError
+from nbdist.launch.errors import LaunchFailure
 from nbdist.launch.request import Request
 from nbdist.processes import describe_owner
 
@@ -79,13 +80,14 @@ class News(msgspec.Struct, frozen=True):
     def of(cls, failure: RankFailure, node: int, *, final: bool) -> News:
         """A failure of this node's."""
         fields = {name: getattr(failure, name) for name in ("rank", "kind", "name", "text", "exit_code")}
+        fields["local_rank"] = getattr(failure, "local_rank", 0)  # what no rank has told is told for the first
         fields["traceback"] = failure.traceback[-_TRACEBACK_LIMIT:]
         # Neither `when`, which is on this machine's clock, nor `pickled`: nobody should unpickle from a network.
         return cls(node, socket.gethostname(), fields, final)
 
-    def as_failure(self) -> RankFailure:
+    def as_failure(self) -> LaunchFailure:
         """The failure, as if it had just happened here."""
-        return RankFailure(**self.failure, when=time.monotonic())
+        return LaunchFailure(**self.failure, when=time.monotonic())
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -94,6 +96,7 @@ class Facts(msgspec.Struct, frozen=True):
     num_nodes: int
     rdzv_id: str
     rdzv_backend: str
+    max_restarts: int
 
 
 class Nodes:
@@ -280,7 +283,7 @@ class Nodes:
 
     @property
     def _facts(self) -> Facts:
-        return Facts(self.request.num_nodes, self.request.rdzv_id, self.request.rdzv_backend)
+        return Facts(*(getattr(self.request, name) for name in Facts.__struct_fields__))
 
     def _compare_facts(self) -> None:
         assert self._store is not None
@@ -439,13 +442,12 @@ class Nodes:
         self._round.set(f"restart/{node}", str(restart))
         return max(int(self._round.get(f"restart/{other}")) for other in range(self.request.num_nodes))
 
-    def tell(self, failure: RankFailure, node: int, *, final: bool) -> News:
+    def tell(self, news: News) -> News:
         """Tell the others of a failure here.
 
         Returns:
             What all nodes take for the cause: the first that any of them told.
         """
-        news = News.of(failure, node, final=final)
         found = self._told().compare_set("failed", "", msgspec.json.encode(news).decode())
         return msgspec.json.decode(found, type=News)
 

@@ -96,7 +96,7 @@ def conclude(crew: Crew, task: Task, request: Request) -> list[Any]:
     except RankError as error:
         died = any(failure.kind == "died" for failure in error.failures.values())
         _end(crew, _DEATH_GRACE if died else _FAILED_GRACE)
-        raise launch_error(error, request.name, request.count) from None
+        raise launch_error(error, request.name, crew.ranks[0].rank) from None
     return values(crew, task, request)
 
 

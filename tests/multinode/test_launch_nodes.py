@@ -177,6 +177,17 @@ def test_the_ranks_behind_a_failure_are_keys_of_the_error_on_all_nodes(nodes: li
         assert set(failures) == own | {3}
 
 
+def test_a_rank_is_numbered_on_its_own_node_where_nodes_have_different_numbers_of_ranks(
+    nodes: list[Kernel], port: int
+) -> None:
+    cells = [launch(nodes[0], 0, port, "fail", num_processes=3), launch(nodes[1], 1, port, "fail", num_processes=1)]
+    for cell, kernel in zip(cells, nodes, strict=True):
+        assert cell.finish().evalue == "rank 3 raised ValueError: boom"
+        failures = "__import__('sys').last_value.failures"
+        assert kernel.value(f"{failures}[3].local_rank") == 0
+    assert nodes[0].value(f"{failures}[2].local_rank") == 2
+
+
 @RENDEZVOUS
 def test_after_a_failure_the_ranks_of_all_nodes_start_again(nodes: list[Kernel], port: int, backend: str) -> None:
     for outcome in launch_all(nodes, port, "fail_once", rdzv_backend=backend, max_restarts=1):
@@ -247,7 +258,7 @@ def test_waiting_for_a_node_can_be_interrupted(nodes: list[Kernel], port: int, b
     assert is_free(port)
 
 
-@pytest.mark.parametrize("options", [{"num_nodes": 3}, {"rdzv_id": "other"}])
+@pytest.mark.parametrize("options", [{"num_nodes": 3}, {"rdzv_id": "other"}, {"max_restarts": 1}])
 def test_nodes_that_launch_different_things_are_told(
     nodes: list[Kernel], port: int, options: dict[str, object]
 ) -> None:

@@ -59,18 +59,19 @@ def notebook_launcher(
         rdzv_endpoint: host:port of the rendezvous; empty: `master_addr` and `use_port`.
         rdzv_conf: Further settings of the rendezvous (`{"timeout": 900}`, in seconds).
         rdzv_id: Name of the job, the same on all nodes.
-        max_restarts: How often all ranks start again after one has failed.
+        max_restarts: How often all ranks start again after one has failed; the same on all nodes.
         monitor_interval: Seconds between two looks at other nodes.
         log_line_prefix_template: Taken for compatibility; lines are named by rank anyway.
         start_method: "warm": ranks come from a template that has torch loaded already; "spawn": each is a new Python;
             "fork": each is a child of the notebook's process; None: warm, or fork where the function can't travel.
         gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them; None: all, as far as ranks need them.
         timeout: Seconds after which the function is interrupted.
-        all_results: Whether all ranks' values come back; otherwise rank 0's only, as a list of one.
+        all_results: Whether all ranks' values come back; otherwise rank 0's only, as a list of one, which on nodes
+            without rank 0 holds None.
 
     Returns:
         What the function returned, by rank; on one of several nodes, that of its own ranks. None stands for what
-        can't be sent; a line says so.
+        can't come back; a line says so. `sys.exit()` counts as a return of None.
 
     Raises:
         UsageError: An argument is wrong; nothing was started.

@@ -7,8 +7,10 @@
 #   worker/       inside a rank: shell, control thread, process group
 #   launch/       a function on ranks of its own, behind launcher.py: notebook_launcher, debug_launcher
 #   panel/        what ranks cost, live in the notebook; its page side is in labextension/
+#   plan.py       how models are made distributed; planning/: its rules, words and variables
 #   train/        what training code on a rank calls; works under torchrun, too
-#   protocol.py   the only module that knows the wire; transfer.py: how values travel
+#   metrics/      what cells, steps and machines cost; works in any process
+#   protocol.py   the only module that knows the wire; transfer/: how values travel
 #   shells.py     what IPython shells keep alive, in the notebook and on ranks
 #   errors.py     the error tree; cuda_guard.py: who initialised CUDA in the notebook
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
@@ -234,6 +236,10 @@ _MODULES = {
     ),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 def __getattr__(name: str) -> Any:

@@ -18,10 +18,17 @@ class HelpShown(Exception):
 
 
 class MagicParser(argparse.ArgumentParser):
-    """argparse for a line of a magic: raises instead of ending the process."""
+    """argparse for a line of a magic: raises instead of ending the process.
 
-    def __init__(self, magic: str, description: str) -> None:
-        super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False)
+    Args:
+        magic: As it is typed.
+        description: What it does.
+        number: The flag that is meant where a number stands by itself; "": none.
+    """
+
+    def __init__(self, magic: str, description: str, number: str = "") -> None:
+        super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False, formatter_class=_Help)
+        self._number = number
         self.add_argument("-h", "--help", action="store_true", help="show this")
 
     def read(self, line: str) -> argparse.Namespace:
@@ -65,12 +72,23 @@ class MagicParser(argparse.ArgumentParser):
 
     def _explain_unknown(self, word: str) -> str:
         if not word.startswith("-"):
-            return f"{self.prog}: {word!r} is one word too many. `{self.prog} --help` shows what is allowed."
+            flag = self._number if word[:1].isdigit() else ""
+            meant = f": did you mean `{self.prog} {flag} {word}`?" if flag else "."
+            return f"{self.prog}: {word!r} is one word too many{meant} `{self.prog} --help` shows what is allowed."
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         known = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
-        close = difflib.get_close_matches(word.split("=", maxsplit=1)[0], known, 1)
+        typed = word.split("=", maxsplit=1)[0]
+        short = [flag for flag in self._option_string_actions if flag == typed[1:]]
+        close = short or difflib.get_close_matches(typed, known, 1)
         hint = f": did you mean {close[0]}?" if close else "."
         return f"{self.prog} knows no {word}{hint} Its flags are {', '.join(known)}."
+
+
+class _Help(argparse.HelpFormatter):
+    """As wide as the table of verbs, not as a terminal that is not there."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
 
 
 def count(text: str) -> int:
@@ -119,6 +137,11 @@ def ranks_among(text: str | None, count: int) -> list[int] | None:
 def names(text: str) -> list[str]:
     """Words separated by commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def item(text: str) -> str:
+    """A word of a list, in which commas may stand: `push x, y`."""
+    return text.rstrip(",") or text
 
 
 def variable(text: str) -> str:

@@ -187,7 +187,8 @@ class DistributedMagics(Magics):
     def _do(self, line: str) -> Any:
         verb, _, rest = line.strip().partition(" ")
         if verb in ("", "-h", "--help", "help"):
-            raise HelpShown(self._overview())
+            asked = self.verb_parsers.get(rest.strip())
+            raise HelpShown(asked.format_help() if asked is not None else self._overview())
         if verb not in self._actions:
             raise UsageError(suggest_verb(verb, sorted(self._actions)))
         return self._actions[verb](self.verb_parsers[verb].read(rest))
@@ -200,7 +201,8 @@ class DistributedMagics(Magics):
         rows.append(("%%memory", "Show what the cell costs in memory; above any other magic."))
         words = table(rows, ("magic", "what it does"))
         flags = self.cell_parser.format_help()
-        return f"{words}\n\n%dist and %%dist are the same. Each verb has --help.\n\n{flags}"
+        more = "%dist and %%dist are the same. Each verb has --help: `%distributed start --help`."
+        return f"{words}\n\n{more}\n\n{flags}"
 
     def _start(self, arguments: argparse.Namespace) -> None:
         running = living_session()

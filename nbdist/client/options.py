@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import os
 import resource
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbdist.client.arguments import names
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
 from nbdist.protocol import StartOptions
@@ -23,7 +25,7 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
 class Arguments:
     """The arguments of a Session that count for each of its starts. They mean what they mean there."""
 
-    gpus: Sequence[int | str] | None
+    gpus: Sequence[int | str] | int | str | None
     backend: str | None
     init: bool
     timeout: float | None
@@ -45,6 +47,7 @@ class Arguments:
             count = len(gpus)
         _check_count(count)
         _check_backend(self.backend, count, gpus)
+        check_seconds("timeout", self.timeout)
         return StartOptions(
             count=count,
             environment=dict(os.environ),
@@ -55,18 +58,33 @@ class Arguments:
             open_files=_open_files(count),
             gpus=gpus[:count] or None,
             backend=self.backend,
-            init=self.init,
+            init=bool(self.init),
             timeout=_TIMEOUT if self.timeout is None else float(self.timeout),
-            exact=self.exact,
+            exact=bool(self.exact),
         )
 
 
-def _choose_gpus(wanted: Sequence[int | str] | None) -> list[str]:
+def check_seconds(name: str, value: object) -> None:
+    """Refuse what is no time span.
+
+    Args:
+        name: What the user calls it.
+        value: Seconds; None: the default.
+
+    Raises:
+        UsageError: It is something else, or not more than 0.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if value is not None and not (number and value > 0):  # type: ignore[operator]
+        raise UsageError(f"{name} is in seconds and more than 0, not {value!r}: `{name}=60`")
+
+
+def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:
     visible = visible_gpus()
     if wanted is None:
         return visible
     chosen = []
-    for name in map(str, wanted):
+    for name in names(str(wanted)) if isinstance(wanted, (int, str)) else map(str, wanted):
         if name.isdigit() and int(name) < len(visible):
             chosen.append(visible[int(name)])
         elif name in visible:
@@ -87,15 +105,17 @@ def _check_count(count: int) -> None:
 def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None:
     if backend is None:
         return
+    if not isinstance(backend, str):
+        raise UsageError(f"backend is a name, not {backend!r}: `backend='gloo'`")
     if backend not in _BACKENDS:
         close = difflib.get_close_matches(backend, _BACKENDS, 1)
         hint = f"did you mean `--backend {close[0]}`? " if close else ""
         raise UsageError(f"backend {backend!r} is unknown: {hint}Allowed are {', '.join(_BACKENDS)}")
     if "nccl" in backend and count > len(gpus):
         have = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
+        fewer = f", or `-n {len(gpus)}`" if gpus else ""
         raise UsageError(
-            f"nccl needs a GPU for each rank, and there are {count} ranks for {have}: "
-            f"`--backend gloo`, or `-n {len(gpus) or 1}`"
+            f"nccl needs a GPU for each rank, and there are {count} ranks for {have}: `--backend gloo`{fewer}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nbdist.client.arguments import MagicParser, count, names, number, seconds, variable
+from nbdist.client.arguments import MagicParser, count, item, names, number, seconds, variable
 from nbdist.client.cell_memory import MODES
 from nbdist.client.plan_line import plan_parser
 from nbdist.metrics.snapshot import EVENTS
@@ -12,7 +12,7 @@ from nbdist.metrics.snapshot import EVENTS
 
 def cell_parser() -> MagicParser:
     """Reads the line of `%%distributed`."""
-    parser = MagicParser("%%distributed", "Run the cell on all ranks.")
+    parser = MagicParser("%%distributed", "Run the cell on all ranks.", number="-r")
     _add_ranks(parser)
     parser.add_argument(
         "--background",
@@ -71,7 +71,7 @@ def verb_parsers() -> dict[str, MagicParser]:
 
 
 def _start() -> MagicParser:
-    parser = MagicParser("%distributed start", "Bring up ranks.")
+    parser = MagicParser("%distributed start", "Bring up ranks.", number="-n")
     _add_group(parser)
     parser.add_argument(
         "--gpus", type=names, metavar="LIST", help="which GPUs, for example 0,2 (default: as many as ranks)"
@@ -104,7 +104,8 @@ def _stop() -> MagicParser:
 
 
 def _restart() -> MagicParser:
-    parser = MagicParser("%distributed restart", "End the ranks and bring up a fresh set; their variables are lost.")
+    what = "End the ranks and bring up a fresh set; their variables are lost."
+    parser = MagicParser("%distributed restart", what, number="-n")
     _add_group(parser)
     return parser
 
@@ -115,13 +116,13 @@ def _status() -> MagicParser:
 
 def _auto() -> MagicParser:
     parser = MagicParser("%distributed auto", "Run every cell on all ranks, or stop doing so.")
-    parser.add_argument("state", choices=("on", "off"))
+    parser.add_argument("state", choices=("on", "off"), metavar="on|off")
     return parser
 
 
 def _push() -> MagicParser:
     parser = MagicParser("%distributed push", "Copy variables of the notebook to ranks.")
-    parser.add_argument("names", nargs="+", metavar="NAME")
+    parser.add_argument("names", nargs="+", type=item, metavar="NAME")
     _add_ranks(parser)
     return parser
 
@@ -130,7 +131,7 @@ def _pull() -> MagicParser:
     parser = MagicParser(
         "%distributed pull", "Copy variables of ranks to the notebook: a list by rank; of one rank its bare value."
     )
-    parser.add_argument("names", nargs="+", metavar="NAME")
+    parser.add_argument("names", nargs="+", type=item, metavar="NAME")
     _add_ranks(parser)
     parser.add_argument("--as", dest="target", type=variable, metavar="NAME", help="under another name")
     return parser

@@ -43,7 +43,11 @@ class SessionPlan:
         """
         plan = self._chosen or Plan.from_environment()
         device = "cuda" if options.gpus else "cpu"
-        plan.check(world_size=options.count, backend=_expected_backend(options), device=device)
+        try:
+            plan.check(world_size=options.count, backend=_expected_backend(options), device=device)
+        except UsageError as error:
+            way_out = "`%distributed plan` shows the plan, `%distributed plan --reset` begins with a new one"
+            raise UsageError(f"these ranks can't follow the notebook's plan: {error}. {way_out}") from None
         self.current = plan
         variables = plan.environment(world_size=options.count, device=device)
         if self._chosen is None:  # nobody has chosen: what the notebook says itself counts more

@@ -175,7 +175,8 @@ def _advice(first: RankFailure, failures: Sequence[RankFailure], finished: Seque
         living = sorted({failure.rank for failure in failures} - dead | set(finished))
         advice = "`%distributed restart` brings up a fresh set of ranks."
         if living:
-            advice += f" {describe_ranks(living).capitalize()} kept their variables: "
+            whose = "its" if len(living) == 1 else "their"
+            advice += f" {describe_ranks(living).capitalize()} kept {whose} variables: "
             advice += f"`%%distributed -r {format_ranks(living)}`."
         return [advice]
     running = [failure.rank for failure in failures if failure.kind == "running"]

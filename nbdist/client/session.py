@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import msgspec
 
 from nbdist import transfer
 from nbdist.client import calls
-from nbdist.client.options import Arguments
+from nbdist.client.options import Arguments, check_seconds
 from nbdist.client.plan import SessionPlan
 from nbdist.client.results import CellResult, Decoders
 from nbdist.client.stacks import Stack, stack_of, with_native_frames
 from nbdist.client.task import BackgroundCell, Task
-from nbdist.client.workers import Workers
+from nbdist.client.workers import Ranks, Workers
 from nbdist.devices import visible_gpus
 from nbdist.errors import (
     NbdistError,
@@ -84,7 +84,7 @@ class Session(Workers):
 
     Args:
         num_processes: Number of ranks; None: one for each GPU of this machine.
-        gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them; None: all, as far as ranks need them.
+        gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them: [0, 2], "0,2"; None: all, as far as ranks need them.
         backend: Backend of the process group ("gloo", "nccl", ...); None: the right one for the devices.
         init: Whether to make the process group at all.
         timeout: Seconds after which a collective gives up; None: torch's default of 30 minutes.
@@ -102,7 +102,7 @@ class Session(Workers):
         self,
         num_processes: int | None = None,
         *,
-        gpus: Sequence[int | str] | None = None,
+        gpus: Sequence[int | str] | int | str | None = None,
         backend: str | None = None,
         init: bool = True,
         timeout: float | None = None,
@@ -111,6 +111,7 @@ class Session(Workers):
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         global _current
+        check_seconds("linger", linger or None)
         super().__init__(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
@@ -124,6 +125,12 @@ class Session(Workers):
             num_processes: Number of ranks; None: as many as before.
         """
         self.start(self._plan.carry(self._arguments.options(num_processes or len(self.ranks))), progress)
+
+    def __repr__(self) -> str:
+        if self.broken or self.closed:
+            return f"<nbdist.Session: {'broken' if self.broken else 'closed'}>"
+        devices = sorted({info.device for info in self.ranks})
+        return f"<nbdist.Session: {describe_ranks(info.rank for info in self.ranks)} on {', '.join(devices)}>"
 
     @property
     def plan(self) -> Plan:
@@ -145,7 +152,7 @@ class Session(Workers):
     def run(
         self,
         code: str,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         *,
         grace: float = 1.0,
@@ -155,7 +162,7 @@ class Session(Workers):
 
         Args:
             code: What a `%%distributed` cell may hold.
-            ranks: Where; None: on all.
+            ranks: Where: one, some, or "0,2-3"; None: on all. The same for all methods that take ranks.
             timeout: Seconds after which the ranks are interrupted.
             grace: Seconds that ranks may wait in a collective for one that has raised; then they are freed.
             show: Whether to show the output as well.
@@ -167,6 +174,7 @@ class Session(Workers):
             RankError: A rank raised; the first cause first. RankDied, RankTimeout likewise.
             SessionBusy: One of these ranks is running something else.
         """
+        check_seconds("timeout", timeout)
         task = self.submit("cell", code, ranks, grace=grace, show=show, keep=True)
         task.wait(timeout)
         return task.result
@@ -174,7 +182,7 @@ class Session(Workers):
     def start_cell(
         self,
         code: str,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         *,
         number: int = 0,
         offset: int = 0,
@@ -191,7 +199,7 @@ class Session(Workers):
     def run_in_background(
         self,
         code: str,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         *,
         number: int = 0,
@@ -200,6 +208,7 @@ class Session(Workers):
         show: bool = True,
     ) -> BackgroundCell:
         """Like `run`, but returns at once with a handle: `.done`, `.wait()`, `.output`, `.interrupt()`."""
+        check_seconds("timeout", timeout)
         task = self.submit("cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=True)
 
         def work() -> None:
@@ -212,9 +221,7 @@ class Session(Workers):
 
         return BackgroundCell(task, work)
 
-    def call(
-        self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
-    ) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None, **kwargs: Any) -> list[Any]:
         """Call a function on ranks. It travels by value, as do its arguments and what it returns.
 
         Returns:
@@ -226,13 +233,13 @@ class Session(Workers):
         """
         return self._call("call", function, args, kwargs, ranks)
 
-    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None) -> None:
+    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> None:
         """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
         self._call("setup", function, args, {}, ranks)
 
-    def _call(
-        self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any, ranks: Iterable[int] | None
-    ) -> list[Any]:
+    def _call(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any, ranks: Ranks) -> list[Any]:
+        if not callable(function):
+            raise UsageError(f"call takes a function, not {function!r}: `session.call(function, *args)`")
         name = getattr(function, "__name__", "function")
         with calls.pack(function, args, kwargs, name=name) as packed:
             payload = msgspec.msgpack.encode(packed.parcel)
@@ -240,22 +247,24 @@ class Session(Workers):
             task.wait()
         return self.collect(task)
 
-    def push(self, values: Mapping[str, Any], ranks: Iterable[int] | None = None) -> None:
+    def push(self, values: Mapping[str, Any], ranks: Ranks = None) -> None:
         """Set variables on ranks. Tensors arrive on the CPU; each rank's copy is its own.
 
         Raises:
             UsageError: A name is no variable name.
             TransferError: A value can't travel; the text names the part that can't.
         """
+        if not isinstance(values, Mapping):
+            raise UsageError(f"push takes names and values, not a {type(values).__name__}: `session.push({{'x': x}})`")
         for name in values:
-            if not name.isidentifier():
+            if not isinstance(name, str) or not name.isidentifier():
                 raise UsageError(f"{name!r} is no variable name: `session.push({{'x': x}})`")
         with contextlib.ExitStack() as stack:
             packed = stack.enter_context(_pack_named(values))
             payload = msgspec.msgpack.encode(packed.parcel)
             self.submit("push", ", ".join(values), ranks, payload=payload, show=True).wait()
 
-    def pull(self, name: str, ranks: Iterable[int] | int | None = None) -> Any:
+    def pull(self, name: str, ranks: Ranks = None) -> Any:
         """Get a variable (or any expression) from ranks.
 
         Args:
@@ -323,7 +332,7 @@ class Session(Workers):
         if ranks and all(info.device == "cpu" for info in self.ranks if info.rank in ranks):
             raise UsageError(snapshot.NO_GPU)
 
-    def interrupt(self, ranks: Iterable[int] | None = None, *, now: bool = False) -> bool:
+    def interrupt(self, ranks: Ranks = None, *, now: bool = False) -> bool:
         """Stop what ranks run: after the step they are in, if they train. Asked once more: at once.
 
         Args:
@@ -349,7 +358,7 @@ class Session(Workers):
         running = self.traffic.running(living)
         return [_status_row(row, self.generation, memory, stacks, running) for row in known]
 
-    def stacks(self, ranks: Iterable[int] | None = None, *, native: bool = False) -> dict[int, str]:
+    def stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, str]:
         """Where the main threads of ranks are, at any time: the whole stack from the user's cell inwards.
 
         Args:
@@ -364,7 +373,7 @@ class Session(Workers):
         """
         return {rank: str(found) for rank, found in self.look_at_stacks(ranks, native=native).items()}
 
-    def look_at_stacks(self, ranks: Iterable[int] | None = None, *, native: bool = False) -> dict[int, Stack]:
+    def look_at_stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
         """Like `stacks`, but with what `stacks.render` needs to group them."""
         chosen = self._choose(self.living() if ranks is None else ranks)
         answers = self.traffic.ask(chosen, "stack", timeout=_STACK_LIMIT)
@@ -375,7 +384,7 @@ class Session(Workers):
             found = with_native_frames(found, pids)
         return found
 
-    def logs(self, ranks: Iterable[int] | None = None, cell: int | None = None) -> dict[int, str]:
+    def logs(self, ranks: Ranks = None, cell: int | None = None) -> dict[int, str]:
         """All that a cell printed (stdout and stderr), by rank.
 
         Args:
@@ -391,11 +400,9 @@ class Session(Workers):
         while True:
             part = self.traffic.ask_controller("log", {"number": cell, "position": position})
             if "error" in part:
-                what = (
-                    "no cell has printed anything yet"
-                    if cell is None
-                    else f"cell {cell} printed nothing on ranks, or the log has it no longer"
-                )
+                if cell is None:
+                    raise UsageError("no cell has printed anything on ranks yet, so there is no log")
+                what = f"cell {cell} printed nothing on ranks, or the log has it no longer"
                 raise UsageError(f"{what}; `%distributed logs` shows the newest")
             for rank, stream, data in part["records"]:
                 if rank in texts:
@@ -427,6 +434,8 @@ def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int
     close = difflib.get_close_matches(name, {known for rank in missing for known in names.get(rank, [])}, 3)
     if close:
         text += f"; names like it: {', '.join(sorted(close))}"
+    elif not have:
+        text += ": define it in a `%%distributed` cell first"
     return UsageError(text)
 
 

@@ -18,7 +18,9 @@ from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from nbdist.client import calls, history, interrupts
+from nbdist.client.arguments import ranks_among
 from nbdist.client.connection import Connection
+from nbdist.client.options import check_seconds
 from nbdist.client.report import describe_death
 from nbdist.client.task import Task
 from nbdist.client.traffic import Traffic
@@ -45,6 +47,8 @@ _STOP_LIMIT = 10.0
 _GIVE_UP_LIMIT = 1.0  # seconds that a start which was interrupted has to end in good order
 _SURVIVORS_LIMIT = 2.0
 _COSTS = ("cell", "call", "launch")  # what runs code of the user's
+
+Ranks = Iterable[int] | int | str | None  # which: some, one, "0,2-3"; None: all
 
 _Workers = TypeVar("_Workers", bound="Workers")
 
@@ -201,12 +205,14 @@ class Workers:
             progress(f"{options.count} ranks share {len(options.gpus)} GPU{plural}, so their group uses {self.backend}")
 
     def _give_up_start(self, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._connection.send(Stop())
-            with contextlib.suppress(SessionError, KeyboardInterrupt):
-                self._await_life(Stopped, _GIVE_UP_LIMIT)
-        self._connection.close()
-        self.broken = str(error) or "the start was interrupted. `%distributed start` begins anew."
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                self._connection.send(Stop())
+                with contextlib.suppress(SessionError):
+                    self._await_life(Stopped, _STOP_LIMIT)
+        finally:  # a second Ctrl-C too
+            self._connection.close()
+            self.broken = str(error) or "the start was interrupted. `%distributed start` begins anew."
 
     def _await_life(
         self, kind: type[Message], limit: float | None, progress: Callable[[str], None] = lambda text: None
@@ -252,7 +258,7 @@ class Workers:
         self,
         kind: str,
         code: str,
-        ranks: Iterable[int] | None,
+        ranks: Ranks,
         *,
         number: int = 0,
         offset: int = 0,
@@ -264,6 +270,9 @@ class Workers:
         profile: str = "",
     ) -> Task:
         """Send an Execute, once nothing speaks against it."""
+        if not isinstance(code, str):
+            raise UsageError(f"code is a text, and {type(code).__name__} was given: `session.run('print(rank)')`")
+        check_seconds("grace", grace)
         chosen = self._choose(ranks)
         number = number or cell_number()
         task = Task(
@@ -296,7 +305,7 @@ class Workers:
         self.traffic.wait_free(task.ranks, _SURVIVORS_LIMIT)
         return self.traffic.assign(task)
 
-    def _choose(self, ranks: Iterable[int] | None, living: bool = True) -> list[int]:
+    def _choose(self, ranks: Ranks, living: bool = True) -> list[int]:
         """The ranks meant, checked.
 
         Raises:
@@ -304,6 +313,10 @@ class Workers:
         """
         self._check_open()
         everyone = [info.rank for info in self.ranks]
+        if isinstance(ranks, str):
+            ranks = ranks_among(ranks, len(everyone))
+        elif isinstance(ranks, int):
+            ranks = [ranks]
         chosen = everyone if ranks is None else sorted(set(ranks))
         unknown = [rank for rank in chosen if rank not in everyone]
         if unknown or not chosen:

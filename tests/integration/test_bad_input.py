@@ -22,21 +22,24 @@ def refuses(kernel: Kernel, cell: str, ename: str = "UsageError") -> str:
         ("start -n -3", "'-3' is no number of ranks", "-n 2"),
         ("start -n", "expected one argument", "`%distributed start --help`"),
         ("start -n 2", "a session with 2 ranks is running already", "`%distributed restart -n 2`"),
-        ("start 4", "'4' is one word too many", "`%distributed start --help`"),
+        ("start 4", "'4' is one word too many", "did you mean `%distributed start -n 4`?"),
+        ("start now", "'now' is one word too many", "`%distributed start --help`"),
+        ("start --n 4", "knows no --n", "did you mean -n?"),
         ("start --replce", "did you mean --replace?", "--replace"),
         ("start --timeout never", "'never' is no time", "for example 60"),
         ("start -n 'two", "No closing quotation", "`%distributed start --help`"),
         ("strt -n 2", "%distributed knows no 'strt'", "did you mean `%distributed start`?"),
         ("xyzzy", "%distributed knows no 'xyzzy'", "Its verbs are auto, "),
         ("restart -n 0", "'0' is no number of ranks", "-n 2"),
-        ("auto", "state", "`%distributed auto --help`"),
-        ("auto maybe", "'maybe'", "on"),
+        ("auto", "on|off", "`%distributed auto --help`"),
+        ("auto maybe", "'maybe'", "on|off"),
         ("push", "NAME", "`%distributed push --help`"),
         ("push x -r 7", "the notebook has no 'x'", "define it in a local cell"),
         ("pull", "NAME", "`%distributed pull --help`"),
         ("pull x y --as z", "--as names one variable", "`%distributed pull loss --as first`"),
         ("pull rank --as 3x", "'3x' is no variable name", "`%distributed pull --help`"),
         ("pull rank+1", "'rank+1' is no variable name", "--as NAME"),
+        ("pull nowhere_at_all", "ranks 0-1 have no 'nowhere_at_all'", "define it in a `%%distributed` cell"),
         ("logs --cell x", "'x' is no number", "`%distributed logs --help`"),
         ("logs --cell 100000", "cell 100000 printed nothing", "`%distributed logs`"),
         ("interrupt -r 9", "rank 9 isn't in this session", "-r 0-1"),
@@ -61,6 +64,7 @@ def test_a_wrong_line_gets_one_message_that_says_what_to_type(
         ("%%rank", "%%rank needs ranks", "`%%rank 0`"),
         ("%%distributed --qiet", "did you mean --quiet?", "--quiet"),
         ("%%distributed everywhere", "'everywhere' is one word too many", "--help"),
+        ("%%distributed 0", "'0' is one word too many", "did you mean `%%distributed -r 0`?"),
         ("%%distributed --timeout 0", "'0' is no time", "for example 60"),
         ("%%distributed --capture 3x", "'3x' is no variable name", "--help"),
         ("%%distributed --tee", "--tee shows what --capture keeps", "`%%distributed --capture NAME --tee`"),
@@ -96,12 +100,52 @@ def test_a_start_that_can_not_be_leaves_the_next_one_possible(kernel: Kernel) ->
     assert "nccl needs a GPU for each rank" in refuses(kernel, "%distributed start -n 2 --backend nccl")
     assert "did you mean `--backend gloo`?" in refuses(kernel, "%distributed start -n 2 --backend glo")
     assert "GPU 7 isn't on this machine" in refuses(kernel, "%distributed start -n 2 --gpus 7")
+    kernel.ok("%distributed plan fsdp --precision fp16")
+    assert "`%distributed plan --reset`" in refuses(kernel, "%distributed start -n 2")
+    kernel.ok("%distributed plan --reset")
     kernel.ok("import resource\nlimits = resource.getrlimit(resource.RLIMIT_NOFILE)")
     kernel.ok("resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))")
     message = refuses(kernel, "%distributed start -n 100")
     assert "100 ranks need about 640 file handles" in message and "`ulimit -n 4096`" in message
     kernel.ok("%distributed start -n 2")
     assert kernel.ok("%%distributed\nrank").plain == ["[0] 0\n[1] 1"]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("Session(2.0)", "the number of ranks must be 1 or more, not 2.0"),
+        ("Session(2, gpus=7)", "GPU 7 isn't on this machine"),
+        ("Session(2, gpus='7,8')", "GPU 7 isn't on this machine"),
+        ("Session(2, backend=3)", "backend is a name, not 3"),
+        ("Session(2, timeout=-1)", "timeout is in seconds and more than 0, not -1"),
+        ("Session(2, timeout='5')", "timeout is in seconds and more than 0, not '5'"),
+        ("Session(2, linger='long')", "linger is in seconds and more than 0, not 'long'"),
+    ],
+)
+def test_a_session_with_a_wrong_argument_starts_nothing(ranks: Kernel, call: str, says: str) -> None:
+    assert says in refuses(ranks, f"import nbdist\nnbdist.{call}")
+    assert ranks.ok("%%distributed\n1").plain == ["[0-1] 1"]  # and the session there is goes on
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("run(5)", "code is a text, and int was given"),
+        ("run('1', grace='long')", "grace is in seconds and more than 0, not 'long'"),
+        ("run('1', timeout='5')", "timeout is in seconds and more than 0, not '5'"),
+        ("run('1', ranks=5)", "rank 5 isn't in this session: it has ranks 0-1"),
+        ("run('1', ranks='0-5')", "rank 5 isn't in this session: it has ranks 0-1"),
+        ("run('1', ranks='first')", "'first' isn't a rank or a range of ranks"),
+        ("run_in_background('1', timeout=0)", "timeout is in seconds and more than 0, not 0"),
+        ("call(3)", "call takes a function, not 3"),
+        ("push(['x'])", "push takes names and values, not a list"),
+        ("push({1: 2})", "1 is no variable name"),
+    ],
+)
+def test_work_with_a_wrong_argument_is_refused_and_the_next_goes_through(ranks: Kernel, call: str, says: str) -> None:
+    assert says in refuses(ranks, f"import nbdist\nnbdist.get_session().{call}")
+    assert ranks.ok("%%distributed\n1").plain == ["[0-1] 1"]
 
 
 def test_the_magics_say_no_on_a_rank(ranks: Kernel) -> None:

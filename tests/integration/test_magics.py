@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from nbdist.client.parsers import verb_parsers
 from tests.harness import Kernel, Outcome, both, wait_until
 
 
@@ -237,9 +238,10 @@ def test_help_lists_every_verb_and_the_cell_magic_s_flags(ranks: Kernel, line: s
     assert "--capture" in text and "--background" in text
 
 
-@pytest.mark.parametrize("verb", ["start", "stop", "restart", "status", "auto", "push", "pull", "logs", "free"])
+@pytest.mark.parametrize("verb", list(verb_parsers()))
 def test_every_verb_has_help(ranks: Kernel, verb: str) -> None:
-    assert f"%distributed {verb}" in ranks.ok(f"%distributed {verb} --help").stdout
+    shown = ranks.ok(f"%distributed {verb} --help").stdout
+    assert f"%distributed {verb}" in shown and ranks.ok(f"%distributed help {verb}").stdout == shown
 
 
 def test_a_magic_of_the_notebook_on_a_rank_says_where_it_belongs(ranks: Kernel) -> None:

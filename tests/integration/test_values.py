@@ -14,6 +14,12 @@ def test_push_copies_variables_to_every_rank(ranks: Kernel) -> None:
     assert on_ranks(ranks, "x, y") == ["[0-1] ([1, 'two'], {'three': 3.0})"]
 
 
+def test_names_may_stand_as_in_python_with_commas(ranks: Kernel) -> None:
+    ranks.ok("x, y = 1, 2\n%distributed push x, y")
+    ranks.ok("%distributed pull x, y")
+    assert ranks.value("(x, y)") == ([1, 1], [2, 2])
+
+
 def test_push_reaches_only_the_ranks_that_were_named(ranks: Kernel) -> None:
     ranks.ok("mine = 1\n%distributed push mine -r 1")
     assert on_ranks(ranks, "'mine' in globals()") == ["[0] False\n[1] True"]
@@ -113,6 +119,13 @@ def test_a_large_tensor_travels_both_ways_unchanged(ranks: Kernel) -> None:
         True,
         True,
     ]
+
+
+def test_ranks_are_named_in_python_as_they_are_typed(ranks: Kernel) -> None:
+    ranks.ok("import nbdist\nsession = nbdist.get_session()")
+    assert ranks.value("(session.call(lambda: 1, ranks=1), session.pull('rank', '0-1'))") == ([1], [0, 1])
+    assert ranks.value("sorted(session.run('rank', ranks='1'))") == [1]
+    assert ranks.value("repr(session)") == "<nbdist.Session: ranks 0-1 on cpu>"
 
 
 def test_the_session_pushes_and_pulls_from_python(ranks: Kernel) -> None:

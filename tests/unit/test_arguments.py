@@ -11,7 +11,7 @@ from nbdist.errors import UsageError
 
 @pytest.fixture
 def parser() -> MagicParser:
-    parser = MagicParser("%distributed fly", "Fly somewhere.")
+    parser = MagicParser("%distributed fly", "Fly somewhere.", number="-n")
     parser.add_argument("where", nargs="?", choices=("up", "down"))
     parser.add_argument("-n", "--number", type=arguments.count, metavar="N", help="how many")
     parser.add_argument("--limit", type=arguments.seconds, metavar="S")
@@ -49,6 +49,9 @@ def test_help_is_shown_whatever_else_stands_there(parser: MagicParser, line: str
         ("sideways", "sideways"),
         ("--fas", "did you mean --fast"),
         ("--fats", "did you mean --fast"),
+        ("--n 3", "did you mean -n?"),
+        ("up 3", "did you mean `%distributed fly -n 3`?"),
+        ("up ''", "'' is one word too many."),
         ("-n 'x", "No closing quotation"),
     ],
 )

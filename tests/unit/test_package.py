@@ -28,6 +28,12 @@ def test_every_name_in_all_can_be_had() -> None:
     assert [name for name in nbdist.__all__ if not hasattr(nbdist, name)] == []
 
 
+def test_tab_finds_every_name_before_it_is_loaded() -> None:
+    program = "import nbdist; print(*set(nbdist.__all__) - set(dir(nbdist)))"
+    missing = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert missing.stdout.split() == []
+
+
 def test_every_error_is_in_all() -> None:
     tree = {
         name

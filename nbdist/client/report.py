@@ -181,9 +181,10 @@ def _advice(first: RankFailure, failures: Sequence[RankFailure], finished: Seque
         return [advice]
     running = [failure.rank for failure in failures if failure.kind == "running"]
     if running:
+        they_are, them = ("it is", "it") if len(running) == 1 else ("they are", "them")
         return [
-            f"Until they are done, {describe_ranks(running)} can't take another cell; "
-            "`%distributed status` shows where they are.",
-            "`%distributed interrupt` asks them again, `%distributed restart` brings up a fresh set.",
+            f"Until {they_are} done, {describe_ranks(running)} can't take another cell; "
+            f"`%distributed status` shows where {they_are}.",
+            f"`%distributed interrupt` asks {them} again, `%distributed restart` brings up a fresh set.",
         ]
     return []

@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import queue
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from nbdist.client import history, report
+from nbdist.client import history, interrupts, report
 from nbdist.client.display import Publisher
-from nbdist.client.interrupts import interruption
 from nbdist.client.results import CellResult
 from nbdist.client.screen import Screen
 from nbdist.client.widgets import WidgetProxies
@@ -39,7 +37,6 @@ from nbdist.ranks import describe_ranks
 
 _EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or another rank's failure, until it is explained
 # A death is an error on screen within 0.5 s: the time that survivors have to stop, and then to say where they are.
-_HEED = 0.2  # seconds that a wait may last, as a Ctrl-C that comes just before it does not end it
 _TAKE = 0.01  # seconds for which what has come is taken before it is shown
 _DEATH_GRACE = 0.3
 _DEATH_ANSWER = 0.1
@@ -167,7 +164,7 @@ class Task:
         deadline = None if timeout is None else self.started + timeout
         timed_out = False
         try:
-            with self._interruptible():
+            with interrupts.events(self._events.put):
                 while self._left and self._broken is None:
                     now = time.monotonic()
                     if deadline is not None and now >= deadline and not timed_out:
@@ -226,24 +223,12 @@ class Task:
         what = self.code if self._launch else f"cell {self.number}"
         return f"{what} ({time.monotonic() - self.started:.0f} s)"
 
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Ctrl-C becomes an event of the task, so that it never strikes in the middle of our own work."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, lambda signum, frame: self._events.put(KeyboardInterrupt))
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
     def _patience(self, deadline: float | None) -> float:
         now = time.monotonic()
         dues = [at - now for at in (deadline, self._give_up_at, self._explain_at) if at is not None]
         if self._screen is not None and (due := self._screen.due(now)) is not None:
             dues.append(due)
-        return max(0.0, min([*dues, _HEED]))
+        return max(0.0, min([*dues, interrupts.HEED]))
 
     def _take(self, patience: float) -> None:
         """Handle what has come within `patience` seconds, and show what may be shown."""
@@ -480,7 +465,7 @@ def _interruption(error: RankError, step: int, *, launch: bool) -> KeyboardInter
     what, then = f"{who} interrupted", "their variables are kept"
     if step:
         what, then = f"all ranks stopped after step {step:,}", "run the cell again to go on"
-    return interruption(f"{what}; {'they have ended' if launch else then}", *error.report.splitlines()[1:])
+    return interrupts.interruption(f"{what}; {'they have ended' if launch else then}", *error.report.splitlines()[1:])
 
 
 class BackgroundCell:

@@ -44,7 +44,6 @@ from nbdist.protocol import (
 from nbdist.ranks import describe_ranks, format_ranks
 
 _STOP_LIMIT = 10.0
-_GIVE_UP_LIMIT = 1.0  # seconds that a start which was interrupted has to end in good order
 _SURVIVORS_LIMIT = 2.0
 _COSTS = ("cell", "call", "launch")  # what runs code of the user's
 
@@ -100,7 +99,7 @@ class Workers:
         self.traffic = Traffic(self._on_life)
         self._linger = linger
         self._serials = itertools.count(1)
-        self._life: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages; KeyboardInterrupt for a Ctrl-C
 
     # --- life
 
@@ -182,15 +181,17 @@ class Workers:
         self.closed, self.broken = True, ""
         self._life = queue.SimpleQueue()
         self.traffic.release("the ranks were restarted")
-        try:
-            self._connection.open()
-            self._connection.send(Start(options, self._linger))
-            started = self._await_life(Started, None, progress)
-        except BaseException as error:
-            self._give_up_start(error)
-            if isinstance(error, KeyboardInterrupt):
-                raise interrupts.interruption("the start was interrupted; nothing of it is left") from None
-            raise
+        with interrupts.events(self._life.put):
+            try:
+                self._connection.open()
+                self._connection.send(Start(options, self._linger))
+                started = self._await_life(Started, None, progress)
+            except BaseException as error:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                why = "the start was interrupted; `%distributed start` begins anew"
+                self.broken = why if interrupted else str(error) or type(error).__name__
+                self._connection.close()  # and with it whatever has come up
+                raise
         assert isinstance(started, Started)
         self.ranks, self.backend = started.ranks, started.backend
         self.traffic.begin()
@@ -204,28 +205,23 @@ class Workers:
             plural = "s" if len(options.gpus) != 1 else ""
             progress(f"{options.count} ranks share {len(options.gpus)} GPU{plural}, so their group uses {self.backend}")
 
-    def _give_up_start(self, error: BaseException) -> None:
-        try:
-            if isinstance(error, KeyboardInterrupt):
-                self._connection.send(Stop())
-                with contextlib.suppress(SessionError):
-                    self._await_life(Stopped, _STOP_LIMIT)
-        finally:  # a second Ctrl-C too
-            self._connection.close()
-            self.broken = str(error) or "the start was interrupted. `%distributed start` begins anew."
-
     def _await_life(
         self, kind: type[Message], limit: float | None, progress: Callable[[str], None] = lambda text: None
     ) -> Message:
         """Wait for a message about the session's life. The controller bounds how long a start may take."""
         deadline = None if limit is None else time.monotonic() + limit
         while True:
+            left = interrupts.HEED if deadline is None else deadline - time.monotonic()
             try:
-                message = self._life.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                message = self._life.get(timeout=max(0.0, min(left, interrupts.HEED)))
             except queue.Empty:
+                if left > 0:
+                    continue
                 raise SessionBroken("the session does not answer; type `%distributed start` to begin anew") from None
             if isinstance(message, kind):
                 return message
+            if message is KeyboardInterrupt and kind is Started:
+                raise interrupts.interruption("the start was interrupted, and no rank is left")
             if isinstance(message, Progress):
                 progress(message.text)
             elif isinstance(message, (StartFailed, Broken)):

@@ -569,7 +569,7 @@ def test_an_interrupted_start_is_one_line_and_leaves_nothing() -> None:
         wait_until(lambda: find(kernel.pid, "template"), "a template")
         kernel.interrupt()
         outcome = cell.finish()
-        assert outcome.traceback == "KeyboardInterrupt: the start was interrupted; nothing of it is left"
+        assert outcome.traceback == "KeyboardInterrupt: the start was interrupted, and no rank is left"
         wait_until(lambda: not family(kernel), "an end of what was started")
         kernel.ok(launch("return 0"))
 

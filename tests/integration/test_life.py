@@ -54,6 +54,21 @@ def test_nothing_outlives_a_kernel_that_is_killed_in_start_up(kernel: Kernel) ->
     await_nothing(everyone)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_start_that_is_interrupted_says_so_in_one_line_and_the_next_works(kernel: Kernel, times: int) -> None:
+    kernel.ok("import os; os.environ['NBDIST_PREWARM'] = '0'")
+    kernel.ok("%load_ext nbdist")
+    start = kernel.start("%distributed start -n 2")
+    start.wait_for("importing torch")
+    started = [pid for pid in family(kernel.pid) if pid != kernel.pid]
+    for _ in range(times):
+        kernel.interrupt()
+    outcome = start.finish()
+    assert outcome.traceback == "KeyboardInterrupt: the start was interrupted, and no rank is left"
+    await_nothing(started)
+    kernel.ok("%distributed start -n 2", HANG)
+
+
 # --- an orderly end
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import nbdist
 from nbdist import errors
+from nbdist.client.parsers import verb_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +34,16 @@ def test_tab_finds_every_name_before_it_is_loaded() -> None:
     program = "import nbdist; print(*set(nbdist.__all__) - set(dir(nbdist)))"
     missing = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert missing.stdout.split() == []
+
+
+def test_every_name_in_all_is_in_the_reference() -> None:
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "reference.md").read_text()))
+    assert set(nbdist.__all__) - words == set()
+
+
+def test_every_verb_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [verb for verb in verb_parsers() if f"`%distributed {verb}" not in text] == []
 
 
 def test_every_error_is_in_all() -> None:

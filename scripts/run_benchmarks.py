@@ -1,8 +1,9 @@
 """Run benchmarks/*.py one after another and show their lines; with --write, keep them in docs/performance.md.
 
-Owns the block of docs/performance.md between its two marker comments, and nothing else of that page. Knows
-nothing of what a benchmark measures: each one is a program that prints its results, line by line, and exits
-with 0.
+Owns the part of docs/performance.md between its two marker comments, and nothing else of that page: a block for each
+benchmark, in the order of their names. A run of some writes their blocks and keeps the others; where those are of
+another machine or other versions, each says so itself. Knows nothing of what a benchmark measures: each one is a
+program that prints its results, line by line, and exits with 0.
 
 Exit code: 0, or 1 when a benchmark failed.
 """
@@ -15,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -29,9 +32,6 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks/NAME.py (default: all)")
     parser.add_argument("--write", action="store_true", help=f"keep the results in {PAGE.relative_to(ROOT)}")
     arguments = parser.parse_args()
-    if arguments.write and arguments.names:
-        parser.error("--write keeps the results of all benchmarks of one run: leave out the names")
-
     available = {path.stem: path for path in sorted((ROOT / "benchmarks").glob("[!_]*.py"))}
     for name in arguments.names:
         if name not in available:
@@ -45,7 +45,9 @@ def main() -> int:
             return 1
         results[name] = lines
     if arguments.write:
-        write(results)
+        page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "# Performance\n"
+        PAGE.write_text(written(page, results, machine(), available), encoding="utf-8")
+        print(f"written to {PAGE.relative_to(ROOT)}")
     return 0
 
 
@@ -66,18 +68,36 @@ def run(program: Path) -> list[str] | None:
     return lines if process.returncode == 0 else None
 
 
-def write(results: dict[str, list[str]]) -> None:
-    """Replace the block between the markers of the page; a page without one gets it at its end."""
-    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "# Performance\n"
-    blocks = [f"### {name}\n\n```\n" + "\n".join(lines) + "\n```" for name, lines in results.items()]
-    block = "\n\n".join([BEGIN, machine(), *blocks, END])
-    if BEGIN in page and END in page:
-        before, rest = page.split(BEGIN, 1)
-        page = before + block + rest.split(END, 1)[1]
-    else:
-        page = f"{page.rstrip()}\n\n{block}\n"
-    PAGE.write_text(page, encoding="utf-8")
-    print(f"written to {PAGE.relative_to(ROOT)}")
+def written(page: str, results: Mapping[str, Sequence[str]], here: str, known: Collection[str]) -> str:
+    """Return the page with these results; a page without the markers gets them at its end.
+
+    Args:
+        page: As it is.
+        results: The lines of each benchmark that has run.
+        here: What they were measured on, in a sentence.
+        known: All benchmarks there are; blocks of others are left out.
+    """
+    before, _, rest = page.partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    blocks = {name: block for name, block in blocks_in(inside).items() if name in known}
+    blocks |= {name: (here, "\n".join(lines)) for name, lines in results.items()}
+    machines = Counter(where for where, _ in blocks.values())
+    usual = max(machines, key=lambda where: (machines[where], where == here))
+    parts = [BEGIN, usual]
+    for name, (where, lines) in sorted(blocks.items()):
+        parts += [f"### {name}", *([where] if where != usual else []), f"```\n{lines}\n```"]
+    return f"{before.rstrip()}\n\n" + "\n\n".join([*parts, END]) + (after or "\n")
+
+
+def blocks_in(text: str) -> dict[str, tuple[str, str]]:
+    """Return what each benchmark's block was measured on, and its lines."""
+    usual, *blocks = text.split("\n### ")
+    found = {}
+    for block in blocks:
+        head, lines, _ = block.split("```")
+        name, _, where = head.partition("\n")
+        found[name.strip()] = where.strip() or usual.strip(), lines.strip("\n")
+    return found
 
 
 def machine() -> str:

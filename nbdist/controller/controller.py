@@ -1,7 +1,7 @@
 """The controller: routes between the notebook, the agent and the ranks, and knows who lives.
 
-Owns membership (start, stop, death), the join of replies, marks and displays, and the output log. It imports no
-torch and unpickles nothing.
+Owns membership (start, stop, death) and the output log; `rank` puts what one rank sends in order, `cells` knows what
+runs. It imports no torch and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,14 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.controller.cells import Cells
 from nbdist.controller.outputlog import OutputLog
+from nbdist.controller.rank import Rank
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.protocol import (
     AGENT_CONTROL,
     CLIENT_EVENTS,
-    END,
-    PLAIN_END,
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
-    STDOUT,
     VERSION,
     Answer,
     Ask,
@@ -129,31 +126,12 @@ def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
 
 
 @dataclass
-class _Rank:
-    """What is known of a rank."""
-
-    rank: int
-    pid: int = 0
-    device: str = ""
-    ready: bool = False
-    dead: Died | None = None
-    serial: int = 0  # the cell it runs
-    since: float = 0.0
-    last: int = 0  # the newest cell it was given
-    reply: Reply | None = None
-    printed: bool = False  # the mark at the end of the cell has come
-    displays: dict[int, Display] = field(default_factory=dict)
-    shown_early: set[int] = field(default_factory=set)
-    held: deque[Output] = field(default_factory=deque)  # stdout that waits for a display's payload
-
-
-@dataclass
 class _Set:
     """The ranks of one epoch."""
 
     epoch: int
     options: StartOptions
-    ranks: dict[int, _Rank]
+    ranks: dict[int, Rank]
     started: float
     up: bool = False
     ending: bool = False
@@ -357,9 +335,7 @@ class Controller:
             if rank.dead:  # the notebook did not know yet
                 group.cells.died(msgspec.structs.replace(rank.dead, serial=message.serial), now)
                 continue
-            rank.serial = rank.last = message.serial
-            rank.since = time.time()
-            rank.reply, rank.printed = None, False
+            rank.begin(message.serial)
             self._forward(lane(RANK_CELL, group.epoch, number), frame)
 
     def _ask(self, message: Ask) -> None:
@@ -417,7 +393,7 @@ class Controller:
             return
         self._linger = message.linger
         self._epoch += 1
-        ranks = {number: _Rank(number) for number in message.options.ranks}
+        ranks = {n: Rank(n, self.to_notebook, self._log.write, self._part_ended) for n in message.options.ranks}
         self._set = _Set(self._epoch, message.options, ranks, time.monotonic())
         self._set.cells = Cells(self, self._execute)
         self._send(AGENT_CONTROL, Spawn(self._epoch, message.options))
@@ -476,7 +452,7 @@ class Controller:
         if group is None or getattr(message, "epoch", group.epoch) != group.epoch:
             return
         if isinstance(message, Output):
-            self._output(group.ranks[message.rank], message)
+            group.ranks[message.rank].print(message)
         elif isinstance(message, Spawned):
             group.ranks[message.rank].pid = message.pid
         elif isinstance(message, Spawning):
@@ -497,16 +473,15 @@ class Controller:
             self._store_died(group, message)
             return
         rank = group.ranks[message.rank]
-        serial, rank.serial = rank.serial, 0
-        rank.dead = Died(rank.rank, message.pid, message.code, message.stderr, serial, message.when, message.cause)
-        self._advance(rank)  # what waited for a display that will not come
+        died = Died(rank.rank, message.pid, message.code, message.stderr, rank.serial, message.when, message.cause)
+        rank.die(died)
         if not group.up:
             self._start_failed(
                 f"rank {message.rank} (pid {message.pid}) ended while it started: {what}.\n{message.stderr}".rstrip()
                 + "\nType `%distributed start` to try again."
             )
             return
-        group.cells.died(rank.dead, time.monotonic())
+        group.cells.died(died, time.monotonic())
 
     def _store_died(self, group: _Set, message: Exited) -> None:
         what = message.cause or describe_exit(message.code)
@@ -550,13 +525,11 @@ class Controller:
 
     # --- from ranks
 
-    def _handle_rank(self, group: _Set, rank: _Rank, message: Message) -> None:
+    def _handle_rank(self, group: _Set, rank: Rank, message: Message) -> None:
         if isinstance(message, Reply):
-            rank.reply = message
-            self._check_done(rank)
+            rank.answer(message)
         elif isinstance(message, Display):
-            rank.displays[message.sequence] = message
-            self._advance(rank)
+            rank.display(message)
         elif isinstance(message, Answer) and message.request < 0:
             group.cells.answered(message, time.monotonic())
         elif isinstance(message, (Answer, WidgetMessage)):
@@ -566,7 +539,7 @@ class Controller:
         elif isinstance(message, Ready):
             self._ready(group, rank, message)
 
-    def _ready(self, group: _Set, rank: _Rank, message: Ready) -> None:
+    def _ready(self, group: _Set, rank: Rank, message: Ready) -> None:
         if message.failure:
             self._start_failed(
                 f"rank {rank.rank} could not join the process group: {message.failure}\n"
@@ -576,46 +549,8 @@ class Controller:
             return
         rank.ready, rank.device, group.backend = True, message.device, message.backend
 
-    def _output(self, rank: _Rank, message: Output) -> None:
-        if message.stream != STDOUT:
-            self._pass_on(rank, message)
-            return
-        rank.held.append(message)
-        self._advance(rank)
-
-    def _advance(self, rank: _Rank) -> None:
-        """Pass on stdout and displays in their order; stop where a display's payload has not come yet."""
-        while rank.held:
-            mark = rank.held[0].mark
-            sequence = mark[1] if mark is not None else END
-            if sequence > END and sequence not in rank.displays and sequence not in rank.shown_early and not rank.dead:
-                return
-            self._pass_on(rank, rank.held.popleft())
-            rank.shown_early.discard(sequence)
-            display = rank.displays.pop(sequence, None)
-            if display is not None:
-                self.to_notebook(display)
-
-    def _pass_on(self, rank: _Rank, message: Output) -> None:
-        if message.data:
-            notice = self._log.write(rank.last, message.rank, message.stream, message.data)
-            if notice is not None:
-                self.to_notebook(Notice(notice))
-            self.to_notebook(Output(message.rank, message.stream, message.data))
-        if message.mark is not None and message.mark[1] <= END and message.mark[0] == rank.serial:
-            rank.printed = True
-            if message.mark[1] == PLAIN_END:
-                rank.reply = Reply(rank.serial, rank.rank, "ok")
-            self._check_done(rank)
-
-    def _check_done(self, rank: _Rank) -> None:
-        """A cell is over on a rank when its reply and the mark behind its output have come."""
-        if rank.reply is None or not rank.printed:
-            return
-        for sequence in sorted(rank.displays):  # an interrupt fell between the payload and its mark
-            rank.shown_early.add(sequence)
-            self.to_notebook(rank.displays.pop(sequence))
-        reply, rank.serial, rank.reply, rank.printed = rank.reply, 0, None, False
+    def _part_ended(self, reply: Reply) -> None:
+        """A cell is over on a rank."""
         if self._set is not None:
             self._set.cells.ended(reply, time.monotonic())
 

@@ -21,6 +21,7 @@ from nbdist.client import history, parsers, stacks
 from nbdist.client import plan as plans
 from nbdist.client import session as sessions
 from nbdist.client.arguments import HelpShown, ranks_among, size, suggest_verb, table
+from nbdist.client.background import BackgroundCell
 from nbdist.client.cell_memory import parse_mark
 from nbdist.client.completion import install_completion
 from nbdist.client.cost_verbs import CostVerbs
@@ -28,7 +29,6 @@ from nbdist.client.display import FOLD_LIMIT, Publisher
 from nbdist.client.profiles import CellProfile
 from nbdist.client.router import CellRouter
 from nbdist.client.session import Session, get_session, living_session
-from nbdist.client.task import BackgroundCell
 from nbdist.client.workers import cell_number, prewarm
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.ranks import describe_ranks

@@ -16,11 +16,12 @@ import msgspec
 
 from nbdist import transfer
 from nbdist.client import calls
+from nbdist.client.background import BackgroundCell
 from nbdist.client.options import Arguments, check_seconds
 from nbdist.client.plan import SessionPlan
 from nbdist.client.results import CellResult, Decoders
 from nbdist.client.stacks import Stack, stack_of, with_native_frames
-from nbdist.client.task import BackgroundCell, Task
+from nbdist.client.task import Task
 from nbdist.client.workers import Ranks, Workers
 from nbdist.devices import visible_gpus
 from nbdist.errors import (

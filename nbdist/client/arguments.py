@@ -47,6 +47,7 @@ class MagicParser(argparse.ArgumentParser):
         for word in words:  # before argparse takes its value for something else
             if word.startswith("--") and word.split("=")[0] not in {"--", *self._option_string_actions}:
                 raise UsageError(self._explain_unknown(word))
+        self._check_repeated(words)
         arguments, unknown = self.parse_known_args(words)
         if unknown:
             raise UsageError(self._explain_unknown(unknown[0]))
@@ -69,6 +70,14 @@ class MagicParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """What argparse calls when a value is wrong."""
         raise UsageError(f"{self.prog}: {message}. `{self.prog} --help` shows what is allowed.")
+
+    def _check_repeated(self, words: Sequence[str]) -> None:
+        """Of a flag that stands twice argparse would take the last, and say nothing."""
+        actions = [self._option_string_actions.get(word.split("=")[0]) for word in words if word.startswith("-")]
+        for action in actions:
+            if action is not None and actions.count(action) > 1:
+                flag = action.option_strings[0]
+                raise UsageError(f"{self.prog}: {flag} stands twice; give it once: `{self.prog} --help` shows how.")
 
     def _explain_unknown(self, word: str) -> str:
         if not word.startswith("-"):

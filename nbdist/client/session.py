@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -112,6 +114,7 @@ class Session(Workers):
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         global _current
+        _refuse_on_ranks()
         check_seconds("linger", linger or None)
         super().__init__(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
@@ -411,6 +414,13 @@ class Session(Workers):
             cell, position = part["number"] or cell, part["next"]
             if position is None:
                 return {rank: "".join(parts) for rank, parts in texts.items()}
+
+
+def _refuse_on_ranks() -> None:
+    """Each rank would have ranks of its own."""
+    if "nbdist.worker.rank" in sys.modules:
+        rank = os.environ.get("RANK")
+        raise UsageError(f"this is rank {rank} already: start sessions in the notebook, not on ranks")
 
 
 def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:

@@ -60,6 +60,7 @@ def test_a_wrong_line_gets_one_message_that_says_what_to_type(
         ("%%distributed -r 1-0", "'1-0' counts down", "write 0-1"),
         ("%%distributed -r one", "'one' isn't a rank", "for example -r 0-1"),
         ("%%distributed -r ,", "a rank is missing", "for example -r 0-1"),
+        ("%%distributed -r 0 -r 1", "-r stands twice", "give it once"),
         ("%%rank 2", "rank 2 isn't in this session", "for example -r 0-1"),
         ("%%rank", "%%rank needs ranks", "`%%rank 0`"),
         ("%%distributed --qiet", "did you mean --quiet?", "--quiet"),
@@ -151,3 +152,8 @@ def test_work_with_a_wrong_argument_is_refused_and_the_next_goes_through(ranks: 
 def test_the_magics_say_no_on_a_rank(ranks: Kernel) -> None:
     outcome = ranks.fails("%%distributed\n%load_ext nbdist", "RankError")
     assert "this is a rank" in outcome.evalue
+
+
+def test_a_rank_starts_no_ranks_of_its_own(ranks: Kernel) -> None:
+    outcome = ranks.fails("%%distributed\nimport nbdist\nnbdist.Session(2)", "RankError")
+    assert "UsageError: this is rank" in outcome.evalue and "start sessions in the notebook" in outcome.evalue

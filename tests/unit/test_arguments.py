@@ -49,6 +49,8 @@ def test_help_is_shown_whatever_else_stands_there(parser: MagicParser, line: str
         ("sideways", "sideways"),
         ("--fas", "did you mean --fast"),
         ("--fats", "did you mean --fast"),
+        ("-n 3 --number=4", "-n stands twice"),
+        ("--fast --fast", "--fast stands twice"),
         ("--n 3", "did you mean -n?"),
         ("up 3", "did you mean `%distributed fly -n 3`?"),
         ("up ''", "'' is one word too many."),

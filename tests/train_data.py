@@ -5,7 +5,7 @@ from collections import namedtuple
 
 import numpy
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from nbdist.plan import Plan
 from nbdist.train.data import prepare_loader
@@ -62,6 +62,24 @@ class ShuffledStream(Stream):
         random.shuffle(numbers)
         while numbers:
             yield numbers.pop(int(numpy.random.randint(len(numbers))))
+
+
+class Span(IterableDataset):
+    """Of it `takes_its_part` leaves a worker its part."""
+
+    def __init__(self, start, end):
+        self.start, self.end = start, end
+
+    def __iter__(self):
+        return iter(range(self.start, self.end))
+
+
+def takes_its_part(_):
+    info = get_worker_info()
+    span = info.dataset
+    size = -(-(span.end - span.start) // info.num_workers)
+    span.start += info.id * size
+    span.end = min(span.start + size, span.end)
 
 
 class EpochStream(Stream):
@@ -123,6 +141,19 @@ class Buckets(Sampler):
         numbers = iter(range(sum(self.sizes)))
         for size in self.sizes:
             yield [next(numbers) for _ in range(size)]
+
+
+def maker(kind, size, batch_size, drop_last=False, workers=0):
+    """What makes loaders of such data."""
+    data = {
+        "sequential": lambda: {"dataset": Numbers(size)},
+        "shuffled": lambda: {"dataset": Numbers(size), "shuffle": size > 0},
+        "sampler": lambda: {"dataset": Numbers(size), "sampler": AnySampler(size)},
+        "stream": lambda: {"dataset": Stream(size)},
+        "sized stream": lambda: {"dataset": SizedStream(size)},
+        "shuffled stream": lambda: {"dataset": ShuffledStream(size)},
+    }
+    return lambda: DataLoader(**data[kind](), batch_size=batch_size, drop_last=drop_last, num_workers=workers)
 
 
 def lists(loader):

@@ -23,7 +23,7 @@ from nbdist.train.agreed import draw_seed, seed_of_rank
 from nbdist.train.dispatch import dispatched
 from nbdist.train.feed import WINDOW, DeviceFeed, LoadingWatch
 from nbdist.train.progress import Beginning, Place, Progress, agree
-from nbdist.train.sharding import Deal, ShardedBatches, ShardedIterable, length_of, samplers_of, tell_epoch
+from nbdist.train.sharding import Deal, ShardedBatches, ShardedIterable, samplers_of, tell_epoch
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class PreparedLoader(DataLoader[Any]):
     _progress: Progress
     _source: ShardedBatches | ShardedIterable | None
     _skip: int
+    _iteration: int  # number of the one that this loader began last
     _generators: list[torch.Generator]  # of the user's: their states are agreed on
     _seeded: list[torch.Generator]  # not of the user's: seeded in each epoch
 
@@ -78,10 +79,12 @@ class PreparedLoader(DataLoader[Any]):
         cls, loader: DataLoader[Any], source: ShardedBatches | ShardedIterable | None, manner: Manner
     ) -> PreparedLoader:
         """A copy of the user's loader that takes its share from `source`; None: what its dataset gives is its share."""
-        changes: dict[str, Any] = {"_source": source, "_manner": manner, "_progress": Progress(), "_skip": 0}
+        changes: dict[str, Any] = {"_source": source, "_manner": manner, "_progress": Progress()}
+        changes |= {"_skip": 0, "_iteration": 0}
         changes["_generators"], changes["_seeded"] = _generators_of(loader, source)
         if isinstance(source, ShardedIterable):
             changes["dataset"] = source
+            changes["worker_init_fn"] = source.init_of_workers(loader.worker_init_fn)
         elif source is not None:
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = source
         if manner.device is not None and manner.device.type == "cuda" and loader.num_workers:
@@ -142,12 +145,10 @@ class PreparedLoader(DataLoader[Any]):
             self._source.deal.even = even
 
     def __len__(self) -> int:
-        if self._source is None:
-            return super().__len__()
-        total = self._source.count() if self._progress.total is None else self._progress.total
-        if total is None:
+        length = self._whole_length()
+        if length is None:
             raise TypeError("this loader has no length, as its data has none")
-        return self._manner.deal.share(total)
+        return max(0, length - self._skip)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of another epoch. It is not needed: they are counted."""
@@ -155,25 +156,30 @@ class PreparedLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the batch given out last, from which `load_state_dict` goes on with the same order."""
-        place = self._progress.here(self._manner.step, self._generator_states)
-        return place.as_state(self._manner.world_size, self._progress.seed)
+        manner = self._manner
+        place = self._progress.here(manner.step, self._generator_states)
+        return place.as_state(manner.world_size, manner.deal.batch_size, self._progress.seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration give what comes after a place, also with another number of ranks.
+        """Let the next iteration give what comes after a place, also with another number of ranks or batch size.
 
-        What comes before it is not loaded, unless the dataset is an iterable one that shares itself out.
+        The order is the one that it was, whatever the plan's seed says now. What comes before the place is not loaded,
+        unless the dataset is an iterable one that shares itself out.
 
         Raises:
             UsageError: It is no state of this loader.
         """
         manner = self._manner
-        place = Place.of_state(state_dict, len(self._generators), manner.world_size, manner.shares)
+        place = Place.of_state(
+            state_dict, len(self._generators), manner.world_size, manner.deal.batch_size, manner.shares
+        )
         self._progress.resume = place
-        self._progress.seed = state_dict["seed"] if manner.seed is None else manner.seed
+        self._progress.seed = state_dict["seed"]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._begin()
         progress, training = self._progress, state.current()
+        self._iteration = iteration = progress.iteration
         training.enter_loader(self)
         feed, watch = DeviceFeed(self._manner.device), LoadingWatch()
         batches = self._batches(feed)
@@ -187,9 +193,11 @@ class PreparedLoader(DataLoader[Any]):
                 progress.give(stateful, last)
                 yield feed.arrive(batch)
             progress.end()
-        finally:
-            progress.iterating = False
-            training.leave_loader(self)
+        finally:  # perhaps long after it was left, as when a traceback holds it, and amidst the next
+            if iteration == progress.iteration:
+                progress.iterating = False
+            if iteration == self._iteration:
+                training.leave_loader(self)
 
     def _batches(self, feed: DeviceFeed) -> Iterator[tuple[Any, Any]]:
         """This rank's batches, on their way to the device, and what a StatefulDataLoader says after each."""
@@ -255,7 +263,7 @@ class PreparedLoader(DataLoader[Any]):
             return Beginning(place, progress.seed, manner.problem, total=total)
         if manner.shares:
             return Beginning(place, progress.seed, manner.problem, length=total)
-        length = length_of(self) if self.even_batches else None
+        length = self._whole_length() if self.even_batches else None
         return Beginning(place, progress.seed, manner.problem, length=length)
 
     def _adopt_epoch(self) -> None:
@@ -280,11 +288,21 @@ class PreparedLoader(DataLoader[Any]):
     def _expected(self, start: int) -> int | None:
         """How many batches this rank gives out from a place to the end."""
         if self._source is None:
-            length = length_of(self)
+            length = self._whole_length()
             return None if length is None else max(0, length - start)
         total = self._progress.total
         count = self._source.count(start) if total is None else max(0, total - start)
         return None if count is None else self._manner.deal.share(count)
+
+    def _whole_length(self) -> int | None:
+        """How many batches this rank gives out in a whole epoch, None if unknown."""
+        if self._source is None:
+            try:
+                return super().__len__()
+            except (TypeError, NotImplementedError, AttributeError):  # as length_of
+                return None
+        total = self._source.count() if self._progress.total is None else self._progress.total
+        return None if total is None else self._manner.deal.share(total)
 
     def _known_tail(self) -> int:
         """Real samples of the last round. Of uneven ones none but the first ranks take part in it, so it is no help."""

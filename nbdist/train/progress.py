@@ -35,23 +35,35 @@ class Place:
     base: int = 0
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any], generators: int, world_size: int, shares: bool) -> Place:
-        """The place that `state_dict()` has written down, perhaps with another number of ranks."""
+    def of_state(
+        cls, state: Mapping[str, Any], generators: int, world_size: int, batch_size: int | None, shares: bool
+    ) -> Place:
+        """The place that `state_dict()` has written down, perhaps with another number of ranks or batch size.
+
+        If no batch begins there now, it is the beginning of the one that goes over it: nothing is left out.
+        """
         missing = ", ".join(sorted(_KEYS - set(state)))
         if missing or len(state["generators"]) != generators:
             why = f"it lacks {missing}" if missing else "it belongs to one with another sampler"
             raise UsageError(f"this is no state of this loader, as {why}: give what its state_dict() has returned")
         place = cls(state["epoch"], state["batches"], tuple(state["generators"]))
-        if state["world_size"] == world_size:
+        before, now = (state["world_size"], state.get("batch_size", batch_size)), (world_size, batch_size)
+        if before == now:
             return replace(place, stateful=state.get("stateful"), base=state.get("base", 0))
-        return place if shares else replace(place, batches=place.batches * state["world_size"] // world_size)
+        batches, each = place.batches, 1
+        if None not in (before[1], batch_size):
+            batches, each = batches * before[1], batch_size or 1
+        if not shares:
+            batches, each = batches * before[0], each * world_size
+        return replace(place, batches=batches // each)
 
-    def as_state(self, world_size: int, seed: int | None) -> dict[str, Any]:
+    def as_state(self, world_size: int, batch_size: int | None, seed: int | None) -> dict[str, Any]:
         """The place in plain values and tensors."""
         state = {
             "epoch": self.epoch,
             "batches": self.batches,
             "world_size": world_size,
+            "batch_size": batch_size,
             "seed": seed,
             "generators": list(self.generators or ()),
         }
@@ -66,6 +78,7 @@ class Progress:
         epoch: Number of the epoch, the next one if none is under way.
         begun: Whether a batch of it has been asked for.
         iterating: Whether a loop is under way.
+        iteration: Its number, or that of the last one.
         place: Where the iteration has begun.
         given: Batches given out on this rank since then.
         expected: Batches that this rank gives out from there to the end, None if unknown.
@@ -80,6 +93,7 @@ class Progress:
     epoch: int = 0
     begun: bool = False
     iterating: bool = False
+    iteration: int = 0
     place: Place = Place(0)
     given: int = 0
     expected: int | None = None
@@ -111,6 +125,7 @@ class Progress:
         """An iteration begins."""
         self.epoch, self.place, self.expected = place.epoch, place, expected
         self.begun = self.iterating = True
+        self.iteration += 1
         self.given, self.tail, self.end_of_loader = 0, -1, False
         self.resume = self.stateful = None
 

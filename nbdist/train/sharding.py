@@ -7,6 +7,7 @@ first in the order of ranks, and what completes it last.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -16,11 +17,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from nbdist.errors import UsageError
 from nbdist.train.agreed import AgreedDraws
+
+_INDICES = (list, tuple, range, numpy.ndarray, torch.Tensor)  # what batches of indices come in
 
 
 @dataclass
@@ -125,14 +129,14 @@ class ShardedBatches(Sampler[Any]):
             yield from current if rank is None else current[rank : rank + 1]
 
     def _completed(self, batches: list[Any], opening: list[Any]) -> list[Any]:
-        """A round with batches of full size for all ranks."""
+        """A round with batches for all ranks, of full size from the last one on, so that what is real comes first."""
         missing = self.deal.world_size - len(batches)
         size = self.deal.batch_size
         if size is None:
             return batches + list(itertools.islice(itertools.cycle(opening), missing))
         spare = itertools.cycle(itertools.chain.from_iterable(opening))
-        full: list[Any] = []
-        for batch in [*batches, *([] for _ in range(missing))]:
+        full = batches[:-1]
+        for batch in [batches[-1], *([] for _ in range(missing))]:
             lacking = size - len(batch)
             full.append([*batch, *itertools.islice(spare, lacking)] if lacking > 0 else batch)
         return full
@@ -154,18 +158,28 @@ class ShardedIterable(IterableDataset[Any]):
     def __init__(self, dataset: IterableDataset[Any], deal: Deal, shared: bool) -> None:
         self.dataset = dataset
         self.deal = deal
-        told = torch.tensor([0, 0, 0, -1, -1])  # epoch, seed, start; epoch of the remainder, remainder
+        # epoch, seed, start, whether the end is completed; epoch of the remainder, remainder
+        told = torch.tensor([0, 0, 0, 0, -1, -1])
         self._told = told.share_memory_() if shared else told
+
+    def init_of_workers(self, init: Callable[[int], object] | None) -> Callable[[int], object] | None:
+        """The user's `worker_init_fn`, shown a single worker with the user's dataset: it may share the stream out."""
+        return None if init is None else functools.partial(_init_as_the_only_worker, init)
 
     @property
     def remainder(self) -> int:
         """Real samples of the last round, once some worker has come to the stream's end in this epoch; else -1."""
-        epoch, _, _, ended, remainder = self._told.tolist()
+        epoch, *_, ended, remainder = self._told.tolist()
         return int(remainder) if ended == epoch else -1
+
+    @property
+    def seed(self) -> int:
+        """Of this epoch."""
+        return int(self._told[0] + self._told[1])
 
     def begin(self, epoch: int, seed: int, start: int) -> None:
         """As `ShardedBatches.begin`; persistent workers learn of it too."""
-        self._told.copy_(torch.tensor([epoch, seed, start, -1, -1]))
+        self._told.copy_(torch.tensor([epoch, seed, start, self.deal.even, -1, -1]))
 
     def count(self, start: int = 0) -> int | None:
         """Batches of all ranks together from `start` on; None if unknown."""
@@ -183,7 +197,7 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker, workers = _this_worker()
-        epoch, seed, start, _, _ = self._told.tolist()
+        epoch, seed, start, self.deal.even, _, _ = self._told.tolist()
         stream = _Stream(self.dataset, epoch, seed, self.deal.batch_size or 1, self.deal.world_size)
         stream.skip(start)
         for number in itertools.count():
@@ -192,7 +206,7 @@ class ShardedIterable(IterableDataset[Any]):
             incomplete = size < stream.round_size
             if size == 0 or (incomplete and self.deal.drop_last):
                 return
-            self._told[3:] = torch.tensor([epoch, size])
+            self._told[-2:] = torch.tensor([epoch, size])
             if incomplete and self.deal.completes:
                 blocks = stream.completed(blocks)
             for block in blocks:
@@ -258,13 +272,19 @@ class _Stream:
 
     @contextmanager
     def _as_the_only_reader(self) -> Iterator[None]:
-        with self._draws, _only_worker(self.seed + self.epoch):
+        with self._draws, _only_worker(self.dataset, self.seed + self.epoch):
             yield
 
 
+def _init_as_the_only_worker(init: Callable[[int], object], _: int) -> None:
+    info: Any = get_worker_info()
+    with _only_worker(info.dataset.dataset, info.dataset.seed):
+        init(0)
+
+
 @contextmanager
-def _only_worker(seed: int) -> Iterator[None]:
-    """Let `get_worker_info()` tell of a single worker, with the same seed on all ranks."""
+def _only_worker(dataset: IterableDataset[Any], seed: int) -> Iterator[None]:
+    """Let `get_worker_info()` tell of a single worker with this dataset, and the same seed on all ranks."""
     info = get_worker_info()
     if info is None:
         yield
@@ -276,7 +296,7 @@ def _only_worker(seed: int) -> Iterator[None]:
             "this version of torch does not let nbdist share an iterable dataset out between workers: "
             "type num_workers=0, or let the dataset share itself out and say sharded=True"
         )
-    alone = type(info)(id=0, num_workers=1, seed=seed, dataset=info.dataset)
+    alone = type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
     module._worker_info = alone
     try:
         yield
@@ -291,7 +311,8 @@ def _this_worker() -> tuple[int, int]:
 
 def _samples(batches: Sequence[Any]) -> int:
     """How many samples batches of indices have; -1 if they are something else."""
-    return sum(map(len, batches)) if all(isinstance(batch, list | tuple) for batch in batches) else -1
+    sizes = [size for batch in batches if isinstance(batch, _INDICES) and (size := length_of(batch)) is not None]
+    return sum(sizes) if len(sizes) == len(batches) else -1
 
 
 def length_of(thing: Any) -> int | None:

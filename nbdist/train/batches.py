@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 
-def map_tensors(function: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor) -> Any:
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor, for `map_tensors`."""
+    return isinstance(value, torch.Tensor)
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> Any:
     """The same structure with each tensor replaced by `function(tensor)`.
 
     Looked into are lists, tuples, named tuples, mappings and dataclasses, of which the types stay; all else is kept.
@@ -18,13 +23,13 @@ def map_tensors(function: Callable[[Any], Any], value: Any, leaf: type = torch.T
     Args:
         function: Called with each tensor.
         value: The structure.
-        leaf: What is replaced, if not tensors.
+        is_leaf: Tells what is replaced, if not tensors.
     """
 
     def within(item: Any) -> Any:
-        return map_tensors(function, item, leaf)
+        return map_tensors(function, item, is_leaf)
 
-    if isinstance(value, leaf):
+    if is_leaf(value):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(within, value))

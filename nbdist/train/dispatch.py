@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbdist.errors import UsageError
 from nbdist.train.batches import map_tensors
 
 _ALIGNMENT = 64  # bytes: tensors of any type can begin there
@@ -88,28 +89,39 @@ def _read(
     """On rank 0: the next round, which all are told of, and the tensors of each batch."""
     try:
         packed = [_packed(batch) for batch in itertools.islice(batches, world_size)]
+        nbytes = max((_end(tensors) for _, tensors in packed), default=0)
+        mine = _Round(tuple(outline for outline, _ in packed), nbytes, remainder())
+        message = _message(mine)
     except Exception as error:
-        _tell(_Round(error=(_pickled(error), f"{type(error).__name__}: {error}")))
+        _tell(pickle.dumps(_Round(error=(_pickled(error), f"{type(error).__name__}: {error}"))))
         raise
-    nbytes = max((_end(tensors) for _, tensors in packed), default=0)
-    mine = _Round(tuple(outline for outline, _ in packed), nbytes, remainder())
-    _tell(mine)
+    _tell(message)
     return mine, [tensors for _, tensors in packed]
+
+
+def _message(mine: _Round) -> bytes:
+    try:
+        return pickle.dumps(mine)
+    except Exception as error:
+        raise UsageError(
+            f"with dispatch rank 0 sends batches to the other ranks, and this one can't be sent ({error}): let it hold "
+            "tensors and plain values only, or plan dispatch=False"
+        ) from error
 
 
 def _heard() -> tuple[_Round, list[list[torch.Tensor]]]:
     """On other ranks: what rank 0 tells of the next round."""
-    told = _tell(None)
+    told: _Round = pickle.loads(_tell(None))
     if told.error is not None:
         raise _raised(*told.error)
     return told, []
 
 
-def _tell(mine: _Round | None) -> _Round:
+def _tell(message: bytes | None) -> bytes:
     """What rank 0 says."""
-    box: list[Any] = [mine]
+    box: list[Any] = [message]
     dist.broadcast_object_list(box, src=0)
-    told: _Round = box[0]
+    told: bytes = box[0]
     return told
 
 
@@ -155,7 +167,7 @@ def _unpacked(outline: Any, parcel: torch.Tensor) -> Any:
     def tensor(slot: _Slot) -> torch.Tensor:
         return parcel[slot.offset : slot.offset + slot.nbytes].view(slot.dtype).view(slot.shape)
 
-    return map_tensors(tensor, outline, _Slot)
+    return map_tensors(tensor, outline, lambda value: isinstance(value, _Slot))
 
 
 def _pickled(error: Exception) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,13 +30,7 @@ class DeviceFeed:
 
     def send(self, batch: Any) -> Any:
         """Begin to copy a batch."""
-        if self._device is None:
-            return batch
-        with torch.cuda.stream(self._stream):  # does nothing if there is none
-            moved = map_tensors(self._sent, batch)
-            if moved is batch and callable(to := getattr(batch, "to", None)):  # a batch of a type of the user's own
-                return to(self._device)
-            return moved
+        return batch if self._device is None else map_tensors(self._sent, batch, _has_to)
 
     def arrive(self, batch: Any) -> Any:
         """Make what is computed from now on wait for the copies."""
@@ -47,9 +41,17 @@ class DeviceFeed:
         map_tensors(lambda tensor: _used_on(current, tensor), batch)
         return batch
 
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        pin = self._stream is not None and tensor.device.type == "cpu" and tensor.layout == torch.strided
-        return (tensor.pin_memory() if pin else tensor).to(self._device, non_blocking=True)
+    def _sent(self, thing: Any) -> Any:
+        if not isinstance(thing, torch.Tensor):  # no stream of ours: `arrive` does not see what it holds
+            return thing.to(self._device)
+        pin = self._stream is not None and thing.device.type == "cpu" and thing.layout == torch.strided
+        with torch.cuda.stream(self._stream):  # does nothing if there is none
+            return (thing.pin_memory() if pin else thing).to(self._device, non_blocking=True)
+
+
+def _has_to(value: Any) -> bool:
+    """Whether it is a tensor, or something of the user's that goes to a device as a whole. Mappings are looked into."""
+    return callable(getattr(value, "to", None)) and not isinstance(value, Mapping | type)
 
 
 def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from nbdist.train import state
+from nbdist.train import meeting, state
 from nbdist.train.agreed import draw_seed, seed_of_rank
 from nbdist.train.dispatch import dispatched
 from nbdist.train.feed import WINDOW, DeviceFeed, LoadingWatch
@@ -89,7 +89,10 @@ class PreparedLoader(DataLoader[Any]):
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = source
         if manner.device is not None and manner.device.type == "cuda" and loader.num_workers:
             changes["pin_memory"] = True
-        return _rebuilt(type(loader), {**vars(loader), **changes, "generator": torch.Generator()})
+        prepared = _rebuilt(type(loader), {**vars(loader), **changes, "generator": torch.Generator()})
+        if manner.dispatch and source is not None:
+            prepared._progress.total = meeting.tell(source.count())  # rank 0 alone may have the data
+        return prepared
 
     def skipping(self, batches: int) -> PreparedLoader:
         """The same loader, but its iterations leave out so many of this rank's batches."""
@@ -204,7 +207,7 @@ class PreparedLoader(DataLoader[Any]):
         place = self._progress.place
         batches: Iterator[Any]
         if self._manner.dispatch:
-            reading = super().__iter__() if self._manner.rank == 0 else None
+            reading = self._read() if self._manner.rank == 0 else None
             batches = dispatched(reading, self._known_tail, self._note_tail, self._manner.device)
         else:
             batches = super().__iter__()
@@ -212,6 +215,10 @@ class PreparedLoader(DataLoader[Any]):
             batches = itertools.islice(batches, place.batches, None)
         for batch in batches:
             yield feed.send(batch), self._inner_state()
+
+    def _read(self) -> Iterator[Any]:
+        """What rank 0 reads. Workers start with the first batch, so that all ranks hear of it if they can't."""
+        yield from super().__iter__()
 
     def _next(self, batches: Iterator[Any], watch: LoadingWatch) -> tuple[Any, Any] | None:
         watch.ask()

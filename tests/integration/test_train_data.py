@@ -161,8 +161,8 @@ def test_dispatch_gives_every_sample_once(loading: Kernel, data: str, size: int,
 
 def test_dispatch_needs_the_data_on_rank_0_only(loading: Kernel) -> None:
     on_ranks(loading, "loader = prepared(Numbers(9 if rank == 0 else 1), shuffle=True, plan=Plan(dispatch=True))")
-    assert on_ranks(loading, "sorted(real(steps(loader), loader.remainder)), len(loader)") == [
-        "[0-1] ([0, 1, 2, 3, 4, 5, 6, 7, 8], 3)"
+    assert on_ranks(loading, "len(loader), sorted(real(steps(loader), loader.remainder)), len(loader)") == [
+        "[0-1] (3, [0, 1, 2, 3, 4, 5, 6, 7, 8], 3)"
     ]
 
 
@@ -191,6 +191,25 @@ def test_an_error_in_rank_0_s_data_is_the_same_error_on_all_ranks(loading: Kerne
     assert on_ranks(loading, "sorted(flat(steps(prepared(Numbers(4), plan=Plan(dispatch=True)))))") == [
         "[0-1] [0, 1, 2, 3]"
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ("collate_fn=lambda numbers: lambda: numbers", "UsageError", "can't be sent (Can't pickle"),
+        (
+            "num_workers=1, multiprocessing_context='spawn', collate_fn=lambda numbers: numbers",
+            "PicklingError",
+            "attribute lookup <lambda>",
+        ),
+    ],
+)
+def test_batches_that_cant_be_sent_and_workers_that_cant_start_are_one_error(
+    loading: Kernel, settings: str, error: str, text: str
+) -> None:
+    on_ranks(loading, f"loader = prepared(Numbers(4), plan=Plan(dispatch=True), {settings})")
+    on_ranks(loading, "try: lists(loader)\nexcept Exception as error: said = type(error).__name__, str(error)")
+    assert on_ranks(loading, f"said[0], {text!r} in said[1] or said[1]") == [f"[0-1] ('{error}', True)"]
 
 
 def test_dispatch_with_data_that_shares_itself_out_is_refused(loading: Kernel) -> None:

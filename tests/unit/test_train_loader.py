@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -231,11 +232,13 @@ def test_batches_go_to_the_device_as_a_whole() -> None:
             moved.device = str(device)
             return moved
 
-    for batch in ({"a": [torch.ones(2)]}, Own()):
-        loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=lambda item: item)
-        (found,) = prepare_loader(loader, plan=Plan(), device="meta")
-        moved = found if isinstance(found, Own) else found["a"][0]
-        assert str(moved.device) == "meta"
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    batch = {"tensors": [torch.ones(2)], "own": (Own(), packed), "text": "to"}
+    loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=lambda item: item)
+    (found,) = prepare_loader(loader, plan=Plan(), device="meta")
+    own, sequence = found["own"]
+    assert {str(one.device) for one in (found["tensors"][0], own, sequence.data)} == {"meta"}
+    assert sequence.batch_sizes.tolist() == [2, 2, 1]  # which belong on the CPU
 
 
 @pytest.mark.gpu

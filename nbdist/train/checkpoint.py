@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 import nbdist
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.train import meeting
-from nbdist.train.checkpoint_folder import Draft, check_files, find, latest, partials, read_manifest
+from nbdist.train.checkpoint_folder import Draft, check_files, find, is_previous, latest, partials, read_manifest
 from nbdist.train.generators import random_digests
 from nbdist.train.saving import Save, Writing, copied, file_of, wait_for_saves, without_group_warning
 from nbdist.train.snapshot import Restoring, Snapshot, take
@@ -174,7 +174,7 @@ def load_state(
             own = manifest["world_size"] == world_size()
             seed = None if own else f"{manifest['random_seed']} {rank()} of {world_size()}"
             restoring.finish(slots, seed, manifest["random_shared"])
-    except CheckpointError as error:
+    except (CheckpointError, UsageError) as error:
         raise CheckpointError(
             f"{error}. Load again, or another: what is prepared may hold a part of {found}"
         ) from error
@@ -269,8 +269,8 @@ def _read(found: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _notes(asked: Path, found: Path, manifest: Mapping[str, Any], state: State) -> list[str]:
     notes = [f"{path} is ignored: it was never completed" for path in partials(asked)]
-    if found != asked and found.parent != asked:
-        notes.append(f"{asked} was being replaced: this is what it was before")
+    if is_previous(found):
+        notes.append("a save that was to replace it was killed: this is what was there before")
     now = _plan_values(state)
     changed = [f"{name} {was} → {now[name]}" for name, was in manifest["plan"].items() if now.get(name, was) != was]
     if changed:

@@ -7,6 +7,7 @@ checkpoint stays, and what is not whole can be told. Knows nothing of ranks or o
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -43,12 +44,12 @@ class Draft:
         self.folder.mkdir(parents=True)
         # The lock goes when the process ends, however it ends: that tells a killed save from a slow one.
         self._lock = (self.folder / _LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # of file systems that know no locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def publish(self, manifest: Mapping[str, Any]) -> None:
-        """Complete it and give it its name."""
-        self._release()
-        files = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())}
+        """Complete it and give it its name. It is locked until then: others would take it for a killed save."""
+        files = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir()) if path.name != _LOCK}
         content = {"format": FORMAT, "saved_at": time.time(), **manifest, "files": files}
         write_durably(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
         _sync_folder(self.folder)
@@ -57,15 +58,17 @@ class Draft:
             self.path.rename(previous)
         self.folder.rename(self.path)
         _sync_folder(self.path.parent)
-        _remove(previous)
+        self._release(self.path)
+        if previous.exists():
+            _retire(previous)
 
     def discard(self) -> None:
         """Remove it, as far as that can be done: it can't be used."""
-        self._release()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
+        self._lock.close()
 
-    def _release(self) -> None:
-        (self.folder / _LOCK).unlink(missing_ok=True)
+    def _release(self, folder: Path) -> None:
+        (folder / _LOCK).unlink(missing_ok=True)
         self._lock.close()
 
 
@@ -124,6 +127,11 @@ def partials(folder: Path) -> list[Path]:
     return sorted(path for path in _folders(folder) if path.name.endswith(PARTIAL))
 
 
+def is_previous(path: Path) -> bool:
+    """Whether this is a checkpoint that was being replaced when the save was killed."""
+    return path.name.endswith(_PREVIOUS)
+
+
 def find(path: Path) -> Path:
     """The checkpoint that a path stands for: itself, or the newest whole one in it.
 
@@ -154,10 +162,7 @@ def find(path: Path) -> Path:
 def keep_newest(folder: Path, count: int) -> None:
     """Remove all whole checkpoints of a folder but the newest `count`."""
     for path in _by_age(folder)[:-count]:
-        # Renamed first: a removal that is killed leaves nothing that looks like a checkpoint.
-        doomed = partial_folder(path)
-        path.rename(doomed)
-        _remove(doomed)
+        _retire(path)
 
 
 def _refuse_name(path: Path) -> None:
@@ -176,12 +181,13 @@ def _tidy(path: Path) -> None:
     if partial_folder(path).exists():
         raise UsageError(f"another process is saving {path} just now: wait for it, or give another path")
     for previous in list(_folders(path.parent)):
-        if previous.name.endswith(_PREVIOUS) and read_manifest(previous):
-            name = previous.with_name(previous.name.removesuffix(_PREVIOUS))
-            if name.exists():
-                _remove(previous)
-            else:
-                previous.rename(name)
+        name = _replaced_by(previous)
+        if not is_previous(previous) or partial_folder(name).exists() or not read_manifest(previous):
+            continue
+        if name.exists():
+            _retire(previous)
+        else:
+            previous.rename(name)
 
 
 def _is_being_written(partial: Path) -> bool:
@@ -196,9 +202,9 @@ def _is_being_written(partial: Path) -> bool:
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Whole checkpoints, oldest first; one that is being replaced only while nothing else has its name."""
     found = [(manifest.get("saved_at", 0.0), path) for path in _folders(folder) if (manifest := read_manifest(path))]
-    return [path for _, path in sorted(found) if not path.name.endswith(_PREVIOUS)]
+    return [path for _, path in sorted(found) if not (is_previous(path) and _replaced_by(path).exists())]
 
 
 def _folders(folder: Path) -> Iterator[Path]:
@@ -208,6 +214,17 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 def _sibling(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
+
+
+def _replaced_by(previous: Path) -> Path:
+    return previous.with_name(previous.name.removesuffix(_PREVIOUS))
+
+
+def _retire(path: Path) -> None:
+    """Remove a checkpoint. Renamed first: a removal that is killed leaves nothing that looks like one."""
+    doomed = partial_folder(path)
+    path.rename(doomed)
+    _remove(doomed)
 
 
 def _remove(path: Path) -> None:

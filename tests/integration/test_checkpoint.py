@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from nbdist.errors import UsageError
+from nbdist.errors import CheckpointError, UsageError
 from nbdist.train import state
 from nbdist.train.checkpoint import load_state, save_state
+from nbdist.train.data import prepare_loader
 from tests import train_checkpoint
 from tests.conftest import shared_kernel
 from tests.harness import Kernel, Outcome
@@ -349,6 +351,19 @@ def test_a_checkpoint_with_other_optimizers_is_refused(two: Kernel, tmp_path: Pa
         two, f"run = Training('ddp'); state.current().optimizers.append(run.optimizer)\nload_state('{tmp_path}/a')"
     )
     assert "the checkpoint holds 1 optimizer, and 2 are prepared here" in text
+
+
+def test_a_position_that_does_not_fit_is_an_error_that_says_that_the_rest_was_loaded(tmp_path: Path) -> None:
+    run = Training()
+    data = [torch.ones(8)] * 6
+    shuffled = prepare_loader(DataLoader(data, shuffle=True, generator=torch.Generator()))
+    state.current().loaders.append(shuffled)
+    save_state(tmp_path / "a")
+    plain = prepare_loader(DataLoader(data))
+    state.current().loaders[:] = [plain]
+    with pytest.raises(CheckpointError, match=r"it belongs to one with another sampler.* may hold a part of .*a$"):
+        load_state(tmp_path)
+    assert run.counter.count == 0
 
 
 def test_a_missing_file_is_named_before_anything_is_loaded(two: Kernel, tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import json
 import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nbdist.errors import UsageError
 from nbdist.train.csv_log import CsvLog
@@ -151,10 +153,14 @@ def init_trackers(
         raise UsageError(f"{name!r} is no name for a run: give a word such as 'gpt-small'")
     _close()
     _told.clear()
-    _trackers = []
-    if rank() == 0:
-        for kind in wanted:
-            _trackers.append(_KINDS[kind][0](name, config or {}, Path(folder)) if isinstance(kind, str) else kind)
+    begun: list[Tracker] = []
+    try:
+        for kind in wanted if rank() == 0 else ():
+            begun.append(_KINDS[kind][0](name, config or {}, Path(folder)) if isinstance(kind, str) else kind)
+    except BaseException:
+        _close_all(begun)
+        raise
+    _trackers = begun
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:
@@ -207,6 +213,8 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _number(value: Any) -> tuple[float | None, str]:
     """The number, or None and why it is none."""
+    if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
+        return None, "it is spread over ranks, of which rank 0 has a part: log its full_tensor(), called on all ranks"
     if isinstance(value, torch.Tensor) or hasattr(value, "item"):
         shape = list(getattr(value, "shape", ()))
         if getattr(value, "size", 1) != 1 and (not isinstance(value, torch.Tensor) or value.numel() != 1):
@@ -235,6 +243,12 @@ def _refuse_unknown(kind: Any) -> None:
 
 def _close() -> None:
     global _trackers
-    for tracker in _trackers or ():
-        tracker.close()
-    _trackers = None
+    begun, _trackers = _trackers or [], None
+    _close_all(begun)
+
+
+def _close_all(begun: Iterable[Tracker]) -> None:
+    """Close each of them, also if one fails."""
+    with ExitStack() as stack:
+        for tracker in begun:
+            stack.callback(tracker.close)

@@ -34,6 +34,28 @@ def test_rank_0_writes_what_csv_and_tensorboard_read(ranks: Kernel, tmp_path: Pa
     assert [event.step for event in events.Scalars("loss")] == [0, 1, 2]
 
 
+SHARDED = """
+import warnings
+from torch.distributed.tensor import Partial, distribute_tensor
+from nbdist.train.trackers import end_training, init_trackers, log
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))
+norm = distribute_tensor(torch.ones(4), mesh).sum()
+spread = torch.distributed.tensor.DTensor.from_local(norm.to_local(), mesh, [Partial()])
+init_trackers("gpt", folder="{0}")
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    log({{"norm": norm, "spread": spread}}, 0)
+end_training()
+"""
+
+
+def test_a_number_of_which_each_rank_has_a_part_is_no_number(ranks: Kernel, tmp_path: Path) -> None:
+    ranks.ok(f"%%distributed\n{SHARDED.format(tmp_path)}")
+    assert (tmp_path / "gpt.csv").read_text() == "step,norm\n0,4.0\n"
+    said = "\n".join(ranks.ok("%%distributed\n[str(warning.message).split(',')[0] for warning in said]").plain)
+    assert said == "[0] ['spread is not logged: it is spread over ranks']\n[1] []"
+
+
 def test_a_second_run_of_the_name_goes_on_in_its_files(ranks: Kernel, tmp_path: Path) -> None:
     for _ in range(2):
         ranks.ok(f"%%distributed\n{RUN.format(tmp_path)}")

@@ -70,6 +70,29 @@ def test_the_next_run_closes_the_one_before(kept: Kept) -> None:
     assert kept.closed
 
 
+def test_a_run_of_which_a_tracker_cant_begin_is_not_begun(kept: Kept, tmp_path: Path) -> None:
+    (tmp_path / "run.csv").write_text("a,b\n1,2\n")
+    other = Kept()
+    with pytest.raises(UsageError, match="is no log that can be continued"):
+        trackers.init_trackers("run", to=[other, "csv"], folder=tmp_path)
+    assert other.closed
+    with pytest.raises(UsageError, match="there is nothing to log to"):
+        trackers.log({"loss": 1})
+
+
+def test_a_tracker_that_fails_to_close_does_not_keep_the_others_open(kept: Kept) -> None:
+    class Failing(Kept):
+        def close(self) -> None:
+            raise OSError("no space left")
+
+    others = Kept(), Failing(), Kept()
+    trackers.init_trackers("run", to=others)
+    with pytest.raises(OSError, match="no space left"):
+        trackers.end_training()
+    assert others[0].closed and others[2].closed
+    trackers.end_training()
+
+
 def test_before_a_run_it_says_how_to_begin_one() -> None:
     with pytest.raises(UsageError, match=r"type nbdist\.init_trackers"):
         trackers.log({"loss": 1})

@@ -13,7 +13,9 @@ SETTINGS = [
     {"strategy": "fsdp", "precision": "bf16"},
     {"strategy": "fsdp", "accumulate": 3},
     {"strategy": "fsdp", "activation_checkpointing": "full"},
+    {"strategy": "fsdp", "accumulate": 3, "activation_checkpointing": "full"},
 ]
+AT_MOST = 1 / 0.9  # of the estimate: it is within 10 % of a real step
 
 
 def main() -> None:
@@ -37,7 +39,7 @@ def main() -> None:
                     for _ in range(ROUNDS)
                 ]
                 what = f"{kind.__name__}, {', '.join(str(value) for value in each.values())}"
-                _tools.row(what, peaks, "MB", over=("the estimate", found.total / _tools.MB), at_most=1.1)
+                _tools.row(what, peaks, "MB", over=("the estimate", found.total / _tools.MB), at_most=AT_MOST)
     plan = Plan(strategy="fsdp")
     seconds = _tools.timed(lambda: estimate(models.Gpt(), models.SHAPES[models.Gpt], plan, world_size=8))
     _tools.row("an estimate, its process and all", _tools.rounds(ROUNDS, {"it": seconds})["it"])

@@ -82,6 +82,25 @@ def takes_its_part(_):
     span.end = min(span.start + size, span.end)
 
 
+class PlacedStream(Stream):
+    """Knows where it is, and gives that away as it keeps it."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.state = {"read": 0}
+
+    def __iter__(self):
+        while self.state["read"] < self.size:
+            self.state["read"] += 1
+            yield self.state["read"] - 1
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
 class EpochStream(Stream):
     epoch = -1
 

@@ -6,6 +6,7 @@ reading for all is in dispatch.py, and the way to the device in feed.py.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -289,7 +290,7 @@ class PreparedLoader(DataLoader[Any]):
         save = getattr(super(), "state_dict", None)
         if save is None or (self._manner.dispatch and self._manner.rank):
             return None
-        inner: Mapping[str, Any] = save()
+        inner: Mapping[str, Any] = copy.deepcopy(save())  # the data's own may live on, and the next batch is read now
         return inner
 
     def _expected(self, start: int) -> int | None:

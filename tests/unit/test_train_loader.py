@@ -23,7 +23,7 @@ from nbdist.train import state
 from nbdist.train.batches import map_tensors
 from nbdist.train.data import prepare_loader, skip_first_batches
 from nbdist.train.feed import LoadingWatch
-from tests.train_data import Numbers, Pair, Stream, all_ranks, flat, lists, maker, real, rounds
+from tests.train_data import Numbers, Pair, PlacedStream, Stream, all_ranks, flat, lists, maker, real, rounds
 
 # Loops that do nothing with their data do wait for it.
 pytestmark = pytest.mark.filterwarnings("ignore:waiting for data")
@@ -167,6 +167,22 @@ def test_a_stateful_loader_stays_one_and_resumes(kind: str, workers: int) -> Non
         assert "stateful" in loader.state_dict()
         assert lists(fresh) == [batch.tolist() for batch in iterator]
         assert lists(fresh) == lists(loader)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_state_of_a_stream_is_that_of_the_batch_given_out_although_the_next_is_read(workers: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make() -> Any:
+        loader = StatefulDataLoader(PlacedStream(10), 2, num_workers=workers)
+        return prepare_loader(loader, plan=Plan(seed=1), sharded=True)
+
+    loader, fresh = make(), make()
+    iterator = iter(loader)
+    next(iterator)
+    fresh.load_state_dict(loader.state_dict())
+    assert lists(fresh) == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "stream"])

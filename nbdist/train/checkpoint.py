@@ -27,7 +27,7 @@ from nbdist.errors import CheckpointError, UsageError
 from nbdist.train import meeting
 from nbdist.train.checkpoint_folder import Draft, check_files, find, is_previous, latest, partials, read_manifest
 from nbdist.train.generators import random_digests
-from nbdist.train.saving import Save, Writing, copied, file_of, wait_for_saves, without_group_warning
+from nbdist.train.saving import Save, Writing, copied, file_of, wait_for_saves_of_all, without_group_warning
 from nbdist.train.snapshot import Restoring, Snapshot, take
 from nbdist.train.state import State, current, rank, world_size
 
@@ -112,7 +112,7 @@ def save_state(
     meeting.meet("save_state", {"path": str(target), "keep": keep, "asynchronous": asynchronous}, limit)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: give how many checkpoints may stay, at least 1")
-    wait_for_saves()
+    wait_for_saves_of_all()
     snapshot, manifest = _snapshot(state)
     with meeting.together():
         values = _pickled(snapshot.values)
@@ -155,7 +155,7 @@ def load_state(
     state = state or current()
     asked = Path(path) if path is not None else Path(_FOLDER)
     meeting.meet("load_state", {"path": str(asked)}, limit)
-    wait_for_saves()
+    wait_for_saves_of_all()
     with meeting.together():
         found = find(asked) if rank() == 0 else asked
     found = meeting.tell(found)

@@ -64,8 +64,9 @@ class Draft:
 
     def discard(self) -> None:
         """Remove it, as far as that can be done: it can't be used."""
-        _remove(self.folder)
-        self._lock.close()
+        if not self._lock.closed:
+            _remove(self.folder)
+            self._lock.close()
 
     def _release(self, folder: Path) -> None:
         (folder / _LOCK).unlink(missing_ok=True)

@@ -21,11 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-from nbdist.errors import CheckpointError, UsageError
+from nbdist.errors import CheckpointError
 from nbdist.train import meeting
 from nbdist.train.checkpoint_folder import Draft, keep_newest, partial_folder, write_durably
 from nbdist.train.state import rank, world_size
 
+_LOOK = 1.0  # seconds between two looks at how the others' threads are doing
 _running: Save | None = None
 _side_group: dist.ProcessGroup | None = None
 
@@ -35,17 +36,20 @@ class Save:
 
     Attributes:
         path: Its folder.
+        lost_touch: Whether it failed so that the other ranks did not hear of it, as after an interrupt.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._writing: Writing | None = None
+        self._error: CheckpointError | None = None
+        self.lost_touch = False
 
     @property
     def done(self) -> bool:
         """Whether it has been written, or has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._thread is None or self._error is not None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Until it has been written.
@@ -53,15 +57,25 @@ class Save:
         Raises:
             CheckpointError: It could not be.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error
+
+    def join(self, limit: float | None = None) -> None:
+        """Until it has been written or has failed, or for so many seconds."""
+        if self._thread is not None and not self.done:
+            self._thread.join(limit)
+
+    def give_up(self) -> None:
+        """Take it for failed: its thread waits for another rank that has failed."""
+        if not self.done and self._writing is not None:
+            self._error = CheckpointError(f"{self.path} was not saved: ranks lost touch, as after an interrupt")
+            self._writing.discard()
 
     def __repr__(self) -> str:
         if not self.done:
             return f"saving {self.path}"
-        return f"{self.path} was not saved: {self._error}" if self._error else f"saved {self.path}"
+        return str(self._error) if self._error else f"saved {self.path}"
 
     def begin(self, writing: Writing, tensors: dict[str, torch.Tensor], values: bytes) -> None:
         """Write it in a thread. Its tensors must be copies."""
@@ -75,12 +89,17 @@ class Save:
         def run() -> None:
             try:
                 writing.run(tensors, values, group)
-            except Exception as error:
+            except CheckpointError as error:
                 self._error = error
-                if rank() == 0:  # nobody may ever ask
-                    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            except Exception as error:
+                self.lost_touch = True  # first, as an error means that it is done
+                self._error = CheckpointError(f"{self.path} was not saved: {type(error).__name__}: {error}")
+            if self._error is not None and rank() == 0:  # nobody may ever ask
+                print(f"CheckpointError: {self._error}", file=sys.stderr)
 
-        self._thread = threading.Thread(target=run, name=f"nbdist saves {self.path}")
+        # The end of the process waits for it by `wait_for_saves`, unless it was given up.
+        self._writing = writing
+        self._thread = threading.Thread(target=run, name=f"nbdist saves {self.path}", daemon=True)
         self._thread.start()
         _running = self
 
@@ -89,9 +108,24 @@ def wait_for_saves() -> None:
     """Until the asynchronous save that is running has ended. How it went is told by its handle."""
     global _running
     if _running is not None:
-        with contextlib.suppress(CheckpointError, UsageError):
-            _running.wait()
+        _running.join()
         _running = None
+
+
+def wait_for_saves_of_all() -> None:
+    """As `wait_for_saves`, on all ranks: they give up together what one of them can't go on with."""
+    global _running, _side_group
+    while True:
+        told = meeting.gather((_running is None or _running.done, _running is not None and _running.lost_touch))
+        if any(lost for _, lost in told):
+            _side_group = None  # others may wait in it for long
+            if _running is not None:
+                _running.give_up()
+        if any(lost for _, lost in told) or all(done for done, _ in told):
+            _running = None
+            return
+        if _running is not None:
+            _running.join(_LOOK)
 
 
 atexit.register(wait_for_saves)

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 import cloudpickle
-import psutil
 import torch
 from torch import nn
 
 from nbdist.errors import NbdistError, UsageError
+from nbdist.metrics import host
 from nbdist.plan import Plan
 from nbdist.train import state as training
 from nbdist.train._estimate_step import Setting, Task
@@ -320,7 +320,7 @@ def _empty(
 def _memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return host.memory()[0] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _in_words(plan: Plan, ranks: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+from nbdist.metrics import host
 from nbdist.plan import Plan
 from nbdist.planning.rules import own_settings
 
@@ -23,7 +24,7 @@ def propose(
         plan: All other settings; JSON will do.
         world_size: Number of ranks.
         sharing: How many of them share this rank's memory.
-        memory: Bytes that each rank has; None: those of its GPU, else those that are free on this machine.
+        memory: Bytes that each rank has; None: those of its GPU, else those that are free here.
 
     Returns:
         "plan": the first that fits, as JSON, or None; "memory": bytes for each rank; "tried": for each strategy its
@@ -50,14 +51,13 @@ def propose(
 
 
 def memory_of_device() -> int:
-    """Bytes of this rank's GPU, else those that are free on this machine."""
+    """Bytes of this rank's GPU, else those that are free on this machine, or in its container."""
     if has_gpu():
         import torch
 
         return int(torch.cuda.mem_get_info()[1])
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+    whole, used = host.memory()
+    return whole - used
 
 
 def has_gpu() -> bool:

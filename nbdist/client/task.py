@@ -45,7 +45,7 @@ _LAUNCH_GRACE = 1.0
 _ELSEWHERE_GRACE = 0.5  # seconds that ranks have to stop when one of another node has failed
 _LAUNCH_PATIENCE = 0.4  # seconds after an interrupt until a rank that is still at it counts as stuck
 _TIMEOUT_GRACE = 4.0  # seconds that ranks have to stop after --timeout
-_FORCE_GRACE = 1.0  # seconds that ranks have after the second Ctrl-C, before the notebook is given back without them
+_FORCE_GRACE = 2.0  # seconds that ranks have after the second Ctrl-C, before the notebook is given back without them
 
 
 class Carrier(Protocol):

@@ -37,7 +37,7 @@ from nbdist.launch.errors import launch_error
 from nbdist.launch.nodes import NOWHERE, STORE_ERRORS, Left, News, Nodes, Waiting
 from nbdist.launch.rendezvous import rendezvous
 from nbdist.launch.request import Request
-from nbdist.protocol import Place
+from nbdist.protocol import Notice, Place
 from nbdist.ranks import describe_ranks
 
 _LEAVE_LIMIT = 4.0  # seconds that torch has to notice that the launch is over
@@ -110,6 +110,10 @@ class _Attempt:
         self.task = task
         if self.failure is not None:  # while the ranks came up
             task.fail(self.failure)
+
+    def say(self, line: str) -> bool:
+        """Show a line below the cell, from any thread. False: no ranks are at work."""
+        return self.task is not None and self.task.put(Notice(line))
 
     def end(self, outcome: list[Any] | BaseException) -> None:
         """Nothing of it is left."""
@@ -405,6 +409,7 @@ class _Agent(SimpleElasticAgent):
         attempt = self._launch.attempt
         assert attempt is not None
         (self._nodes.left if self._finished else attempt.over).wait(self._request.monitor_interval)
+        self._say_who_is_silent(attempt)
         news = self._news(attempt)
         if news is not None:
             return self._failed(attempt, news)
@@ -416,6 +421,14 @@ class _Agent(SimpleElasticAgent):
         if self._nodes.others_at_work():
             return RunResult(WorkerState.HEALTHY)
         return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
+
+    def _say_who_is_silent(self, attempt: _Attempt) -> None:
+        if not self._nodes.several:
+            return
+        with contextlib.suppress(*STORE_ERRORS, NodesMissing):  # the next look at the news finds it as well
+            for line in self._nodes.silences():
+                if not attempt.say(line):
+                    self._launch.order(line)
 
     # --- failures, here and elsewhere
 

@@ -11,11 +11,13 @@ import errno
 import functools
 import ipaddress
 import math
+import os
 import socket
+import stat
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,6 +41,8 @@ _LOOK = 0.1  # seconds between two looks at whether what is waited for has come
 _CONNECT_LIMIT = 1.0
 _STRANGE_LIMIT = 3.0  # seconds until what listens there, and is no store, is taken for another program
 _FACTS_LIMIT = 5.0  # seconds that the node where all meet has to say what it launches
+_BEAT = 1.0  # ... between two signs of life of a node
+_SILENT = 10.0  # ... without one, until it is said
 _NEWS_LIMIT = 3.0  # ... that the others have to hear of a failure before it leaves
 _FACTS = "nbdist/facts"
 _TRACEBACK_LIMIT = 100_000  # characters that other nodes get
@@ -142,6 +146,7 @@ class Nodes:
         self._server: TCPStore | None = None
         self._store: Store | None = None
         self._round: PrefixStore | None = None
+        self._pulse: Pulse | None = None
 
     @property
     def several(self) -> bool:
@@ -186,11 +191,12 @@ class Nodes:
             who = "node 0" if self.request.rdzv_backend == "static" else "the first node"
             self._await(self._answers, lambda: f"{who} at {self.address}", deadline, self._nobody)
             self._store = self._client(self.host)
+            self._bound_silence()
         self._compare_facts()
 
     def close(self) -> None:
         """Let go of the store. Where this node has opened it, its port is free then."""
-        self._store = self._round = self._server = None
+        self._store = self._round = self._server = self._pulse = None
         if self._lifeline is not None:
             self._lifeline.close()
             self._lifeline = None
@@ -249,6 +255,19 @@ class Nodes:
 
     def _client(self, host: str) -> Store:
         return TCPStore(host, self.port, is_master=False, timeout=self._read_limit, wait_for_workers=False)
+
+    def _bound_silence(self) -> None:
+        """Let a store that can't be reached be an error after a while: torch would wait for a quarter of an hour.
+
+        A process that is only slow does no harm, as its system acknowledges what it is sent.
+        """
+        if self._lifeline is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
+            return
+        peer, limit = _peer(self._lifeline), self._read_limit // timedelta(milliseconds=1)
+        for connection in _own_connections():
+            with connection, contextlib.suppress(OSError):
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and _peer(connection) == peer:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
 
     def _stranger(self) -> UsageError:
         owner = describe_owner(self.port) if _is_local(self.host) else ""
@@ -353,8 +372,8 @@ class Nodes:
     def gone(self) -> NodesMissing:
         """The error when the store does not answer any more."""
         return NodesMissing(
-            f"the node where all meet, {self.address}, does not answer any more: its launch or its notebook has ended. "
-            "Run this cell again on all nodes"
+            f"the node where all meet, {self.address}, does not answer any more: its launch or its notebook has ended, "
+            "or the network between has failed. Run this cell again on all nodes"
         )
 
     # --- torch's rendezvous
@@ -440,6 +459,7 @@ class Nodes:
         """
         self._round = PrefixStore("nbdist", store)
         self._round.set(f"restart/{node}", str(restart))
+        self._pulse = Pulse(self._round, node, range(self.request.num_nodes) if self._server is not None else ())
         return max(int(self._round.get(f"restart/{other}")) for other in range(self.request.num_nodes))
 
     def tell(self, news: News) -> News:
@@ -458,6 +478,16 @@ class Nodes:
             return None
         self.waiting = None
         return msgspec.json.decode(store.get("failed"), type=News)
+
+    def silences(self) -> list[str]:
+        """Give a sign of life, and where all meet, look for those of the others.
+
+        Returns:
+            A line for each node that has fallen silent since, or is heard of again.
+        """
+        assert self._pulse is not None
+        self._check_alive()
+        return self._pulse.beat()
 
     def finish(self) -> None:
         """This node's ranks have done their work."""
@@ -486,6 +516,63 @@ class Nodes:
         self._check_alive()
         assert self._round is not None
         return self._round
+
+
+class Pulse:
+    """Tells when a node is no longer heard of, as when its network fails: then nothing ends, and ranks wait.
+
+    Args:
+        store: Where nodes give their signs of life.
+        node: This one's number.
+        watched: The nodes whose signs it looks for.
+    """
+
+    def __init__(self, store: Store, node: int, watched: Iterable[int]) -> None:
+        self._store, self._node, self._due = store, node, 0.0
+        self._heard = {other: (0, time.monotonic()) for other in watched if other != node}  # how many signs, and when
+        self._silent: set[int] = set()
+
+    def beat(self) -> list[str]:
+        """Give a sign of life, if it is time for one.
+
+        Returns:
+            A line for each watched node that has fallen silent since, or is heard of again.
+        """
+        now = time.monotonic()
+        if now < self._due:
+            return []
+        self._due = now + _BEAT
+        self._store.add(f"pulse/{self._node}", 1)
+        return [line for other in self._heard if (line := self._look(other, now))]
+
+    def _look(self, node: int, now: float) -> str:
+        count, since = self._heard[node]
+        if (found := self._store.add(f"pulse/{node}", 0)) != count:
+            self._heard[node] = found, now
+            if node not in self._silent:
+                return ""
+            self._silent.remove(node)
+            return f"node {node} is heard of again"
+        if node in self._silent or now < since + _SILENT:
+            return ""
+        self._silent.add(node)
+        return (
+            f"node {node} has not been heard of for {now - since:.0f} s, so its ranks can't be reached either: "
+            "is its machine up, and its network? Ctrl-C ends the launch here"
+        )
+
+
+def _own_connections() -> Iterator[socket.socket]:
+    """A copy of each of this process's sockets, to be closed. Linux only."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{entry}").st_mode):
+                yield socket.socket(fileno=os.dup(int(entry)))
+
+
+def _peer(connection: socket.socket) -> tuple[str, int]:
+    host, port = connection.getpeername()[:2]
+    return host.removeprefix("::ffff:"), port  # torch uses IPv6 sockets for IPv4, too
 
 
 def _endpoint(host: str, port: int) -> str:

@@ -20,7 +20,7 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -113,17 +113,18 @@ class Collectives:
     @contextlib.contextmanager
     def _created(self, name: str) -> Iterator[None]:
         """While the body runs, a group is made; epoll sets that appear are those of its gloo devices."""
-        entry = (name, _epolls())
-        open_before = dict(_links())
+        before = dict(_links())
+        entry = (name, _epolls(before))
         self._creating.append(entry)
         try:
             yield
         finally:
             self._creating.remove(entry)
-            new = {fd: listener for fd, listener in _epolls().items() if entry[1].get(fd) != listener and listener}
+            after = dict(_links())
+            new = {fd: listener for fd, listener in _epolls(after).items() if entry[1].get(fd) != listener and listener}
             if new:
                 self._groups.setdefault(name, _Group()).epolls.update(new)
-            _keep_from_children(fd for fd, link in _links() if open_before.get(fd) != link)
+            _keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
 
     def name_of(self, group: Any) -> str:
         """The name that torch has given a group (None: the default one); "" for none that it knows."""
@@ -179,7 +180,7 @@ class Collectives:
         """
         names = [name for name, group in _living().items() if self._abort(name, group)]
         for _, before in list(self._creating):
-            for fd in [fd for fd, listener in _epolls().items() if before.get(fd) != listener]:
+            for fd in [fd for fd, listener in _epolls(dict(_links())).items() if before.get(fd) != listener]:
                 self._silence(_targets(fd))
         if self.creating:
             self._cut_store()
@@ -420,6 +421,8 @@ def _order(name: str) -> tuple[bool, int, str]:
 
 # --- the system's side
 
+_listeners: dict[int, tuple[int, str]] = {}  # of epoll sets: the listening socket of each, and its inode
+
 
 def _links() -> Iterator[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
@@ -432,9 +435,19 @@ def _sockets() -> list[tuple[int, str]]:
     return [(fd, link) for fd, link in _links() if link.startswith("socket:")]
 
 
-def _epolls() -> dict[int, str]:
-    """Descriptors of epoll sets, with the inode of the listening socket in each ("" for none)."""
-    return {fd: _listener(fd) for fd, link in _links() if link == "anon_inode:[eventpoll]"}
+def _epolls(links: Mapping[int, str]) -> dict[int, str]:
+    """Descriptors of epoll sets, with the inode of the listening socket in each ("" for none).
+
+    Args:
+        links: Of all descriptors. What many renewals have left stays open, so nothing is looked up twice.
+    """
+    found = {}
+    for fd in [fd for fd, link in links.items() if link == "anon_inode:[eventpoll]"]:
+        listener, inode = _listeners.get(fd, (-1, ""))
+        if not inode or links.get(listener) != inode:
+            listener, inode = _listeners[fd] = _listening(fd)
+        found[fd] = inode
+    return found
 
 
 def _targets(epoll: int) -> list[int]:
@@ -447,11 +460,16 @@ def _targets(epoll: int) -> list[int]:
 
 
 def _listener(epoll: int) -> str:
+    return _listening(epoll)[1]
+
+
+def _listening(epoll: int) -> tuple[int, str]:
+    """The listening socket in an epoll set, and its inode; -1 and "" if it has none."""
     for fd in _targets(epoll):
         with contextlib.suppress(OSError), _socket(fd) as found:
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return os.readlink(f"/proc/self/fd/{fd}")
-    return ""
+                return fd, os.readlink(f"/proc/self/fd/{fd}")
+    return -1, ""
 
 
 def _peer_port(fd: int) -> int:

@@ -32,6 +32,15 @@ class Host:
         """Run a program on it, and return what that prints."""
         return subprocess.run([*self.command, *command], check=True, capture_output=True, text=True).stdout
 
+    @contextlib.contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Its end of the cable is out."""
+        self.run("ip", "link", "set", self.interface, "down")
+        try:
+            yield
+        finally:
+            self.run("ip", "link", "set", self.interface, "up")
+
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:

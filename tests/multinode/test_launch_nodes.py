@@ -337,6 +337,21 @@ def test_a_failure_on_one_host_is_seen_on_the_other(hosts: Hosts) -> None:
         assert outcome.evalue == "rank 3 raised ValueError: boom", str(outcome)
 
 
+def test_a_network_that_fails_is_said_where_all_meet_and_ends_the_launch_elsewhere(hosts: Hosts) -> None:
+    """Nothing closes a connection then: whoever waits for an answer would do so for a quarter of an hour."""
+    options = {"master_addr": hosts.hosts[0].address, "rdzv_conf": {"read_timeout": 5}}
+    cells = [launch(kernel, node, 29500, "wait", **options) for node, kernel in enumerate(hosts.kernels)]
+    for cell in cells:
+        cell.wait_for("at it")
+    with hosts.hosts[1].cut_off():
+        outcome = cells[1].finish()
+        assert outcome.ename == "LaunchError"
+        assert "does not answer any more" in outcome.evalue and "network" in outcome.evalue, str(outcome)
+        cells[0].wait_for("node 1 has not been heard of for 10 s")
+    hosts.kernels[0].interrupt()
+    assert cells[0].finish().ename == "KeyboardInterrupt"
+
+
 def test_the_port_is_open_at_the_given_address_only(hosts: Hosts) -> None:
     address = hosts.hosts[0].address
     cell = launch(hosts.kernels[0], 0, 29500, master_addr=address)

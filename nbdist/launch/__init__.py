@@ -2,5 +2,5 @@
 
 `request` is what was asked, checked; `warm` runs it on ranks from a template; `forked` on `children` of the notebook
 itself, each a `forked_rank`; `in_process` in the notebook itself; `elastic` together with other nodes, which find each
-other by `nodes`. They share the request, the errors, and how a launch is concluded.
+other by `nodes` and hear of each other by `pulse`. They share the request, the errors, and how a launch is concluded.
 """

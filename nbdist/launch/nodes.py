@@ -17,7 +17,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from nbdist.errors import NodesMissing, RankFailure, UsageError
 from nbdist.launch.errors import LaunchFailure
+from nbdist.launch.pulse import Pulse
 from nbdist.launch.request import Request
 from nbdist.processes import describe_owner
 
@@ -41,8 +42,6 @@ _LOOK = 0.1  # seconds between two looks at whether what is waited for has come
 _CONNECT_LIMIT = 1.0
 _STRANGE_LIMIT = 3.0  # seconds until what listens there, and is no store, is taken for another program
 _FACTS_LIMIT = 5.0  # seconds that the node where all meet has to say what it launches
-_BEAT = 1.0  # ... between two signs of life of a node
-_SILENT = 10.0  # ... without one, until it is said
 _NEWS_LIMIT = 3.0  # ... that the others have to hear of a failure before it leaves
 _FACTS = "nbdist/facts"
 _TRACEBACK_LIMIT = 100_000  # characters that other nodes get
@@ -516,50 +515,6 @@ class Nodes:
         self._check_alive()
         assert self._round is not None
         return self._round
-
-
-class Pulse:
-    """Tells when a node is no longer heard of, as when its network fails: then nothing ends, and ranks wait.
-
-    Args:
-        store: Where nodes give their signs of life.
-        node: This one's number.
-        watched: The nodes whose signs it looks for.
-    """
-
-    def __init__(self, store: Store, node: int, watched: Iterable[int]) -> None:
-        self._store, self._node, self._due = store, node, 0.0
-        self._heard = {other: (0, time.monotonic()) for other in watched if other != node}  # how many signs, and when
-        self._silent: set[int] = set()
-
-    def beat(self) -> list[str]:
-        """Give a sign of life, if it is time for one.
-
-        Returns:
-            A line for each watched node that has fallen silent since, or is heard of again.
-        """
-        now = time.monotonic()
-        if now < self._due:
-            return []
-        self._due = now + _BEAT
-        self._store.add(f"pulse/{self._node}", 1)
-        return [line for other in self._heard if (line := self._look(other, now))]
-
-    def _look(self, node: int, now: float) -> str:
-        count, since = self._heard[node]
-        if (found := self._store.add(f"pulse/{node}", 0)) != count:
-            self._heard[node] = found, now
-            if node not in self._silent:
-                return ""
-            self._silent.remove(node)
-            return f"node {node} is heard of again"
-        if node in self._silent or now < since + _SILENT:
-            return ""
-        self._silent.add(node)
-        return (
-            f"node {node} has not been heard of for {now - since:.0f} s, so its ranks can't be reached either: "
-            "is its machine up, and its network? Ctrl-C ends the launch here"
-        )
 
 
 def _own_connections() -> Iterator[socket.socket]:

@@ -1,0 +1,55 @@
+"""Signs of life that the nodes of a launch give each other. Knows nothing of how they meet or what they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from torch.distributed import Store
+
+_BEAT = 1.0  # seconds between two signs of life of a node
+_SILENT = 10.0  # seconds without one, until it is said
+
+
+class Pulse:
+    """Tells when a node is no longer heard of, as when its network fails: then nothing ends, and ranks wait.
+
+    Args:
+        store: Where nodes give their signs of life.
+        node: This one's number.
+        watched: The nodes whose signs it looks for.
+    """
+
+    def __init__(self, store: Store, node: int, watched: Iterable[int]) -> None:
+        self._store, self._node, self._due = store, node, 0.0
+        self._heard = {other: (0, time.monotonic()) for other in watched if other != node}  # how many signs, and when
+        self._silent: set[int] = set()
+
+    def beat(self) -> list[str]:
+        """Give a sign of life, if it is time for one.
+
+        Returns:
+            A line for each watched node that has fallen silent since, or is heard of again.
+        """
+        now = time.monotonic()
+        if now < self._due:
+            return []
+        self._due = now + _BEAT
+        self._store.add(f"pulse/{self._node}", 1)
+        return [line for other in self._heard if (line := self._look(other, now))]
+
+    def _look(self, node: int, now: float) -> str:
+        count, since = self._heard[node]
+        if (found := self._store.add(f"pulse/{node}", 0)) != count:
+            self._heard[node] = found, now
+            if node not in self._silent:
+                return ""
+            self._silent.remove(node)
+            return f"node {node} is heard of again"
+        if node in self._silent or now < since + _SILENT:
+            return ""
+        self._silent.add(node)
+        return (
+            f"node {node} has not been heard of for {now - since:.0f} s, so its ranks can't be reached either: "
+            "is its machine up, and its network? Ctrl-C ends the launch here"
+        )

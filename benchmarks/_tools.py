@@ -17,6 +17,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 MB = 1e6
+ONCE = os.environ.get("NBDIST_BENCH_ONCE") == "1"  # whether this run only shows that the benchmarks work
 _LOOK = 0.5  # seconds between two looks at what processes do
 _WIDTH = 62  # of the first column
 
@@ -28,6 +29,11 @@ def prepare() -> None:
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = str(ROOT)
+
+
+def size(full: int, small: int) -> int:
+    """Return a size or a number of rounds: `full`, or `small` where a run only shows that the benchmark works."""
+    return small if ONCE else full
 
 
 def timed(work: Callable[[], object]) -> Measure:
@@ -43,6 +49,7 @@ def timed(work: Callable[[], object]) -> Measure:
 
 def rounds(count: int, measures: Mapping[str, Measure], warm_up: int = 0) -> dict[str, list[float]]:
     """Take all measures in turn, so that what disturbs this machine meanwhile disturbs each of them."""
+    count, warm_up = size(count, 1), size(warm_up, min(warm_up, 1))
     samples: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(-warm_up, count):
         for name, measure in measures.items():

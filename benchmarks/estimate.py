@@ -25,12 +25,13 @@ def main() -> None:
     from nbdist.plan import Plan
     from nbdist.train.estimate import estimate, estimate_each
 
+    settings = SETTINGS[: _tools.size(len(SETTINGS), 1)]
     _tools.header("estimate: peak of a real step, ratio to what was estimated")
     with Session(2) as session:
-        for kind in (models.Mlp, models.Gpt, models.ConvNet):
-            plans = [Plan(**each) for each in SETTINGS]
+        for kind in (models.Mlp, models.Gpt, models.ConvNet)[: _tools.size(3, 1)]:
+            plans = [Plan(**each) for each in settings]
             for each, found in zip(
-                SETTINGS, estimate_each(kind(), models.SHAPES[kind], plans, world_size=2), strict=True
+                settings, estimate_each(kind(), models.SHAPES[kind], plans, world_size=2), strict=True
             ):
                 if kind is models.ConvNet and each == {"strategy": "fsdp", "precision": "bf16"}:
                     continue  # BatchNorm on the CPU takes no bf16 parameters beside float32 statistics

@@ -17,9 +17,9 @@ from typing import Any
 
 import _tools
 
-COUNT = 200  # of each wrapper, number of ranks and phase
+COUNT = _tools.size(200, 1)  # of each wrapper, number of ranks and phase
 TURN = 10
-MINUTES = 10.0
+MINUTES = 0.1 if _tools.ONCE else 10.0
 _WIDTH = 20  # of a column
 # Seconds from the interrupt to a notebook that can be used. A step here takes up to 0.1 s, a checkpoint more.
 BOUNDS = {"step stop": 0.5, "KeyboardInterrupt": 3.0, "freed by force": 0.5}

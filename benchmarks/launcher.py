@@ -12,9 +12,9 @@ import _tools
 import psutil
 
 RANKS = 2
-ROUNDS = 7
-THEIR_ROUNDS = 3  # where each wants a kernel of its own
-LINES = 10_000
+ROUNDS = _tools.size(7, 1)
+THEIR_ROUNDS = _tools.size(3, 1)  # where each wants a kernel of its own
+LINES = _tools.size(10_000, 200)
 
 _AT = "if RANK == 1:\n    print('at', time.time(), flush=True)\n    "  # by the clock that the notebook has, too
 _GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import _tools
 
 RANKS = 8
-LINES = 10_000
+LINES = _tools.size(10_000, 200)
 ROUNDS = 7
-BUDGET = 1.0
+BUDGET = 0.5
 
 _PRINT = {
     "different": f"for i in range({LINES}):\n    print(f'rank {{rank}} step {{i}} loss {{i * 0.001:.4f}}')",

@@ -23,9 +23,9 @@ from pathlib import Path
 import _tools
 
 RANKS = 8
-ROUNDS = 2  # of everything
-TRIPS = 50  # in each round
-LINES = 10_000
+ROUNDS = _tools.size(2, 1)  # of everything
+TRIPS = _tools.size(50, 2)  # in each round
+LINES = _tools.size(10_000, 200)
 LIMIT = 180.0
 
 ENVIRONMENT = _tools.ROOT / "build" / "peers"
@@ -46,7 +46,9 @@ def main() -> None:
     if len(sys.argv) > 1:
         print(json.dumps(PROBES[sys.argv[1]]()))
         return
-    pythons = {"nbdist": sys.executable} | {name: python for name in PEERS if (python := _install(name))}
+    pythons = {"nbdist": sys.executable}
+    if not _tools.ONCE:  # the peers are gigabytes to download
+        pythons |= {name: python for name in PEERS if (python := _install(name))}
     results: dict[str, list[dict[str, float]]] = {name: [] for name in pythons}
     for _ in range(ROUNDS):
         for name, python in pythons.items():

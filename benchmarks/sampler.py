@@ -14,7 +14,7 @@ import psutil
 
 RANKS = 8
 GPUS = 8
-SECONDS = 20.0
+SECONDS = _tools.size(20, 1)
 BUDGET = 0.5
 
 

@@ -23,13 +23,14 @@ with Session({RANKS}):
 _WARM = f"""
 import os, time
 import _tools
-from nbdist.client import session
-session.prewarm()
+from nbdist.client.session import Session
+from nbdist.client.workers import prewarm
+prewarm()
 while len(processes := _tools.psutil.Process().children(recursive=True)) < 3:  # controller, agent, template
     time.sleep(0.1)
 _tools.wait_until_quiet(processes)
 began = time.perf_counter()
-with session.Session({RANKS}) as ranks:
+with Session({RANKS}) as ranks:
     seconds = time.perf_counter() - began
     began = time.perf_counter()
     ranks.restart()

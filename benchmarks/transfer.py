@@ -11,7 +11,7 @@ from collections.abc import Callable
 import _tools
 
 ROUNDS = 5
-SIZE = 1 << 30
+SIZE = 1 << _tools.size(30, 24)
 
 
 def main() -> None:

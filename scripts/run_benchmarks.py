@@ -31,7 +31,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks/NAME.py (default: all)")
     parser.add_argument("--write", action="store_true", help=f"keep the results in {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--once", action="store_true", help="only show that they work: one small round, no figures")
     arguments = parser.parse_args()
+    if arguments.once and arguments.write:
+        parser.error("--once measures nothing worth keeping: leave out --once, or --write")
     available = {path.stem: path for path in sorted((ROOT / "benchmarks").glob("[!_]*.py"))}
     for name in arguments.names:
         if name not in available:
@@ -39,7 +42,7 @@ def main() -> int:
 
     results: dict[str, list[str]] = {}
     for name in arguments.names or available:
-        lines = run(available[name])
+        lines = run(available[name], once=arguments.once)
         if lines is None:
             print(f"{name} failed", file=sys.stderr)
             return 1
@@ -51,8 +54,12 @@ def main() -> int:
     return 0
 
 
-def run(program: Path) -> list[str] | None:
+def run(program: Path, *, once: bool = False) -> list[str] | None:
     """Run one benchmark and show its lines as they come.
+
+    Args:
+        program: The benchmark.
+        once: Whether it takes one small round instead of measuring.
 
     Returns:
         The lines, or None when it failed.
@@ -60,7 +67,8 @@ def run(program: Path) -> list[str] | None:
     print(f"== {program.stem}", flush=True)
     lines = []
     command = [sys.executable, "-u", str(program)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    environment = os.environ | {"NBDIST_BENCH_ONCE": "1" if once else ""}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)

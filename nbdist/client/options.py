@@ -53,7 +53,7 @@ class Arguments:
             environment=dict(os.environ),
             cwd=_current_folder(),
             sys_path=list(sys.path),
-            argv=list(sys.argv),
+            argv=_arguments(),
             umask=_umask(),
             open_files=_open_files(count),
             gpus=gpus[:count] or None,
@@ -117,6 +117,16 @@ def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None
         raise UsageError(
             f"nccl needs a GPU for each rank, and there are {count} ranks for {have}: `--backend gloo`{fewer}"
         )
+
+
+def _arguments() -> list[str]:
+    """Return `sys.argv` for ranks: the notebook's, without the kernel's own arguments, which no script knows."""
+    from IPython.core.getipython import get_ipython
+
+    given = sys.argv[1:]
+    if get_ipython() is not None and given and sys.orig_argv[-len(given) :] == given:
+        return sys.argv[:1]
+    return list(sys.argv)
 
 
 def _current_folder() -> str:

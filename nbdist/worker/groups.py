@@ -18,6 +18,7 @@ from typing import Any
 from nbdist.protocol import Place, RankSetup, StartOptions
 
 _LOOPBACK = "lo"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # whether a rendezvous only connects to a store that is there
 
 
 def environment(setup: RankSetup) -> dict[str, str]:
@@ -40,9 +41,13 @@ def environment(setup: RankSetup) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "TORCHELASTIC_RUN_ID": place.run or f"nbdist-{setup.epoch}",
         # The user's own init_process_group() then connects to our store instead of opening one.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        _AGENT_STORE: "True",
     }
-    defaults = {"OMP_NUM_THREADS": str(setup.threads), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    defaults = {
+        "OMP_NUM_THREADS": str(setup.threads),
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "TTY_INTERACTIVE": "0",  # rich's live displays print their last state only: there is no cursor to move
+    }
     if place.num_nodes == 1:  # nothing of it listens to the network
         defaults |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
     if setup.options.gpus is not None:
@@ -127,6 +132,7 @@ def separate_rendezvous(
     """
     from torch.distributed import PrefixStore
 
+    ours = _meeting_point()
     # Not `from torch.distributed import rendezvous`: that is the function of the same name.
     handlers = getattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
     original = handlers.get("env")
@@ -139,7 +145,7 @@ def separate_rendezvous(
         serial = cell()
         latest = (serial, latest[1] + 1 if latest[0] == serial else 1)
         rendezvous = original(*args, **kwargs)
-        with connecting(int(os.environ.get("MASTER_PORT", "0"))):
+        with connecting(int(os.environ.get("MASTER_PORT", "0"))), _own_store(_meeting_point() != ours):
             store, rank, world_size = next(rendezvous)
         # The store of several nodes outlives a restart.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -147,6 +153,25 @@ def separate_rendezvous(
         yield from rendezvous
 
     handlers["env"] = handler
+
+
+def _meeting_point() -> tuple[str | None, str | None]:
+    return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+
+
+@contextlib.contextmanager
+def _own_store(wanted: bool) -> Iterator[None]:
+    """While the body runs, rank 0 of a rendezvous opens a store, if `wanted`: the script has chosen where to meet."""
+    before = os.environ.get(_AGENT_STORE)
+    if wanted:
+        os.environ[_AGENT_STORE] = "False"
+    try:
+        yield
+    finally:
+        if wanted and before is not None:
+            os.environ[_AGENT_STORE] = before
+        elif wanted:
+            del os.environ[_AGENT_STORE]
 
 
 def serve_store(listener: socket.socket) -> Any:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
+import nbdist
 from nbdist import shells, transfer
 from nbdist.metrics.memory import Meter
 from nbdist.metrics.profile import profiled
@@ -48,7 +49,7 @@ from nbdist.protocol import (
     encode,
     lane,
 )
-from nbdist.worker import accelerate_state, groups, launched, streams
+from nbdist.worker import accelerate_state, default_group, groups, launched, spawning, streams
 from nbdist.worker.control import ControlThread
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.recovery import Recovery
@@ -174,7 +175,11 @@ class Rank:
             self._shell.explain = collectives.explain
             self._control.shell = self._shell
             self._names = self._current_names()
-            backend = groups.join(self._setup, collectives.store()) if self._setup.options.init else "none"
+            spawning.refuse(self._shell.is_from_cell)
+            backend = "none"
+            if self._setup.options.init:
+                backend = groups.join(self._setup, collectives.store())
+                default_group.hand_out()
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))
         else:
@@ -192,6 +197,7 @@ class Rank:
     def _own_names(self, device: Any) -> dict[str, Any]:
         setup = self._setup
         return {
+            "nbdist": nbdist,
             "rank": setup.rank,
             "local_rank": setup.local_rank,
             "world_size": setup.world_size,

@@ -15,7 +15,7 @@ import linecache
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -112,6 +112,7 @@ class RankShell(InteractiveShell):
     displayhook: RankDisplayHook
     history_manager: Any
     lane: DisplayLane
+    own_names: Mapping[str, Any] = {}  # `rank`, `world_size`, ...: there again after `%reset`
     failure: Failure | None = None
     caught: bool = False  # whether the last failure came out of the middle of a training step
     explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
@@ -132,6 +133,7 @@ class RankShell(InteractiveShell):
         shell.lane = lane
         shell.starting_dir = os.getcwd()
         shell.user_ns["_dh"][:] = [Path.cwd()]
+        shell.own_names = names
         shell.user_ns.update(names)
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
@@ -141,6 +143,14 @@ class RankShell(InteractiveShell):
         refuse_keyboard()
         _refuse_magics(shell)
         return shell
+
+    def init_prompts(self) -> None:
+        """Set no `sys.ps1`: libraries take it for a person at a prompt, and refuse to train distributed."""
+
+    def init_user_ns(self) -> None:
+        """Fill the namespace, at the beginning and after `%reset`."""
+        super().init_user_ns()  # type: ignore[no-untyped-call]
+        self.user_ns.update(self.own_names)
 
     def run(self, code: str, number: int, offset: int) -> tuple[Failure | None, str | None]:
         """Run a cell.
@@ -176,6 +186,10 @@ class RankShell(InteractiveShell):
         """Let tracebacks show a cell of the notebook that has come here only as a compiled function."""
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         self.compile._filename_map[filename] = number
+
+    def is_from_cell(self, function: Any) -> bool:
+        """Whether a function was defined in a cell, so that no other process can import it."""
+        return bool(getattr(function, "__module__", None) == self.user_module.__name__)
 
     def _start_cell(self, number: int, offset: int) -> None:
         self.compile.offset = offset

@@ -1,0 +1,133 @@
+"""Programs written for torchrun run on ranks as they are: they make their group, parse their arguments, spawn, draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import shared_kernel
+from tests.harness import Kernel, both
+
+# What the official tutorial on DistributedDataParallel begins and ends with.
+TUTORIAL = """
+import os, torch, torch.distributed as dist
+def setup(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = str({port})
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+def train(rank, world_size):
+    setup(rank, world_size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+"""
+
+
+@pytest.fixture(scope="module")
+def own_group() -> Iterator[Kernel]:
+    """Ranks that make their process group themselves."""
+    with shared_kernel(2) as kernel:
+        kernel.ok("%distributed stop")
+        kernel.ok("%distributed start -n 2 --no-init")
+        yield kernel
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """A port on which nobody listens."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "'gloo'",
+        "backend='cpu:gloo'",
+        "init_method='env://'",
+        "'gloo', rank=rank, world_size=world_size",
+        "timeout=datetime.timedelta(seconds=5)",
+    ],
+)
+def test_a_group_like_the_session_s_is_the_session_s(arguments: str, ranks: Kernel) -> None:
+    outcome = ranks.ok(
+        "%%distributed\nimport datetime, torch, torch.distributed as dist\n"
+        f"before = dist.group.WORLD\ndist.init_process_group({arguments})\n"
+        "total = torch.ones(1)\ndist.all_reduce(total)\nprint(total.item(), dist.group.WORLD is before)"
+    )
+    assert {rank: lines[-1] for rank, lines in outcome.lines.items()} == {0: "2.0 True", 1: "2.0 True"}
+
+
+def test_that_the_session_s_group_is_used_is_reported_once(own_ranks: Kernel) -> None:
+    code = "%%distributed\nimport torch.distributed as dist\ndist.init_process_group('gloo')"
+    assert "returns the session's process group" in own_ranks.ok(code).stdout
+    assert own_ranks.ok(code).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "advice"),
+    [
+        ("'nccl'", "backend='nccl'", "--backend nccl"),
+        ("world_size=5, rank=0", "world_size=5", "--no-init"),
+        ("rank=7", "rank=7", "--no-init"),
+        ("store=dist.HashStore(), rank=rank, world_size=2", "a store of its own", "--no-init"),
+    ],
+)
+def test_a_group_that_the_session_can_not_be_is_refused_with_what_to_start(
+    arguments: str, asked: str, advice: str, ranks: Kernel
+) -> None:
+    outcome = ranks.fails(
+        f"%%distributed\nimport torch.distributed as dist\ndist.init_process_group({arguments})", "RankError"
+    )
+    assert f"UsageError: init_process_group asks for {asked}" in outcome.evalue and advice in outcome.evalue
+
+
+def test_a_group_of_the_tutorial_meets_where_the_script_says(own_group: Kernel, port: int) -> None:
+    own_group.ok(f"%%distributed\n{TUTORIAL.format(port=port)}")
+    for _ in range(3):  # the port is free again each time
+        assert own_group.ok("%%distributed\nprint(train(rank, world_size))").lines == both("2.0")
+
+
+def test_a_group_of_the_tutorial_meets_where_the_script_says_in_a_launch(notebook: Kernel, port: int) -> None:
+    notebook.ok(f"import nbdist\n{TUTORIAL.format(port=port)}")
+    notebook.ok("found = nbdist.notebook_launcher(lambda: train(int(os.environ['RANK']), 2), num_processes=2)")
+    assert notebook.value("found") == [2.0, 2.0]
+
+
+def test_ranks_do_not_look_like_a_prompt(ranks: Kernel) -> None:
+    """Lightning refuses strategies of several processes where `sys.ps1` is set."""
+    assert ranks.ok("%%distributed\nimport sys\nprint(hasattr(sys, 'ps1'))").lines == both("False")
+
+
+def test_a_script_does_not_see_the_arguments_of_the_kernel(ranks: Kernel) -> None:
+    code = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', default=3)\n"
+    outcome = ranks.ok(f"%%distributed\n{code}print(parser.parse_args().lr)")
+    assert outcome.lines == both("3")
+
+
+def test_nbdist_is_among_the_names_of_a_rank(ranks: Kernel) -> None:
+    assert ranks.ok("%%distributed\nprint(nbdist.Plan().strategy is not None)").lines == both("True")
+
+
+@pytest.mark.parametrize("call", ["mp.spawn(train, nprocs=2)", "mp.start_processes(train, nprocs=2)"])
+def test_spawning_a_function_of_a_cell_is_refused_with_what_to_call(call: str, ranks: Kernel) -> None:
+    code = f"import torch.multiprocessing as mp\ndef train(index): pass\n{call}"
+    outcome = ranks.fails(f"%%distributed\n{code}", "RankError")
+    assert "mp.spawn can't run 'train'" in outcome.evalue and "nbdist.notebook_launcher(train, ...)" in outcome.evalue
+
+
+def test_forking_a_function_of_a_cell_works(ranks: Kernel) -> None:
+    code = "import torch.multiprocessing as mp\ndef train(index): print('started', index)\n"
+    outcome = ranks.ok(f"%%distributed -r 0\n{code}mp.start_processes(train, nprocs=1, start_method='fork')")
+    assert outcome.lines == {0: ["started 0"]}
+
+
+def test_live_displays_of_rich_leave_their_last_state(ranks: Kernel) -> None:
+    code = "from rich.progress import track\nfor step in track(range(3), total=3):\n    pass"
+    shown = ranks.ok(f"%%distributed -r 0\n{code}").stdout
+    assert shown.count("100%") == 1 and "\x1b[2K" not in shown and "\x1b[1A" not in shown

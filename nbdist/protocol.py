@@ -552,7 +552,27 @@ AnyMessage = (
     | Quit
 )
 
-encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
+
+
+def encode(message: Any) -> bytes:
+    """A message, or a part of one, as a frame. Lone surrogates in text, which no frame can hold, are escaped."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        return _encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=repr)))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item) for item in value]
+    return value
+
+
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 

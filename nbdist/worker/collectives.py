@@ -143,7 +143,8 @@ class Collectives:
     def begin(self) -> None:
         """A cell begins: what is entered from now on counts as its own. All ranks are in order."""
         while self._copies:
-            os.close(self._copies.pop())
+            with contextlib.suppress(OSError):  # a cell has closed it
+                os.close(self._copies.pop())
         for name, group in _living().items():
             self._groups.setdefault(name, _Group()).entered = _entered(group)
 

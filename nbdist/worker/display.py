@@ -6,13 +6,17 @@ A payload travels by zmq; a mark in the pipe says where it belongs, so that text
 from __future__ import annotations
 
 import base64
+import fcntl
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import zmq
 
-from nbdist.protocol import OUTPUT_WINDOW, STDOUT, Credit, Display, Message, WidgetMessage, decode, encode
+from nbdist.protocol import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, Message, WidgetMessage, decode, encode
+from nbdist.worker.streams import write_all
 
 _ENVELOPE = 1_000  # bytes of a message that are not its content
 
@@ -31,8 +35,9 @@ class DisplayLane:
         self._token = token
         self._sequence = 0
         self._unpaid = 0  # bytes sent that the notebook has not taken yet
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser that closes a widget may run while an item is sent
         self._pid = os.getpid()
+        self._pipe = fcntl.fcntl(STDOUT, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)  # a cell may redirect descriptor 1
 
     def show(
         self,
@@ -46,14 +51,14 @@ class DisplayLane:
         if os.getpid() != self._pid:
             print(data.get("text/plain", ""))
             return
-        bundle = {mime: _encode(value) for mime, value in data.items()}
+        bundle, notes = _plain(data), _plain(metadata)
+        size = _size(bundle) + _size(notes) + _ENVELOPE
         with self._lock:
             self._sequence += 1
+            sequence = self._sequence
             # The payload goes first: an interrupt between the two leaves an item without a place, no gap to wait for.
-            size = sum(len(value) for value in bundle.values() if isinstance(value, str)) + _ENVELOPE
-            item = Display(self._rank, self._sequence, kind, bundle, metadata, display_id, wait, size)
-            self._send(item, size)
-            self.mark(0, self._sequence)
+            self._send(Display(self._rank, sequence, kind, bundle, notes, str(display_id), wait, size), size)
+            self.mark(0, sequence)
 
     def relay(
         self, event: str, comm_id: str, target: str, data: dict[str, Any], metadata: dict[str, Any], raw: list[bytes]
@@ -61,9 +66,10 @@ class DisplayLane:
         """Send a widget's message, which has no place in the text."""
         if os.getpid() != self._pid:
             return
-        size = sum(map(len, raw)) + _ENVELOPE
+        content, notes = _plain(data), _plain(metadata)
+        size = sum(map(len, raw)) + _size(content) + _size(notes) + _ENVELOPE
         with self._lock:
-            self._send(WidgetMessage(self._rank, event, comm_id, target, data, metadata, raw, size), size)
+            self._send(WidgetMessage(self._rank, event, str(comm_id), str(target), content, notes, raw, size), size)
 
     def _send(self, message: Message, size: int) -> None:
         while self._unpaid >= OUTPUT_WINDOW:
@@ -80,8 +86,25 @@ class DisplayLane:
 
     def mark(self, serial: int, sequence: int) -> None:
         """Write a mark into stdout: of the place of an item, or of the end of the cell `serial`."""
-        os.write(STDOUT, b"%s%d;%d\a" % (self._token, serial, sequence))
+        write_all(self._pipe, b"%s%d;%d\a" % (self._token, serial, sequence))
 
 
-def _encode(value: Any) -> Any:
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+def _plain(bundle: Mapping[Any, Any]) -> dict[str, Any]:
+    """A bundle as JSON has it, so that whoever gets it can decode it."""
+    return {str(key): value if isinstance(value, str) else _plain_value(value) for key, value in bundle.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    try:
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=repr)
+        encode(plain)
+    except Exception:  # a key that is a tuple, a list that holds itself, ...
+        return repr(value)
+    return plain
+
+
+def _size(bundle: dict[str, Any]) -> int:
+    """Bytes of a plain bundle's values, roughly."""
+    return sum(len(value if isinstance(value, str) else encode(value)) for value in bundle.values())

@@ -16,6 +16,11 @@ from typing import Any
 
 from nbdist.worker.models import living, loaded
 
+_NOTHING_KEPT = (
+    "nbdist: `--exact` could not copy buffers and random state ({}), so a step that is lost now is not undone exactly. "
+    "Free memory, or start without `--exact`."
+)
+
 
 class ExactState:
     """Keeps one snapshot, taken anew after each optimizer step. All calls on the main thread."""
@@ -25,12 +30,13 @@ class ExactState:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._random = _RandomState()
         self._taken = False
+        self._gave_up = False  # in this cell
 
     def begin(self) -> None:
         """A cell begins: find the models that live now, and keep what they and the generators hold."""
         self._optimizers.clear()
-        self._find_buffers()
-        self._take()
+        self._gave_up = False
+        self._keep(find=True)
 
     def snapshot(self, optimizer: object) -> None:
         """An optimizer step has ended.
@@ -38,10 +44,10 @@ class ExactState:
         Args:
             optimizer: Whose step. One that was not seen in this cell belongs to models that are new, too.
         """
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
-            self._find_buffers()
-        self._take()
+        new = optimizer not in self._optimizers
+        self._optimizers.add(optimizer)
+        if not self._gave_up:
+            self._keep(find=new)
 
     def restore(self) -> list[str]:
         """Put everything back as it was at the end of the last step, or at the beginning of the cell.
@@ -55,6 +61,15 @@ class ExactState:
         self._random.put_back()
         buffers = "buffers and " if moved else ""
         return [f"{buffers}random state of the lost step restored"]
+
+    def _keep(self, *, find: bool) -> None:
+        try:
+            if find:
+                self._find_buffers()
+            self._take()
+        except (MemoryError, RuntimeError) as error:  # the cell goes first: it may be the one that frees memory
+            self._taken, self._gave_up, self._buffers = False, True, []
+            print(_NOTHING_KEPT.format(f"{type(error).__name__}: {error}".splitlines()[0]), file=sys.stderr)
 
     def _take(self) -> None:
         for kept in self._buffers:

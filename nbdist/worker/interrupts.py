@@ -18,6 +18,7 @@ from typing import Any
 
 _RESEND = 1.0  # seconds until a KeyboardInterrupt that did not end the cell is sent again
 _RESEND_UNRAISABLE = 0.02
+_INTERRUPTS = {signal.SIGINT}
 
 
 class InterruptGate:
@@ -41,7 +42,6 @@ class InterruptGate:
         self._asked = 0
         self._running = 0
         self._due: float | None = None
-        signal.signal(signal.SIGINT, self._handle)
         self._ignored = sys.unraisablehook
         sys.unraisablehook = self._unraisable
 
@@ -62,6 +62,9 @@ class InterruptGate:
     @contextlib.contextmanager
     def open(self, serial: int) -> Iterator[None]:
         """While the body runs, requests for this serial number raise KeyboardInterrupt in it."""
+        # A cell may have set a handler of its own, or blocked the signal: that holds until its end.
+        signal.signal(signal.SIGINT, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
         self._running = serial
         try:
             if self._asked == serial:  # asked before the cell came
@@ -115,6 +118,18 @@ class InterruptGate:
             self._wake()
             return
         self._ignored(args)
+
+
+def cancel_alarm() -> bool:
+    """Cancel what the cell has left of `signal.alarm` or `signal.setitimer`: it would stop another cell, or the rank.
+
+    Returns:
+        Whether there was any. One that a handler in C waits for is a profiler's, and stays.
+    """
+    if signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) or signal.getsignal(signal.SIGALRM) is None:
+        return False
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    return True
 
 
 def run_coroutine(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:

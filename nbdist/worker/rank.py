@@ -6,6 +6,7 @@ Knows its lanes and its shell; knows nothing of other ranks but through torch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -37,7 +38,9 @@ from nbdist.protocol import (
     RANK_DISPLAY,
     Execute,
     Failure,
+    InOrder,
     Keys,
+    Message,
     Quit,
     RankSetup,
     Ready,
@@ -49,12 +52,17 @@ from nbdist.protocol import (
     encode,
     lane,
 )
-from nbdist.worker import accelerate_state, default_group, groups, launched, spawning, streams
+from nbdist.worker import accelerate_state, default_group, failures, groups, launched, spawning, streams
 from nbdist.worker.control import ControlThread
 from nbdist.worker.display import DisplayLane
+from nbdist.worker.interrupts import cancel_alarm
 from nbdist.worker.recovery import Recovery
 from nbdist.worker.shell import RankShell
 from nbdist.worker.widgets import WidgetRelay
+
+_REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
+_RESTORED = "nbdist: this cell left {} changed; it is restored for the next cell"
+_AROUND = "This failed in nbdist's own work around the cell, {}; the rank and its variables are kept."
 
 
 def enter(parent: int, role: str, descriptors: list[int]) -> None:
@@ -152,6 +160,8 @@ class Rank:
 
     def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
+        self._pid = os.getpid()
+        self._streams = streams.StandardStreams()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cells = self._connect(RANK_CELL)
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
@@ -160,6 +170,15 @@ class Rank:
         self._recovery = Recovery(setup, self._control)
         self._parcels: dict[int, transfer.Packed] = {}
         self._names: list[str] = []
+        self._work: dict[str, Callable[[Execute], Reply]] = {
+            "cell": self._run_cell,
+            "call": self._call,
+            "setup": self._call,
+            "launch": self._launch,
+            "push": self._push,
+            "pull": self._pull,
+            "free": self._free,
+        }
         self._widgets = WidgetRelay(self._lane)
 
     def run(self) -> None:
@@ -206,40 +225,77 @@ class Rank:
 
     def _serve(self) -> None:
         while True:
-            message = decode(self._cells.recv())
-            if isinstance(message, Execute):
-                self._execute(message)
-            elif isinstance(message, WidgetMessage):
-                self._widgets.deliver(message)
-            elif isinstance(message, Recover):
-                self._cells.send(encode(self._recovery.recover(message)))
-            elif isinstance(message, Quit):
-                return
+            try:
+                message = decode(self._cells.recv())
+                if isinstance(message, Quit):
+                    return
+                self._handle(message)
+            except BaseException:  # from a handler, of a signal or a widget, that a cell has left
+                _show_exception()
+            self._end_if_forked()
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Execute):
+            self._execute(message)
+        elif isinstance(message, WidgetMessage):
+            self._widgets.deliver(message)
+        elif isinstance(message, Recover):
+            self._cells.send(encode(self._recover(message)))
+
+    def _recover(self, task: Recover) -> InOrder:
+        try:
+            return self._recovery.recover(task)
+        except Exception as error:  # the other ranks wait for the answer
+            _show_exception()
+            return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _execute(self, task: Execute) -> None:
-        self._shell.forget_failure()
-        self._recovery.begin(task.serial)
-        work = {
-            "cell": self._run_cell,
-            "call": self._call,
-            "setup": self._call,
-            "launch": self._launch,
-            "push": self._push,
-            "pull": self._pull,
-            "free": self._free,
-        }
-        with profiled(task.profile, self._setup.rank) as profiles:
-            reply = self._metered(task, work[task.kind])
-        if profiles:
-            reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
-        self._recovery.end(task.serial, reply.failure, self._shell.caught)
-        _end_steps()
+        """Run a task and report, whatever comes: a rank that does not report is busy for ever."""
+        reply: Reply | None = None
+        try:
+            self._shell.forget_failure()
+            self._recovery.begin(task.serial)
+            with profiled(task.profile, self._setup.rank) as profiles:
+                reply = self._metered(task, self._work[task.kind])
+            if profiles:
+                reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
+            self._recovery.end(task.serial, reply.failure, self._shell.caught)
+            _end_steps()
+            self._put_in_order()
+        except BaseException as error:  # from what surrounds the task, or from a signal handler that ran then
+            if reply is None or reply.failure is None:
+                reply = self._failed_around(task, error, "before it ran" if reply is None else "after it ran")
+            else:  # what it raised itself counts for more
+                _show_exception()
+        for _ in range(_REPORTS):
+            try:
+                self._report(reply)
+                return
+            except BaseException as error:  # from a signal handler, or from a reply that no message can hold
+                reply = self._failed_around(task, error, "while its reply was sent")
+
+    def _put_in_order(self) -> None:
+        """What the task has done to the process, so that the next one is seen and lives."""
         streams.flush_c()
-        if reply == Reply(task.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost
-            self._lane.mark(task.serial, PLAIN_END)
+        left = self._streams.restore()
+        if cancel_alarm():
+            left.append("a pending alarm (SIGALRM)")
+        for what in left:
+            print(_RESTORED.format(what), file=sys.__stderr__)
+
+    def _report(self, reply: Reply) -> None:
+        if reply == Reply(reply.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost
+            self._lane.mark(reply.serial, PLAIN_END)
             return
-        self._lane.mark(task.serial, END)
-        self._cells.send(encode(reply))
+        frame = encode(reply)
+        self._lane.mark(reply.serial, END)
+        self._cells.send(frame)
+
+    def _failed_around(self, task: Execute, error: BaseException, when: str) -> Reply:
+        """The reply when our own work before or after a task has failed."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        failure = failures.describe(error, text + _AROUND.format(when))
+        return Reply(task.serial, self._setup.rank, "error", failure)
 
     def _metered(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
         """Run the work; its reply tells what it cost in memory, if that was asked for."""
@@ -253,9 +309,22 @@ class Rank:
         """Run the work so that whatever it raises, an interrupt at its very end too, becomes its reply."""
         try:
             with self._control.gate.open(task.serial):
-                return work(task)
+                reply = work(task)
         except BaseException as error:
-            return self._failed(task, self._shell.fail(error))
+            reply = self._failed(task, self._shell.fail(error))
+        self._end_if_forked(reply.failure)
+        return reply
+
+    def _end_if_forked(self, failure: Failure | None = None) -> None:
+        """End a process that code on this rank has forked and that came back here, as it would end after a script."""
+        if os.getpid() == self._pid:
+            return
+        try:
+            if failure is not None:
+                print(failure.traceback, file=sys.stderr)
+            streams.flush_c()
+        finally:
+            os._exit(0 if failure is None else 1)
 
     def _run_cell(self, task: Execute) -> Reply:
         failure, result = self._shell.run(task.code, task.number, task.offset)
@@ -328,7 +397,14 @@ class Rank:
 
     def _current_names(self) -> list[str]:
         hidden = self._shell.user_ns_hidden
-        return [name for name in self._shell.user_ns if name[:1] != "_" and name not in hidden]
+        names = [name for name in self._shell.user_ns if isinstance(name, str)]  # `globals()` takes any key
+        return [name for name in names if name[:1] != "_" and name not in hidden]
+
+
+def _show_exception() -> None:
+    """Print the exception that is being handled, if that can be done."""
+    with contextlib.suppress(Exception):
+        print(traceback.format_exc(), file=sys.__stderr__)
 
 
 def _end_steps() -> None:

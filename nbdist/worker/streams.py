@@ -7,19 +7,46 @@ line is not lost, and nothing waits in a buffer that a forked DataLoader worker 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
+import fcntl
 import functools
 import io
 import os
+import select
 import sys
+import time
 from typing import Any
+
+from nbdist.protocol import STDERR, STDOUT
 
 _libc = ctypes.CDLL(None)
 _LINE_BUFFERED = 1  # _IOLBF of <stdio.h> on Linux
+_STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
+_BUSY_LIMIT = 0.1  # seconds that another thread may be inside of a stream of C until it is left alone
+
+
+def write_all(descriptor: int, data: Any) -> None:
+    """Write all of it, also if a signal arrives halfway, or a program has made the pipe non-blocking."""
+    written = _write(descriptor, data)
+    if written < len(data):
+        rest = memoryview(data).cast("B")[written:]
+        while rest:
+            rest = rest[_write(descriptor, rest) :]
+
+
+def _write(descriptor: int, data: Any) -> int:
+    try:
+        return os.write(descriptor, data)
+    except BlockingIOError:
+        room = select.poll()
+        room.register(descriptor, select.POLLOUT)
+        room.poll()
+        return 0
 
 
 class PipeWriter(io.RawIOBase):
-    """A descriptor that takes all of what is written, also when a signal arrives halfway."""
+    """A descriptor that takes all of what is written."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -32,15 +59,8 @@ class PipeWriter(io.RawIOBase):
         return self._descriptor
 
     def write(self, data: Any) -> int:
-        size = len(data)
-        written = os.write(self._descriptor, data)
-        if written < size:
-            self._write_rest(memoryview(data).cast("B")[written:])
-        return size
-
-    def _write_rest(self, rest: memoryview) -> None:
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        write_all(self._descriptor, data)
+        return len(data)
 
 
 class RankStream(io.TextIOWrapper):
@@ -71,12 +91,84 @@ def print_at_once(*values: Any, sep: Any = None, end: Any = None, file: Any = No
 
 def redirect_python() -> None:
     """Point Python's stdout and stderr at the descriptors 1 and 2, and C's stdout at whole lines."""
-    sys.stdout = sys.__stdout__ = RankStream(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = RankStream(2)  # type: ignore[misc]
+    for descriptor, name in _STREAMS.items():
+        stream = RankStream(descriptor)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     builtins.print = print_at_once
-    _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _LINE_BUFFERED, 0)
+    _libc.setvbuf(_c_stream("stdout"), None, _LINE_BUFFERED, 0)
 
 
 def flush_c() -> None:
-    """Write out what C code has left in its buffers."""
-    _libc.fflush(None)
+    """Write out what C code has left in the buffers of its stdout and stderr.
+
+    Not in those of other streams: a thread that waits for input holds the lock of its own.
+    """
+    for name in _STREAMS.values():
+        stream = _c_stream(name)
+        if _lock(stream):
+            _libc.fflush_unlocked(stream)
+            _libc.funlockfile(stream)
+
+
+def _lock(stream: ctypes.c_void_p) -> bool:
+    """Take the lock of a C stream, unless a thread that may never come back has it."""
+    deadline = 0.0
+    while _libc.ftrylockfile(stream) != 0:
+        deadline = deadline or time.monotonic() + _BUSY_LIMIT
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _c_stream(name: str) -> ctypes.c_void_p:
+    return ctypes.c_void_p.in_dll(_libc, name)
+
+
+class StandardStreams:
+    """The descriptors 1 and 2 that this process begins with, and Python's streams on them.
+
+    What a cell does to them holds until its end: else nothing that later cells print would be seen. Only another stream
+    in place of `sys.stdout` stays, as in any notebook.
+    """
+
+    def __init__(self) -> None:
+        self._copies = {each: fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, STDERR + 1) for each in _STREAMS}
+        self._files = {each: _file(each) for each in _STREAMS}
+
+    def restore(self) -> list[str]:
+        """Put back what has been closed or redirected.
+
+        Returns:
+            What was put back, in words; usually nothing.
+        """
+        changed = []
+        for descriptor, name in _STREAMS.items():
+            if _file(descriptor) != self._files[descriptor]:
+                os.dup2(self._copies[descriptor], descriptor)
+                changed.append(f"file descriptor {descriptor} ({name})")
+            if not os.get_blocking(descriptor):  # C code would lose what does not fit into the pipe
+                os.set_blocking(descriptor, True)
+            if not _takes_text(getattr(sys, f"__{name}__", None)):
+                setattr(sys, f"__{name}__", RankStream(descriptor))
+            if not _takes_text(getattr(sys, name, None)):
+                setattr(sys, name, getattr(sys, f"__{name}__"))
+                changed.append(f"sys.{name}")
+        return changed
+
+
+def _file(descriptor: int) -> tuple[int, int] | None:
+    """What a descriptor refers to; None if it is closed."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _takes_text(stream: Any) -> bool:
+    """Whether something in the place of `sys.stdout` can be printed to."""
+    with contextlib.suppress(Exception):
+        return callable(stream.write) and not getattr(stream, "closed", False)
+    return False

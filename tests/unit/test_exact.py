@@ -96,3 +96,25 @@ def test_models_are_not_kept_alive(model: torch.nn.Module) -> None:
 
 def test_nothing_is_restored_before_anything_was_kept() -> None:
     assert ExactState().restore() == []
+
+
+def test_a_copy_that_does_not_fit_into_memory_costs_the_exactness_and_not_the_cell(
+    model: torch.nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class TooLarge(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.Tensor.clone:
+                raise MemoryError("no room for 80 GiB")
+            return super().__torch_function__(function, types, args, kwargs)
+
+    optimizer, state = torch.optim.SGD(model.parameters(), 0.1), ExactState()
+    model.register_buffer("large", torch.zeros(3).as_subclass(TooLarge))
+    state.begin()
+    step(model, optimizer)
+    state.snapshot(optimizer)
+    assert state.restore() == []
+    assert capsys.readouterr().err.count("`--exact` could not copy") == 1
+    del model.large
+    state.begin()
+    assert state.restore() != []

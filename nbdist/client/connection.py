@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -144,7 +145,7 @@ class Connection:
             # What the controller said last may arrive a moment after its end.
             if events in ready or (end in ready and events.poll(_LAST_WORDS_MS)):
                 for frame in events.recv_multipart():
-                    self.on_message(decode(frame))
+                    self._handle(frame)
             elif end in ready:
                 break
         os.close(end)
@@ -153,6 +154,12 @@ class Connection:
             self.key_file.unlink(missing_ok=True)  # if its agent could not
             how = f"(pid {self._process.pid}) has ended: {describe_exit(self._process.wait())}; and all ranks with it"
             self.on_message(Broken(f"the session's controller {how}. `%distributed start` begins anew."))
+
+    def _handle(self, frame: bytes) -> None:
+        try:
+            self.on_message(decode(frame))
+        except Exception:  # one bad message must not keep the session from hearing all that follow
+            traceback.print_exc()
 
     def _disconnect(self, events: zmq.Socket[bytes]) -> None:
         events.close(linger=0)

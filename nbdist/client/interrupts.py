@@ -24,29 +24,56 @@ def events(put: Callable[[Any], None]) -> Iterator[None]:
     """Ctrl-C in the body becomes an event, so that it never strikes in the middle of our own work.
 
     Args:
-        put: Called with `KeyboardInterrupt`, the class, at each Ctrl-C.
+        put: Called with `KeyboardInterrupt`, the class, at each Ctrl-C; also for those that `deferred` has kept so far.
     """
-    with _handled(lambda: put(KeyboardInterrupt)):
+    with _handled(lambda signum, frame: put(KeyboardInterrupt)) as before:
+        if isinstance(before, _Deferral):
+            before.hand_over(put)
         yield
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Ctrl-C in the body, which has to be short, comes at its end."""
-    asked: list[None] = []
-    with _handled(lambda: asked.append(None)):
-        yield
-    if asked:
-        raise KeyboardInterrupt
+    """Ctrl-C in the body comes at its end, or goes to `events` in the body; the rest of the body has to be short."""
+    deferral = _Deferral()
+    try:
+        with _handled(deferral):
+            yield
+    except KeyboardInterrupt:
+        raise  # which is all that another Ctrl-C could ask for
+    except BaseException:
+        deferral.strike()
+        raise
+    deferral.strike()
+
+
+class _Deferral:
+    """A handler of Ctrl-C that counts."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, signum: int, frame: object) -> None:
+        self._count += 1
+
+    def hand_over(self, put: Callable[[Any], None]) -> None:
+        while self._count:
+            self._count -= 1
+            put(KeyboardInterrupt)
+
+    def strike(self) -> None:
+        if self._count:
+            raise interruption("interrupted")
 
 
 @contextlib.contextmanager
-def _handled(on_interrupt: Callable[[], None]) -> Iterator[None]:
+def _handled(handler: Callable[[int, Any], Any]) -> Iterator[Any]:
+    """Ctrl-C calls this in the body, which is given the handler before it."""
     if threading.current_thread() is not threading.main_thread():  # others get none
-        yield
+        yield None
         return
-    before = signal.signal(signal.SIGINT, lambda signum, frame: on_interrupt())
+    before = signal.signal(signal.SIGINT, handler)
     try:
-        yield
+        yield before
     finally:
         signal.signal(signal.SIGINT, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from nbdist import cuda_guard
-from nbdist.client import history, parsers, stacks
+from nbdist.client import history, interrupts, parsers, stacks
 from nbdist.client import plan as plans
 from nbdist.client import session as sessions
 from nbdist.client.arguments import HelpShown, ranks_among, size, suggest_verb, table
@@ -29,6 +30,7 @@ from nbdist.client.display import FOLD_LIMIT, Publisher
 from nbdist.client.profiles import CellProfile
 from nbdist.client.router import CellRouter
 from nbdist.client.session import Session, get_session, living_session
+from nbdist.client.task import Task
 from nbdist.client.workers import cell_number, prewarm
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.ranks import describe_ranks
@@ -156,18 +158,22 @@ class DistributedMagics(Magics):
         self._costs.steps.prepare(session, ranks)
         profile = CellProfile(arguments.profile, number) if arguments.profile is not None else None
         folder = profile.folder if profile is not None else ""
-        task = session.start_cell(code, ranks, show=show, keep=arguments.capture is not None, profile=folder, **where)
-        self._keep(arguments.capture, task.result)
-        try:
+        keep = arguments.capture is not None
+        with contextlib.ExitStack() as afterwards, interrupts.deferred():
+            task = session.start_cell(code, ranks, show=show, keep=keep, profile=folder, **where)
+            afterwards.callback(self._report, session, task, profile)
+            self._keep(arguments.capture, task.result)
             task.wait(arguments.timeout)
-        finally:
-            if profile is not None:
-                print(profile.conclude(task))
-            if line := self._costs.steps.of_ranks(session, task.ranks):
-                print(line)
         if arguments.auto and task.silent:
             print(f"ran on {describe_ranks(task.ranks)}")  # so that nobody takes it for a local cell
         return None
+
+    def _report(self, session: Session, task: Task, profile: CellProfile | None) -> None:
+        """Print below a cell what was to be measured of it."""
+        if profile is not None:
+            print(profile.conclude(task))
+        if line := self._costs.steps.of_ranks(session, task.ranks):
+            print(line)
 
     def _session_for_cell(self, auto: bool) -> Session:
         try:

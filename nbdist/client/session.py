@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from nbdist import transfer
-from nbdist.client import calls
+from nbdist.client import calls, interrupts
 from nbdist.client.background import BackgroundCell
 from nbdist.client.options import Arguments, check_seconds
 from nbdist.client.plan import SessionPlan
@@ -179,8 +179,9 @@ class Session(Workers):
             SessionBusy: One of these ranks is running something else.
         """
         check_seconds("timeout", timeout)
-        task = self.submit("cell", code, ranks, grace=grace, show=show, keep=True)
-        task.wait(timeout)
+        with interrupts.deferred():
+            task = self.submit("cell", code, ranks, grace=grace, show=show, keep=True)
+            task.wait(timeout)
         return task.result
 
     def start_cell(
@@ -247,9 +248,8 @@ class Session(Workers):
         name = getattr(function, "__name__", "function")
         with calls.pack(function, args, kwargs, name=name) as packed:
             payload = msgspec.msgpack.encode(packed.parcel)
-            task = self.submit(kind, name, ranks, payload=payload, show=True)
-            task.wait()
-        return self.collect(task)
+            with interrupts.deferred():
+                return self.fetch(self.submit(kind, name, ranks, payload=payload, show=True))
 
     def push(self, values: Mapping[str, Any], ranks: Ranks = None) -> None:
         """Set variables on ranks. Tensors arrive on the CPU; each rank's copy is its own.
@@ -266,7 +266,8 @@ class Session(Workers):
         with contextlib.ExitStack() as stack:
             packed = stack.enter_context(_pack_named(values))
             payload = msgspec.msgpack.encode(packed.parcel)
-            self.submit("push", ", ".join(values), ranks, payload=payload, show=True).wait()
+            with interrupts.deferred():
+                self.submit("push", ", ".join(values), ranks, payload=payload, show=True).wait()
 
     def pull(self, name: str, ranks: Ranks = None) -> Any:
         """Get a variable (or any expression) from ranks.
@@ -282,12 +283,12 @@ class Session(Workers):
             UsageError: Some ranks have no such variable; the text names them.
         """
         chosen = [ranks] if isinstance(ranks, int) else ranks
-        task = self.submit("pull", name, chosen, show=True)
-        try:
-            task.wait()
-        except RankError as error:
-            raise _explain_missing(name, task, error, self.traffic.names) from None
-        values = self.collect(task)
+        with interrupts.deferred():
+            task = self.submit("pull", name, chosen, show=True)
+            try:
+                values = self.fetch(task)
+            except RankError as error:
+                raise _explain_missing(name, task, error, self.traffic.names) from None
         return values[0] if isinstance(ranks, int) else values
 
     def free(self) -> dict[int, dict[str, int]]:
@@ -297,8 +298,9 @@ class Session(Workers):
             By rank, in bytes: "private" (freed of what only its process uses), "device" (GPU memory that torch gave
             back), and what is left of both: "private_left", "device_left" (reserved by torch).
         """
-        task = self.submit("free", "", self.living(), show=True)
-        task.wait()
+        with interrupts.deferred():
+            task = self.submit("free", "", self.living(), show=True)
+            task.wait()
         return {rank: msgspec.msgpack.decode(task.replies[rank].payload) for rank in task.ranks}
 
     def record_snapshots(self, events: int = snapshot.EVENTS) -> None:

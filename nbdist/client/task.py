@@ -133,7 +133,7 @@ class Task:
         self._left = set(ranks)
         self._lock = threading.Lock()
         self._closed = False  # what comes from now on is late
-        self._screen = Screen(ranks, Publisher(number), f"{traffic.key}-{serial}") if show else None
+        self._screen = self._new_screen() if show else None
         self._interrupts = 0
         self._explain_at: float | None = None
         self._give_up_at: float | None = None
@@ -177,7 +177,7 @@ class Task:
                     self._take(self._patience(deadline if not timed_out else None))
                 self._finish_output()
         finally:
-            self._close()
+            self.close()
             history.note_end(self)
             self.on_end(self)
         self._conclude(timeout if timed_out else None)
@@ -321,28 +321,45 @@ class Task:
             Seconds until it should be called again.
         """
         if isinstance(message, (Output, Display)):
-            self._show(message, now)
-        if self._screen is not None:
-            if isinstance(message, Notice):
-                self._screen.say(message.text)
-            elif isinstance(message, Remark):
-                self._remark(message)
-            self._screen.poll(now)
-        self._pay_items()
-        return self._screen.due(now) if self._screen is not None else None
+            self._note(message)
+        if self._screen is None:
+            self._pay_items()
+            return None
+        try:
+            self._draw_late(self._screen, message, now)
+        except Exception:  # the cell had redirected its output to a stream that is closed now
+            self._screen = self._new_screen()
+            self._draw_late(self._screen, message, now)
+        finally:
+            self._pay_items()
+        return self._screen.due(now)
+
+    def _draw_late(self, screen: Screen, message: Any, now: float) -> None:
+        if isinstance(message, (Output, Display)):
+            _draw(screen, message, now)
+        elif isinstance(message, Notice):
+            screen.say(message.text)
+        elif isinstance(message, Remark):
+            self._remark(message)
+        screen.poll(now)
+
+    def _new_screen(self) -> Screen:
+        """A screen that prints where the notebook prints now."""
+        return Screen(self.ranks, Publisher(self.number), f"{self._traffic.key}-{self.serial}")
 
     def _show(self, event: Output | Display, now: float) -> None:
+        self._note(event)
+        if self._screen is not None:
+            _draw(self._screen, event, now)
+
+    def _note(self, event: Output | Display) -> None:
         if isinstance(event, Output):
             if self._keep:
                 self.result[event.rank].add(event.stream, event.data)
-            if self._screen is not None:
-                self._screen.print(event, now)
             return
         self._unpaid.append(event)
         if self._keep and event.kind in ("display", "result"):
             self.result[event.rank].outputs.append(event.data)
-        if self._screen is not None:
-            self._screen.display(event, now)
 
     def _pay_items(self) -> None:
         """Let ranks show more, if the page keeps up with them."""
@@ -359,13 +376,14 @@ class Task:
             with contextlib.suppress(queue.Empty):
                 event = self._events.get(timeout=due)
                 if event is KeyboardInterrupt:
+                    self._interrupts += 1
                     self._screen.abandon()
                 else:
                     self._unread.append(event)
             self._screen.poll(time.monotonic())
             self._pay_items()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """From now on what comes is late; so is what came while the rest was shown."""
         with self._lock:
             self._closed = True
@@ -373,7 +391,9 @@ class Task:
             while True:
                 self._unread.append(self._events.get_nowait())
         for event in self._unread:
-            if event is not KeyboardInterrupt:
+            if event is KeyboardInterrupt:
+                self._interrupts += 1
+            else:
                 self._traffic.put_late(self, event)
 
     # --- when things go wrong
@@ -431,6 +451,7 @@ class Task:
         if self._left:
             self._note_running()
         if not self.failures:
+            self._heed_late_interrupt()
             return
         finished = [rank for rank in self.ranks if rank not in self.failures]
         text = self.recovered.text if self.recovered is not None else ""
@@ -445,6 +466,12 @@ class Task:
             raise _interruption(error, self.recovered.step if self.recovered is not None else 0, launch=self._launch)
         raise error
 
+    def _heed_late_interrupt(self) -> None:
+        """An interrupt that came when the ranks had finished is for what would run next: a loop, or Run All."""
+        if self._interrupts:
+            kept = "they have ended" if self._launch else "their variables are kept"
+            raise interrupts.interruption(f"{describe_ranks(self.ranks)} had finished this cell already; {kept}")
+
     def _note_running(self) -> None:
         kind = "ended" if self._launch and self.failures else "running"
         lines = self._lines(_DEATH_ANSWER if self.bereaved else 0.3)
@@ -452,6 +479,13 @@ class Task:
             text = f"in {lines[rank]}" if lines.get(rank) else "in a call that does not let Python answer"
             failure = RankFailure(rank, kind, "RankTimeout", text, "", time.monotonic())
             self.failures[rank] = self.result[rank].error = failure
+
+
+def _draw(screen: Screen, event: Output | Display, now: float) -> None:
+    if isinstance(event, Output):
+        screen.print(event, now)
+    else:
+        screen.display(event, now)
 
 
 def _interruption(error: RankError, step: int, *, launch: bool) -> KeyboardInterrupt:

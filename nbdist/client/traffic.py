@@ -10,6 +10,7 @@ import queue
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -108,6 +109,15 @@ class Traffic:
         for notice in untold:
             task.put(notice)
         return {}
+
+    def withdraw(self, task: Task) -> None:
+        """Take its ranks from a task that has not been sent."""
+        with self._lock:
+            for rank in task.ranks:
+                if self._running.get(rank) is task:
+                    del self._running[rank]
+            self._freed.notify_all()
+        task.close()
 
     def wait_free(self, ranks: Iterable[int], limit: float) -> None:
         """Wait until none of these ranks runs anything, `limit` seconds at most."""
@@ -243,7 +253,8 @@ class Traffic:
             self._freed.notify_all()
         if message.names is not None:
             self.names[message.rank] = message.names
-        task.put(message)
+        if not task.put(message) and message.payload:  # nobody waits any more for what the rank has packed
+            self.send(Ask(0, [message.rank], "release", {"serial": message.serial}))
 
     def _rank_died(self, message: Died) -> None:
         with self._lock:
@@ -281,7 +292,7 @@ class Traffic:
             except queue.Empty:
                 continue
             if isinstance(message, WidgetMessage):
-                self.widgets.relay(message)
+                self._relay_late(message)
             elif late is not None:
                 self._show_late_of(late, message, dues)
             if isinstance(message, Output):
@@ -289,9 +300,19 @@ class Traffic:
             elif isinstance(message, WidgetMessage) or (isinstance(message, Display) and late is None):
                 self.pay_item(message)
 
+    def _relay_late(self, message: WidgetMessage) -> None:
+        try:
+            self.widgets.relay(message)
+        except Exception:  # a widget's callback in the notebook
+            traceback.print_exc()
+
     def _show_late_of(self, task: Task, message: Message | None, dues: dict[Task, float]) -> None:
         now = time.monotonic()
-        due = task.context.run(task.show_late, message, now)
         dues.pop(task, None)
+        try:
+            due = task.context.run(task.show_late, message, now)
+        except Exception:  # nothing that is shown may end this thread: ranks wait until their output is paid for
+            traceback.print_exc()
+            return
         if due is not None:
             dues[task] = now + due

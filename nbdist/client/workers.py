@@ -285,12 +285,16 @@ class Workers:
         )
         if others := self._assign(task):
             raise self._busy(others)
-        meter = Workers.metered if kind in _COSTS else None
-        if meter is not None:
-            meter(task)
-        history.note_begin()
-        memory = meter is not None
-        self.traffic.send(Execute(task.serial, chosen, kind, code, number, offset, payload, grace, profile, memory))
+        try:
+            meter = Workers.metered if kind in _COSTS else None
+            if meter is not None:
+                meter(task)
+            history.note_begin()
+            memory = meter is not None
+            self.traffic.send(Execute(task.serial, chosen, kind, code, number, offset, payload, grace, profile, memory))
+        except BaseException:
+            self.traffic.withdraw(task)
+            raise
         return task
 
     def _assign(self, task: Task) -> dict[int, Task]:
@@ -347,7 +351,20 @@ class Workers:
         try:
             return [read(task.replies[rank]) for rank in task.ranks]
         finally:
-            self.traffic.send(Ask(0, task.ranks, "release", {"serial": task.serial}))
+            self._release(task)
+
+    def fetch(self, task: Task) -> list[Any]:
+        """Wait for a task, and take the values that its ranks send, in their order."""
+        try:
+            task.wait()
+        except BaseException:
+            self._release(task)
+            raise
+        return self.collect(task)
+
+    def _release(self, task: Task) -> None:
+        """Ranks let go of what they have packed for a task."""
+        self.traffic.send(Ask(0, task.ranks, "release", {"serial": task.serial}))
 
 
 def cell_number() -> int:

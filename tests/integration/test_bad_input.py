@@ -157,3 +157,9 @@ def test_the_magics_say_no_on_a_rank(ranks: Kernel) -> None:
 def test_a_rank_starts_no_ranks_of_its_own(ranks: Kernel) -> None:
     outcome = ranks.fails("%%distributed\nimport nbdist\nnbdist.Session(2)", "RankError")
     assert "UsageError: this is rank" in outcome.evalue and "start sessions in the notebook" in outcome.evalue
+
+
+@pytest.mark.parametrize("call", ["start_cell('1', number=1 << 70)", "run('x = \"\\udce9\"')"])
+def test_work_that_can_not_be_sent_leaves_its_ranks_free(ranks: Kernel, call: str) -> None:
+    ranks.run(f"import nbdist\nnbdist.get_session().{call}")
+    assert ranks.ok("%%distributed\n1").plain == ["[0-1] 1"]

@@ -126,6 +126,59 @@ def test_an_interrupt_never_hits_the_next_cell_nor_a_moment_between_cells(ranks:
     assert ranks.value("ends['interrupted']") > 0 and ranks.value("ends['finished']") > 0
 
 
+# A rank interrupts the notebook with the last thing that it does, so that Ctrl-C comes just as all ranks have finished.
+LOOP = """
+import os, nbdist, signal
+session = nbdist.get_session()
+session.run(f"import os, signal\\nx = 1\\ndef press(): os.kill({os.getpid()}, signal.SIGINT)")
+work = {
+    "run": lambda: session.run("press()"),
+    "call": lambda: session.call(os.kill, os.getpid(), signal.SIGINT),
+    "pull": lambda: session.pull("press()"),
+    "push": lambda: (session.run("import threading; threading.Timer(0.001, press).start()", 0), session.push({"x": 2})),
+}[WHAT]
+lost = 0
+for trial in range(30):
+    try:
+        work()
+        for repeat in range(100):
+            session.run("x")
+        lost += 1
+    except KeyboardInterrupt:
+        pass
+    assert session.run("x")[1].result in ("1", "2")
+"""
+
+
+PRESS_WHEN_DONE = """
+import nbdist, os, signal, threading, time
+os.environ["JPY_SESSION_NAME"] = "a notebook"
+traffic = nbdist.get_session().traffic
+def press():
+    while not traffic.running([0]): time.sleep(0.001)
+    traffic.wait_free([0], 30)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press).start()
+"""
+
+
+@pytest.mark.parametrize("what", ["run", "call", "pull", "push"])
+def test_one_interrupt_ends_a_loop_of_short_work_whenever_it_comes(what: str, ranks: Kernel) -> None:
+    ranks.ok(LOOP.replace("WHAT", repr(what)))
+    assert ranks.value("lost") == 0
+
+
+def test_an_interrupt_while_the_page_catches_up_stops_run_all(ranks: Kernel) -> None:
+    # Where a server stands between kernel and page, text is published at the pace that it lets through.
+    ranks.ok(PRESS_WHEN_DONE)
+    flood = ranks.start("%%distributed -r 0\nfor _ in range(60): print('y' * 100_000)")
+    after = ranks.start("ran_on = True")
+    assert flood.finish().ename == "KeyboardInterrupt"
+    after.finish()
+    ranks.ok("del os.environ['JPY_SESSION_NAME']")
+    ranks.fails("ran_on", "NameError")
+
+
 def test_a_rank_that_has_finished_is_not_hit(ranks: Kernel) -> None:
     code = "%%distributed\nimport time\nfinished = True\nprint('go')\nif rank == 1: time.sleep(60)"
     outcome = interrupted(ranks, code)

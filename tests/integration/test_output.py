@@ -316,3 +316,35 @@ def test_quiet_shows_nothing_but_the_log_has_it(ranks: Kernel) -> None:
 def test_session_run_returns_output_and_shows_none(ranks: Kernel, code: str) -> None:
     assert ranks.ok(f"from nbdist import get_session\nresult = {code}").stdout == ""
     assert ranks.value("result[0].stdout") == "1\n"
+
+
+CLOSED_STREAM = """
+import contextlib, io, nbdist, pathlib
+session = nbdist.get_session()
+buffer = io.StringIO()
+with contextlib.redirect_stdout(buffer):
+    session.run({code!r}, ranks=0, show=True)
+buffer.close()
+pathlib.Path({closed!r}).touch()
+"""
+PRINTS_LATE = """
+import pathlib, threading, time
+def print_late():
+    while not pathlib.Path({closed!r}).exists(): time.sleep(0.005)
+    for _ in range(300): print('late', 'x' * 10_000)
+    pathlib.Path({printed!r}).touch()
+threading.Thread(target=print_late).start()
+"""
+
+
+def test_what_is_printed_after_the_cell_s_stream_has_been_closed_is_shown_and_paid_for(
+    ranks: Kernel, tmp_path: Path
+) -> None:
+    closed, printed = str(tmp_path / "closed"), tmp_path / "printed"
+    code = PRINTS_LATE.format(closed=closed, printed=str(printed))
+    cell = ranks.start(CLOSED_STREAM.format(code=code, closed=closed))
+    assert cell.finish().status == "ok"
+    wait_until(printed.exists, "the end of three megabytes of late output")
+    cell.wait_late("late x")
+    following = ranks.ok("%%distributed\nprint('next')").lines  # the end of the late text may come with it
+    assert {rank: lines[-1] for rank, lines in following.items()} == {0: "next", 1: "next"}

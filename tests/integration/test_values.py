@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from tests.harness import Kernel, both
+from tests.harness import Kernel, both, wait_until
 
 
 def on_ranks(kernel: Kernel, code: str, magic: str = "%%distributed") -> list[str]:
@@ -134,6 +137,41 @@ def test_the_session_pushes_and_pulls_from_python(ranks: Kernel) -> None:
     assert ranks.value("session.pull('a', ranks=[1])") == [2]
 
 
+BIG_ON_RANK_0 = """
+import nbdist, os
+session = nbdist.get_session()
+def big_or_error():
+    return bytes(4 << 20) if os.environ["RANK"] == "0" else 1 / 0
+session.push({"notebook": os.getpid(), "first": session.ranks[0].pid})
+session.run('''
+import os, time
+big = bytes(4 << 20)
+def interrupt_when_rank_0_has_packed():
+    links = lambda: [os.readlink(f"/proc/{first}/fd/{name}") for name in os.listdir(f"/proc/{first}/fd")]
+    while not any("memfd" in link for link in links()): time.sleep(0.005)
+    os.kill(notebook, 2)
+    time.sleep(60)
+''')
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        ("session.pull('big if rank == 0 else 1 / 0')", "RankError"),
+        ("session.pull('big if rank == 0 else nowhere')", "UsageError"),
+        ("session.pull('big if rank == 0 else interrupt_when_rank_0_has_packed()')", "KeyboardInterrupt"),
+        ("session.call(big_or_error)", "RankError"),
+    ],
+)
+def test_what_other_ranks_have_packed_is_let_go_of_when_it_can_not_be_taken(
+    work: str, error: str, ranks: Kernel
+) -> None:
+    ranks.ok(BIG_ON_RANK_0)
+    ranks.fails(work, error)
+    wait_until(lambda: not _parcels(ranks.rank_pids()[0]), "the end of rank 0's parcel")
+
+
 def test_call_runs_a_function_on_ranks_and_returns_by_rank(ranks: Kernel) -> None:
     ranks.ok(
         "import nbdist\n"
@@ -186,3 +224,9 @@ def test_run_with_a_timeout_interrupts_the_ranks(ranks: Kernel) -> None:
 def test_the_session_refuses_what_can_not_be_done(ranks: Kernel, code: str, part: str) -> None:
     ranks.ok("import nbdist\nsession = nbdist.get_session()")
     assert part in ranks.fails(code, "UsageError").evalue
+
+
+def _parcels(pid: int) -> int:
+    """How many segments of memory a process keeps for others."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return sum("memfd" in link for link in links)

@@ -117,6 +117,7 @@ class RankFailure:
         when: Seconds on the machine's monotonic clock.
         pickled: The pickled exception, if it could be pickled.
         exit_code: Of a process that has ended; negative: the signal that ended it.
+        lost_peer: Whether it is what torch raises where another rank has failed or gone.
     """
 
     rank: int
@@ -127,6 +128,7 @@ class RankFailure:
     when: float
     pickled: bytes | None = None
     exit_code: int | None = None
+    lost_peer: bool = False
 
     @property
     def exception(self) -> BaseException | None:

@@ -301,13 +301,17 @@ class Display(Message, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An exception on a rank, as text and, if possible, pickled. `when` is on the machine's monotonic clock."""
+    """An exception on a rank, as text and, if possible, pickled. `when` is on the machine's monotonic clock.
+
+    kind: "raised", "lost" (torch lost contact with another rank), "interrupted", "stopped" (between two steps).
+    """
 
     name: str
     text: str
     traceback: str
     when: float
     pickled: bytes | None = None
+    kind: str = "raised"
 
 
 class Reply(Message, frozen=True):

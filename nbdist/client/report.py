@@ -10,12 +10,6 @@ from nbdist.processes import describe_exit
 from nbdist.protocol import Died, Reply
 from nbdist.ranks import describe_ranks, format_ranks
 
-# What torch says on a rank whose peer has failed or gone.
-_CONSEQUENCE = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|socket timeout|timed out (waiting|after)|"
-    r"(nccl|process group).*(abort|timeout)|store.*(closed|timeout)|remote process exited",
-    re.IGNORECASE,
-)
 _PLACE = re.compile(r"Cell In\[(\d+)\], line (\d+)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LAST_WORDS = 20  # lines of a dead rank's stderr that are shown
@@ -29,7 +23,16 @@ def from_reply(reply: Reply) -> RankFailure | None:
     if failure is None:
         return None
     kind = "interrupted" if reply.status == "interrupted" else "raised"
-    return RankFailure(reply.rank, kind, failure.name, failure.text, failure.traceback, failure.when, failure.pickled)
+    return RankFailure(
+        reply.rank,
+        kind,
+        failure.name,
+        failure.text,
+        failure.traceback,
+        failure.when,
+        failure.pickled,
+        lost_peer=failure.kind == "lost",
+    )
 
 
 def from_death(died: Died, running: str) -> RankFailure:
@@ -85,7 +88,7 @@ def _causality(failure: RankFailure) -> tuple[int, float]:
 
 def follows(failure: RankFailure) -> bool:
     """Whether it is what a rank sees when another has failed or gone."""
-    return failure.kind == "raised" and _CONSEQUENCE.search(failure.text) is not None
+    return failure.kind == "raised" and failure.lost_peer
 
 
 def _signature(failure: RankFailure) -> tuple[object, ...]:

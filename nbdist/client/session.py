@@ -5,6 +5,8 @@ The Python API behind the magics. Knows nothing of processes or sockets; `worker
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import difflib
 import os
@@ -436,7 +438,11 @@ def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:
 
 
 def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int, Sequence[str]]) -> NbdistError:
-    missing = [rank for rank, failure in task.failures.items() if failure.name == "NameError"]
+    missing = [
+        rank
+        for rank, failure in task.failures.items()
+        if failure.name == "NameError" and _lacks(names.get(rank, ()), name)
+    ]
     if len(missing) != len(task.failures):
         return error
     have = [rank for rank in task.ranks if rank not in missing]
@@ -450,6 +456,12 @@ def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int
     elif not have:
         text += ": define it in a `%%distributed` cell first"
     return UsageError(text)
+
+
+def _lacks(known: Sequence[str], expression: str) -> bool:
+    """Whether an expression uses a name that is not among the known ones; else what it calls has raised."""
+    used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+    return not used <= {*known, *vars(builtins)}
 
 
 def _status_row(

@@ -466,7 +466,7 @@ class Children:
         if rank.reply is not None:
             return rank.reply
         if rank.interrupted:  # it took too long, and was killed for it
-            return Reply(1, rank.number, "interrupted", Failure("KeyboardInterrupt", "", "", now))
+            return Reply(1, rank.number, "interrupted", Failure("KeyboardInterrupt", "", "", now, kind="interrupted"))
         return Died(rank.number, rank.pid, code, self._reader.stderr_tail(rank.number), 1, now)
 
     def _put(self, message: Message) -> None:

@@ -112,10 +112,10 @@ def main(start: Start) -> None:
     _take_signals()
     _take_streams(start.ends)
     lane = DisplayLane(_Socket(start.ends.display), start.setup.rank, start.setup.token)  # type: ignore[arg-type]
-    _take_shell(lane)
+    shown = _take_shell(lane)
     os.environ.update(start.setup.options.environment)
     os.environ.update(groups.environment(start.setup))
-    ForkedRank(start, lane).run()
+    ForkedRank(start, lane, shown).run()
 
 
 def _take_signals() -> None:
@@ -137,14 +137,30 @@ def _take_streams(ends: Ends) -> None:
             old.write, old.flush = new.write, new.flush  # type: ignore[method-assign]
 
 
-def _take_shell(lane: DisplayLane) -> None:
-    """Have IPython's shell, where there is one, show things by the rank's lane, and ask nobody for input."""
+def _take_shell(lane: DisplayLane) -> list[BaseException]:
+    """Have IPython's shell, where there is one, show things by the rank's lane, and ask nobody for input.
+
+    Returns:
+        To be filled with the errors that it will show instead of raising them.
+    """
     refuse_keyboard()
+    shown: list[BaseException] = []
     shell = _shell()
-    if shell is not None:
-        shell.lane = lane
-        WidgetRelay(lane)
-        shell.display_pub = RankDisplayPublisher(shell=shell)  # type: ignore[no-untyped-call]
+    if shell is None:
+        return shown
+    shell.lane = lane
+    WidgetRelay(lane)
+    shell.display_pub = RankDisplayPublisher(shell=shell)  # type: ignore[no-untyped-call]
+
+    def show(exc_tuple: Any = None, *_: Any, **__: Any) -> None:
+        error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
+        if error is None or failures.is_users_code(sys._getframe(1).f_code):
+            print(_describe(error).traceback if error else "No traceback available to show.", file=sys.stderr)
+        elif not launched.is_plain_exit(error):
+            shown.append(error)
+
+    shell.showtraceback = shell.showsyntaxerror = show
+    return shown
 
 
 def _shell() -> Any:
@@ -167,8 +183,9 @@ class _Gate:
 class ForkedRank:
     """One forked rank at work."""
 
-    def __init__(self, start: Start, lane: DisplayLane) -> None:
+    def __init__(self, start: Start, lane: DisplayLane, shown: Sequence[BaseException]) -> None:
         self._setup = start.setup
+        self._shown = shown
         self._function, self._args = start.function, start.args
         self._control = start.ends.control
         self._lane = lane
@@ -203,7 +220,7 @@ class ForkedRank:
         except BaseException as error:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             failure = _describe(error)
-            status = "interrupted" if failure.name == "KeyboardInterrupt" else "error"
+            status = "interrupted" if failure.kind == "interrupted" else "error"
             return Reply(serial, rank, status, failure), None
         packed = launched.pack(value, self._setup)
         return Reply(serial, rank, "ok", payload=msgspec.msgpack.encode(packed.parcel)), packed
@@ -212,9 +229,12 @@ class ForkedRank:
         self._prepare()
         try:
             signal.signal(signal.SIGINT, self._interrupt)
-            return launched.call(self._function, *self._args)
+            value = launched.call(self._function, *self._args)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._shown:
+            raise self._shown[0]
+        return value
 
     def _interrupt(self, *_: Any) -> NoReturn:
         """Who is stuck in a call into C never gets here, and is ended; who does has the time to save what it has."""

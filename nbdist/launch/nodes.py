@@ -82,7 +82,7 @@ class News(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, failure: RankFailure, node: int, *, final: bool) -> News:
         """A failure of this node's."""
-        fields = {name: getattr(failure, name) for name in ("rank", "kind", "name", "text", "exit_code")}
+        fields = {name: getattr(failure, name) for name in ("rank", "kind", "name", "text", "exit_code", "lost_peer")}
         fields["local_rank"] = getattr(failure, "local_rank", 0)  # what no rank has told is told for the first
         fields["traceback"] = failure.traceback[-_TRACEBACK_LIMIT:]
         # Neither `when`, which is on this machine's clock, nor `pickled`: nobody should unpickle from a network.

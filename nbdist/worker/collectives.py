@@ -27,13 +27,13 @@ from typing import Any
 
 from nbdist.errors import StaleGroupError
 from nbdist.ranks import describe_ranks
+from nbdist.worker import failures
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
 _RENEWAL_LIMIT = timedelta(seconds=10)  # all members are idle and come at once; more means that one has gone
 _STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
 _TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
-_COMMUNICATION = re.compile(r"gloo|nccl|connection (closed|reset)|process group|broken pipe", re.IGNORECASE)
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
 
 
@@ -309,20 +309,21 @@ class Collectives:
                 self._abort(name, living[name])
                 self._groups.setdefault(name, _Group()).broken = describe_ranks(sorted(dead))
 
-    def was_cut_off(self, error: str) -> bool:
-        """Whether an error of this text comes from our having cut a group."""
-        return bool(self._cut) and _COMMUNICATION.search(error) is not None
+    @property
+    def is_cut(self) -> bool:
+        """Whether a group of this rank's has been cut, and is yet to be renewed."""
+        return bool(self._cut)
 
     def explain(self, error: BaseException) -> StaleGroupError | None:
         """The error to show instead of torch's own, where a group was used that is gone for a reason we know."""
         lost = {known.broken for known in self._groups.values() if known.broken}
-        if lost and isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)):
+        if lost and failures.from_communication(error):
             who = max(lost, key=len)
             return StaleGroupError(
                 f"this process group has lost a rank: {who} died. `%distributed restart` brings up a fresh "
                 "set; among the living: `dist.new_group([...], use_local_synchronization=True)`"
             )
-        if self._stale and isinstance(error, (ValueError, RuntimeError)) and _UNKNOWN_GROUP.search(str(error)):
+        if self._stale and failures.from_torch(error) and _UNKNOWN_GROUP.search(str(error)):
             return StaleGroupError(
                 "not all of its ranks had this process group (they were interrupted while they made it, or some have "
                 "destroyed it), so it was dropped: make it again with `dist.new_group(...)` on all ranks"

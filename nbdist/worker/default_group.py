@@ -33,7 +33,9 @@ def hand_out() -> None:
         **kwargs: Any,
     ) -> None:
         nonlocal reported
-        if not dist.is_initialized() or dist.group.WORLD is not ours():  # the script has destroyed it, and makes one of its own
+        if (
+            not dist.is_initialized() or dist.group.WORLD is not ours()
+        ):  # the script has destroyed it, and makes one of its own
             original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
             return
         _check(backend, world_size, rank, store)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
+import importlib
 import pickle
 import re
 import sys
@@ -16,6 +19,7 @@ from typing import Any
 from nbdist.errors import NbdistError, TransferError
 from nbdist.protocol import Failure
 from nbdist.shells import chain
+from nbdist.worker.steps import StepStop
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = __file__.rsplit("/", 2)[0]
@@ -27,6 +31,12 @@ _STEP_FILES = (
     "/torch/autograd/graph.py",
     "/torch/optim/",
     "/torch/amp/grad_scaler.py",
+)
+# What torch's native code says of a peer that has failed or gone, or of a group or store that is closed.
+_COMMUNICATION = re.compile(
+    r"gloo|nccl|process group|store.*(closed|time)|connection (closed|reset|refused)|broken pipe|socket timeout|"
+    r"timed out (waiting|after)|remote process exited",
+    re.IGNORECASE,
 )
 _ENDS = 20  # frames that are shown of each end of a recursion
 _PICKLE_LIMIT = 1 << 20  # bytes of an exception object that are worth sending
@@ -40,7 +50,48 @@ def describe(error: BaseException, traceback: str) -> Failure:
         traceback=traceback + _advice(error),
         when=time.monotonic(),
         pickled=_pickle(error),
+        kind=_kind(error),
     )
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, StepStop):
+        return "stopped"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "lost" if any(from_communication(part) for part in chain(error)) else "raised"
+
+
+def from_communication(error: BaseException) -> bool:
+    """Whether torch has raised it because communication between ranks has failed.
+
+    What Python code raises counts for nothing, whatever its text: only torch's native code knows.
+    """
+    own_type = getattr(sys.modules.get("torch.distributed"), "DistError", RuntimeError)
+    if type(error) is not RuntimeError and not isinstance(error, own_type):
+        return False
+    place = _innermost(error)
+    return place is not None and not _raises(place) and _COMMUNICATION.search(_message(error)) is not None
+
+
+def from_torch(error: BaseException) -> bool:
+    """Whether a RuntimeError or ValueError comes out of torch.distributed, or of native code."""
+    place = _innermost(error)
+    if place is None or not isinstance(error, RuntimeError | ValueError):
+        return False
+    return "/torch/distributed/" in place.tb_frame.f_code.co_filename or not _raises(place)
+
+
+def _innermost(error: BaseException) -> types.TracebackType | None:
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place
+
+
+def _raises(place: types.TracebackType) -> bool:
+    """Whether it stands at a `raise` of Python's, not at a call of native code."""
+    return dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
 def _advice(error: BaseException) -> str:
@@ -133,6 +184,29 @@ def _render_frames(traceback: types.TracebackType | None) -> str:
     return _CELL.sub(r"Cell In[\1], line", "".join(tracebacks.format_tb(traceback)))
 
 
+@functools.cache
+def keep_last_comments() -> None:
+    """Have tracebacks show the comment behind a function's last line.
+
+    stack_data colors a function's text up to its last token, and takes that for all there is.
+    """
+    frames: Any = importlib.import_module("stack_data").FrameInfo
+    colored: Any = getattr(frames, "_pygmented_scope_lines", None)
+    color = getattr(colored, "func", None)
+    if color is None:
+        return
+
+    @functools.wraps(color)
+    def with_comment(info: Any) -> Any:
+        first, lines = color(info)
+        _, (line, column) = info.source.asttext().get_text_positions(info.scope, padded=False)
+        if line == first + len(lines) - 1:
+            lines[-1] += info.source.lines[line - 1][column:]
+        return first, lines
+
+    frames._pygmented_scope_lines = colored.__class__(with_comment)
+
+
 @contextlib.contextmanager
 def trimmed_causes(error: BaseException) -> Iterator[None]:
     """While the body runs, the exceptions behind this one have trimmed tracebacks too."""
@@ -144,6 +218,11 @@ def trimmed_causes(error: BaseException) -> Iterator[None]:
     finally:
         for cause, traceback in causes:
             cause.__traceback__ = traceback
+
+
+def is_users_code(code: types.CodeType) -> bool:
+    """Whether it is in a cell or file of the user's, not in a library, nor in nbdist."""
+    return _is_users(code.co_filename) and not code.co_filename.startswith(_OURS)
 
 
 def _is_users(filename: str) -> bool:

@@ -15,9 +15,14 @@ def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     try:
         return function(*arguments, **keywords)
     except SystemExit as end:
-        if end.code in (None, 0):
+        if is_plain_exit(end):
             return None
         raise
+
+
+def is_plain_exit(error: BaseException) -> bool:
+    """Whether it is `sys.exit()` or `exit`: a good end."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def pack(value: Any, setup: RankSetup) -> transfer.Packed:

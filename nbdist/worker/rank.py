@@ -310,6 +310,9 @@ class Rank:
         try:
             with self._control.gate.open(task.serial):
                 reply = work(task)
+            failure = self._shell.failure  # what IPython has shown instead of raising it
+            if failure is not None and reply.status == "ok":
+                reply = self._failed(task, failure)
         except BaseException as error:
             reply = self._failed(task, self._shell.fail(error))
         self._end_if_forked(reply.failure)
@@ -383,9 +386,9 @@ class Rank:
         return {}
 
     def _failed(self, task: Execute, failure: Failure) -> Reply:
-        if self._control.gate.was_asked(task.serial) and self._recovery.collectives.was_cut_off(failure.text):
-            failure = msgspec.structs.replace(failure, name="KeyboardInterrupt")
-        status = "interrupted" if failure.name == "KeyboardInterrupt" else "error"
+        if failure.kind == "lost" and self._control.gate.was_asked(task.serial) and self._recovery.collectives.is_cut:
+            failure = msgspec.structs.replace(failure, name="KeyboardInterrupt", kind="interrupted")
+        status = "interrupted" if failure.kind in ("interrupted", "stopped") else "error"
         return Reply(task.serial, self._setup.rank, status, failure, names=self._changed_names())
 
     def _changed_names(self) -> list[str] | None:

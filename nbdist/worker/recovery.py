@@ -165,8 +165,8 @@ class Recovery:
         return self._in_step or (self._was_interrupted() and self._steps.count > 0)
 
     def _was_interrupted(self) -> bool:
-        return self._failure is not None and self._failure.name == "KeyboardInterrupt"
+        return self._failure is not None and self._failure.kind in ("interrupted", "stopped")
 
     def _stopped_at_step(self) -> bool:
         """Whether the cell ended between two steps, by our own stop."""
-        return self._failure is not None and self._failure.text.startswith("stopped after step")
+        return self._failure is not None and self._failure.kind == "stopped"

@@ -13,12 +13,16 @@ import functools
 import getpass
 import linecache
 import os
+import runpy
 import sys
+import threading
+import traceback as tracebacks
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 from IPython.core import page
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
@@ -33,6 +37,7 @@ from nbdist.protocol import Failure
 from nbdist.worker import failures
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.interrupts import run_command, run_coroutine
+from nbdist.worker.launched import is_plain_exit
 
 _NO_INPUT = (
     "input() can't ask anybody on a rank. Ask in a local cell, then send the answer: "
@@ -113,8 +118,8 @@ class RankShell(InteractiveShell):
     history_manager: Any
     lane: DisplayLane
     own_names: Mapping[str, Any] = {}  # `rank`, `world_size`, ...: there again after `%reset`
-    failure: Failure | None = None
-    caught: bool = False  # whether the last failure came out of the middle of a training step
+    caught: bool = False  # whether a failure came out of the middle of a training step
+    _failures: list[tuple[BaseException, Failure]]  # what has failed since the last `forget_failure`, the first first
     explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
 
     @classmethod
@@ -124,6 +129,8 @@ class RankShell(InteractiveShell):
         config.HistoryManager.enabled = False  # a database and a thread that no rank needs
         config.IPCompleter.use_jedi = False  # too slow to answer while Tab is held
         shell: RankShell = cls.instance(config=config)
+        shell._failures = []
+        failures.keep_last_comments()
         return shell
 
     @classmethod
@@ -163,23 +170,44 @@ class RankShell(InteractiveShell):
         Returns:
             What it raised, and the text of its last value; both may be None.
         """
-        self.failure, self.displayhook.result_text = None, None
+        self.displayhook.result_text = None
         self._start_cell(number, offset)
-        result = self.run_cell(code, store_history=True)  # type: ignore[no-untyped-call]
+        result = super().run_cell(code, store_history=True)  # type: ignore[no-untyped-call]
         error = result.error_before_exec or result.error_in_exec
-        if error is None or _is_plain_exit(error):
-            return None, self.displayhook.result_text
-        return self.failure or failures.describe(error, ""), None
+        if error is not None and not self._is_known(error):  # an exception handler of the user's has dealt with it
+            self._add_failure(error, self._rendered(error, error.__traceback__))
+        failure = self.failure
+        return failure, self.displayhook.result_text if failure is None else None
+
+    def run_cell(self, *args: Any, **keywords: Any) -> Any:
+        """Run a cell from inside of another one: its lines are counted from its own first line."""
+        offset, self.compile.offset = self.compile.offset, 0
+        try:
+            return super().run_cell(*args, **keywords)  # type: ignore[no-untyped-call]
+        finally:
+            self.compile.offset = offset
+
+    @property
+    def failure(self) -> Failure | None:
+        """What has failed since the last `forget_failure`: the first error, with the tracebacks of all; None: nothing.
+
+        An interrupt comes first, whatever failed before it: it decides what is done with the models.
+        """
+        if not self._failures:
+            return None
+        ordered = sorted(self._failures, key=lambda entry: not isinstance(entry[0], KeyboardInterrupt))
+        tracebacks = "\n\n".join(failure.traceback for _, failure in self._failures)
+        return msgspec.structs.replace(ordered[0][1], traceback=tracebacks)
 
     def fail(self, error: BaseException) -> Failure:
         """The failure to send for an exception that was raised outside `run`."""
-        self.failure = None
-        self.showtraceback((type(error), error, error.__traceback__))
-        return self.failure or failures.describe(error, "")
+        return self._add_failure(error, self._rendered(error, error.__traceback__))
 
     def forget_failure(self) -> None:
-        """Let go of the frames of the last failure: they may hold tensors and DataLoader workers."""
-        self.failure, self.caught = None, False
+        """Let go of the frames of what has failed: they may hold tensors and DataLoader workers."""
+        for error, _ in self._failures:
+            shells.clear_frames(error)
+        self._failures, self.caught = [], False
         shells.forget_failure(self)
 
     def learn_source(self, filename: str, number: int, text: str) -> None:
@@ -200,9 +228,6 @@ class RankShell(InteractiveShell):
         raw_inputs = self.history_manager.input_hist_raw
         raw_inputs.extend([""] * (self.execution_count - len(raw_inputs)))
 
-    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
-        self.failure = failures.describe(evalue, self.InteractiveTB.stb2text(stb))
-
     def showtraceback(
         self,
         exc_tuple: Any = None,
@@ -211,18 +236,66 @@ class RankShell(InteractiveShell):
         exception_only: bool = False,
         running_compiled_code: bool = False,
     ) -> None:
-        kind, error, traceback = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
+        """What IPython shows instead of raising it fails the cell; what the user's own code shows is printed."""
+        try:
+            _, error, traceback = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
+        except ValueError:
+            print("No traceback available to show.", file=sys.stderr)
+            return
+        text = self._rendered(error, traceback, compiled=running_compiled_code)
+        in_cell = threading.current_thread() is threading.main_thread()
+        if not in_cell or failures.is_users_code(sys._getframe(1).f_code):
+            print(text, file=sys.stderr)
+        elif not is_plain_exit(error):
+            self._add_failure(error, text)
+
+    def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
+        """As `showtraceback`."""
+        self.showtraceback(running_compiled_code=running_compiled_code)
+
+    def safe_execfile(self, fname: Any, *where: Any, exit_ignore: bool = False, **keywords: Any) -> None:
+        """What `%run` calls. An error ends the cell there: going on would leave ranks at different places."""
+        try:
+            super().safe_execfile(fname, *where, **keywords | {"raise_exceptions": True})  # type: ignore[no-untyped-call]
+        except SystemExit as end:
+            if not (exit_ignore or is_plain_exit(end)):
+                raise
+
+    def safe_run_module(self, mod_name: str, where: dict[str, Any]) -> None:
+        """What `%run -m` calls; as `safe_execfile`."""
+        try:
+            where.update(runpy.run_module(str(mod_name), run_name="__main__", alter_sys=True))
+        except SystemExit as end:
+            if not is_plain_exit(end):
+                raise
+
+    def _rendered(self, error: BaseException, traceback: Any, *, compiled: bool = True) -> str:
+        """The traceback to show.
+
+        Args:
+            compiled: Of a SyntaxError: whether code that was running has raised it, so that its frames are of interest.
+        """
+        trimmed = failures.trim(traceback, innermost=not isinstance(error, KeyboardInterrupt | SyntaxError))
         if isinstance(error, SyntaxError):
-            super().showtraceback((kind, error, traceback), filename, 0, False, running_compiled_code)
-        else:
-            self.caught = failures.passed_through_step(error)
-            better = self.explain(error)
-            if better is not None:
-                kind, error = type(better), better
-            trimmed = failures.trim(traceback, innermost=not isinstance(error, KeyboardInterrupt))
-            rendered = failures.render(kind, error, trimmed, self.InteractiveTB)
-            explained = oom.explain(error, self.user_ns)
-            self.failure = failures.describe(error, f"{rendered}\n{explained}" if explained else rendered)
+            frames: Any = tracebacks.extract_tb(trimmed) if compiled else []
+            return str(self.SyntaxTB.stb2text(self.SyntaxTB.structured_traceback(type(error), error, frames)))
+        error = self.explain(error) or error
+        rendered = failures.render(type(error), error, trimmed, self.InteractiveTB)
+        explained = oom.explain(error, self.user_ns)
+        return f"{rendered}\n{explained}" if explained else rendered
+
+    def _add_failure(self, error: BaseException, rendered: str) -> Failure:
+        """Keep it; in place of what it came from, which its traceback shows as well."""
+        self.caught = self.caught or failures.passed_through_step(error)
+        failure = failures.describe(self.explain(error) or error, rendered)
+        parts = shells.chain(error)
+        known = (place for place, (earlier, _) in enumerate(self._failures) if any(earlier is part for part in parts))
+        place = next(known, len(self._failures))
+        self._failures[place : place + 1] = [(error, failure)]
+        return failure
+
+    def _is_known(self, error: BaseException) -> bool:
+        return is_plain_exit(error) or any(known is error for known, _ in self._failures)
 
     def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
         """Render no second traceback for a history that nobody reads, as IPython 9 does."""
@@ -259,10 +332,6 @@ class RankShell(InteractiveShell):
     def _show_in_pager(self, data: Any, start: int, screen_lines: int) -> None:
         bundle = data if isinstance(data, dict) else {"text/plain": data}
         self.lane.show("display", {"text/plain": bundle.get("text/plain", "")}, {})
-
-
-def _is_plain_exit(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def refuse_keyboard() -> None:

@@ -95,6 +95,12 @@ def test_pull_of_a_misspelt_name_suggests_the_right_one(ranks: Kernel) -> None:
     assert "ranks 0-1 have no 'lerning_rate'" in outcome.evalue and "learning_rate" in outcome.evalue
 
 
+def test_a_name_that_is_missing_inside_of_what_is_pulled_is_an_error_of_its_own(ranks: Kernel) -> None:
+    on_ranks(ranks, "class Model:\n    @property\n    def loss(self): return undefined\nbroken = Model()")
+    outcome = ranks.fails("%distributed pull broken.loss --as loss", "RankError")
+    assert "NameError: name 'undefined' is not defined" in outcome.evalue
+
+
 def test_push_of_what_does_not_pickle_names_the_variable_and_the_part(ranks: Kernel) -> None:
     ranks.ok("import threading\nfine, state = 1, {'locks': [threading.Lock()]}")
     outcome = ranks.fails("%distributed push fine state", "TransferError")

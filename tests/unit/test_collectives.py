@@ -14,6 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from nbdist.errors import StaleGroupError
 from nbdist.worker.collectives import Collectives
+from tests.native_errors import from_native_code
 
 pytestmark = pytest.mark.torch_private
 
@@ -130,12 +131,13 @@ def test_the_number_of_the_next_group_is_that_of_the_rank_which_has_made_most(
 
 
 def test_a_lost_group_is_explained_when_it_is_used(group: Group, collectives: Collectives) -> None:
-    error = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:123")
+    error = from_native_code("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:123")
     assert collectives.explain(error) is None
     collectives.lose(["0"], [1])
     explained = collectives.explain(error)
     assert isinstance(explained, StaleGroupError) and "rank 1" in str(explained)
-    assert collectives.explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert collectives.explain(from_native_code("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert collectives.explain(RuntimeError("Connection closed by peer")) is None
 
 
 def test_a_connection_of_the_user_s_is_never_cut(collectives: Collectives) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import bdb
 import builtins
 import contextlib
-import functools
 import getpass
 import linecache
 import os
@@ -119,6 +118,7 @@ class RankShell(InteractiveShell):
     lane: DisplayLane
     own_names: Mapping[str, Any] = {}  # `rank`, `world_size`, ...: there again after `%reset`
     caught: bool = False  # whether a failure came out of the middle of a training step
+    _loop: asyncio.AbstractEventLoop
     _failures: list[tuple[BaseException, Failure]]  # what has failed since the last `forget_failure`, the first first
     explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
 
@@ -142,9 +142,8 @@ class RankShell(InteractiveShell):
         shell.user_ns["_dh"][:] = [Path.cwd()]
         shell.own_names = names
         shell.user_ns.update(names)
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-        shell.loop_runner = functools.partial(run_coroutine, loop)
+        shell._loop = asyncio.new_event_loop()
+        shell.loop_runner = lambda coroutine: run_coroutine(shell._loop, coroutine)
         shell.set_hook("show_in_pager", page.as_hook(shell._show_in_pager), 99)  # type: ignore[no-untyped-call]
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")
         refuse_keyboard()
@@ -223,6 +222,9 @@ class RankShell(InteractiveShell):
         self.compile.offset = offset
         if number:
             self.execution_count = number
+        if self._loop.is_closed():  # by the cell before
+            self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)  # `asyncio.run` leaves none
         inputs = self.history_manager.input_hist_parsed
         inputs.extend([""] * (self.execution_count - len(inputs)))
         raw_inputs = self.history_manager.input_hist_raw

@@ -1,22 +1,19 @@
 """The cells that run: who is at it, how one is stopped, and what is put in order when one has failed.
 
-Drives a ladder, a watch and a recovery per cell. Knows messages, not sockets.
+Drives a ladder and a watch per cell, and the repairs between cells. Knows messages, not sockets.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from nbdist.controller.ladder import Ladder
-from nbdist.controller.recovery import Recovery
+from nbdist.controller.repairs import FailedCell, Handler, Repairs, Wires
 from nbdist.controller.watch import Watch
 from nbdist.protocol import (
-    RANK_CELL,
     RANK_CONTROL,
     Answer,
     Ask,
@@ -25,32 +22,11 @@ from nbdist.protocol import (
     InOrder,
     Interrupt,
     Message,
-    Recover,
-    Recovered,
     Remark,
     Reply,
 )
 
 _DEATH_GRACE = 0.15  # seconds until the survivors of a death count as stuck
-
-
-class Wires(Protocol):
-    """What the controller does for us."""
-
-    def to_rank(self, lane: str, rank: int, message: Message) -> None:
-        """Send to a rank, if it lives."""
-
-    def to_notebook(self, message: Message) -> None:
-        """Tell the notebook."""
-
-    def idle(self) -> list[int]:
-        """Living ranks that run nothing."""
-
-    def dead(self) -> list[int]:
-        """Ranks that have died."""
-
-
-Handler = Callable[[int, dict[str, Any], float], None]
 
 
 @dataclass
@@ -67,9 +43,8 @@ class _Cell:
     ranks: list[int]
     left: set[int]
     watch: Watch
-    failed: bool = False
+    failed: set[int] = field(default_factory=set)
     ladder: Ladder | None = None
-    last: Message | None = None  # the message that ends it, held until all is in order
 
     @property
     def stopping(self) -> bool:
@@ -87,13 +62,8 @@ class Cells:
 
     def __init__(self, wires: Wires, execute: Callable[[Execute], None]) -> None:
         self._wires = wires
-        self._execute = execute
-        self._generation = 1
         self._running: dict[int, _Cell] = {}
-        self._over: deque[_Cell] = deque()  # wait for their recovery
-        self._recovery: tuple[_Cell, Recovery] | None = None
-        self._lost: list[str] = []  # groups that a death has taken
-        self._waiting: deque[Execute] = deque()
+        self._repairs = Repairs(wires, self._ask, execute)
         self._requests = itertools.count(-1, -1)
         self._asked: dict[int, _Question] = {}
 
@@ -101,8 +71,7 @@ class Cells:
 
     def begin(self, message: Execute, now: float) -> bool:
         """A cell is to run. False: not yet; `execute` is called with it when the ranks are in order."""
-        if self._recovery is not None:
-            self._waiting.append(message)
+        if not self._repairs.may_begin(message, now):
             return False
         serial, ranks = message.serial, message.ranks
         watch = Watch(
@@ -122,6 +91,7 @@ class Cells:
         """The user wants a cell to stop; once more: at once."""
         cell = self._running.get(message.serial)
         if cell is None:
+            self._repairs.give_up(message, now)
             return
         ranks = sorted(cell.left & set(message.ranks))
         if cell.ladder is not None and (message.now or cell.ladder.left):
@@ -143,8 +113,7 @@ class Cells:
         """A rank has died."""
         for each in self._running.values():
             each.watch.forget(died.rank)
-        if self._recovery is not None:
-            self._recovery[1].died(died.rank, now)
+        self._repairs.died(died.rank, now)
         for request in [request for request, question in self._asked.items() if died.rank in question.left]:
             self._answer(request, died.rank, {"error": "dead"}, now)
         cell = self._running.get(died.serial)
@@ -154,30 +123,24 @@ class Cells:
             self._leave(cell, died.rank, died, True, now)
             if cell.left and cell.ladder is None:
                 self._descend(cell, sorted(cell.left), now, together=False, grace=_DEATH_GRACE)
-        self._check_recovery(now)
+        self._repairs.go_on(now)
 
     def answered(self, answer: Answer, now: float) -> None:
         """A control thread has answered a question of ours."""
         self._answer(answer.request, answer.rank, answer.data, now)
-        self._check_recovery(now)
+        self._repairs.go_on(now)
 
     def in_order(self, rank: int, report: InOrder, now: float) -> None:
         """A rank has done what Recover asked."""
-        if self._recovery is not None:
-            self._recovery[1].in_order(rank, report)
-        self._check_recovery(now)
+        self._repairs.in_order(rank, report)
+        self._repairs.go_on(now)
 
     def due(self) -> float | None:
         """When `tick` wants to be called."""
-        dues = [cell.watch.due for cell in self._running.values() if not cell.stopping]
-        dues += [
-            cell.ladder.due
-            for cell in self._running.values()
-            if cell.ladder is not None and cell.ladder.due is not None
-        ]
-        if self._recovery is not None:
-            dues.append(self._recovery[1].due)
-        return min(dues, default=None)
+        dues: list[float | None] = [cell.watch.due for cell in self._running.values() if not cell.stopping]
+        dues += [cell.ladder.due for cell in self._running.values() if cell.ladder is not None]
+        dues.append(self._repairs.due())
+        return min((due for due in dues if due is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -186,9 +149,7 @@ class Cells:
                 cell.watch.tick(now)
             if cell.ladder is not None:
                 cell.ladder.tick(now)
-        if self._recovery is not None:
-            self._recovery[1].tick(now)
-        self._check_recovery(now)
+        self._repairs.tick(now)
 
     # --- stopping
 
@@ -233,7 +194,8 @@ class Cells:
 
     def _leave(self, cell: _Cell, rank: int, message: Message, failed: bool, now: float) -> None:
         cell.left.discard(rank)
-        cell.failed = cell.failed or failed
+        if failed:
+            cell.failed.add(rank)
         cell.watch.ended(rank, failed, now)
         if cell.ladder is not None:
             cell.ladder.ended(rank)
@@ -243,45 +205,7 @@ class Cells:
             return
         del self._running[cell.serial]
         if cell.failed:
-            cell.last = message
-            self._over.append(cell)
-            self._recover_next(now)
-
-    def _recover_next(self, now: float) -> None:
-        if self._recovery is not None or not self._over:
-            return
-        cell = self._over.popleft()
-        recovery = Recovery(
-            cell.serial, cell.ranks, self._wires.idle(), self._wires.dead(), self._generation, self._lost, now
-        )
-        self._recovery = cell, recovery
-        recovery.begin(
-            lambda ranks, question, arguments: self._ask(ranks, question, arguments, self._to_recovery),
-            self._send_recover,
-        )
-        self._check_recovery(now)
-
-    def _to_recovery(self, rank: int, data: dict[str, Any], now: float) -> None:
-        if self._recovery is not None:
-            self._recovery[1].answered(rank, data, now)
-
-    def _send_recover(self, ranks: Sequence[int], message: Recover) -> None:
-        for rank in ranks:
-            self._wires.to_rank(RANK_CELL, rank, message)
-
-    def _check_recovery(self, now: float) -> None:
-        if self._recovery is None or not self._recovery[1].done:
-            return
-        cell, recovery = self._recovery
-        self._recovery = None
-        self._generation, self._lost = recovery.generation, recovery.lost
-        seconds = time.monotonic() - recovery.began
-        self._wires.to_notebook(Recovered(cell.serial, recovery.generation, recovery.text, recovery.step, seconds))
-        if cell.last is not None:
-            self._wires.to_notebook(cell.last)
-        self._recover_next(now)
-        while self._waiting and self._recovery is None:
-            self._execute(self._waiting.popleft())
+            self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.failed, message), now)
 
     # --- questions to control threads
 

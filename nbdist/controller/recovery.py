@@ -1,4 +1,5 @@
-"""After a cell that failed: are all ranks' process groups in step, and if not, how they get there again.
+"""Whether all ranks' process groups are in step, and if not, how they get there again: after a cell that failed, and
+before one that may use groups which could not be compared then.
 
 Compares what ranks answer, decides, tells each rank what to do, and puts into words what was done. Knows nothing of
 torch, sockets or the notebook.
@@ -6,7 +7,7 @@ torch, sockets or the notebook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ class Plan:
     renew: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    owed: dict[str, list[int]] = field(default_factory=dict)  # with their members: to be renewed when all are idle
     count: int = 0
     uneven: bool = False  # ranks have numbered groups differently
     reset: bool = False
@@ -34,14 +36,34 @@ class Plan:
         return bool(self.renew or self.stale or self.lost or self.uneven or self.reset)
 
 
-def plan(states: Mapping[int, Mapping[str, Any]], dead: Sequence[int], known_lost: Sequence[str] = ()) -> Plan:
-    """Compare where ranks stand.
+@dataclass(frozen=True)
+class Failed:
+    """The cell that has failed; an empty one, if there is none.
+
+    Attributes:
+        ranks: Where it ran.
+        failed: Those of them that have failed.
+    """
+
+    ranks: Collection[int] = ()
+    failed: Collection[int] = ()
+
+
+def plan(
+    states: Mapping[int, Mapping[str, Any]],
+    idle: Collection[int],
+    dead: Collection[int],
+    known_lost: Collection[str] = (),
+    cell: Failed = Failed(),
+) -> Plan:
+    """Compare where ranks are.
 
     Args:
-        states: What idle ranks answered to "state", by rank. Groups with a member that is neither here nor dead are
-            left alone: that rank is busy.
+        states: What ranks answered to "state", by rank.
+        idle: Those of them that run nothing. A rank that is neither here nor dead is busy, or late with its answer.
         dead: Ranks that have died.
         known_lost: Groups that were lost before.
+        cell: What has failed.
     """
     found = Plan()
     groups: dict[str, list[int]] = {}
@@ -52,44 +74,80 @@ def plan(states: Mapping[int, Mapping[str, Any]], dead: Sequence[int], known_los
         if set(members) & set(dead):
             if name not in known_lost:
                 found.lost.append(name)
-        elif set(members) <= states.keys():
-            _judge(found, name, [states[rank]["groups"].get(name) for rank in members])
-    counts = {state["count"] for state in states.values()}
+        elif set(members) <= set(idle):
+            _judge(found, name, members, states, cell)
+        elif not _untouched(name, members, states, cell):
+            found.owed[name] = members
+    compared = [states[rank] for rank in idle]
+    counts = {state["count"] for state in compared}
     found.count, found.uneven = max(counts, default=0), len(counts) > 1
-    found.reset = bool(found.renew) or any(state["caught"] for state in states.values())
+    found.reset = bool(found.renew) or any(state["caught"] for state in compared)
     return found
 
 
-def _judge(found: Plan, name: str, members: Sequence[list[Any] | None]) -> None:
-    present = [member for member in members if member is not None]
+def _judge(
+    found: Plan, name: str, members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: Failed
+) -> None:
+    present = [states[rank]["groups"][name] for rank in members if name in states[rank]["groups"]]
     if len(present) < len(members):
         found.stale.append(name)
-    elif any(cut for _, _, cut in present) or len({tuple(entered) for _, entered, _ in present}) > 1:
+        return
+    even = len({tuple(entered) for _, entered, _ in present}) == 1
+    if any(cut for _, _, cut in present) or not even or not _known(members, states, cell):
         found.renew.append(name)
 
 
+def _untouched(name: str, members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: Failed) -> bool:
+    """Whether the cell left a group alone, as far as that can be known without members that are busy or late."""
+    present = [state["groups"][name] for rank in members if (state := states.get(rank)) and name in state["groups"]]
+    if any(cut for _, _, cut in present):
+        return False
+    if not set(members) & set(cell.failed):
+        return True
+    return _known(members, states, cell) and not any(any(entered) for _, entered, _ in present)
+
+
+def _known(members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: Failed) -> bool:
+    """Whether it is known what the cell did in a group, if it failed on one of its members.
+
+    A rank that has begun another cell since can't tell any more what it entered in this one.
+    """
+    if not set(members) & set(cell.failed):
+        return True
+    return all(rank in states and states[rank]["current"] for rank in set(members) & set(cell.ranks))
+
+
 class Recovery:
-    """The recovery after one cell.
+    """One comparison of ranks, and what follows from it.
+
+    A rank that does not answer in time is `late`, and the comparison stays open for it until somebody calls `go_on`.
 
     Args:
-        serial: The cell.
-        ranks: Where it ran.
-        idle: Living ranks that run nothing.
+        serial: The cell that has failed, or that is to begin.
+        cell: What has failed.
+        idle: Living ranks that run nothing, as far as they matter.
+        busy: Ranks on which the cell has failed, and that run another already.
         dead: Ranks that have died.
         generation: Of the process groups at present.
         lost: Groups that were lost before.
 
     Attributes:
         began: When it began.
-        done: Whether all is over; then `text`, `generation` and `step` are final.
+        due: When `tick` wants to be called; None: there is nothing to wait for but late ranks.
+        late: Ranks that have not answered in time.
+        done: Whether all is over; then everything else here is final.
         lost: Groups that are lost for good.
+        owed: Groups that are yet to be renewed, with their members: those may be out of step.
+        settled: Groups that owe nothing any more.
+        missing: Ranks that were told to renew groups and have not done it.
     """
 
     def __init__(
         self,
         serial: int,
-        ranks: Sequence[int],
+        cell: Failed,
         idle: Sequence[int],
+        busy: Sequence[int],
         dead: Sequence[int],
         generation: int,
         lost: Sequence[str],
@@ -99,12 +157,18 @@ class Recovery:
         self.generation = generation
         self.text = ""
         self.step = 0
-        self.done = not idle
+        self.done = not idle and not busy
         self.lost = list(lost)
+        self.owed: dict[str, list[int]] = {}
+        self.settled: set[str] = set()
+        self.late: set[int] = set()
+        self.missing: set[int] = set()
         self.began = now
-        self.due = now + _COMPARE_LIMIT
-        self._ranks = [rank for rank in ranks if rank in idle]
+        self.due: float | None = now + _COMPARE_LIMIT
+        self._cell = cell
+        self._ranks = [rank for rank in cell.ranks if rank in idle]
         self._idle = list(idle)
+        self._busy = list(busy)
         self._dead = list(dead)
         self._states: dict[int, dict[str, Any]] = {}
         self._plan: Plan | None = None
@@ -115,64 +179,97 @@ class Recovery:
         ask: Callable[[Sequence[int], str, dict[str, Any]], None],
         tell: Callable[[Sequence[int], Recover], None],
     ) -> None:
-        """Ask the ranks where they stand.
+        """Ask the ranks where they are.
 
         Args:
             ask: Sends a question to control threads; answers come by `answered`.
             tell: Sends a Recover to ranks' main threads; what they did comes by `in_order`.
         """
         self._tell = tell
-        if self._idle:
-            ask(list(self._idle), "state", {"serial": self.serial})
+        if not self.done:
+            ask(self._idle + self._busy, "state", {"serial": self.serial})
+
+    @property
+    def open(self) -> bool:
+        """Whether late ranks keep it from being decided."""
+        return self._plan is None and bool(self.late)
+
+    @property
+    def awaited(self) -> set[int]:
+        """Ranks that have not answered, or not done what they were told."""
+        if self._plan is None:
+            return {*self._idle, *self._busy} - self._states.keys()
+        return set(self._idle) - self._reports.keys()
 
     def answered(self, rank: int, data: dict[str, Any], now: float) -> None:
-        """A rank has said where it stands."""
-        if self._plan is not None or rank not in self._idle:
+        """A rank has said where it is."""
+        if self._plan is not None:
             return
         if "error" in data:
-            self._idle.remove(rank)
+            self._forget(rank)
         else:
             self._states[rank] = data
-        if set(self._idle) <= self._states.keys():
-            self._decide(now)
+        self.late.discard(rank)
+        self._decide_if_all_have_answered(now)
 
     def in_order(self, rank: int, report: InOrder) -> None:
         """A rank has done what it was told."""
         self._reports[rank] = report
-        if set(self._idle) <= self._reports.keys():
+        if not self.awaited:
             self._conclude()
 
     def died(self, rank: int, now: float) -> None:
         """A rank has died meanwhile."""
-        if rank in self._idle:
-            self._idle.remove(rank)
-            self._states.pop(rank, None)
-            if self._plan is None and set(self._idle) <= self._states.keys():
-                self._decide(now)
-            elif self._plan is not None and set(self._idle) <= self._reports.keys():
-                self._conclude()
+        self._forget(rank)
+        self._states.pop(rank, None)
+        self.late.discard(rank)
+        self._dead.append(rank)
+        if self._plan is None:
+            self._decide_if_all_have_answered(now)
+        elif not self.awaited:
+            self._conclude()
 
     def tick(self, now: float) -> None:
-        """Time has passed: go on without those that do not answer."""
-        if self.done or now < self.due:
+        """Time has passed."""
+        if self.done or self.due is None or now < self.due:
             return
         if self._plan is None:
-            self._idle = sorted(self._states)
-            self._decide(now)
+            self.due = None
+            self.late = self.awaited
+            if self.late.isdisjoint(self._cell.ranks) and not self._compared().owed:
+                self.late = set()  # what they would say makes no difference
+                self.go_on(now)
         else:
-            missing = sorted(set(self._idle) - self._reports.keys())
-            self.text = f"{describe_ranks(missing)} did not come to renew the process groups; `%distributed restart`"
-            self.done = True
+            self.missing = self.awaited
+            self._conclude()
+
+    def go_on(self, now: float) -> None:
+        """Decide without the ranks that are late; they must not run anything before they know what was decided."""
+        for rank in self.awaited:
+            self._forget(rank)
+        self._decide(now)
+
+    def _forget(self, rank: int) -> None:
+        self._idle = [other for other in self._idle if other != rank]
+        self._busy = [other for other in self._busy if other != rank]
+
+    def _compared(self) -> Plan:
+        idle = [rank for rank in self._idle if rank in self._states]
+        return plan(self._states, idle, self._dead, self.lost, self._cell)
+
+    def _decide_if_all_have_answered(self, now: float) -> None:
+        if not self.awaited:
+            self._decide(now)
 
     def _decide(self, now: float) -> None:
         stopped = {self._states[rank]["stopped"] for rank in self._ranks if rank in self._states}
-        self._plan = plan(self._states, self._dead, self.lost)
-        if not self._plan.renew and len(stopped) == 1:
+        self._plan = found = self._compared()
+        if not found.renew and len(stopped) == 1:
             self.step = next(iter(stopped)) or 0
-        if not self._plan.needed or not self._idle:
+        self.owed = dict(found.owed)
+        if not found.needed or not self._idle:
             self._conclude()
             return
-        found = self._plan
         if found.renew:
             self.generation += 1
         self.lost += found.lost
@@ -194,22 +291,45 @@ class Recovery:
 
     def _conclude(self) -> None:
         self.done = True
+        found = self._plan or Plan()
         parts = []
         failures = sorted({report.failure for report in self._reports.values() if report.failure})
-        if failures:
+        if self.missing:
+            who = describe_ranks(sorted(self.missing))
+            parts.append(f"{who} did not come to renew the process groups; `%distributed restart`")
+        elif failures:
             parts.append(f"process groups could not be renewed ({failures[0]}): `%distributed restart`")
-        elif self._plan is not None and self._plan.renew:
+        elif found.renew:
             parts.append(f"process groups rebuilt (generation {self.generation})")
+        if failures or self.missing:
+            self.owed |= {name: self._members(name) for name in found.renew}
+        self.settled = {*found.renew, *found.stale, *found.lost} - self.owed.keys()
         if any(report.gradients for report in self._reports.values()):
             parts.append("gradients of the interrupted step dropped")
         for note in dict.fromkeys(note for report in self._reports.values() for note in report.notes):
             parts.append(note)
-        if self._plan is not None and self._plan.stale:
+        if found.stale:
             parts.append("groups that not all of their ranks had were dropped: make them again")
+        if found.owed:
+            parts.append(self._postponed(found.owed))
         apart = self._apart()
         if apart:
             parts.append(apart)
         self.text = "; ".join(parts)
+
+    def _members(self, name: str) -> list[int]:
+        members: list[int] = next(
+            state["groups"][name][0] for state in self._states.values() if name in state["groups"]
+        )
+        return members
+
+    def _postponed(self, owed: Mapping[str, Collection[int]]) -> str:
+        """What becomes of groups that can't be renewed yet."""
+        who = describe_ranks(set().union(*owed.values()) - set(self._idle))
+        return (
+            f"process groups shared with {who} may be out of step; "
+            f"they are rebuilt before the next cell that starts with {who} idle"
+        )
 
     def _apart(self) -> str:
         """Which ranks have made more steps than others in this cell, and what to type."""

@@ -44,7 +44,7 @@ class _Group:
     epolls: dict[int, str] = field(default_factory=dict)  # descriptor of a gloo epoll set -> its listener's inode
     entered: tuple[int, ...] = ()  # collectives entered when the present cell began, by backend
     slot: int = _FIRST_SLOT
-    broken: str = ""  # why it can't be used, if it can't
+    unusable: str = ""  # why it can't be used, and what to do about it
 
 
 class Collectives:
@@ -253,6 +253,7 @@ class Collectives:
             with self._created(name):
                 self._renew(living[name], store, self._groups[name])
             self._cut.discard(name)
+            self._groups[name].unusable = ""
 
     def _renew(self, group: Any, store: Any, known: _Group) -> None:
         import torch
@@ -303,11 +304,33 @@ class Collectives:
 
     def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
         """Members of these groups have died: using them raises from now on, instead of hanging."""
-        living = _living()
-        for name in groups:
-            if name in living:
-                self._abort(name, living[name])
-                self._groups.setdefault(name, _Group()).broken = describe_ranks(sorted(dead))
+        why = (
+            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed restart` brings up a "
+            "fresh set; among the living: `dist.new_group([...], use_local_synchronization=True)`"
+        )
+        for name, group in _living().items():
+            if name in groups:
+                self._groups.setdefault(name, _Group()).unusable = why
+                self._abort(name, group)
+
+    def forbid(self, groups: Sequence[str] | None) -> dict[str, Any]:
+        """These groups (None: all) may be out of step: using them raises until they are renewed. From any thread.
+
+        Returns:
+            "groups": their members (global ranks), by name.
+        """
+        found = {}
+        for name, group in _living().items():
+            if group.size() > 1 and (groups is None or name in groups):
+                found[name] = _members(group)
+                self._cut.add(name)
+                self._groups.setdefault(name, _Group()).unusable = (
+                    f"a cell has failed while not all of {describe_ranks(found[name])} were idle, so this process "
+                    "group may be out of step. It is rebuilt before the next cell that starts while they are: "
+                    "`%distributed status` shows what they run"
+                )
+                self._abort(name, group)
+        return {"groups": found}
 
     @property
     def is_cut(self) -> bool:
@@ -316,13 +339,9 @@ class Collectives:
 
     def explain(self, error: BaseException) -> StaleGroupError | None:
         """The error to show instead of torch's own, where a group was used that is gone for a reason we know."""
-        lost = {known.broken for known in self._groups.values() if known.broken}
-        if lost and failures.from_communication(error):
-            who = max(lost, key=len)
-            return StaleGroupError(
-                f"this process group has lost a rank: {who} died. `%distributed restart` brings up a fresh "
-                "set; among the living: `dist.new_group([...], use_local_synchronization=True)`"
-            )
+        reasons = {known.unusable for known in self._groups.values() if known.unusable}
+        if reasons and failures.from_communication(error):
+            return StaleGroupError("; or ".join(sorted(reasons)))
         if self._stale and failures.from_torch(error) and _UNKNOWN_GROUP.search(str(error)):
             return StaleGroupError(
                 "not all of its ranks had this process group (they were interrupted while they made it, or some have "

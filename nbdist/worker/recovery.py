@@ -53,6 +53,7 @@ class Recovery:
             "disarm": self._disarm,
             "cut": self._cut,
             "state": self._state,
+            "forbid": self.collectives.forbid,
         }
 
     def install(self) -> None:
@@ -133,6 +134,7 @@ class Recovery:
         if current and self._control.gate.was_asked(serial) and not self._steps.count:
             models.begin_forwards_alike()  # with a step, the models are reset anyway
         return self.collectives.state(current=current) | {
+            "current": current,
             "caught": current and self._caught(),
             "steps": self._steps.count if current else 0,
             "stopped": self._steps.stopped if current and self._stopped_at_step() else None,

@@ -1,0 +1,349 @@
+"""What is put in order between cells, and which cells must wait for it.
+
+Runs one recovery after each failed cell. What could not be compared then is owed: such groups may not be used, and are
+renewed before the next cell that starts while all their ranks are idle. A cell waits for ranks that have yet to say
+whether their groups are in step, or to learn that they are not: so a late answer costs time, and never a wrong sum.
+Knows messages, not sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from nbdist.controller.recovery import Failed, Recovery
+from nbdist.protocol import (
+    RANK_CELL,
+    Execute,
+    Failure,
+    InOrder,
+    Interrupt,
+    Message,
+    Recover,
+    Recovered,
+    Remark,
+    Reply,
+)
+from nbdist.ranks import describe_ranks
+
+_EXPLAIN_EVERY = 1.0  # seconds that a cell waits for ranks before that is said, and between updates of the line
+
+Handler = Callable[[int, dict[str, Any], float], None]
+
+
+class Wires(Protocol):
+    """What the controller does for us."""
+
+    def to_rank(self, lane: str, rank: int, message: Message) -> None:
+        """Send to a rank, if it lives."""
+
+    def to_notebook(self, message: Message) -> None:
+        """Tell the notebook."""
+
+    def idle(self) -> list[int]:
+        """Living ranks that run nothing."""
+
+    def dead(self) -> list[int]:
+        """Ranks that have died."""
+
+
+class AskRanks(Protocol):
+    """Sends a question to control threads; the handler is called with each answer."""
+
+    def __call__(self, ranks: Sequence[int], question: str, arguments: dict[str, Any], handler: Handler) -> None: ...
+
+
+@dataclass(frozen=True)
+class FailedCell:
+    """A cell that has failed.
+
+    Attributes:
+        serial: The cell.
+        ranks: Where it ran.
+        failed: Those of them that have failed.
+        last: The message that ends it, to be sent when all is in order.
+    """
+
+    serial: int
+    ranks: Sequence[int]
+    failed: set[int]
+    last: Message
+
+
+@dataclass
+class _Repair:
+    """A recovery under way: after a failed cell, or before one that is to begin.
+
+    Attributes:
+        last: The message that ends the failed cell, until it is sent.
+        groups: What is renewed for a cell that is to begin.
+    """
+
+    serial: int
+    recovery: Recovery
+    last: Message | None = None
+    groups: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Waiting:
+    """A cell that has not begun.
+
+    Attributes:
+        due: When to say, once more, what it waits for.
+        settled: Whether what could be renewed for it has been, or can't be.
+    """
+
+    message: Execute
+    since: float
+    due: float
+    settled: bool = False
+    said: bool = False
+
+
+class Repairs:
+    """All that is put in order for a set of ranks.
+
+    Args:
+        wires: To the ranks and the notebook.
+        ask: Asks control threads.
+        execute: Called with an Execute that had to wait, when it may begin or that is to be seen once more.
+    """
+
+    def __init__(self, wires: Wires, ask: AskRanks, execute: Callable[[Execute], None]) -> None:
+        self._wires = wires
+        self._ask = ask
+        self._execute = execute
+        self._generation = 1
+        self._over: deque[FailedCell] = deque()  # wait for their recovery
+        self._repair: _Repair | None = None
+        self._lost: list[str] = []  # groups that a death has taken
+        self._owed: dict[str, list[int]] = {}  # groups to be renewed when all their members are idle
+        self._uninformed: set[int] = set()  # have yet to learn which groups they must not use
+        self._missing: set[int] = set()  # have yet to do what they were told to put groups in order
+        self._waiting: dict[int, _Waiting] = {}
+
+    # --- what happens
+
+    def add(self, cell: FailedCell, now: float) -> None:
+        """A cell has failed and is over on all its ranks."""
+        self._over.append(cell)
+        self.go_on(now)
+
+    def may_begin(self, message: Execute, now: float) -> bool:
+        """Whether a cell may begin. False: it waits, and `execute` is called with it again."""
+        if self._must_wait(message, now):
+            self._wait(message, now)
+            return False
+        self._stop_waiting(message.serial, now)
+        return True
+
+    def give_up(self, message: Interrupt, now: float) -> None:
+        """The user does not want to wait: neither for a cell to begin, nor for what follows a failed one."""
+        if self._repair is not None and self._repair.serial == message.serial:
+            self._release(self._repair)
+        waiting = self._waiting.get(message.serial)
+        if waiting is None:
+            return
+        dropped = sorted(set(waiting.message.ranks) & set(message.ranks))
+        rest = [rank for rank in waiting.message.ranks if rank not in dropped]
+        if rest:
+            waiting.message = msgspec.structs.replace(waiting.message, ranks=rest)
+        else:
+            del self._waiting[message.serial]
+        who = describe_ranks(self._awaited(waiting))
+        failure = Failure("KeyboardInterrupt", f"the cell had not begun: it waited for {who}", "", now)
+        for rank in dropped:
+            self._wires.to_notebook(Reply(message.serial, rank, "interrupted", failure))
+
+    def died(self, rank: int, now: float) -> None:
+        """A rank has died."""
+        self._missing.discard(rank)
+        if self._repair is not None:
+            self._repair.recovery.died(rank, now)
+
+    def in_order(self, rank: int, report: InOrder) -> None:
+        """A rank has done what Recover asked."""
+        if rank in self._missing:
+            self._missing.discard(rank)  # too late: the others have given up
+        elif self._repair is not None:
+            self._repair.recovery.in_order(rank, report)
+
+    def due(self) -> float | None:
+        """When `tick` wants to be called."""
+        dues: list[float | None] = [waiting.due for waiting in self._waiting.values()]
+        if self._repair is not None:
+            dues.append(self._repair.recovery.due)
+        return min((due for due in dues if due is not None), default=None)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if self._repair is not None:
+            self._repair.recovery.tick(now)
+        self.go_on(now)
+        for waiting in self._waiting.values():
+            if now >= waiting.due:
+                self._explain_wait(waiting, now)
+
+    def go_on(self, now: float) -> None:
+        """Something has happened: end the recovery if it is over, begin the next, and what has waited for it."""
+        self._end_repair(now)
+        for waiting in list(self._waiting.values()):
+            if waiting.message.serial in self._waiting:  # a death may have come of the one before
+                self._execute(waiting.message)
+
+    # --- recoveries
+
+    def _recover(self, cell: FailedCell, now: float) -> None:
+        """Compare the ranks after a failed cell."""
+        idle = [rank for rank in self._wires.idle() if rank not in self._uninformed | self._missing]
+        dead = self._wires.dead()
+        busy = sorted(cell.failed - {*idle, *dead})
+        recovery = Recovery(
+            cell.serial, Failed(cell.ranks, cell.failed), idle, busy, dead, self._generation, self._lost, now
+        )
+        self._begin_repair(_Repair(cell.serial, recovery, cell.last))
+
+    def _begin_repair(self, repair: _Repair) -> None:
+        self._repair = repair
+        repair.recovery.begin(
+            lambda ranks, question, arguments: self._ask(ranks, question, arguments, self._to_recovery),
+            self._send_recover,
+        )
+
+    def _to_recovery(self, rank: int, data: dict[str, Any], now: float) -> None:
+        if self._repair is not None:
+            self._repair.recovery.answered(rank, data, now)
+
+    def _send_recover(self, ranks: Sequence[int], message: Recover) -> None:
+        for rank in ranks:
+            self._wires.to_rank(RANK_CELL, rank, message)
+
+    def _end_repair(self, now: float) -> None:
+        while True:
+            repair = self._repair
+            if repair is not None and repair.recovery.open:
+                self._release(repair)
+                if self._over:
+                    repair.recovery.go_on(now)
+            if repair is not None and repair.recovery.done:
+                self._repair = None
+                self._note_outcome(repair)
+            if self._repair is not None or not self._over:
+                return
+            self._recover(self._over.popleft(), now)
+
+    def _note_outcome(self, repair: _Repair) -> None:
+        recovery = repair.recovery
+        self._generation, self._lost = recovery.generation, recovery.lost
+        self._missing |= recovery.missing
+        settled = (recovery.settled | repair.groups) - recovery.owed.keys()
+        self._owed = {name: members for name, members in (self._owed | recovery.owed).items() if name not in settled}
+        self._forbid(recovery)
+        self._report(repair)
+
+    def _report(self, repair: _Repair) -> None:
+        """Say what was done: in the failed cell if it has not ended, else in those that have waited for it."""
+        recovery = repair.recovery
+        told = [] if repair.last is not None else [serial for serial in self._waiting if recovery.text]
+        seconds = time.monotonic() - recovery.began
+        text = "" if told or repair.groups else recovery.text
+        self._wires.to_notebook(Recovered(repair.serial, recovery.generation, text, recovery.step, seconds))
+        for serial in told:
+            self._wires.to_notebook(Remark(serial, recovery.text, "groups"))
+        self._end_failed(repair)
+
+    def _release(self, repair: _Repair) -> None:
+        """Let a failed cell end before all is in order."""
+        if repair.last is None:
+            return
+        recovery = repair.recovery
+        who = describe_ranks(recovery.awaited)
+        text = f"{who} did not answer in time: process groups are checked before the next cell there starts"
+        seconds = time.monotonic() - recovery.began
+        self._wires.to_notebook(Recovered(repair.serial, self._generation, text, 0, seconds))
+        self._end_failed(repair)
+
+    def _end_failed(self, repair: _Repair) -> None:
+        if repair.last is not None:
+            self._wires.to_notebook(repair.last)
+            repair.last = None
+
+    def _forbid(self, recovery: Recovery) -> None:
+        """Make the use of groups that may be out of step an error, on all their members."""
+        dead = set(self._wires.dead())
+        members = set().union(*recovery.owed.values()) - recovery.late - dead
+        for ranks, groups in ((members, sorted(recovery.owed)), (recovery.late - dead, None)):
+            if ranks:
+                self._uninformed |= ranks
+                self._ask(sorted(ranks), "forbid", {"groups": groups}, self._forbidden)
+
+    def _forbidden(self, rank: int, data: dict[str, Any], now: float) -> None:
+        self._uninformed.discard(rank)
+        if "error" not in data:
+            self._owed |= data["groups"]
+
+    # --- cells that wait
+
+    def _must_wait(self, message: Execute, now: float) -> bool:
+        ranks = set(message.ranks)
+        recovery = self._repair.recovery if self._repair is not None else None
+        if recovery is not None and recovery.open and not ranks & recovery.late:
+            recovery.go_on(now)
+            self._end_repair(now)
+        if self._repair is not None or ranks & (self._uninformed | self._missing):
+            return True
+        return bool(self._owed) and self._settle(message, now)
+
+    def _settle(self, message: Execute, now: float) -> bool:
+        """Renew the groups that this cell might use, where all members are idle. False: there are none."""
+        waiting = self._waiting.get(message.serial)
+        if waiting is not None and waiting.settled:
+            return False
+        dead = self._wires.dead()
+        able = {*self._wires.idle(), *dead} - self._uninformed - self._missing
+        ranks = set(message.ranks)
+        chosen = {
+            name: members
+            for name, members in self._owed.items()
+            if able.issuperset(members) and not ranks.isdisjoint(members)
+        }
+        if not chosen:
+            return False
+        self._wait(message, now).settled = True
+        members = sorted(set().union(*chosen.values()) - set(dead))
+        recovery = Recovery(message.serial, Failed(), members, [], dead, self._generation, self._lost, now)
+        self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(chosen)))
+        return True
+
+    def _wait(self, message: Execute, now: float) -> _Waiting:
+        return self._waiting.setdefault(message.serial, _Waiting(message, now, now + _EXPLAIN_EVERY))
+
+    def _explain_wait(self, waiting: _Waiting, now: float) -> None:
+        waiting.due = now + _EXPLAIN_EVERY
+        who = self._awaited(waiting)
+        if not who:
+            return
+        text = (
+            f"waits for {describe_ranks(who)}, which {'has' if len(who) == 1 else 'have'} not answered for "
+            f"{now - waiting.since:.0f} s: stopped, or in a call that does not let Python run"
+        )
+        self._wires.to_notebook(Remark(waiting.message.serial, text, "watch", same=waiting.said, stuck=True))
+        waiting.said = True
+
+    def _awaited(self, waiting: _Waiting) -> set[int]:
+        """The ranks that keep a cell from beginning."""
+        if self._repair is not None:
+            return self._repair.recovery.awaited
+        return set(waiting.message.ranks) & (self._uninformed | self._missing)
+
+    def _stop_waiting(self, serial: int, now: float) -> None:
+        waiting = self._waiting.pop(serial, None)
+        if waiting is not None and waiting.said:
+            text = f"waited {now - waiting.since:.0f} s for a rank to answer, then began"
+            self._wires.to_notebook(Remark(serial, text, "watch"))

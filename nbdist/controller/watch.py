@@ -54,13 +54,15 @@ class Look:
     place: str
     line: str
     groups: dict[str, Any]
+    unfinished: dict[str, Sequence[int]]
 
     def is_same_as(self, before: Look | None) -> bool:
         """Whether the rank has not moved since, nor computed."""
         if before is None or self._where() != before._where():
             return False
-        # A rank may use a processor for waiting (NCCL does), so it counts only where it may be computing.
+        # CUDA uses a processor to wait, so that counts only where no collective is known to be under way.
         known = self.members is None or bool(self.members)
+        known = known or any(before.unfinished.get(name) == at for name, at in self.unfinished.items())
         return known or (self.cpu - before.cpu) / max(1e-3, self.at - before.at) < _BUSY
 
     def _where(self) -> tuple[object, ...]:

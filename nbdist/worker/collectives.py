@@ -28,6 +28,7 @@ from typing import Any
 from nbdist.errors import StaleGroupError
 from nbdist.ranks import describe_ranks
 from nbdist.worker import failures
+from nbdist.worker.record import Record
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
@@ -53,9 +54,13 @@ class Collectives:
     Args:
         epoch: Number of the set of ranks.
         store_port: Where the session's rendezvous store listens, on loopback.
+
+    Attributes:
+        record: Which collectives have been started, and which have ended.
     """
 
     def __init__(self, epoch: int, store_port: int) -> None:
+        self.record = Record()
         self._epoch = epoch
         self._store_port = store_port
         self._store: Any = None
@@ -254,6 +259,7 @@ class Collectives:
                 self._renew(living[name], store, self._groups[name])
             self._cut.discard(name)
             self._groups[name].unusable = ""
+        self.record.give_up()
 
     def _renew(self, group: Any, store: Any, known: _Group) -> None:
         import torch

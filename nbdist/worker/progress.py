@@ -15,6 +15,7 @@ from typing import Any
 from nbdist.worker import stacks
 from nbdist.worker.collectives import Collectives
 from nbdist.worker.interrupts import InterruptGate
+from nbdist.worker.record import Unfinished
 
 _BUSY = 0.2  # of a core: a main thread that uses more is computing, not waiting
 _MAKING = ("init_process_group", "new_group", "split_group", "new_subgroups")
@@ -29,17 +30,24 @@ class Progress:
         self._main = threading.main_thread().ident or 0
         self._marked_at = 0.0
         self._cpu = 0.0
+        self._marked: tuple[str, Unfinished] = "", {}
         self._seen: tuple[Any, ...] = ()
         self._seen_at = 0.0
 
     def mark(self) -> None:
         """From now on `stands_still` counts."""
         self._marked_at, self._cpu = time.monotonic(), _cpu_seconds()
+        self._marked = self._where(), self._unfinished()
 
     def stands_still(self) -> bool:
-        """Whether the main thread has hardly used a processor since the mark: it waits for something."""
+        """Whether the main thread waits for something: it has hardly used a processor since the mark, or it has been in
+        one place since, while a collective that was under way then has not ended. CUDA uses a processor to wait.
+        """
         elapsed = max(1e-3, time.monotonic() - self._marked_at)
-        return (_cpu_seconds() - self._cpu) / elapsed < _BUSY
+        if (_cpu_seconds() - self._cpu) / elapsed < _BUSY:
+            return True
+        where, unfinished = self._marked
+        return where == self._where() and any(unfinished.get(name) == at for name, at in self._unfinished().items())
 
     def look(self, serial: int) -> dict[str, Any]:
         """Where the main thread is in the cell.
@@ -49,7 +57,7 @@ class Progress:
             thread moves. "cpu": seconds it has used. "collective": what of torch.distributed it is in, "" for nothing.
             "members": the ranks that have to take part in that; None: all; empty: not known. "group": in which group,
             "" where that is not known. "place", "line": its place, in words, without and with the code there.
-            "groups": as `Collectives.state` has them.
+            "groups": as `Collectives.state` has them. "unfinished": as `Record` has it.
         """
         frame, running = self._frame(), self._gate.running
         # The numbers of a rank that has gone on to another cell can't be compared.
@@ -65,17 +73,20 @@ class Progress:
             "place": "",
             "line": "",
             "groups": groups,
+            "unfinished": {},
         }
         if frame is None or running != serial:
             return found
         self._note(frame)
+        unfinished = self._unfinished()
         return found | {
             "running": serial,
             "position": _position(frame),
             "cpu": _cpu_seconds(),
             "place": stacks.place(frame),
             "line": stacks.describe(frame),
-            **self._collective(frame, groups),
+            "unfinished": unfinished,
+            **self._collective(frame, groups, unfinished),
         }
 
     def stack(self) -> dict[str, Any]:
@@ -93,7 +104,7 @@ class Progress:
             "running": running,
             "line": stacks.describe(frame),
             "stack": stacks.render(frame),
-            "collective": self._collective(frame, {})["collective"],
+            "collective": self._collective(frame, {}, self._unfinished())["collective"],
             "still": time.monotonic() - self._seen_at,
         }
 
@@ -107,14 +118,22 @@ class Progress:
         if seen != self._seen:
             self._seen, self._seen_at = seen, time.monotonic()
 
-    def _collective(self, frame: FrameType, groups: dict[str, Any]) -> dict[str, Any]:
+    def _where(self) -> str:
+        frame = self._frame()
+        return _position(frame) if frame is not None else ""
+
+    def _unfinished(self) -> Unfinished:
+        return self._collectives.record.unfinished() or {}
+
+    def _collective(self, frame: FrameType, groups: dict[str, Any], unfinished: Unfinished) -> dict[str, Any]:
         call = stacks.torch_call(frame)
         if call.name.startswith(_MAKING):
             return {"collective": call.name, "members": _makers(call.frame)}
         if call.frame is None and self._collectives.creating:
             return {"collective": call.name or "the making of a group", "members": None}
         if call.frame is None:
-            return {"collective": call.name or ("a collective" if stacks.awaits_work(frame) else "")}
+            waits = bool(unfinished) or stacks.awaits_work(frame)
+            return {"collective": call.name or ("a collective" if waits else "")}
         arguments = call.frame.f_locals
         name = self._collectives.name_of(arguments.get("group"))
         peer = arguments.get("src" if call.name.startswith("recv") else "dst")

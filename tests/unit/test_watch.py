@@ -25,6 +25,7 @@ def answer(at: float, collective: str = "", line: int = 2, entered: int = 0, **c
         "place": f"cell 7 line {line}",
         "line": f"cell 7 line {line}: time.sleep(100)",
         "groups": {"0": [WORLD, [entered], False]},
+        "unfinished": {},
     } | changes
 
 
@@ -216,6 +217,27 @@ def test_a_backward_waits_if_it_is_ahead_of_others_and_does_not_compute(busy: bo
     assert cell.line.startswith("rank 1 waits in backward") is not busy
 
 
+def test_so_does_one_that_uses_a_processor_while_a_collective_it_has_started_does_not_end() -> None:
+    """CUDA waits in that way, in whatever call: here the record shows the same collective under way in both looks."""
+    cell = Cell(ranks=[0, 1])
+    spins = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
+    cell.does = {0: answer, 1: lambda at: waiting(at, "a collective", cpu=at, **spins)}
+    cell.run(5)
+    assert cell.line.startswith("rank 1 waits in a collective")
+
+
+def test_but_not_one_that_computes_while_its_collectives_come_to_an_end() -> None:
+    cell = Cell(ranks=[0, 1])
+    cell.does = {
+        0: answer,
+        1: lambda at: waiting(
+            at, "a collective", cpu=at, members=[], group="", unfinished={"0": [int(10 * at) + 1, int(10 * at)]}
+        ),
+    }
+    cell.run(60)
+    assert not cell.said
+
+
 def test_a_rank_that_is_ahead_but_in_no_collective_does_not_wait() -> None:
     """After a broadcast its source is ahead of the others, whatever it does then."""
     cell = Cell(ranks=[0, 1])
@@ -292,6 +314,23 @@ def test_so_are_those_that_wait_for_one_that_waits_for_it() -> None:
     failed(0, 1.0, cell)
     cell.run(2.0)
     assert cell.freed == [1, 2]
+
+
+def test_so_are_those_that_wait_by_spinning() -> None:
+    cell = Cell(ranks=[0, 1])
+    spins = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
+    cell.does = {0: lambda at: waiting(at, "a collective", cpu=at, **spins), 1: answer}
+    failed(1, 0.5, cell)
+    cell.run(1.6)
+    assert cell.freed == [0]
+
+
+def test_but_not_those_that_compute_ahead_of_one_that_has_failed() -> None:
+    cell = Cell(ranks=[0, 1])
+    cell.does = {0: lambda at: waiting(at, "a collective", cpu=at, members=[], group=""), 1: answer}
+    failed(1, 0.5, cell)
+    cell.run(60)
+    assert not cell.freed
 
 
 def test_ranks_that_work_on_are_not() -> None:

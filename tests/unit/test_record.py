@@ -1,0 +1,71 @@
+"""Which collectives are under way, by torch's own record of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from nbdist.worker import record
+from nbdist.worker.record import Record, parse
+
+
+def dump(**backends: tuple[int, int]) -> str:
+    """What torch writes, here of NCCL: numbers are text, and -1 stands for none yet."""
+    status = {
+        name.removeprefix("backend_"): {
+            "last_completed_collective": str(ended),
+            "last_enqueued_collective": str(started),
+            "last_started_collective": "-1",
+        }
+        for name, (started, ended) in backends.items()
+    }
+    config = {"0": {"desc": "default_pg", "name": "0", "ranks": "[0, 1]"}}
+    return json.dumps({"nccl_comm_state": {}, "pg_config": config, "pg_status": status, "version": "2.10"})
+
+
+def test_the_last_started_and_the_last_ended_of_each_backend_are_read() -> None:
+    assert parse(dump(backend_0=(7, 5), backend_3=(1, -1))) == {"0": (7, 5), "3": (1, -1)}
+
+
+@pytest.mark.parametrize("text", ["{}", '{"pg_status": {}, "version": "2.10"}'])
+def test_a_dump_without_any_is_read_too(text: str) -> None:
+    assert parse(text) == {}
+
+
+def test_without_a_record_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_DUMPS", ())
+    assert Record().unfinished() is None
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, *dumps: str) -> Record:
+    """A record that reads these dumps of torch's, one after the other."""
+    left = iter(dumps)
+    monkeypatch.setattr(record, "_dumps", lambda: [("nccl", next(left))])
+    return Record()
+
+
+def test_only_backends_with_collectives_under_way_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = recorded(monkeypatch, dump(backend_0=(7, 5), backend_1=(3, 3)))
+    assert found.unfinished() == {"nccl 0": (7, 5)}
+
+
+def test_what_has_been_given_up_is_not_named_again_until_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend of an aborted group is replaced, and its last collectives never end."""
+    stuck = dump(backend_0=(7, 5))
+    found = recorded(monkeypatch, stuck, stuck, dump(backend_0=(7, 5), backend_1=(1, 0)), dump(backend_0=(8, 7)))
+    found.give_up()
+    assert found.unfinished() == {}
+    assert found.unfinished() == {"nccl 1": (1, 0)}
+    assert found.unfinished() == {"nccl 0": (8, 7)}
+
+
+@pytest.mark.torch_private
+def test_torch_has_what_is_read() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.barrier()
+        assert Record().unfinished() == {}
+    finally:
+        dist.destroy_process_group()

@@ -315,7 +315,10 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Reply(Message, frozen=True):
-    """A rank has finished an Execute. status: "ok", "error" or "interrupted"."""
+    """A rank has finished an Execute. status: "ok", "error" or "interrupted".
+
+    grouped: whether it has its default process group, where the session is to have one.
+    """
 
     serial: int
     rank: int
@@ -325,6 +328,7 @@ class Reply(Message, frozen=True):
     payload: bytes = b""
     names: list[str] | None = None
     memory: MemoryUsage | None = None
+    grouped: bool = True
 
 
 class Died(Message, frozen=True):
@@ -466,6 +470,7 @@ class Recover(Message, frozen=True):
     generation: of the groups that are renewed. renew, stale, lost: names of groups that get a new backend, that only
     some members have, that had a member which is dead. count: how many groups are numbered.
     reset: whether models were caught in the middle of a step. ranks: all that are told the same.
+    regroup: whether to make the default group again, which a cell has destroyed.
     """
 
     serial: int
@@ -477,14 +482,16 @@ class Recover(Message, frozen=True):
     count: int
     reset: bool
     ranks: list[int]
+    regroup: bool = False
 
 
 class InOrder(Message, frozen=True):
-    """A rank has done what Recover asked. `failure`: why it could not."""
+    """A rank has done what Recover asked. `failure`: why it could not. grouped: as in Reply."""
 
     failure: str = ""
     gradients: bool = False
     notes: list[str] = []
+    grouped: bool = True
 
 
 class Quit(Message, frozen=True):

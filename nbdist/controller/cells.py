@@ -103,6 +103,7 @@ class Cells:
 
     def ended(self, reply: Reply, now: float) -> None:
         """A rank has finished its part."""
+        self._repairs.note_group(reply.rank, reply.grouped)
         cell = self._running.get(reply.serial)
         if cell is None:
             self._wires.to_notebook(reply)

@@ -365,6 +365,10 @@ class Controller:
         """Ranks that have died."""
         return [rank.rank for rank in self._set.ranks.values() if rank.dead] if self._set is not None else []
 
+    def everyone(self) -> list[int]:
+        """All ranks, the dead too."""
+        return list(self._set.ranks) if self._set is not None else []
+
     def _answer(self, question: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if question == "log":
             part = self._log.read(arguments["number"], _LOG_CHUNK, arguments["position"])

@@ -130,6 +130,7 @@ class Recovery:
         dead: Ranks that have died.
         generation: Of the process groups at present.
         lost: Groups that were lost before.
+        regroup: Whether to make the default group again, in place of all groups there were.
 
     Attributes:
         began: When it began.
@@ -152,6 +153,8 @@ class Recovery:
         generation: int,
         lost: Sequence[str],
         now: float,
+        *,
+        regroup: bool = False,
     ) -> None:
         self.serial = serial
         self.generation = generation
@@ -166,6 +169,7 @@ class Recovery:
         self.began = now
         self.due: float | None = now + _COMPARE_LIMIT
         self._cell = cell
+        self._regroup = regroup
         self._ranks = [rank for rank in cell.ranks if rank in idle]
         self._idle = list(idle)
         self._busy = list(busy)
@@ -254,6 +258,8 @@ class Recovery:
         self._busy = [other for other in self._busy if other != rank]
 
     def _compared(self) -> Plan:
+        if self._regroup:
+            return Plan()
         idle = [rank for rank in self._idle if rank in self._states]
         return plan(self._states, idle, self._dead, self.lost, self._cell)
 
@@ -267,10 +273,10 @@ class Recovery:
         if not found.renew and len(stopped) == 1:
             self.step = next(iter(stopped)) or 0
         self.owed = dict(found.owed)
-        if not found.needed or not self._idle:
+        if not (found.needed or self._regroup) or not self._idle:
             self._conclude()
             return
-        if found.renew:
+        if found.renew or self._regroup:
             self.generation += 1
         self.lost += found.lost
         self.due = now + _RENEW_LIMIT
@@ -286,6 +292,7 @@ class Recovery:
                 found.count,
                 found.reset,
                 list(self._idle),
+                self._regroup,
             ),
         )
 
@@ -301,6 +308,8 @@ class Recovery:
             parts.append(f"process groups could not be renewed ({failures[0]}): `%distributed restart`")
         elif found.renew:
             parts.append(f"process groups rebuilt (generation {self.generation})")
+        elif self._regroup:
+            parts.append("the default process group, which a cell had destroyed, was made again")
         if failures or self.missing:
             self.owed |= {name: self._members(name) for name in found.renew}
         self.settled = {*found.renew, *found.stale, *found.lost} - self.owed.keys()

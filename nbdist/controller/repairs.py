@@ -51,6 +51,9 @@ class Wires(Protocol):
     def dead(self) -> list[int]:
         """Ranks that have died."""
 
+    def everyone(self) -> list[int]:
+        """All ranks, the dead too."""
+
 
 class AskRanks(Protocol):
     """Sends a question to control threads; the handler is called with each answer."""
@@ -126,9 +129,17 @@ class Repairs:
         self._owed: dict[str, list[int]] = {}  # groups to be renewed when all their members are idle
         self._uninformed: set[int] = set()  # have yet to learn which groups they must not use
         self._missing: set[int] = set()  # have yet to do what they were told to put groups in order
+        self._ungrouped: set[int] = set()  # have destroyed their default group
         self._waiting: dict[int, _Waiting] = {}
 
     # --- what happens
+
+    def note_group(self, rank: int, grouped: bool) -> None:
+        """A rank reports whether it has its default process group."""
+        if grouped:
+            self._ungrouped.discard(rank)
+        else:
+            self._ungrouped.add(rank)
 
     def add(self, cell: FailedCell, now: float) -> None:
         """A cell has failed and is over on all its ranks."""
@@ -169,6 +180,7 @@ class Repairs:
 
     def in_order(self, rank: int, report: InOrder) -> None:
         """A rank has done what Recover asked."""
+        self.note_group(rank, report.grouped)
         if rank in self._missing:
             self._missing.discard(rank)  # too late: the others have given up
         elif self._repair is not None:
@@ -298,7 +310,9 @@ class Repairs:
             self._end_repair(now)
         if self._repair is not None or ranks & (self._uninformed | self._missing):
             return True
-        return bool(self._owed) and self._settle(message, now)
+        return (bool(self._owed) and self._settle(message, now)) or (
+            bool(self._ungrouped) and self._make_group_again(message, now)
+        )
 
     def _settle(self, message: Execute, now: float) -> bool:
         """Renew the groups that this cell might use, where all members are idle. False: there are none."""
@@ -319,6 +333,17 @@ class Repairs:
         members = sorted(set().union(*chosen.values()) - set(dead))
         recovery = Recovery(message.serial, Failed(), members, [], dead, self._generation, self._lost, now)
         self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(chosen)))
+        return True
+
+    def _make_group_again(self, message: Execute, now: float) -> bool:
+        """Make the default group that cells have destroyed, where this cell runs on all ranks. False: it can't be."""
+        waiting = self._waiting.get(message.serial)
+        ranks = self._wires.everyone()
+        if (waiting is not None and waiting.settled) or not set(ranks) == set(message.ranks) == set(self._wires.idle()):
+            return False
+        self._wait(message, now).settled = True
+        recovery = Recovery(message.serial, Failed(), ranks, [], [], self._generation, self._lost, now, regroup=True)
+        self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(self._owed)))
         return True
 
     def _wait(self, message: Execute, now: float) -> _Waiting:

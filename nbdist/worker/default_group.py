@@ -1,58 +1,108 @@
 """The session's default process group, as programs written for torchrun meet it: they make it, and it is there already.
 
-A script that calls `init_process_group` gets the group that the session has, if that is what it asks for.
+A script that calls `init_process_group` gets the group that the session has, if that is what it asks for. After a
+script's `destroy_process_group` the session makes it again, on all ranks at the same time.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from nbdist.errors import UsageError
+from nbdist.protocol import RankSetup
+from nbdist.worker import groups
 
 
-def hand_out() -> None:
-    """Let `init_process_group`, called for the group that there is at this moment, return as if it had made it."""
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
+class DefaultGroup:
+    """The default process group of this rank.
 
-    ours = weakref.ref(dist.group.WORLD)  # a group that the script destroys must not live on
-    original = c10d.init_process_group
-    reported = False
+    Args:
+        setup: What this rank is.
+        store: Gives its client of the session's rendezvous store.
+    """
 
-    @functools.wraps(original)
-    def init_process_group(
-        backend: str | None = None,
-        init_method: str | None = None,
-        timeout: Any = None,
-        world_size: int = -1,
-        rank: int = -1,
-        store: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        nonlocal reported
-        if (
-            not dist.is_initialized() or dist.group.WORLD is not ours()
-        ):  # the script has destroyed it, and makes one of its own
-            original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
-            return
-        _check(backend, world_size, rank, store)
-        if not reported:
-            reported = True
-            print(
-                "nbdist: init_process_group returns the session's process group, which has been there since the start"
-            )
+    def __init__(self, setup: RankSetup, store: Callable[[], Any]) -> None:
+        self._setup = setup
+        self._store = store
+        self._ours: Callable[[], Any] = lambda: None  # a group that a script destroys must not be kept alive
 
-    dist.init_process_group = c10d.init_process_group = init_process_group
+    def make(self) -> str:
+        """Make it for the first time, if the session is to have one, and hand it out to scripts from now on.
+
+        Returns:
+            Its backend; "none" without one.
+        """
+        if not self._setup.options.init:
+            return "none"
+        backend = self._join(0)
+        self._hand_out()
+        return backend
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether there was one, and a script has destroyed it."""
+        import torch.distributed as dist
+
+        return self._setup.options.init and not dist.is_initialized()
+
+    def make_again(self, attempt: int) -> None:
+        """Make it again. All ranks do so at the same time; on those that still have one, it is of no use any more.
+
+        Args:
+            attempt: A number that no making of it has had before.
+        """
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._join(attempt)
+
+    def _join(self, attempt: int) -> str:
+        import torch.distributed as dist
+
+        backend = groups.join(self._setup, self._store(), attempt)
+        self._ours = weakref.ref(dist.group.WORLD)
+        return backend
+
+    def _hand_out(self) -> None:
+        """Let `init_process_group` return as if it had made the group, where the session's is there."""
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        original = c10d.init_process_group
+        reported = False
+
+        @functools.wraps(original)
+        def init_process_group(
+            backend: str | None = None,
+            init_method: str | None = None,
+            timeout: Any = None,
+            world_size: int = -1,
+            rank: int = -1,
+            store: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            nonlocal reported
+            if not dist.is_initialized() or dist.group.WORLD is not self._ours():  # the script makes one of its own
+                original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
+                return
+            _check(backend, world_size, rank, store)
+            if not reported:
+                reported = True
+                print("nbdist: init_process_group returns the session's process group, which was made at its start")
+
+        dist.init_process_group = c10d.init_process_group = init_process_group
 
 
 def _check(backend: str | None, world_size: int, rank: int, store: Any) -> None:
     """Refuse what the session's group can't be.
 
     Raises:
-        UsageError: The text says what was asked for, what there is, and how to start a session that can.
+        UsageError: The text has what was asked for, what there is, and how to start a session that can.
     """
     import torch.distributed as dist
 

@@ -96,12 +96,13 @@ def backend_for(options: StartOptions, gpu_count: int) -> str:
     return "cpu:gloo,cuda:nccl" if gpu_count >= options.count else "gloo"
 
 
-def join(setup: RankSetup, store: Any) -> str:
+def join(setup: RankSetup, store: Any, attempt: int = 0) -> str:
     """Make the default process group.
 
     Args:
         setup: What this rank is.
         store: A client of the session's rendezvous store.
+        attempt: A number that no making of it has had before, the same on all ranks.
 
     Returns:
         Its backend, as torch names it.
@@ -111,7 +112,7 @@ def join(setup: RankSetup, store: Any) -> str:
     backend = backend_for(setup.options, _gpu_count(setup))
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"nbdist/{setup.epoch}", store),
+        store=dist.PrefixStore(f"nbdist/{setup.epoch}/{attempt}", store),
         rank=setup.rank,
         world_size=setup.options.count,
         timeout=timedelta(seconds=setup.options.timeout),

@@ -52,8 +52,9 @@ from nbdist.protocol import (
     encode,
     lane,
 )
-from nbdist.worker import accelerate_state, default_group, failures, groups, launched, spawning, streams
+from nbdist.worker import accelerate_state, failures, groups, launched, spawning, streams
 from nbdist.worker.control import ControlThread
+from nbdist.worker.default_group import DefaultGroup
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.interrupts import cancel_alarm
 from nbdist.worker.recovery import Recovery
@@ -168,6 +169,8 @@ class Rank:
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
         self._control.answers["release"] = self._release
         self._recovery = Recovery(setup, self._control)
+        self._group = DefaultGroup(setup, self._recovery.collectives.store)
+        self._recovery.make_group_again = self._group.make_again
         self._parcels: dict[int, transfer.Packed] = {}
         self._names: list[str] = []
         self._work: dict[str, Callable[[Execute], Reply]] = {
@@ -195,10 +198,7 @@ class Rank:
             self._control.shell = self._shell
             self._names = self._current_names()
             spawning.refuse(self._shell.is_from_cell)
-            backend = "none"
-            if self._setup.options.init:
-                backend = groups.join(self._setup, collectives.store())
-                default_group.hand_out()
+            backend = self._group.make()
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))
         else:
@@ -244,7 +244,8 @@ class Rank:
 
     def _recover(self, task: Recover) -> InOrder:
         try:
-            return self._recovery.recover(task)
+            report = self._recovery.recover(task)
+            return msgspec.structs.replace(report, grouped=not self._group.destroyed)
         except Exception as error:  # the other ranks wait for the answer
             _show_exception()
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -262,6 +263,8 @@ class Rank:
             self._recovery.end(task.serial, reply.failure, self._shell.caught)
             _end_steps()
             self._put_in_order()
+            if self._group.destroyed:
+                reply = msgspec.structs.replace(reply, grouped=False)
         except BaseException as error:  # from what surrounds the task, or from a signal handler that ran then
             if reply is None or reply.failure is None:
                 reply = self._failed_around(task, error, "before it ran" if reply is None else "after it ran")

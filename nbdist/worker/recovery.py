@@ -6,6 +6,7 @@ thread, and does what Recover says, on the main thread. Knows nothing of the she
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nbdist.protocol import Failure, InOrder, RankSetup, Recover
@@ -27,10 +28,12 @@ class Recovery:
 
     Attributes:
         collectives: The process groups.
+        make_group_again: Makes the default group, given a number that no making of it has had before.
     """
 
     def __init__(self, setup: RankSetup, control: ControlThread) -> None:
         self.collectives = Collectives(setup.epoch, setup.store_port)
+        self.make_group_again: Callable[[int], None] = lambda attempt: None
         self._rank = setup.rank
         self._control = control
         self._steps = StepCounter(control.wake)
@@ -146,6 +149,8 @@ class Recovery:
         keep_buckets = False
         try:
             self.collectives.renew(task.generation, task.renew, task.stale, task.count)
+            if task.regroup:
+                self.make_group_again(task.generation)
             if task.reset:
                 topic = f"buckets settled after {task.serial}"
                 keep_buckets = self.collectives.agree(topic, models.buckets_settled(), task.ranks, self._rank)

@@ -131,3 +131,43 @@ def test_live_displays_of_rich_leave_their_last_state(ranks: Kernel) -> None:
     code = "from rich.progress import track\nfor step in track(range(3), total=3):\n    pass"
     shown = ranks.ok(f"%%distributed -r 0\n{code}").stdout
     assert shown.count("100%") == 1 and "\x1b[2K" not in shown and "\x1b[1A" not in shown
+
+
+SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(total.item())"
+AGAIN = "the default process group, which a cell had destroyed, was made again"
+
+
+@pytest.mark.torch_private
+def test_after_a_script_has_destroyed_the_group_the_next_cell_has_one_again(ranks: Kernel) -> None:
+    for _ in range(3):
+        ranks.ok("%%distributed\nimport torch.distributed as dist\ndist.destroy_process_group()")
+        outcome = ranks.ok(f"%%distributed\n{SUM}")
+        assert outcome.stdout.count("2.0") >= 1 and AGAIN in outcome.stdout + outcome.stderr + str(outcome.plain)
+        assert ranks.ok(f"%%distributed\n{SUM}").lines == both("2.0")
+
+
+@pytest.mark.torch_private
+def test_a_group_that_one_rank_has_destroyed_is_made_again_on_all(ranks: Kernel) -> None:
+    ranks.ok("%%distributed -r 0\nimport torch.distributed as dist\ndist.destroy_process_group()")
+    ranks.ok("%%distributed\npass")
+    assert ranks.ok(f"%%distributed\n{SUM}").lines == both("2.0")
+
+
+@pytest.mark.torch_private
+def test_a_group_that_a_failed_script_has_destroyed_is_made_again(ranks: Kernel) -> None:
+    code = "import torch.distributed as dist\nif rank == 0: dist.destroy_process_group()\n1/0"
+    ranks.fails(f"%%distributed\n{code}", "RankError")
+    ranks.ok("%%distributed\npass")
+    assert ranks.ok(f"%%distributed\n{SUM}").lines == both("2.0")
+
+
+def test_a_cell_on_some_ranks_runs_without_a_group(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nimport torch.distributed as dist\ndist.destroy_process_group()")
+    assert ranks.ok("%%distributed -r 1\nprint(dist.is_initialized())").lines == {1: ["False"]}
+    ranks.ok("%%distributed\npass")
+
+
+def test_ranks_that_make_their_own_group_get_none_after_destroying_it(own_group: Kernel) -> None:
+    code = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()"
+    own_group.ok(f"%%distributed\n{code}")
+    assert own_group.ok("%%distributed\nprint(dist.is_initialized())").lines == both("False")

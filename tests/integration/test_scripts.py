@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import shared_kernel
 from tests.harness import Kernel, both
+
+PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 
 # What the official tutorial on DistributedDataParallel begins and ends with.
 TUTORIAL = """
@@ -37,8 +43,6 @@ def own_group() -> Iterator[Kernel]:
 @pytest.fixture(scope="module")
 def port() -> int:
     """A port on which nobody listens."""
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
@@ -171,3 +175,42 @@ def test_ranks_that_make_their_own_group_get_none_after_destroying_it(own_group:
     code = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()"
     own_group.ok(f"%%distributed\n{code}")
     assert own_group.ok("%%distributed\nprint(dist.is_initialized())").lines == both("False")
+
+
+def run(kernel: Kernel, program: str) -> dict[int, list[str]]:
+    """Run a program of tests/programs on all ranks; what each of them prints."""
+    return kernel.ok(f"%%distributed\n%run {PROGRAMS}/{program}").lines
+
+
+def last(lines: dict[int, list[str]]) -> set[str]:
+    """The last line of each rank."""
+    return {printed[-1] for printed in lines.values()}
+
+
+def test_a_program_with_settings_as_globals_trains_as_in_one_process(ranks: Kernel) -> None:
+    done = subprocess.run([sys.executable, PROGRAMS / "gpt.py"], capture_output=True, text=True, check=True)
+    for _ in range(2):
+        assert last(run(ranks, "gpt.py")) == {done.stdout.strip()}
+    assert "done after 2 steps" in last(run(ranks, "gpt.py --steps=2")).pop()
+
+
+def test_a_program_with_snapshots_goes_on_from_them(ranks: Kernel, tmp_path: Path) -> None:
+    assert last(run(ranks, f"snapshots.py 2 {tmp_path}/snapshot.pt")) == {"epoch 1, 4 batches"}
+    second = run(ranks, f"snapshots.py 3 {tmp_path}/snapshot.pt --batch-size 16")
+    assert all("resuming after epoch 2" in lines for lines in second.values())
+    assert last(second) == {"epoch 2, 2 batches"}
+
+
+def test_a_program_for_fsdp2_saves_and_loads(ranks: Kernel, tmp_path: Path) -> None:
+    assert last(run(ranks, f"fsdp2.py --folder {tmp_path}")) == {"saved"}
+    assert all(lines[-2:] == ["loaded", "saved"] for lines in run(ranks, f"fsdp2.py --folder {tmp_path}").values())
+
+
+def test_a_program_for_tensor_parallelism_trains_alike_on_all_ranks(ranks: Kernel) -> None:
+    first = last(run(ranks, "tensor_parallel.py"))
+    assert len(first) == 1 and first == last(run(ranks, "tensor_parallel.py"))
+
+
+def test_a_program_for_accelerate_counts_each_sample_once(ranks: Kernel, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run(ranks, f"with_accelerate.py --folder {tmp_path}")[0][-1].endswith("of 50 right on 2 processes")

@@ -23,29 +23,50 @@ def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
         inherited: Bytes of anonymous memory that it was forked with, and so shares.
         gpu: Its GPU, as torch counts. CUDA's current device is no help: each thread has one of its own.
     """
-    found = RankSample(rank=rank, pid=os.getpid(), private=max(0, host.anonymous_memory() - inherited), step=_steps())
+    return msgspec.structs.replace(look_at_host(rank, inherited), **look_at_gpu(gpu))
+
+
+def look_at_host(rank: int, inherited: int = 0) -> RankSample:
+    """This process now, without its GPU. The arguments are those of `look`."""
+    private = max(0, host.anonymous_memory() - inherited)
+    return RankSample(rank=rank, pid=os.getpid(), private=private, step=_steps())
+
+
+def uses_gpu() -> bool:
+    """Whether this process uses one. Any thread may ask."""
     cuda = sys.modules.get("torch.cuda")
-    if cuda is None or not cuda.is_initialized():
-        return found
+    return cuda is not None and bool(cuda.is_initialized())
+
+
+def look_at_gpu(gpu: int) -> dict[str, Any]:
+    """What this process has on its GPU: fields of a RankSample. Empty if it uses none.
+
+    Waits for CUDA's allocator, and holds Python's lock meanwhile.
+
+    Args:
+        gpu: As for `look`.
+    """
+    if not uses_gpu():
+        return {}
+    cuda = sys.modules["torch.cuda"]
     try:
-        return _with_gpu(found, cuda, in_use(cuda, gpu))
+        return _gpu(cuda, in_use(cuda, gpu))
     except Exception as error:  # after a failed kernel torch refuses whatever it is asked
         why = f"torch does not tell of its GPU: {type(error).__name__}: {error}".splitlines()[0]
-        return msgspec.structs.replace(found, device=f"cuda:{gpu}", why=why)
+        return {"device": f"cuda:{gpu}", "why": why}
 
 
-def _with_gpu(found: RankSample, cuda: Any, index: int) -> RankSample:
+def _gpu(cuda: Any, index: int) -> dict[str, Any]:
     stats = cuda.memory_stats(index)
-    return msgspec.structs.replace(
-        found,
-        device=f"cuda:{index}",
-        gpu=uuid(cuda, index),
-        allocated=stats.get("allocated_bytes.all.current", 0),
-        reserved=stats.get("reserved_bytes.all.current", 0),
-        peak=stats.get("allocated_bytes.all.peak", 0),
-        retries=stats.get("num_alloc_retries", 0),
-        ooms=stats.get("num_ooms", 0),
-    )
+    return {
+        "device": f"cuda:{index}",
+        "gpu": uuid(cuda, index),
+        "allocated": stats.get("allocated_bytes.all.current", 0),
+        "reserved": stats.get("reserved_bytes.all.current", 0),
+        "peak": stats.get("allocated_bytes.all.peak", 0),
+        "retries": stats.get("num_alloc_retries", 0),
+        "ooms": stats.get("num_ooms", 0),
+    }
 
 
 def in_use(cuda: Any, own: int) -> int:

@@ -20,6 +20,7 @@ import re
 import resource
 import socket
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,6 +73,7 @@ class Collectives:
         self._copies: list[int] = []  # descriptors that keep cut connections open towards the peers
         self._stale: set[str] = set()
         self._store_cut = False
+        self._aborts: dict[int, threading.Thread] = {}  # by the backend's id; each thread keeps its backend alive
 
     # --- making groups
 
@@ -193,13 +195,14 @@ class Collectives:
         self._cut |= set(names)
         return names
 
-    def _abort(self, name: str, group: Any) -> bool:
+    def _abort(self, name: str, group: Any, *, limit: timedelta = timedelta(0)) -> bool:
+        """Abort a group. Returns whether there was something to abort; it may be under way after the limit still."""
         if group.size() < 2:
             return False
         aborted = False
         for backend in _backends(group).values():
             if "gloo" not in _kind(backend) and hasattr(backend, "abort"):
-                backend.abort()
+                self._abort_apart(backend).join(limit.total_seconds())
                 aborted = True
         known = self._groups.get(name)
         for fd, listener in known.epolls.items() if known is not None else ():
@@ -207,6 +210,20 @@ class Collectives:
                 self._silence(_targets(fd))
                 aborted = True
         return aborted
+
+    def _abort_apart(self, backend: Any) -> threading.Thread:
+        """NCCL's abort can wait for as long as the group's own time-out, and the control thread never may."""
+        thread = self._aborts.get(id(backend))
+        if thread is None:
+
+            def abort() -> None:
+                with contextlib.suppress(Exception):  # what can't be aborted is freed by its own time-out
+                    backend.abort()
+                del self._aborts[id(backend)]
+
+            thread = self._aborts[id(backend)] = threading.Thread(target=abort, name="nbdist-abort", daemon=True)
+            thread.start()
+        return thread
 
     def _silence(self, descriptors: Sequence[int]) -> None:
         """Let gloo see the end of these connections, and nobody else. Never a listener: gloo would end the process."""
@@ -252,7 +269,8 @@ class Collectives:
         self._cut |= set(chosen)  # until they are renewed, should that fail
         base = self.store()
         for name in chosen:
-            self._abort(name, living[name])  # what still waits for a collective of before must not wait for ever
+            # What still waits for a collective of before must not wait for ever.
+            self._abort(name, living[name], limit=_RENEWAL_LIMIT)
             self._groups.setdefault(name, _Group()).epolls.clear()
             store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)
             with self._created(name):
@@ -290,7 +308,7 @@ class Collectives:
         if group is None:
             return
         self._stale.add(name)
-        self._abort(name, group)
+        self._abort(name, group, limit=_RENEWAL_LIMIT)
         with contextlib.suppress(Exception):
             dist.destroy_process_group(group)
 
@@ -317,7 +335,7 @@ class Collectives:
         for name, group in _living().items():
             if name in groups:
                 self._groups.setdefault(name, _Group()).unusable = why
-                self._abort(name, group)
+                self._abort(name, group, limit=_RENEWAL_LIMIT)
 
     def forbid(self, groups: Sequence[str] | None) -> dict[str, Any]:
         """These groups (None: all) may be out of step: using them raises until they are renewed. From any thread.

@@ -1,6 +1,7 @@
 """A rank's control thread: answers at once, also while a cell runs or a collective blocks.
 
-Owns the control lane. Knows the interrupt gate and the shell's names; never runs anything of the user's.
+Owns the control lane. Knows the interrupt gate; never runs anything of the user's, nor waits for a lock that a cell may
+hold.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
 
-from nbdist.metrics import device, host
 from nbdist.protocol import Answer, Ask, Interrupt, decode, encode
 from nbdist.worker.interrupts import InterruptGate
-from nbdist.worker.shell import RankShell
+from nbdist.worker.questions import Questions
 
 
 class ControlThread:
@@ -31,9 +33,8 @@ class ControlThread:
 
     Attributes:
         gate: Who may be interrupted.
-        shell: The shell whose names are completed.
-        answers: Questions that others answer, by name.
-        gpu: The rank's GPU, as torch counts.
+        answers: Questions that others answer, at once, by name.
+        questions: Those whose answers may take their time.
         on_interrupt: Called when KeyboardInterrupt is asked for.
         overdue: Seconds until a stop at the end of a step should be given up, None if none is pending.
         on_overdue: Called then.
@@ -44,21 +45,15 @@ class ControlThread:
         self._rank = rank
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.gate = InterruptGate(self.wake)
-        self.shell: RankShell | None = None
         self.on_interrupt: Callable[[], None] = lambda: None
         self.overdue: Callable[[], float | None] = lambda: None
         self.on_overdue: Callable[[], None] = lambda: None
-        self.answers: dict[str, Callable[..., dict[str, Any]]] = {
-            "complete": self._complete,
-            "inspect": self._inspect,
-            "memory": self.memory,
-            "metrics": self._metrics,
-            "steps": self._steps,
-        }
-        self.gpu = 0
-        self._inherited = host.anonymous_memory()
+        self.answers: dict[str, Callable[..., dict[str, Any]]] = {"steps": self._steps}
+        self.questions = Questions(rank, lambda: not self.gate.running, self._answer_later)
+        self._answered: deque[bytes] = deque()
 
     def start(self) -> None:
+        self.questions.start()
         threading.Thread(target=self._run, name="nbdist-control", daemon=True).start()
 
     def wake(self) -> None:
@@ -71,48 +66,48 @@ class ControlThread:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         while True:
-            dues = [due for due in (self.gate.resend_due(), self.overdue()) if due is not None]
-            ready = dict(poller.poll(int(min(dues) * 1000) + 1 if dues else None))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
-            self.gate.resend()
-            if self.overdue() == 0.0:
-                self.on_overdue()
-            if self._socket in ready:
-                self._handle(self._socket.recv())
+            try:
+                self._turn(poller)
+            except Exception:  # without this thread nothing could stop a cell any more
+                traceback.print_exc(file=sys.__stderr__)
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        dues = [due for due in (self.gate.resend_due(), self.overdue()) if due is not None]
+        ready = dict(poller.poll(int(min(dues) * 1000) + 1 if dues else None))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+        while self._answered:
+            self._socket.send(self._answered.popleft())
+        self.gate.resend()
+        if self.overdue() == 0.0:
+            self.on_overdue()
+        if self._socket in ready:
+            self._handle(self._socket.recv())
 
     def _handle(self, frame: bytes) -> None:
         message = decode(frame)
         if isinstance(message, Interrupt):
-            self.on_interrupt()
-            self.gate.request(message.serial)
-        elif isinstance(message, Ask):
             try:
-                data = self.answers[message.question](**message.arguments)
-            except Exception as error:  # the thread must outlive any question
-                data = {"error": f"{type(error).__name__}: {error}"}
-            self._socket.send(encode(Answer(message.request, self._rank, data)))
+                self.on_interrupt()
+            finally:
+                self.gate.request(message.serial)
+        elif isinstance(message, Ask) and message.question in self.questions:
+            self.questions.put(message)
+        elif isinstance(message, Ask):
+            self._socket.send(self._answer(message, self.answers.get(message.question, _unknown)))
 
-    def _complete(self, code: str, position: int) -> dict[str, Any]:
-        from IPython.core.completer import provisionalcompleter
+    def _answer_later(self, message: Ask, work: Callable[..., dict[str, Any]]) -> None:
+        """From the thread that has worked it out: the socket belongs to this one."""
+        self._answered.append(self._answer(message, work))
+        self.wake()
 
-        assert self.shell is not None
-        with provisionalcompleter():
-            found = list(self.shell.Completer.completions(code, position))
-        return {"matches": [[item.text, item.type, item.start, item.end] for item in found[:500]]}
-
-    def _inspect(self, name: str, detail: int) -> dict[str, Any]:
-        assert self.shell is not None
+    def _answer(self, message: Ask, work: Callable[..., dict[str, Any]]) -> bytes:
+        """The answer's frame, whatever the work raises or returns: the thread must outlive any question."""
         try:
-            shell: Any = self.shell
-            return {"found": True, "data": shell.object_inspect_mime(name, detail_level=detail)}
-        except KeyError:
-            return {"found": False}
-
-    def _metrics(self) -> dict[str, Any]:
-        """This rank for the panel, once a second: so nothing that takes longer than microseconds."""
-        found: dict[str, Any] = msgspec.to_builtins(device.look(self._rank, self._inherited, self.gpu))
-        return found
+            return encode(Answer(message.request, self._rank, work(**message.arguments)))
+        except BaseException as error:
+            what = traceback.format_exception_only(type(error), error)[-1].strip()
+            return encode(Answer(message.request, self._rank, {"error": what}))
 
     def _steps(self) -> dict[str, Any]:
         """The training steps of what ran last here; empty if they are not measured."""
@@ -121,17 +116,6 @@ class ControlThread:
         found: dict[str, Any] = {} if lap is None else {"steps": 0} | msgspec.to_builtins(lap)
         return found
 
-    def memory(self) -> dict[str, Any]:
-        data: dict[str, Any] = {"private": _private_memory()}
-        cuda = sys.modules.get("torch.cuda")
-        if cuda is not None and cuda.is_initialized():
-            index = device.in_use(cuda, self.gpu)
-            data["allocated"], data["reserved"] = cuda.memory_allocated(index), cuda.memory_reserved(index)
-        return data
 
-
-def _private_memory() -> int:
-    """Bytes of memory that only this process uses: what it shares with the template costs nothing twice."""
-    with open("/proc/self/smaps_rollup") as file:
-        fields = (line.split() for line in file)
-        return 1024 * sum(int(parts[1]) for parts in fields if parts[0] in ("Private_Clean:", "Private_Dirty:"))
+def _unknown(**_: Any) -> NoReturn:
+    raise ValueError("ranks know no such question")

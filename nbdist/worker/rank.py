@@ -192,10 +192,10 @@ class Rank:
             collectives = self._recovery.collectives
             groups.separate_rendezvous(lambda: self._control.gate.running, collectives.connecting)
             device = groups.device(self._setup)
-            self._control.gpu = device.index or 0
+            self._control.questions.gpu = device.index or 0
             self._shell = RankShell.make(self._lane, self._own_names(device))
             self._shell.explain = collectives.explain
-            self._control.shell = self._shell
+            self._control.questions.shell = self._shell
             self._names = self._current_names()
             spawning.refuse(self._shell.is_from_cell)
             backend = self._group.make()
@@ -362,10 +362,10 @@ class Rank:
         return self._with_value(task, eval(task.code, self._shell.user_ns), task.code)
 
     def _free(self, task: Execute) -> Reply:
-        before = self._control.memory()
+        before = self._control.questions.memory()
         self._shell.forget_failure()
         device = shells.free_memory(self._shell)
-        after = self._control.memory()
+        after = self._control.questions.memory()
         report = {
             "private": before["private"] - after["private"],
             "device": device,

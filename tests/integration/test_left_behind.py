@@ -176,7 +176,8 @@ def test_a_thread_that_waits_in_a_stream_of_c_holds_no_cell_up(ranks: Kernel) ->
     ranks.ok(
         "%%distributed\nimport ctypes\nlibc = ctypes.CDLL(None)\nlibc.fdopen.restype = ctypes.c_void_p\n"
         "read, write = os.pipe(); stream = ctypes.c_void_p(libc.fdopen(read, b'r'))\n"
-        "thread = threading.Thread(target=libc.fgetc, args=(stream,)); thread.start()"
+        "thread = threading.Thread(target=libc.fgetc, args=(stream,)); thread.start()\n"
+        "while 'pipe' not in open(f'/proc/self/task/{thread.native_id}/wchan').read(): pass"
     )
     ranks.ok("%%distributed\nos.write(write, b'x'); thread.join(); libc.fclose(stream); os.close(write)")
 

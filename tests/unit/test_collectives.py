@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -99,12 +100,24 @@ def test_an_nccl_group_is_aborted_and_gets_a_new_backend_in_the_same_object(
     old = group._backend
     old.options._timeout = timedelta(seconds=42)
     assert collectives.cut() == ["0"]
-    assert old.aborted
     assert collectives.state(current=True)["groups"]["0"][2]
     collectives.renew(2, ["0"], [], 1)
     new = group._backend
-    assert new is not old and new.counts and new.options._timeout == timedelta(seconds=42)
+    assert old.aborted and new is not old and new.counts and new.options._timeout == timedelta(seconds=42)
     assert not collectives.state(current=True)["groups"]["0"][2]
+
+
+def test_an_abort_that_takes_its_time_does_not_hold_up_the_thread_that_asks_for_it(
+    group: Group, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    finish = threading.Event()
+    monkeypatch.setattr(group._backend, "abort", lambda: begun.append(threading.get_ident()) or finish.wait())
+    assert collectives.cut() == ["0"]
+    assert collectives.cut() == ["0"]
+    finish.set()
+    collectives.renew(2, ["0"], [], 1)
+    assert threading.get_ident() not in begun and len(begun) <= 2
 
 
 def test_each_renewal_takes_a_slot_of_its_own(group: Group, collectives: Collectives) -> None:

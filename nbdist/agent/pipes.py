@@ -6,6 +6,7 @@ Pure but for `os.read`: what is read comes out as Output messages.
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ _COALESCE = 0.05  # seconds between messages of a stream that keeps printing
 _LINE_END = 0.005  # seconds that the beginning of a line waits for its end: print writes them one after the other
 _STDERR_TAIL = 1 << 14
 _MARK_LENGTH = 128  # bytes of a mark at most
+_MARK = re.compile(rb"(\d{1,18});(-?\d{1,18})")  # behind its token
 _PIPE_SIZE = 1 << 20  # bytes that a pipe may hold at most
 
 
@@ -129,10 +131,14 @@ class PipeReader:
         seen = max(0, len(pipe.rest) - _MARK_LENGTH)
         rest = pipe.rest + data if pipe.rest else data
         while (start := rest.find(self._token, seen)) >= 0 and (end := rest.find(b"\a", start)) >= 0:
-            serial, _, sequence = rest[start + len(self._token) : end].partition(b";")
-            if int(sequence) <= END:
+            found = _MARK.fullmatch(rest, start + len(self._token), end)
+            if found is None:  # a rank has printed what it has read of a mark
+                seen = start + 1
+                continue
+            serial, sequence = map(int, found.groups())
+            if sequence <= END:
                 yield from self._sweep_stderr(pipe.rank)
-            yield self._message(pipe, rest[:start], (int(serial), int(sequence)))
+            yield self._message(pipe, rest[:start], (serial, sequence))
             rest = rest[end + 1 :]
             pipe.free = seen = 0  # what follows begins a new burst
         pipe.rest = rest

@@ -238,3 +238,31 @@ def test_a_failure_of_the_work_around_a_cell_is_its_error(ranks: Kernel) -> None
         "    if isinstance(group, Broken): del c10d._world.pg_names[group]\nprint('ran' in globals())"
     )
     assert outcome.lines == both("False")
+
+
+# --- widgets
+
+
+@pytest.mark.parametrize("error", ["ValueError('mine')", "SystemExit(3)", "KeyboardInterrupt"])
+def test_a_widget_s_handler_that_raises_is_shown(ranks: Kernel, error: str) -> None:
+    cell = ranks.start(
+        "%%distributed -r 1\nimport comm\nchannel = comm.create_comm(target_name='test')\n"
+        f"def handle(message):\n    print('handled')\n    raise {error}\nchannel.on_msg(handle)\nprint(channel.comm_id)"
+    )
+    identity = cell.finish().lines[1][0]
+    message = ranks.client.session.msg("comm_msg", {"comm_id": identity, "data": {}})
+    ranks.client.shell_channel.send(message)
+    cell.wait_late("handled")
+    cell.wait_late(error.split("(", maxsplit=1)[0])
+
+
+def test_a_finaliser_that_closes_a_comm_while_an_item_is_sent_does_not_hang(ranks: Kernel) -> None:
+    outcome = ranks.ok(
+        "%%distributed -r 0\nimport comm, gc\nclass Closing:\n"
+        "    def __init__(self): self.itself, self.comm = self, comm.create_comm(target_name='test')\n"
+        "    def __del__(self):\n        sys.setprofile(None)\n        self.comm.close()\n        print('closed')\n"
+        "def collect(frame, event, arg):\n    if frame.f_code.co_name == '_send': gc.collect()\n"
+        "gc.disable(); Closing(); sys.setprofile(collect)\n"
+        "display({'text/plain': 'shown'}, raw=True)\ngc.enable()"
+    )
+    assert "shown" in outcome.plain[0] and outcome.lines == {0: ["closed"]}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,3 +204,12 @@ def test_escape_sequences_cost_no_more_than_other_text() -> None:
             size += (taken := sum(len(output.data) for output in reader.read()))
             reader.credit(0, taken)
         assert time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize("torn", [b"", b"7", b"7;", b"seven;0", b"7;0;0", b"9" * 400 + b";0", b"7;-"])
+@pytest.mark.parametrize("end", [b"\a", b""])
+def test_a_mark_that_is_torn_is_text_and_the_next_one_is_found(torn: bytes, end: bytes) -> None:
+    with reading() as (reader, write):
+        os.write(write, b"before\n" + TOKEN + torn + end + wire([(7, END), b"after\n"]))
+        outputs = joined([*reader.read(), *reader.drain(0)])
+    assert outputs == [b"before\n" + TOKEN + torn + end, (7, END), b"after\n"]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -90,6 +91,14 @@ class Place(msgspec.Struct, frozen=True):
     max_restarts: int = 0
 
 
+# What the system has named need not be UTF-8: in Python's text the other bytes are lone surrogates, which no frame can
+# hold. Such text is bytes between `encode` and `StartOptions.__post_init__`.
+if TYPE_CHECKING:
+    SystemText = str
+else:
+    SystemText = Any  # msgspec knows no union of text and bytes
+
+
 class StartOptions(msgspec.Struct, frozen=True):
     """What `start` asks for. The environment is the notebook's, as it is at that moment.
 
@@ -100,10 +109,10 @@ class StartOptions(msgspec.Struct, frozen=True):
     """
 
     count: int
-    environment: dict[str, str]
-    cwd: str
-    sys_path: list[str]
-    argv: list[str]
+    environment: dict[SystemText, SystemText]
+    cwd: SystemText
+    sys_path: list[SystemText]
+    argv: list[SystemText]
     umask: int
     open_files: int  # how many the notebook may have open (RLIMIT_NOFILE)
     gpus: list[str] | None = None
@@ -115,6 +124,10 @@ class StartOptions(msgspec.Struct, frozen=True):
     port: int = 0
     place: Place | None = None
     all_results: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("environment", "cwd", "sys_path", "argv"):
+            msgspec.structs.force_setattr(self, name, _as_text(getattr(self, name)))
 
     @property
     def ranks(self) -> range:
@@ -567,21 +580,41 @@ _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
 
 
 def encode(message: Any) -> bytes:
-    """A message, or a part of one, as a frame. Lone surrogates in text, which no frame can hold, are escaped."""
+    """A message, or a part of one, as a frame. Lone surrogates, which no text in a frame can hold, are escaped.
+
+    What the system has named (StartOptions) keeps them.
+    """
     try:
         return _encode(message)
     except UnicodeEncodeError:
-        return _encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=repr)))
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=repr)
+        exact = isinstance(getattr(message, "options", None), StartOptions)
+        return _encode(_mapped(plain, _as_bytes if exact else _escaped))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value of plain types, with all in it that is neither list nor dict changed."""
+    if isinstance(value, dict):
+        return {change(key): _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(item, change) for item in value]
+    return change(value)
 
 
 def _escaped(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_escaped(key): _escaped(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_escaped(item) for item in value]
-    return value
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _as_bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    encoded = value.encode(errors="surrogatepass")
+    return encoded if any("\ud800" <= letter <= "\udfff" for letter in value) else value
+
+
+def _as_text(value: Any) -> Any:
+    """What `_as_bytes` has made of a value is text again."""
+    return _mapped(value, lambda item: item.decode(errors="surrogatepass") if isinstance(item, bytes) else item)
 
 
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

@@ -296,7 +296,7 @@ class Agent:
             writers.append(write)
         memory = os.memfd_create("nbdist-setup", os.MFD_CLOEXEC)
         try:
-            os.write(memory, msgspec.msgpack.encode(setup))
+            os.write(memory, encode(setup))
             os.lseek(memory, 0, os.SEEK_SET)
             template.fork(rank, "rank", [*writers, memory], fresh=setup.options.fresh)
             group.expected += 1

@@ -63,6 +63,20 @@ def test_the_notebooks_folder_path_arguments_and_umask_count(notebook: Kernel, t
     assert on_ranks(notebook, "__import__('sys').path") == [notebook.value("sys.path")] * 2
 
 
+def test_names_of_the_system_that_are_not_utf_8_arrive_byte_for_byte(notebook: Kernel, tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)
+    notebook.ok(
+        f"odd = os.fsdecode(bytes([0xE9])); folder = {folder!r}; os.chdir(folder); os.environ['OF_' + odd] = odd\n"
+        "sys.path.insert(0, os.fsdecode(folder)); sys.argv[:] = ['train.py', odd, chr(0xD83D)]"
+    )
+    assert "cold start" not in restart(notebook)
+    assert on_ranks(notebook, "__import__('os').getcwdb()") == [folder] * 2
+    assert on_ranks(notebook, "__import__('os').environb[b'OF_' + bytes([0xE9])]") == [b"\xe9"] * 2
+    for name in ("path", "argv"):
+        assert on_ranks(notebook, f"ascii(__import__('sys').{name})") == [notebook.value(f"ascii(sys.{name})")] * 2
+
+
 def test_the_time_zone_counts(notebook: Kernel) -> None:
     notebook.ok("os.environ['TZ'] = 'Asia/Tokyo'")
     assert "cold start" not in restart(notebook)

@@ -512,7 +512,10 @@ class Quit(Message, frozen=True):
 
 
 class RankSetup(msgspec.Struct, frozen=True):
-    """What a rank needs to know, given to it by file descriptor."""
+    """What a rank needs to know, given to it by file descriptor.
+
+    folder: for temporary files, which the agent removes when the rank has ended; empty: there is none.
+    """
 
     epoch: int
     rank: int
@@ -525,6 +528,7 @@ class RankSetup(msgspec.Struct, frozen=True):
     gpu_count: int
     threads: int
     options: StartOptions
+    folder: str = ""
 
     @property
     def local_rank(self) -> int:

@@ -58,6 +58,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
     keys: Keys
     token: bytes
     leftovers: list[str]  # files and folders to remove if the controller can't
+    folder: str = ""  # one of them: the session's own, for temporary files; empty: there is none
 
 
 def run(template: WarmTemplate, controller: int) -> None:
@@ -319,7 +320,12 @@ class Agent:
             gpu_count=len(options.gpus or []),
             threads=max(1, len(os.sched_getaffinity(0)) // options.count),
             options=options,
+            folder=self._folder(group, rank),
         )
+
+    def _folder(self, group: _Set, rank: int) -> str:
+        """Where a rank keeps temporary files that end with it."""
+        return f"{self._setup.folder}/rank-{group.spawn.epoch}-{rank}" if self._setup.folder else ""
 
     def _explain(self, error: OSError, options: StartOptions) -> str:
         count = options.count
@@ -370,6 +376,8 @@ class Agent:
                 self._output.send(encode(output))
         if not group.ending:
             self._end_orphans()
+        if folder := self._folder(group, rank):
+            shutil.rmtree(folder, ignore_errors=True)
         tail = self._pipes.stderr_tail(rank)
         # By the output lane: it must not overtake the rank's last words.
         self._output.send(encode(Exited(group.spawn.epoch, rank, pid, code, tail, time.monotonic(), cause)))

@@ -184,7 +184,8 @@ class Controller:
         write_key_file(self._key_file, Keys(url, public, *client))
         leftovers = [str(self._key_file)] + ([str(self._log.folder)] if self._log.folder else [])
         token = b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode()
-        line = {"keys": Keys(url, public, *node), "token": token, "leftovers": leftovers}
+        folder = leftovers[1] if len(leftovers) > 1 else ""
+        line = {"keys": Keys(url, public, *node), "token": token, "leftovers": leftovers, "folder": folder}
         assert self._agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
             self._agent.stdin.write(msgspec.json.encode(line) + b"\n")

@@ -9,16 +9,15 @@ import base64
 import fcntl
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import zmq
 
-from nbdist.protocol import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, Message, WidgetMessage, decode, encode
+from nbdist.protocol import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, WidgetMessage, decode, encode
 from nbdist.worker.streams import write_all
-
-_ENVELOPE = 1_000  # bytes of a message that are not its content
 
 
 class DisplayLane:
@@ -35,7 +34,9 @@ class DisplayLane:
         self._token = token
         self._sequence = 0
         self._unpaid = 0  # bytes sent that the notebook has not taken yet
-        self._lock = threading.RLock()  # a finaliser that closes a widget may run while an item is sent
+        self._lock = threading.RLock()  # a finaliser that closes a widget may run while its thread has the lock
+        self._unsent: deque[Display | WidgetMessage] = deque()
+        self._sending = False
         self._pid = os.getpid()
         self._pipe = fcntl.fcntl(STDOUT, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)  # a cell may redirect descriptor 1
 
@@ -52,13 +53,9 @@ class DisplayLane:
             print(data.get("text/plain", ""))
             return
         bundle, notes = _plain(data), _plain(metadata)
-        size = _size(bundle) + _size(notes) + _ENVELOPE
         with self._lock:
             self._sequence += 1
-            sequence = self._sequence
-            # The payload goes first: an interrupt between the two leaves an item without a place, no gap to wait for.
-            self._send(Display(self._rank, sequence, kind, bundle, notes, str(display_id), wait, size), size)
-            self.mark(0, sequence)
+            self._send(Display(self._rank, self._sequence, kind, bundle, notes, str(display_id), wait))
 
     def relay(
         self, event: str, comm_id: str, target: str, data: dict[str, Any], metadata: dict[str, Any], raw: list[bytes]
@@ -67,17 +64,32 @@ class DisplayLane:
         if os.getpid() != self._pid:
             return
         content, notes = _plain(data), _plain(metadata)
-        size = sum(map(len, raw)) + _size(content) + _size(notes) + _ENVELOPE
         with self._lock:
-            self._send(WidgetMessage(self._rank, event, str(comm_id), str(target), content, notes, raw, size), size)
+            self._send(WidgetMessage(self._rank, event, str(comm_id), str(target), content, notes, raw))
 
-    def _send(self, message: Message, size: int) -> None:
+    def _send(self, message: Display | WidgetMessage) -> None:
+        """Send it, and what finalisers that run meanwhile have to send: two messages must not be sent at once."""
+        self._unsent.append(message)
+        if self._sending:
+            return
+        self._sending = True
+        try:
+            while self._unsent:
+                self._send_now(self._unsent.popleft())
+        finally:
+            self._sending = False
+
+    def _send_now(self, message: Display | WidgetMessage) -> None:
+        size = len(encode(message))
         while self._unpaid >= OUTPUT_WINDOW:
             self._collect()
         while self._socket.poll(0):
             self._collect()
         self._unpaid += size
-        self._socket.send(encode(message))
+        # The payload goes first: an interrupt between the two leaves an item without a place, no gap to wait for.
+        self._socket.send(encode(msgspec.structs.replace(message, size=size)))
+        if isinstance(message, Display):
+            self.mark(0, message.sequence)
 
     def _collect(self) -> None:
         credit = decode(self._socket.recv())
@@ -103,8 +115,3 @@ def _plain_value(value: Any) -> Any:
     except Exception:  # a key that is a tuple, a list that holds itself, ...
         return repr(value)
     return plain
-
-
-def _size(bundle: dict[str, Any]) -> int:
-    """Bytes of a plain bundle's values, roughly."""
-    return sum(len(value if isinstance(value, str) else encode(value)) for value in bundle.values())

@@ -10,7 +10,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import multiprocessing
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -57,10 +57,12 @@ from nbdist.worker.control import ControlThread
 from nbdist.worker.default_group import DefaultGroup
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.interrupts import cancel_alarm
+from nbdist.worker.orphans import Orphans
 from nbdist.worker.recovery import Recovery
 from nbdist.worker.shell import RankShell
 from nbdist.worker.widgets import WidgetRelay
 
+_LONGEST_FOLDER = 85  # characters; the path of a socket in it may have 107
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
 _RESTORED = "nbdist: this cell left {} changed; it is restored for the next cell"
 _AROUND = "This failed in nbdist's own work around the cell, {}; the rank and its variables are kept."
@@ -152,8 +154,26 @@ def _take_on(setup: RankSetup) -> None:
     time.tzset()
     # Python 3.14 has another default; workers of a DataLoader must find the classes of cells.
     multiprocessing.set_start_method("fork", force=True)
+    _keep_sockets_in(setup.folder)
     groups.prepare_torch(setup)
     accelerate_state.install()
+
+
+def _keep_sockets_in(folder: str) -> None:
+    """Have multiprocessing put its sockets, which DataLoader workers share tensors by, where the agent removes them.
+
+    Each worker would make a folder of its own, and leave it behind when it is killed.
+    """
+    if not folder or len(folder) > _LONGEST_FOLDER:
+        return
+
+    def get_temp_dir() -> str:
+        for path in (os.path.dirname(folder), folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+        return folder
+
+    multiprocessing.util.get_temp_dir = get_temp_dir
 
 
 class Rank:
@@ -163,6 +183,7 @@ class Rank:
         self._setup = setup
         self._pid = os.getpid()
         self._streams = streams.StandardStreams()
+        self._orphans = Orphans()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cells = self._connect(RANK_CELL)
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
@@ -285,6 +306,7 @@ class Rank:
             left.append("a pending alarm (SIGALRM)")
         for what in left:
             print(_RESTORED.format(what), file=sys.__stderr__)
+        self._orphans.reap()
 
     def _report(self, reply: Reply) -> None:
         if reply == Reply(reply.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost

@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.harness import Kernel, both, lines_by_rank, wait_until
 from tests.roles import children
 
+EXIT_CODE = "child.join() or child.exitcode"
 RESTORED = "it is restored for the next cell"
 
 
@@ -219,6 +221,36 @@ def test_a_child_that_comes_back_from_a_call_or_a_value_ends(ranks: Kernel, way:
     wait_until(lambda: not any(children(pid) for pid in ranks.rank_pids()), "the children to end")
 
 
+def test_orphans_that_a_rank_has_adopted_are_reaped_when_they_have_ended(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nfor _ in range(5): os.system('(exit 3 &)')")
+
+    def zombies() -> list[psutil.Process]:
+        ranks.ok("%%distributed\npass")
+        return [pid for rank in ranks.rank_pids() for pid in psutil.Process(rank).children()]
+
+    wait_until(lambda: not zombies(), "the orphans to be reaped")
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        ("child = subprocess.Popen('exit 3', shell=True); pid = child.pid", "child.wait()"),
+        ("child = multiprocessing.Process(target=os._exit, args=(3,)); child.start(); pid = child.pid", EXIT_CODE),
+        ("pid = os.fork()\nif pid == 0: os._exit(3)", "os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])"),
+    ],
+    ids=["subprocess", "multiprocessing", "fork"],
+)
+def test_the_exit_codes_of_a_rank_s_own_children_are_left_to_who_started_them(
+    ranks: Kernel, begin: str, end: str
+) -> None:
+    ranks.ok(
+        f"%%distributed\nimport multiprocessing, subprocess\n{begin}\nos.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)"
+    )
+    for _ in range(3):
+        ranks.ok("%%distributed\npass")
+    assert ranks.ok(f"%%distributed\nprint({end})").lines == both("3")
+
+
 # --- our own work around a cell
 
 
@@ -261,7 +293,7 @@ def test_a_finaliser_that_closes_a_comm_while_an_item_is_sent_does_not_hang(rank
         "%%distributed -r 0\nimport comm, gc\nclass Closing:\n"
         "    def __init__(self): self.itself, self.comm = self, comm.create_comm(target_name='test')\n"
         "    def __del__(self):\n        sys.setprofile(None)\n        self.comm.close()\n        print('closed')\n"
-        "def collect(frame, event, arg):\n    if frame.f_code.co_name == '_send': gc.collect()\n"
+        "def collect(frame, event, arg):\n    if frame.f_code.co_name in ('_send', '_send_now'): gc.collect()\n"
         "gc.disable(); Closing(); sys.setprofile(collect)\n"
         "display({'text/plain': 'shown'}, raw=True)\ngc.enable()"
     )

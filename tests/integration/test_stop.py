@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel
+from tests.harness import Kernel, wait_until
 from tests.roles import alive, await_end, children, family, find, listening, revive
 
 HANG = 20.0
@@ -40,6 +41,20 @@ def test_stop_frees_ranks_that_refuse_to_go(own: Kernel) -> None:
     ranks = own.rank_pids()
     own.ok("%distributed stop", HANG)
     assert not any(map(alive, ranks))
+
+
+def test_sockets_of_data_loader_workers_go_with_ranks_that_are_killed(own: Kernel) -> None:
+    temporary = Path(os.environ["TMPDIR"])
+    before = set(temporary.glob("pymp-*"))
+    own.ok(
+        "%%distributed\nimport torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "batches = iter(DataLoader(TensorDataset(torch.ones(100, 9)), num_workers=2))\nnext(batches)"
+    )
+    assert len(list(temporary.glob("nbdist-*/rank-*"))) == 2
+    for pid in own.rank_pids():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not list(temporary.glob("nbdist-*/rank-*")), "the folders to go")
+    assert set(temporary.glob("pymp-*")) == before
 
 
 def test_what_ranks_registered_with_atexit_runs_at_stop(own: Kernel, tmp_path: Path) -> None:

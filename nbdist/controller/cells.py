@@ -166,8 +166,11 @@ class Cells:
             for rank in who:
                 self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
 
+        def say(text: str) -> None:
+            self._wires.to_notebook(Remark(serial, text, "stop"))
+
         keywords = {} if grace is None else {"grace": grace}
-        cell.ladder = Ladder(serial, ranks, ask, raise_on, now, together=together, **keywords)
+        cell.ladder = Ladder(serial, ranks, ask, raise_on, say, now, together=together, **keywords)
 
     def _to_ladder(self, serial: int, question: str) -> Handler:
         def handle(rank: int, data: dict[str, Any], now: float) -> None:

@@ -17,6 +17,9 @@ ARM, AIM, MEET, RAISE, CUT = "arm", "aim", "meet", "raise", "cut"
 _ARM_LIMIT = 0.5  # seconds that ranks have to say how many steps they have made
 _STEP_LIMIT = 2.0  # seconds that ranks have at least to reach the step at which all stop
 _STEPS = 3  # ... and how many median steps
+_SPARE_STEPS = 2  # that a rank which is behind has besides those that it has to make
+_BEHIND_STEPS_LIMIT = 10.0  # seconds that a rank which is behind has at most
+_LONG = 1.0  # seconds: a wait that is worth a line
 _HURRIED_ARM_LIMIT = 0.2  # ... when the user does not want to wait
 _BEHIND_LIMIT = 0.2  # seconds that ranks have to finish a step that others have made
 _BODY_LIMIT = 0.05  # seconds that ranks have to finish the loop's body before they are freed by force
@@ -32,6 +35,7 @@ class Ladder:
         serial: The cell.
         ranks: Those that are to stop.
         ask: Sends a question to control threads; the answers come back by `answered`.
+        say: Shows a line below the cell.
         raise_on: Sends KeyboardInterrupt to ranks.
         now: The time, in seconds; so are all other times here.
         together: Whether these are all ranks that run the cell, so that they can stop at a step.
@@ -48,6 +52,7 @@ class Ladder:
         ranks: Sequence[int],
         ask: Ask,
         raise_on: Callable[[Sequence[int]], None],
+        say: Callable[[str], None],
         now: float,
         *,
         together: bool = True,
@@ -59,12 +64,14 @@ class Ladder:
         self.rung = ARM
         self._ask = ask
         self._raise_on = raise_on
+        self._say = say
         self._began = now
         self._grace = grace
         self._forced = False
         self._together = together
         self._behind: set[int] = set()
         self._steps: dict[int, dict[str, Any]] = {}
+        self._in_the_end = ""  # what takes the place of the line
         if together:
             self._question("arm")
             self.due = now + _ARM_LIMIT
@@ -88,6 +95,8 @@ class Ladder:
                 self.due = self._began  # nobody else is waited for
         if not self.left:
             self.due = None
+        if not self.left and self._in_the_end:
+            self._say(self._in_the_end)
 
     def answered(self, rank: int, question: str, data: dict[str, Any], now: float) -> None:
         """A rank has answered one of our questions."""
@@ -112,14 +121,27 @@ class Ladder:
 
     def _aim(self, now: float) -> None:
         """Let all stop after the step that no rank has left yet; go on down if they are not stepping."""
-        steps = [answer for rank, answer in self._steps.items() if rank in self.left and answer.get("running")]
-        if len(steps) < len(self.left) or not _stepping(steps):
+        steps = {rank: answer for rank, answer in self._steps.items() if rank in self.left and answer.get("running")}
+        if len(steps) < len(self.left) or not _stepping(list(steps.values())):
+            self._interrupt(now)
+            return
+        target = max(answer["count"] for answer in steps.values()) + 1
+        left = {rank: target - answer["count"] for rank, answer in steps.items()}
+        needed = {rank: left[rank] * (answer["median"] or 0.0) for rank, answer in steps.items()}
+        limit = max(_limit(answer, left[rank]) for rank, answer in steps.items())
+        last = max(needed, key=needed.__getitem__)
+        if needed[last] > limit:  # it won't be there in time
             self._interrupt(now)
             return
         self.rung = AIM
-        target = max(answer["count"] for answer in steps) + 1
-        self.due = now + max(_STEP_LIMIT, _STEPS * _median(steps))
+        self.due = now + limit
         self._question("aim", {"target": target})
+        if left[last] > 1 and needed[last] > _LONG:
+            self._say(
+                f"all ranks stop after step {target:,}: rank {last} has {left[last]:,} steps to make until then, about "
+                f"{needed[last]:.0f} s. Interrupt again to stop now."
+            )
+            self._in_the_end = f"rank {last} had {left[last]:,} steps to make before all could stop"
 
     def _interrupt(self, now: float) -> None:
         """Interrupt all, but first ask where they are, so that none is left a step behind."""
@@ -174,6 +196,13 @@ def _stepping(steps: Sequence[dict[str, Any]]) -> bool:
     """Whether every rank has made a step in this cell, and not too long ago."""
     recent = max(_STEP_LIMIT, _STEPS * _median(steps))
     return all(answer["count"] > 0 and (answer["age"] or 0.0) < recent for answer in steps)
+
+
+def _limit(answer: dict[str, Any], left: int) -> float:
+    """Seconds that a rank has to make this many steps: the slowest decides, but nobody waits for long who is behind."""
+    median = answer["median"] or 0.0
+    behind = min(_BEHIND_STEPS_LIMIT, (left + _SPARE_STEPS) * median)
+    return max(_STEP_LIMIT, _STEPS * median, behind)
 
 
 def _median(steps: Sequence[dict[str, Any]]) -> float:

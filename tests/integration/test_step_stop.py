@@ -92,3 +92,23 @@ def test_a_loop_whose_steps_have_ended_is_interrupted_where_it_is(ranks: Kernel)
     code = LOOP.replace("100_000", "7") + "print('evaluation')\nwhile True: time.sleep(0.01)"
     outcome = interrupted(ranks, code, at="evaluation")
     assert "interrupted; their variables are kept" in outcome.evalue
+
+
+def test_ranks_of_different_speed_stop_after_the_same_step_too(ranks: Kernel) -> None:
+    """Rank 1 has about 30 steps of 0.1 s to make until it is where rank 0 is."""
+    ranks.ok(SETUP)
+    cell = ranks.start(
+        "%%distributed\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+        "while done < 100_000:\n"
+        "    model(torch.randn(8, 4)).square().mean().backward()\n"
+        "    if rank or done > 30: time.sleep(0.1)\n"
+        "    optimizer.step()\n"
+        "    done += 1\n"
+        "    if done == (3 if rank else 34): print('apart')"
+    )
+    cell.wait_until(lambda seen: all("apart" in seen.lines.get(rank, []) for rank in (0, 1)))
+    ranks.interrupt()
+    outcome = cell.finish()
+    first, second = counts(ranks)[0]
+    assert first == second and outcome.evalue.startswith(f"all ranks stopped after step {first}"), str(outcome)
+    assert any("nbdist: rank 1 had" in text and "steps to make before all could stop" in text for text in outcome.plain)

@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from nbdist.controller.ladder import Ladder
 
 TRAINING = {"count": 7, "stepping": False, "running": True, "age": 0.1, "median": 0.05}
@@ -14,7 +16,8 @@ class Rungs:
 
     def __init__(self, ranks: Sequence[int] = (0, 1), **options: Any) -> None:
         self.said: list[Any] = []
-        self.ladder = Ladder(5, ranks, self._ask, self._raise, 100.0, **options)
+        self.lines: list[str] = []
+        self.ladder = Ladder(5, ranks, self._ask, self._raise, self.lines.append, 100.0, **options)
 
     def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
         assert arguments["serial"] == 5
@@ -61,6 +64,39 @@ def test_slow_steps_are_waited_for_three_times_as_long_as_they_take() -> None:
     rungs = Rungs()
     rungs.arm({**TRAINING, "median": 10.0}, {**TRAINING, "median": 10.0})
     assert rungs.ladder.due == 130.01
+
+
+def test_the_slowest_rank_decides_how_long_ranks_of_different_speed_run_on() -> None:
+    rungs = Rungs([0, 1, 2])
+    slow = {**TRAINING, "count": 135, "median": 0.1}
+    rungs.arm({**TRAINING, "count": 174}, {**TRAINING, "count": 174}, slow)
+    assert rungs.new()[-1] == ("aim", [0, 1, 2], 175)
+    assert rungs.ladder.due == pytest.approx(100.01 + (175 - 135 + 2) * 0.1)
+    assert rungs.lines == [
+        "all ranks stop after step 175: rank 2 has 40 steps to make until then, about 4 s. Interrupt again to stop now."
+    ]
+    for rank in (0, 1, 2):
+        rungs.ladder.ended(rank)
+    assert rungs.lines[1:] == ["rank 2 had 40 steps to make before all could stop"]
+
+
+def test_but_nobody_waits_longer_than_ten_seconds_for_one_that_is_behind() -> None:
+    rungs = Rungs()
+    rungs.arm({**TRAINING, "count": 100}, {**TRAINING, "count": 2, "median": 0.1})
+    assert rungs.ladder.due == 110.01
+
+
+def test_one_that_would_not_be_there_in_time_is_not_waited_for_at_all() -> None:
+    rungs = Rungs()
+    rungs.arm({**TRAINING, "count": 1000}, {**TRAINING, "count": 2, "median": 0.1})
+    assert rungs.new() == [("arm", [0, 1]), ("arm", [0, 1])]
+    assert not rungs.lines
+
+
+def test_ranks_that_keep_step_stop_without_a_line() -> None:
+    rungs = Rungs()
+    rungs.arm({**TRAINING, "median": 10.0}, {**TRAINING, "median": 10.0})
+    assert not rungs.lines
 
 
 def test_a_rank_that_does_not_say_how_many_steps_it_made_is_not_waited_for_long() -> None:

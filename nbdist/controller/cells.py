@@ -83,6 +83,7 @@ class Cells:
             lambda who: self._free(serial, who),
             now,
             launch=message.kind == "launch",
+            part=bool(self._running) or len(self._wires.idle()) > len(ranks),
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
         return True

@@ -1,7 +1,8 @@
 """Who waits for whom: looks at the ranks of a running cell now and then, and compares.
 
 After 5 s of unequal progress it says who waits where, and for whom; of a launch also who is still at it when others
-have finished. When a rank has failed it names those that wait for it in vain. Costs nothing before that but a timer.
+have finished. Of a cell on some of the ranks it says within a second that one waits for ranks which are not in it. When
+a rank has failed it names those that wait for it in vain. Costs nothing before that but a timer.
 Knows ranks only by what their control threads answer.
 """
 
@@ -24,6 +25,8 @@ class Pauses:
     """When to look, in seconds.
 
     Attributes:
+        absent: From the start of a cell on some of the ranks to a look for those that wait for others; also to a second
+            one, if there are any.
         first: From the cell's start to the first look.
         confirm: To the second, if ranks seem to wait then.
         repeat: Between looks from then on.
@@ -32,6 +35,7 @@ class Pauses:
         failed: Between looks after these, if nothing came of them.
     """
 
+    absent: float = 0.4
     first: float = 4.0
     confirm: float = 1.0
     repeat: float = 5.0
@@ -83,6 +87,7 @@ class Watch:
         now: The time, in seconds; so are all other times here.
         pauses: When to look.
         launch: Whether the ranks live for this work only, so that those that have finished wait for the others.
+        part: Whether there are ranks that the cell does not run on.
 
     Attributes:
         due: When `tick` wants to be called.
@@ -101,10 +106,13 @@ class Watch:
         pauses: Pauses | None = None,
         *,
         launch: bool = False,
+        part: bool = False,
     ) -> None:
         self._pauses = pauses or Pauses()
         self.serial = serial
-        self.due = now + self._pauses.first
+        self._began = now
+        self._early = part  # looks only for those that wait for ranks which are not in the cell
+        self.due = now + (self._pauses.absent if part else self._pauses.first)
         self.waits: dict[int, str] = {}
         self._ranks = list(ranks)
         self._left = set(ranks)
@@ -129,7 +137,7 @@ class Watch:
         """A rank has left the cell."""
         self._left.discard(rank)
         if failed and not self._failed:
-            self._looking = False
+            self._looking = self._early = False
             self._before = {}
             self.due = now + max(0.0, self._grace - self._pauses.sample)
         if failed:
@@ -182,12 +190,15 @@ class Watch:
         self._looking = False
         before, self._before = self._before, self._looks
         awaited = {rank: who for rank in sorted(self._left) if (who := self._awaited(rank))}
+        if self._early:
+            awaited = {rank: who for rank, who in awaited.items() if not who <= {*self._ranks, *self._dead}}
         self._since = {
             rank: self._since.get(rank, before[rank].at)
             for rank in awaited
             if self._looks[rank].is_same_as(before.get(rank))
         }
-        self.due = max(now, self._asked + self._pause(bool(before), bool(awaited)))
+        self.due = max(now, self._next(bool(before), bool(awaited)))
+        self._early = self._early and not before and bool(awaited)
         lost = self._in_vain(awaited) if self._failed else []
         if lost:
             self._free(lost)
@@ -208,10 +219,16 @@ class Watch:
         if self._finished_at is not None and not self._failed and not self._looking:
             self.due = min(self.due, max(now, self._finished_at + _WORTH_SAYING))
 
-    def _pause(self, again: bool, suspicious: bool) -> float:
+    def _next(self, again: bool, suspicious: bool) -> float:
+        """When to look again."""
         if self._failed:
-            return self._pauses.failed if again else self._pauses.sample
-        return self._pauses.confirm if suspicious and not again else self._pauses.repeat
+            return self._asked + (self._pauses.failed if again else self._pauses.sample)
+        if self._early and suspicious and not again:
+            return self._asked + self._pauses.absent
+        if self._early and not self._since:
+            self._before = {}
+            return self._began + self._pauses.first
+        return self._asked + (self._pauses.confirm if suspicious and not again else self._pauses.repeat)
 
     # --- comparing
 

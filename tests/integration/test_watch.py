@@ -51,6 +51,17 @@ def test_after_groups_were_rebuilt_it_is_said_of_a_background_cell_that_none_wil
     stop(ranks)
 
 
+@pytest.mark.torch_private
+def test_a_cell_that_waits_for_a_rank_which_is_not_in_it_says_so_soon(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nimport torch, torch.distributed as dist")
+    cell = ranks.start("%%distributed -r 0\ndist.barrier()")
+    cell.wait_until(lambda seen: bool(live_line(seen)), "a live line", limit=3)
+    assert "rank 0 waits in barrier" in live_line(cell.outcome)
+    assert "rank 1 is not in this cell" in live_line(cell.outcome)
+    ranks.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+
+
 def stop(kernel: Kernel) -> None:
     kernel.ok("handle.interrupt(now=True)")
     assert kernel.run("handle.wait(20)").ename == "KeyboardInterrupt"

@@ -36,16 +36,14 @@ def waiting(at: float, collective: str = "all_reduce", line: int = 4, **changes:
 class Cell:
     """A cell with four ranks that began at 0 s, and what its watch has done."""
 
-    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0, launch: bool = False) -> None:
+    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0, **options: bool) -> None:
         self.asked: list[tuple[float, list[int]]] = []
         self.said: list[tuple[str, bool, bool]] = []
         self.freed: list[int] = []
         self.now = 0.0
         self.does: dict[int, Any] = {}  # what a rank answers, by time; None: it does not
         self.late: list[int] = []
-        self.watch = Watch(
-            1, ranks, grace, self._ask, lambda *line: self.said.append(line), self._free, 0.0, launch=launch
-        )
+        self.watch = Watch(1, ranks, grace, self._ask, lambda *line: self.said.append(line), self._free, 0.0, **options)
 
     def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
         assert (question, arguments) == ("progress", {"serial": 1})
@@ -154,6 +152,43 @@ def test_ranks_of_the_group_that_the_cell_does_not_run_on_are_named() -> None:
     cell.does = {0: waiting, 1: waiting}
     cell.run(5)
     assert cell.line == "ranks 0-1 wait in all_reduce, cell 7 line 4; ranks 2-3 are not in this cell"
+
+
+def test_within_a_second_it_is_said_that_ranks_wait_for_some_that_are_not_in_the_cell() -> None:
+    cell = Cell(ranks=[0, 1], part=True)
+    cell.does = {0: answer, 1: waiting}
+    cell.run(0.9)
+    assert cell.said == [
+        (
+            "rank 1 waits in all_reduce, cell 7 line 4; rank 0 is at cell 7 line 2: time.sleep(100); "
+            "ranks 2-3 are not in this cell",
+            False,
+            True,
+        )
+    ]
+    cell.run(12)
+    assert [same for _, same, _ in cell.said] == [False, True, True]
+
+
+def test_a_wait_for_ranks_that_are_in_the_cell_is_said_as_late_as_ever() -> None:
+    pair = {"members": [0, 1], "group": "1"}
+    cell = Cell(ranks=[0, 1], part=True)
+    cell.does = {0: answer, 1: lambda at: waiting(at, **pair)}
+    cell.run(4.9)
+    assert not cell.said and [at for at, _ in cell.asked] == [0.4, 4.0]
+    cell.run(5.0)
+    assert cell.line.startswith("rank 1 waits in all_reduce")
+
+
+def test_so_is_one_for_absent_ranks_that_begins_later() -> None:
+    cell = Cell(ranks=[0, 1], part=True)
+    cell.does = {0: answer, 1: answer}
+    cell.run(2)
+    cell.does[1] = waiting
+    cell.run(4.9)
+    assert not cell.said
+    cell.run(5.0)
+    assert cell.line.endswith("ranks 2-3 are not in this cell")
 
 
 def test_a_long_collective_that_all_are_in_is_no_news() -> None:

@@ -37,6 +37,9 @@ STDOUT, STDERR = 1, 2
 # by itself, PLAIN_END the end of one that has nothing to say but that all went well.
 END, PLAIN_END = 0, -1
 
+# Serial numbers that a client may give to its cells before it needs another block of them.
+SERIALS = 1 << 32
+
 # What a rank may have printed (or shown) that its notebook has not taken yet; then its pipe fills and the rank waits.
 OUTPUT_WINDOW = 1 << 20
 OUTPUT_CREDIT = 1 << 17
@@ -196,11 +199,25 @@ class Ask(Message, frozen=True):
 
 
 class AskController(Message, frozen=True):
-    """A question to the controller and its agent: "status", "log"."""
+    """A question to the controller and its agent: "status"."""
 
     request: int
     question: str
     arguments: dict[str, Any] = {}
+
+
+class ReadLog(Message, frozen=True):
+    """A question to the controller: some of what was printed. Its answer is a LogPart.
+
+    serials: which cells; none: those with the number `cell` in the notebook; None: the newest that printed.
+    ranks: whose output; None: all. position: `next` of the part before.
+    """
+
+    request: int
+    serials: list[int] = []
+    cell: int | None = None
+    ranks: list[int] | None = None
+    position: int = 0
 
 
 class Credit(Message, frozen=True):
@@ -270,12 +287,13 @@ class Progress(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """The ranks are up and their process group is ready."""
+    """The ranks are up and their process group is ready. `first_serial`: where the client's count of cells begins."""
 
     epoch: int
     ranks: list[RankInfo]
     backend: str
     notes: list[str]
+    first_serial: int
 
 
 class StartFailed(Message, frozen=True):
@@ -403,6 +421,24 @@ class Answer(Message, frozen=True):
     request: int
     rank: int
     data: dict[str, Any]
+
+
+class LogPart(Message, frozen=True):
+    """Some of what was printed; without `serials`: the log has nothing of such a cell.
+
+    serials, number: the cells that it is of. records: rank, stream and bytes. next: where to read on, None at the end.
+    size: bytes that the log has of these cells. dropped: bytes at their beginning that have made room for others.
+    missing: bytes that the log could not take.
+    """
+
+    request: int
+    serials: list[int] = []
+    number: int = 0
+    records: list[tuple[int, int, bytes]] = []
+    next: int | None = None
+    size: int = 0
+    dropped: int = 0
+    missing: int = 0
 
 
 # --- controller and agent ----------------------------------------------------------------------------------
@@ -548,6 +584,7 @@ AnyMessage = (
     | Interrupt
     | Ask
     | AskController
+    | ReadLog
     | Credit
     | WidgetMessage
     | Stop
@@ -567,6 +604,7 @@ AnyMessage = (
     | Recovered
     | Broken
     | Answer
+    | LogPart
     | Spawn
     | Kill
     | Spawned
@@ -622,6 +660,22 @@ def _as_text(value: Any) -> Any:
 
 
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class _DisplayHead(msgspec.Struct, array_like=True, tag="Display"):
+    rank: int
+    sequence: int
+
+
+_head_decoder = msgspec.msgpack.Decoder(_DisplayHead)
+
+
+def sequence_of(frame: bytes) -> int | None:
+    """The sequence number of a Display which can't be decoded as a whole; None: it is nothing like a Display."""
+    try:
+        return _head_decoder.decode(frame).sequence
+    except msgspec.DecodeError:
+        return None
 
 
 def decode(frame: bytes) -> AnyMessage:

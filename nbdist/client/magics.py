@@ -8,9 +8,10 @@ import contextlib
 import os
 import re
 import shlex
+import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
@@ -308,24 +309,15 @@ class DistributedMagics(Magics):
 
     def _logs(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        texts = session.logs(ranks_among(arguments.ranks, len(session.ranks)), arguments.cell)
-        text = "".join(_with_prefix(rank, printed, arguments.tail) for rank, printed in texts.items())
+        ranks = ranks_among(arguments.ranks, len(session.ranks))
+        log = session.open_log(arguments.cell)
+        pieces = log.lines([info.rank for info in session.ranks] if ranks is None else ranks, arguments.tail)
         if arguments.save is not None:
-            try:
-                with open(arguments.save, "w", encoding="utf-8") as file:
-                    file.write(text)
-            except OSError as error:
-                raise UsageError(f"can't write {arguments.save}: {error.strerror}; give --save another file") from None
-            print(f"{size(len(text.encode()))} written to {arguments.save}")
-        elif len(text) > FOLD_LIMIT:
-            raise UsageError(
-                f"the log has {size(len(text.encode()))}, too much for a page: "
-                "`%distributed logs --save FILE`, or `--tail 100`"
-            )
+            print(f"{size(_save(pieces, arguments.save))} written to {arguments.save}")
         else:
-            publisher = Publisher(0)
-            publisher.text("stdout", text)
-            publisher.complete()
+            _show_log(pieces, log.size)
+        if gaps := log.explain_gaps():
+            print(f"nbdist: {gaps}", file=sys.stderr)
 
     def _interrupt(self, arguments: argparse.Namespace) -> None:
         session = get_session()
@@ -381,6 +373,29 @@ def _check_syntax(code: str, offset: int, number: int) -> None:
         raise UsageError(f"the cell has a syntax error, so it ran nowhere\n{text}") from None
 
 
-def _with_prefix(rank: int, text: str, tail: int | None) -> str:
-    lines = text.removesuffix("\n").split("\n") if text else []
-    return "".join(f"[{rank}] {line}\n" for line in (lines if tail is None else lines[-tail:]))
+def _save(pieces: Iterable[str], path: str) -> int:
+    """Write text to a file as it comes, and return the bytes that were written."""
+    written = 0
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                written += file.write(piece.encode(errors="replace"))
+    except OSError as error:
+        raise UsageError(f"can't write {path}: {error.strerror}; give --save another file") from None
+    return written
+
+
+def _show_log(pieces: Iterable[str], whole: int) -> None:
+    shown: list[str] = []
+    length = 0
+    for piece in pieces:
+        shown.append(piece)
+        length += len(piece)
+        if length > FOLD_LIMIT:
+            raise UsageError(
+                f"the log of this cell has {size(whole)}, too much for a page: "
+                "`%distributed logs --save FILE`, or `--tail 100`"
+            )
+    publisher = Publisher(0)
+    publisher.text("stdout", "".join(shown))
+    publisher.complete()

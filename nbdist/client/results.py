@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nbdist.client.arguments import size
 from nbdist.errors import RankFailure
-from nbdist.protocol import STDOUT
+from nbdist.protocol import STDERR, STDOUT
 from nbdist.ranks import format_ranks
+
+KEPT = 64 << 20  # bytes of what a rank printed that are kept here; the output log has the rest
 
 
 class RankResult:
@@ -16,8 +20,9 @@ class RankResult:
 
     Attributes:
         rank: The rank.
-        stdout: All that was printed, exact.
+        stdout: All that was printed, exact; of more than 64 MiB the newest, below a line that says how much is missing.
         stderr: Likewise.
+        truncated: Bytes that were printed to both and are no longer here. `session.logs(cell=result)` has them.
         outputs: MIME bundles of displays and of the last value, in order.
         result: The text of the last expression's value, or None.
         error: What went wrong, or None.
@@ -28,27 +33,44 @@ class RankResult:
         self.outputs: list[dict[str, Any]] = []
         self.result: str | None = None
         self.error: RankFailure | None = None
-        self._printed: dict[int, list[bytes]] = {}
+        self._printed: deque[tuple[int, bytes]] = deque()  # stream and bytes, as they came
+        self._size = 0
+        self._dropped = {STDOUT: 0, STDERR: 0}
 
     @property
     def stdout(self) -> str:
-        """All that was printed to stdout so far."""
-        return self._text(1)
+        """What was printed to stdout so far."""
+        return self._text(STDOUT)
 
     @property
     def stderr(self) -> str:
-        """All that was printed to stderr so far."""
-        return self._text(2)
+        """What was printed to stderr so far."""
+        return self._text(STDERR)
+
+    @property
+    def truncated(self) -> int:
+        """Bytes that were printed and are no longer here."""
+        return sum(self._dropped.values())
 
     def add(self, stream: int, data: bytes) -> None:
         """Add bytes that the rank has printed."""
-        self._printed.setdefault(stream, []).append(data)
+        self._printed.append((stream, data))
+        self._size += len(data)
+        while self._size > KEPT:
+            stream, oldest = self._printed.popleft()
+            self._size -= len(oldest)
+            self._dropped[stream] += len(oldest)
 
     def _text(self, stream: int) -> str:
-        chunks = self._printed.get(stream, [])
-        if len(chunks) > 1:
-            chunks[:] = [b"".join(chunks)]
-        return chunks[0].decode(errors="replace") if chunks else ""
+        data = b"".join(data for of, data in list(self._printed) if of == stream)
+        if not self._dropped[stream]:
+            return data.decode(errors="replace")
+        where = "`session.logs(cell=result)` reads it from the output log"
+        start = data.find(b"\n") + 1  # of the first whole line
+        left_out = size(self._dropped[stream] + start)
+        return f"… {left_out} of output above this line are not kept here; {where} …\n" + data[start:].decode(
+            errors="replace"
+        )
 
     def __repr__(self) -> str:
         state = f"{self.error.name}: {self.error.text}" if self.error else f"result {self.result}"
@@ -56,9 +78,14 @@ class RankResult:
 
 
 class CellResult(Mapping[int, RankResult]):
-    """A cell's results by rank: `result[0].stdout`."""
+    """A cell's results by rank: `result[0].stdout`.
 
-    def __init__(self, ranks: list[int]) -> None:
+    Attributes:
+        serial: The cell's number in the output log.
+    """
+
+    def __init__(self, ranks: list[int], serial: int) -> None:
+        self.serial = serial
         self._ranks = {rank: RankResult(rank) for rank in ranks}
 
     def __getitem__(self, rank: int) -> RankResult:

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,10 @@ import msgspec
 from nbdist import transfer
 from nbdist.client import calls, interrupts
 from nbdist.client.background import BackgroundCell
+from nbdist.client.logs import CellLog
 from nbdist.client.options import Arguments, check_seconds
 from nbdist.client.plan import SessionPlan
-from nbdist.client.results import CellResult, Decoders
+from nbdist.client.results import CellResult
 from nbdist.client.stacks import Stack, stack_of, with_native_frames
 from nbdist.client.task import Task
 from nbdist.client.workers import Ranks, Workers
@@ -392,32 +394,28 @@ class Session(Workers):
             found = with_native_frames(found, pids)
         return found
 
-    def logs(self, ranks: Ranks = None, cell: int | None = None) -> dict[int, str]:
-        """All that a cell printed (stdout and stderr), by rank.
+    def logs(self, ranks: Ranks = None, cell: int | CellResult | None = None) -> dict[int, str]:
+        """All that a cell printed (stdout and stderr), by rank. A warning tells what the log could not keep.
 
         Args:
-            cell: Its number in the notebook; None: the newest that printed.
+            cell: Its number in the notebook, or its result; None: the newest that printed.
 
         Raises:
             UsageError: That cell printed nothing, or the log has it no longer.
         """
         chosen = self._choose(ranks, living=False)
-        decoders = Decoders()
+        log = self.open_log(cell)
         texts: dict[int, list[str]] = {rank: [] for rank in chosen}
-        position = None
-        while True:
-            part = self.traffic.ask_controller("log", {"number": cell, "position": position})
-            if "error" in part:
-                if cell is None:
-                    raise UsageError("no cell has printed anything on ranks yet, so there is no log")
-                what = f"cell {cell} printed nothing on ranks, or the log has it no longer"
-                raise UsageError(f"{what}; `%distributed logs` shows the newest")
-            for rank, stream, data in part["records"]:
-                if rank in texts:
-                    texts[rank].append(decoders.decode(rank, stream, data))
-            cell, position = part["number"] or cell, part["next"]
-            if position is None:
-                return {rank: "".join(parts) for rank, parts in texts.items()}
+        for rank, text in log.read(chosen):
+            texts[rank].append(text)
+        if gaps := log.explain_gaps():
+            warnings.warn(gaps, stacklevel=2)
+        return {rank: "".join(parts) for rank, parts in texts.items()}
+
+    def open_log(self, cell: int | CellResult | None = None) -> CellLog:
+        """The log of a cell, to be read piece by piece; the arguments are those of `logs`."""
+        self._check_open()
+        return CellLog(self.traffic.read_log, cell)
 
 
 def _refuse_on_ranks() -> None:

@@ -112,7 +112,7 @@ class Task:
         self.serial = serial
         self.number = number
         self.ranks = ranks
-        self.result = CellResult(ranks)
+        self.result = CellResult(ranks, serial)
         self.replies: dict[int, Reply] = {}
         self.failures: dict[int, RankFailure] = {}
         self.started = time.monotonic()

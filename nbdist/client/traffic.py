@@ -18,7 +18,7 @@ from nbdist.client.connection import Connection
 from nbdist.client.report import describe_death
 from nbdist.client.task import Task
 from nbdist.client.widgets import WidgetProxies
-from nbdist.errors import SessionBroken
+from nbdist.errors import SessionBroken, SessionError
 from nbdist.protocol import (
     OUTPUT_CREDIT,
     Answer,
@@ -28,10 +28,12 @@ from nbdist.protocol import (
     Credit,
     Died,
     Display,
+    LogPart,
     Look,
     Message,
     Notice,
     Output,
+    ReadLog,
     Recovered,
     Remark,
     Reply,
@@ -66,6 +68,7 @@ class Traffic:
         self._connection: Connection | None = None
         self._requests = itertools.count(1)
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
+        self._log_parts: dict[int, queue.SimpleQueue[LogPart]] = {}
         self._running: dict[int, Task] = {}
         self._latest: dict[int, Task] = {}
         self._untold: list[Notice] = []
@@ -181,6 +184,25 @@ class Traffic:
             )
         return answers[-1]
 
+    def read_log(self, **question: Any) -> LogPart:
+        """Some of what was printed; the arguments are the fields of a ReadLog.
+
+        Raises:
+            SessionError: It does not answer.
+        """
+        request = next(self._requests)
+        parts = self._log_parts[request] = queue.SimpleQueue()
+        try:
+            self.send(ReadLog(request, **question))
+            return parts.get(timeout=_ANSWER_LIMIT)
+        except queue.Empty:
+            raise SessionError(
+                f"the output log has not answered for {_ANSWER_LIMIT:.0f} s: its disk may hang. "
+                "Type `%distributed logs` to try again; the ranks are not affected."
+            ) from None
+        finally:
+            del self._log_parts[request]
+
     def _ask(self, message: Ask | AskController, count: int, timeout: float) -> dict[int, dict[str, Any]]:
         answers = self._answers[message.request] = queue.SimpleQueue()
         deadline = time.monotonic() + timeout
@@ -208,6 +230,9 @@ class Traffic:
         elif isinstance(message, Answer):
             if (answers := self._answers.get(message.request)) is not None:
                 answers.put(message)
+        elif isinstance(message, LogPart):
+            if (parts := self._log_parts.get(message.request)) is not None:
+                parts.put(message)
         elif isinstance(message, Notice):
             self.notify(message)
         elif isinstance(message, (Remark, Recovered)):

@@ -98,7 +98,6 @@ class Workers:
         self.started_in = 0.0
         self.traffic = Traffic(self._on_life)
         self._linger = linger
-        self._serials = itertools.count(1)
         self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages; KeyboardInterrupt for a Ctrl-C
 
     # --- life
@@ -194,6 +193,7 @@ class Workers:
                 raise
         assert isinstance(started, Started)
         self.ranks, self.backend = started.ranks, started.backend
+        self._serials = itertools.count(started.first_serial)
         self.traffic.begin()
         self.closed = False
         self.started_in = time.monotonic() - began

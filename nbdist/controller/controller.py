@@ -7,6 +7,8 @@ runs. It imports no torch and unpickles nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import secrets
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,20 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.controller.cells import Cells
-from nbdist.controller.outputlog import OutputLog
+from nbdist.controller.credit import Ledger
+from nbdist.controller.logwriter import LogWriter
+from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank import Rank
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.protocol import (
     AGENT_CONTROL,
+    AGENT_OUTPUT,
+    CLIENT_COMMANDS,
     CLIENT_EVENTS,
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
+    SERIALS,
     VERSION,
     Answer,
     Ask,
@@ -48,6 +55,7 @@ from nbdist.protocol import (
     Interrupt,
     Keys,
     Kill,
+    LogPart,
     Look,
     Message,
     Notice,
@@ -55,6 +63,7 @@ from nbdist.protocol import (
     Progress,
     Quit,
     RankInfo,
+    ReadLog,
     Ready,
     Reply,
     Shutdown,
@@ -74,12 +83,13 @@ from nbdist.protocol import (
     encode,
     lane,
     parse_lane,
+    sequence_of,
     write_key_file,
 )
 
-_LOG_CHUNK = 1 << 20
 _START_LIMIT = 120.0
 _QUIT_GRACE = 1.0
+_LANES = {CLIENT_COMMANDS, CLIENT_EVENTS, AGENT_CONTROL, AGENT_OUTPUT}
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
 # Bounds what somebody without keys can make this process hold: zmq takes in a whole frame before it checks who sent it.
 _LARGEST_MESSAGE = 1 << 30
@@ -138,6 +148,7 @@ class _Set:
     backend: str = ""
     notes: list[str] | None = None
     cells: Cells = field(init=False)
+    late: set[int] = field(default_factory=set)  # ranks whose displays have not come at the end of their cell
 
 
 class Controller:
@@ -151,11 +162,17 @@ class Controller:
         self._key_file = Path(setup.runtime_folder) / f"nbdist-{secrets.token_hex(8)}.json"
         self._set: _Set | None = None
         self._epoch = 0
+        self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
         self._pending: Start | None = None
         self._connected: set[bytes] = set()
         self._news: list[bytes] = []  # for the notebook
+        self._alone = False  # the notebook has gone
+        self._ledger = Ledger()
+        self._unreadable: set[bytes] = set()  # lanes of which the notebook knows that a message was lost
         self._waiting: dict[bytes, list[bytes]] = {}  # for a lane that has not connected yet
-        self._log = OutputLog()
+        log = OutputLog()
+        self._log_folder = log.folder
+        self._log = LogWriter(log, lambda text: self.to_notebook(Notice(text)))
         self._leave_at: float | None = None
         self._linger = 0.0
         try:
@@ -182,7 +199,7 @@ class Controller:
         url = f"tcp://127.0.0.1:{port}"
         self._key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_key_file(self._key_file, Keys(url, public, *client))
-        leftovers = [str(self._key_file)] + ([str(self._log.folder)] if self._log.folder else [])
+        leftovers = [str(self._key_file)] + ([str(self._log_folder)] if self._log_folder else [])
         token = b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode()
         folder = leftovers[1] if len(leftovers) > 1 else ""
         line = {"keys": Keys(url, public, *node), "token": token, "leftovers": leftovers, "folder": folder}
@@ -195,7 +212,7 @@ class Controller:
     def run(self) -> None:
         """Serve until the notebook has gone or says so."""
         poller = zmq.Poller()
-        for source in (self._socket, self._kernel, self._agent_end):
+        for source in (self._socket, self._kernel, self._agent_end, self._log.fileno()):
             poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(self._patience()))
@@ -204,14 +221,16 @@ class Controller:
                 return
             if self._kernel in ready:
                 poller.unregister(self._kernel)
-                self._send(AGENT_CONTROL, Watch(0.0))
-                self._leave_at = time.monotonic() + (self._linger if self._set is not None else 0.0)
+                self._notebook_left()
             if self._leave_at is not None and time.monotonic() >= self._leave_at:
                 return
             if self._socket in ready and not self._receive_all():
                 return
+            if self._log.fileno() in ready:
+                self._log.finish()
             self._check_start()
             self._check_cells()
+            self._check_displays()
             self._deliver_news()
 
     def close(self) -> None:
@@ -238,6 +257,9 @@ class Controller:
             dues.append(self._set.started + _START_LIMIT - time.monotonic())
         if self._set is not None and self._set.up and (due := self._set.cells.due()) is not None:
             dues.append(due - time.monotonic())
+        if self._set is not None:
+            late = (self._set.ranks[number].due for number in self._set.late)
+            dues += [due - time.monotonic() for due in late if due is not None]
         return max(0, int(min(dues) * 1000) + 1) if dues else None
 
     # --- messages
@@ -255,10 +277,25 @@ class Controller:
                     if isinstance(message, Shutdown):
                         return False
                     self._handle(identity, message)
-                except Exception:  # one bad message must not cost the user all ranks
+                except Exception as error:  # one bad message must not cost the user all ranks
                     with contextlib.suppress(OSError):  # a notebook that has gone does not listen
                         traceback.print_exc()
+                    self._report_unreadable(identity, frame, error)
         return True
+
+    def _report_unreadable(self, identity: bytes, frame: bytes, error: Exception) -> None:
+        """Let the notebook know of a lane that has lost a message, once."""
+        with contextlib.suppress(ValueError):  # a connection that is none of ours
+            name, epoch, number = parse_lane(identity)
+            rank = self._set.ranks.get(number) if self._set is not None and self._set.epoch == epoch else None
+            sequence = sequence_of(frame) if name == RANK_DISPLAY else None
+            if rank is not None and sequence is not None:
+                rank.miss_display(sequence, str(error))
+            elif (rank is not None or identity in _LANES) and identity not in self._unreadable:
+                self._unreadable.add(identity)
+                sender = f"rank {number}" if rank is not None else f"the {name.partition('.')[0]}"
+                what = f"{type(error).__name__}: {error}"
+                self.to_notebook(Notice(f"a message from {sender} could not be handled and is lost ({what})"))
 
     def _handle(self, identity: bytes, message: Message) -> None:
         name, epoch, rank = parse_lane(identity)
@@ -276,6 +313,8 @@ class Controller:
         if message.version != VERSION:
             raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
         self._connected.add(identity)
+        if identity == CLIENT_EVENTS:
+            self._alone = False
         for frame in self._waiting.pop(identity, []):
             self._socket.send_multipart([identity, frame])
 
@@ -288,6 +327,16 @@ class Controller:
         else:
             self._waiting.setdefault(identity, []).append(frame)
 
+    def _notebook_left(self) -> None:
+        """Ranks go on without it, as long as it wanted them to."""
+        self._alone = True
+        self._connected.discard(CLIENT_EVENTS)
+        self._news.clear()
+        for credit in self._ledger.settle():
+            self._pay(credit)
+        self._send(AGENT_CONTROL, Watch(0.0))
+        self._leave_at = time.monotonic() + (self._linger if self._set is not None else 0.0)
+
     def _deliver_news(self) -> None:
         if self._news and CLIENT_EVENTS in self._connected:
             self._socket.send_multipart([CLIENT_EVENTS, *self._news])
@@ -298,10 +347,10 @@ class Controller:
     def _handle_client(self, message: Message) -> None:
         if isinstance(message, Execute):
             self._execute(message)
-        elif isinstance(message, Credit) and message.items:
-            self.to_rank(RANK_DISPLAY, message.rank, message)
         elif isinstance(message, Credit):
-            self._send(AGENT_CONTROL, message)
+            if not self._alone:  # else all is paid already
+                self._ledger.paid(message)
+                self._pay(message)
         elif isinstance(message, Interrupt):
             if self._set is not None:
                 self._set.cells.stop(message, time.monotonic())
@@ -309,6 +358,8 @@ class Controller:
             self._ask(message)
         elif isinstance(message, AskController):
             self.to_notebook(Answer(message.request, -1, self._answer(message.question, message.arguments)))
+        elif isinstance(message, ReadLog):
+            self._read_log(message)
         elif isinstance(message, WidgetMessage):
             self.to_rank(RANK_CELL, message.rank, message)
         elif isinstance(message, Watch):
@@ -329,14 +380,13 @@ class Controller:
         now = time.monotonic()
         if not group.cells.begin(message, now):
             return
-        self._log.begin(message.serial, message.number)
         frame = encode(message)
         for number in message.ranks:
             rank = group.ranks[number]
             if rank.dead:  # the notebook did not know yet
                 group.cells.died(msgspec.structs.replace(rank.dead, serial=message.serial), now)
                 continue
-            rank.begin(message.serial)
+            rank.begin(message.serial, message.number)
             self._forward(lane(RANK_CELL, group.epoch, number), frame)
 
     def _ask(self, message: Ask) -> None:
@@ -354,8 +404,24 @@ class Controller:
             self._send(lane(name, self._set.epoch, rank), message)
 
     def to_notebook(self, message: Message) -> None:
-        """Tell the notebook, together with all else of this round."""
-        self._news.append(encode(message))
+        """Tell the notebook, together with all else of this round. Without one only the log keeps what ranks print."""
+        if not self._alone:
+            self._ledger.passed_on(message)
+            self._news.append(encode(message))
+        elif isinstance(message, (Display, WidgetMessage)):
+            self._pay(Credit(message.rank, message.size, items=True))
+
+    def _keep(self, serial: int, number: int, rank: int, stream: int, data: bytes) -> None:
+        """Log what a rank has printed. Without a notebook it is the log that takes output, and so pays for it."""
+        pay = functools.partial(self._pay, Credit(rank, len(data))) if self._alone else None
+        self._log.write(serial, number, rank, stream, data, pay)
+
+    def _pay(self, credit: Credit) -> None:
+        """Let a rank print or show as much more."""
+        if credit.items:
+            self.to_rank(RANK_DISPLAY, credit.rank, credit)
+        else:
+            self._send(AGENT_CONTROL, credit)
 
     def idle(self) -> list[int]:
         """Living ranks that run nothing."""
@@ -370,10 +436,15 @@ class Controller:
         """All ranks, the dead too."""
         return list(self._set.ranks) if self._set is not None else []
 
+    def _read_log(self, message: ReadLog) -> None:
+        def answer(part: Part | None) -> None:
+            self.to_notebook(LogPart(message.request, **(vars(part) if part is not None else {})))
+
+        self._log.read(
+            answer, serials=message.serials, number=message.cell, ranks=message.ranks, position=message.position
+        )
+
     def _answer(self, question: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        if question == "log":
-            part = self._log.read(arguments["number"], _LOG_CHUNK, arguments["position"])
-            return {"error": "none"} if part is None else asdict(part)
         ranks = self._set.ranks.values() if self._set is not None else ()
         return {
             "ranks": [
@@ -398,7 +469,8 @@ class Controller:
             return
         self._linger = message.linger
         self._epoch += 1
-        ranks = {n: Rank(n, self.to_notebook, self._log.write, self._part_ended) for n in message.options.ranks}
+        self._ledger = Ledger()
+        ranks = {n: Rank(n, self.to_notebook, self._keep, self._part_ended) for n in message.options.ranks}
         self._set = _Set(self._epoch, message.options, ranks, time.monotonic())
         self._set.cells = Cells(self, self._execute)
         self._send(AGENT_CONTROL, Spawn(self._epoch, message.options))
@@ -433,7 +505,8 @@ class Controller:
         if not missing and group.notes is not None:
             group.up = True
             infos = [RankInfo(rank.rank, rank.pid, rank.device) for rank in group.ranks.values()]
-            self.to_notebook(Started(group.epoch, infos, group.backend, group.notes))
+            serials = next(self._serials) * SERIALS
+            self.to_notebook(Started(group.epoch, infos, group.backend, group.notes, serials))
         elif time.monotonic() > group.started + _START_LIMIT:
             self._start_failed(
                 f"ranks {missing} were not ready after {_START_LIMIT:.0f} s. Type `%distributed start` to try again."
@@ -447,6 +520,17 @@ class Controller:
         if due is not None and now >= due:
             group.cells.tick(now)
 
+    def _check_displays(self) -> None:
+        group = self._set
+        if group is None:
+            return
+        for number in list(group.late):
+            rank = group.ranks[number]
+            if rank.due is not None and time.monotonic() >= rank.due:
+                rank.give_up()
+            if rank.due is None:
+                group.late.discard(number)
+
     # --- from the agent
 
     def _handle_agent(self, message: Message) -> None:
@@ -457,7 +541,10 @@ class Controller:
         if group is None or getattr(message, "epoch", group.epoch) != group.epoch:
             return
         if isinstance(message, Output):
-            group.ranks[message.rank].print(message)
+            rank = group.ranks[message.rank]
+            rank.print(message)
+            if rank.due is not None:
+                group.late.add(rank.rank)
         elif isinstance(message, Spawned):
             group.ranks[message.rank].pid = message.pid
         elif isinstance(message, Spawning):
@@ -509,11 +596,12 @@ class Controller:
     def _gone(self) -> None:
         self._set = None
         self._connected = {identity for identity in self._connected if not identity.startswith(b"rank")}
-        self._waiting = {}
+        self._waiting = {lane: frames for lane, frames in self._waiting.items() if not lane.startswith(b"rank")}
         if self._pending is not None:
             start, self._pending = self._pending, None
             self._start(start)
         else:
+            self._log.clear()  # it was of this session
             self.to_notebook(Stopped())
 
     def _agent_died(self) -> None:

@@ -1,4 +1,7 @@
-"""The session's output log: all that ranks print, cell by cell, in files of bounded size. Knows nothing of the wire."""
+"""The session's output log: all that ranks print, in one ring of files, with an index of the cells in it.
+
+Knows nothing of the wire, and waits for the disk: `logwriter` calls it from a thread.
+"""
 
 from __future__ import annotations
 
@@ -9,202 +12,312 @@ import shutil
 import struct
 import tempfile
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _LIMIT = 1 << 30
 _PARTS = 16  # files into which a log of full size is cut; the oldest makes room
-_HEADER = struct.Struct("<HBI")  # rank, stream, length
+_CELLS = 10_000  # that can be found, the newest
+_HEADER = struct.Struct("<QHBI")  # cell, rank, stream, length
+_BLOCK = 1 << 20  # bytes that are read at once
+_SCAN = 16  # blocks that one question may look through
 
 
 @dataclass
 class _Segment:
-    """A file of whole records. `start` is the place of its first byte in the cell's log."""
+    """A file of whole records.
+
+    start: the position of its first byte in the log. cells: bytes that each cell has in it.
+    """
 
     path: Path
     start: int
     size: int = 0
+    cells: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
 
 
 @dataclass
 class _Cell:
-    number: int
-    segments: deque[_Segment] = field(default_factory=deque)
-    end: int = 0  # bytes logged, dropped ones too
-    file: int = -1  # descriptor of the last segment
-    failed: bool = False
+    """Where a cell's records are, and how much of what it printed is not among them.
 
-    @property
-    def dropped(self) -> int:
-        """Bytes at the beginning that have made room for others."""
-        return self.segments[0].start if self.segments else self.end
-
-
-@dataclass(frozen=True)
-class LogPart:
-    """Some of what a cell printed.
-
-    Attributes:
-        number: The cell's number in the notebook.
-        records: Rank, stream and bytes of each, in the order in which they came.
-        next: Where to read on; None: this was the last part.
+    dropped: bytes at its beginning that have made room. missing: bytes that could not be written.
     """
 
     number: int
+    start: int
+    end: int
+    size: int = 0
+    dropped: int = 0
+    missing: int = 0
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of what was printed.
+
+    Attributes:
+        serials: The cells that it is of, to be asked for in the next question.
+        number: Their number in the notebook.
+        records: Rank, stream and bytes of each, in the order in which they came.
+        next: Where to read on; None: this was the last part.
+        size: Bytes that these cells have in the log, of all ranks.
+        dropped: Bytes at their beginning that have made room for newer output.
+        missing: Bytes that could not be written.
+    """
+
+    serials: list[int]
+    number: int
     records: list[tuple[int, int, bytes]]
-    next: tuple[int, int] | None
+    next: int | None
+    size: int
+    dropped: int
+    missing: int
 
 
 class OutputLog:
     """Writes and reads the log.
 
+    A position counts the bytes that were ever written, so it stays true when what is oldest makes room.
+
     Args:
-        limit: Bytes that all files may have together; what is oldest makes room.
+        limit: Bytes that all files may have together.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
-        self._size = 0
-        self._cells: dict[int, _Cell] = {}
+        self._segments: deque[_Segment] = deque()
+        self._cells: dict[int, _Cell] = {}  # in the order of their last records
+        self._end = 0
+        self._file = -1  # descriptor of the last segment
+        self._newest = 0  # the cell that printed last
         self._told = False
         self.folder: Path | None = None
-        with contextlib.suppress(OSError):  # no temporary folder at all: the first write says so
+        with contextlib.suppress(OSError):  # no temporary folder at all: the first write reports it
             self.folder = Path(tempfile.gettempdir()) / f"nbdist-{secrets.token_hex(8)}"
 
-    def begin(self, serial: int, number: int) -> None:
-        """A cell starts. Only cells that print keep a file open, and only until another starts."""
-        for cell in self._cells.values():
-            _close(cell)
-        self._cells[serial] = _Cell(number)
+    @property
+    def parent(self) -> str:
+        """The folder that the user may have to look at."""
+        return str(self.folder.parent) if self.folder is not None else "the temporary folder"
 
-    def write(self, serial: int, rank: int, stream: int, data: bytes) -> str | None:
-        """Add what a rank printed. Never raises.
+    # --- writing
+
+    def write(self, serial: int, number: int, rank: int, stream: int, data: bytes) -> str | None:
+        """Add what a rank printed in the cell `serial`, which has a number in the notebook. Never raises.
 
         Returns:
             A line for the user when the log can't keep what it should, once.
         """
-        cell = self._cells.get(serial)
-        if cell is None or cell.failed:
+        cell = self._cell(serial, number)
+        if cell.failed:
+            cell.missing += len(data)
             return None
-        try:
-            self._append(serial, cell, _HEADER.pack(rank, stream, len(data)) + data)
-        except OSError as error:
-            return self._fail(cell, error)
-        self._told = False
         whole = not cell.dropped
-        self._make_room()
+        try:
+            self._append(serial, cell, _HEADER.pack(serial, rank, stream, len(data)) + data)
+            self._make_room()
+        except OSError as error:
+            return self._fail(cell, len(data), error)
+        self._told = False
         if whole and cell.dropped:
             return (
-                f"this cell has printed more than the output log holds ({self._limit / 1e9:.1f} GB): "
+                f"this cell has printed more than the output log has room for ({self._limit / 1e9:.1f} GB): "
                 "the log keeps the newest part"
             )
         return None
 
-    def read(self, number: int | None, size: int, position: tuple[int, int] | None = None) -> LogPart | None:
-        """Part of what a cell printed. Call it again with the part's `next` until that is None.
+    def miss(self, serial: int, number: int, size: int) -> None:
+        """Take note of bytes of a cell that nobody had time to write."""
+        self._cell(serial, number).missing += size
+
+    def clear(self) -> None:
+        """Forget everything: the session has ended."""
+        self._close_file()
+        for segment in self._segments:
+            with contextlib.suppress(OSError):
+                segment.path.unlink(missing_ok=True)
+        self._segments.clear()
+        self._cells.clear()
+
+    def close(self) -> None:
+        """Remove every file."""
+        self.clear()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _cell(self, serial: int, number: int) -> _Cell:
+        cell = self._cells.pop(serial, None) or _Cell(number, self._end, self._end)
+        self._cells[serial] = cell  # the last
+        while len(self._cells) > _CELLS:
+            del self._cells[next(iter(self._cells))]
+        return cell
+
+    def _append(self, serial: int, cell: _Cell, record: bytes) -> None:
+        segment = self._segment_for(serial)
+        if self._file < 0:
+            self._file = os.open(segment.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        rest = memoryview(record)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            os.ftruncate(self._file, segment.size)  # only whole records
+            raise
+        printed = len(record) - _HEADER.size
+        segment.size += len(record)
+        segment.cells[serial] = segment.cells.get(serial, 0) + printed
+        self._end = cell.end = segment.end
+        cell.size += printed
+
+    def _segment_for(self, serial: int) -> _Segment:
+        """The file that the next record goes to."""
+        last = self._segments[-1] if self._segments else None
+        if serial != self._newest:
+            self._newest = serial
+            if self._file >= 0 and not os.fstat(self._file).st_nlink:  # somebody has tidied up the temporary folder
+                last = None
+        if last is not None and last.size < self._limit // _PARTS:
+            return last
+        self._close_file()
+        if self.folder is None:
+            raise FileNotFoundError(2, "there is no folder to write to")
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        segment = _Segment(self.folder / str(self._end), self._end)
+        self._segments.append(segment)
+        return segment
+
+    def _make_room(self) -> None:
+        if self._end - self._segments[0].start <= self._limit:
+            return
+        while len(self._segments) > 1 and self._end - self._segments[0].start > self._limit:
+            self._drop(self._segments.popleft())
+        start = self._segments[0].start
+        for serial in [serial for serial, cell in self._cells.items() if cell.end <= start]:
+            del self._cells[serial]
+
+    def _drop(self, segment: _Segment) -> None:
+        """The records of a segment are no longer there."""
+        for serial, size in segment.cells.items():
+            if (cell := self._cells.get(serial)) is not None:
+                cell.dropped += size
+                cell.size -= size
+        with contextlib.suppress(OSError):
+            segment.path.unlink(missing_ok=True)
+
+    def _fail(self, cell: _Cell, size: int, error: OSError) -> str | None:
+        cell.failed = True
+        cell.missing += size
+        if self._told:
+            return None
+        self._told = True
+        return (
+            f"the output log can't keep what this cell prints: {error.strerror} in {self.parent}. "
+            "The cell runs on and shows its output. Free some space there, or set TMPDIR before you start Jupyter."
+        )
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    # --- reading
+
+    def read(
+        self,
+        serials: Collection[int] = (),
+        number: int | None = None,
+        *,
+        ranks: Collection[int] | None = None,
+        position: int = 0,
+        size: int = _BLOCK,
+    ) -> Part | None:
+        """Part of what cells printed. Call it again with the part's `serials` and `next` until that is None.
 
         Args:
+            serials: Which cells; none: those with this number.
             number: The cell's number in the notebook; None: the newest that printed.
-            size: Bytes to read at most, but at least one record.
+            ranks: Whose output; None: all.
             position: `next` of the part before.
+            size: Bytes to give at most, but at least one record; none, if all that was looked through is of others.
 
         Returns:
             None: the log has nothing of such a cell.
         """
-        serials = self._serials(number)
-        if position is not None:
-            serials = [serial for serial in serials if serial >= position[0]]
-        if not serials:
+        chosen = {serial: self._cells[serial] for serial in serials or self._serials(number) if serial in self._cells}
+        if not chosen:
             return None
-        serial = serials[0]
-        cell = self._cells[serial]
-        offset = position[1] if position is not None and position[0] == serial else 0
-        offset = max(offset, cell.dropped)
-        try:
-            data = _read_records(cell, offset, size)
-        except OSError:  # somebody has tidied up the temporary folder
+        position = max(position, min(cell.start for cell in chosen.values()))
+        end = max(cell.end for cell in chosen.values())
+        records: list[tuple[int, int, bytes]] = []
+        for _ in range(_SCAN):
+            position, more = self._read_block(position, size, chosen, ranks)
+            records += more
+            size -= sum(len(data) for _, _, data in more)
+            if size <= 0 or position >= end:
+                break
+        if not any(cell.size or cell.missing for cell in chosen.values()):
             return None
-        offset += len(data)
-        following: tuple[int, int] | None = (serial, offset)
-        if offset >= cell.end or not data:
-            following = (serials[1], 0) if len(serials) > 1 else None
-        return LogPart(cell.number, _parse(data), following)
-
-    def close(self) -> None:
-        """Remove every file."""
-        for cell in self._cells.values():
-            _close(cell)
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        return Part(
+            list(chosen),
+            next(iter(chosen.values())).number,
+            records,
+            position if position < end else None,
+            sum(cell.size for cell in chosen.values()),
+            sum(cell.dropped for cell in chosen.values()),
+            sum(cell.missing for cell in chosen.values()),
+        )
 
     def _serials(self, number: int | None) -> list[int]:
         """Everything that printed in one cell of the notebook: a local cell may run code on ranks several times."""
-        printed = [serial for serial, cell in self._cells.items() if cell.segments]
-        if number is None and printed:
-            number = self._cells[printed[-1]].number
+        begun = sorted(self._cells, key=lambda serial: self._cells[serial].start)
+        if number is None and begun:
+            number = self._cells[begun[-1]].number
             if not number:  # outside of a notebook
-                return printed[-1:]
-        return [serial for serial in printed if self._cells[serial].number == number]
+                return begun[-1:]
+        return [serial for serial in begun if self._cells[serial].number == number]
 
-    def _append(self, serial: int, cell: _Cell, record: bytes) -> None:
-        last = cell.segments[-1] if cell.segments else None
-        if last is None or last.size >= self._limit // _PARTS:
-            _close(cell)
-            last = self._new_segment(serial, cell)
-        if cell.file < 0:
-            cell.file = os.open(last.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        rest = memoryview(record)
+    def _read_block(
+        self, position: int, size: int, cells: Collection[int], ranks: Collection[int] | None
+    ) -> tuple[int, list[tuple[int, int, bytes]]]:
+        """Records from one segment, and where the next one begins."""
+        segment = next((each for each in self._segments if position < each.end), None)
+        if segment is None:
+            return self._end, []
+        position = max(position, segment.start)
         try:
-            while rest:
-                rest = rest[os.write(cell.file, rest) :]
-        except OSError:
-            os.ftruncate(cell.file, last.size)  # only whole records
-            raise
-        last.size += len(record)
-        cell.end += len(record)
-        self._size += len(record)
-
-    def _new_segment(self, serial: int, cell: _Cell) -> _Segment:
-        if self.folder is None:
-            raise FileNotFoundError(2, "there is no folder to write to")
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        segment = _Segment(self.folder / f"{serial}-{cell.end}", cell.end)
-        cell.segments.append(segment)
-        return segment
-
-    def _make_room(self) -> None:
-        for cell in self._cells.values():
-            while self._size > self._limit and len(cell.segments) > (1 if cell.file >= 0 else 0):
-                segment = cell.segments.popleft()
-                segment.path.unlink(missing_ok=True)
-                self._size -= segment.size
-            if self._size <= self._limit:
-                return
-
-    def _fail(self, cell: _Cell, error: OSError) -> str | None:
-        cell.failed = True
-        _close(cell)
-        if self._told:
-            return None
-        self._told = True
-        where = self.folder.parent if self.folder is not None else "the temporary folder"
-        return (
-            f"the output log can't keep what this cell prints: {error.strerror} in {where}. "
-            "The cell runs on and shows its output. Free some space there, or set TMPDIR before you start Jupyter."
-        )
+            data = _read_records(segment, position - segment.start)
+        except OSError:  # somebody has tidied up the temporary folder, or the disk is broken
+            if segment is not self._segments[-1]:
+                self._segments.remove(segment)
+            self._drop(segment)
+            segment.cells.clear()
+            return segment.end, []
+        records: list[tuple[int, int, bytes]] = []
+        offset = taken = 0
+        while offset < len(data) and (taken < size or not records):
+            serial, rank, stream, length = _HEADER.unpack_from(data, offset)
+            offset += _HEADER.size
+            if serial in cells and (ranks is None or rank in ranks):
+                records.append((rank, stream, data[offset : offset + length]))
+                taken += length
+            offset += length
+        return position + offset, records
 
 
-def _read_records(cell: _Cell, offset: int, size: int) -> bytes:
+def _read_records(segment: _Segment, offset: int) -> bytes:
     """Whole records from one segment, at least one."""
-    segment = next((each for each in cell.segments if offset < each.start + each.size), None)
-    if segment is None:
-        return b""
     with segment.path.open("rb") as file:
-        file.seek(offset - segment.start)
-        data = file.read(max(size, _HEADER.size))
+        file.seek(offset)
+        data = file.read(min(_BLOCK, segment.size - offset))
         end = _end_of_whole(data)
         if not end:
-            end = _HEADER.size + _HEADER.unpack_from(data)[2]
+            end = _HEADER.size + _HEADER.unpack_from(data)[3]
             data += file.read(end - len(data))
         return data[:end]
 
@@ -213,24 +326,8 @@ def _end_of_whole(data: bytes) -> int:
     """Where the last record that is all there ends."""
     end = 0
     while end + _HEADER.size <= len(data):
-        following = end + _HEADER.size + _HEADER.unpack_from(data, end)[2]
+        following = end + _HEADER.size + _HEADER.unpack_from(data, end)[3]
         if following > len(data):
             break
         end = following
     return end
-
-
-def _close(cell: _Cell) -> None:
-    if cell.file >= 0:
-        os.close(cell.file)
-        cell.file = -1
-
-
-def _parse(data: bytes) -> list[tuple[int, int, bytes]]:
-    records, offset = [], 0
-    while offset < len(data):
-        rank, stream, length = _HEADER.unpack_from(data, offset)
-        offset += _HEADER.size
-        records.append((rank, stream, data[offset : offset + length]))
-        offset += length
-    return records

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from nbdist.protocol import END, PLAIN_END, STDOUT, Died, Display, Message, Notice, Output, Reply
 
+_DISPLAY_LIMIT = 1.0  # seconds that displays may come after the end of their cell
+
 
 @dataclass
 class Rank:
@@ -21,13 +23,16 @@ class Rank:
     Args:
         rank: Its number.
         tell: Gives the notebook a message.
-        keep: Writes output to the log: cell, rank, stream, bytes. Returns a line for the user, if there is one.
+        keep: Writes output to the log: the cell's serial and number, rank, stream, bytes.
         over: Called with the reply when a cell is over on it: the reply and the mark behind its output have come.
+
+    Attributes:
+        due: When to call `give_up`: the cell has ended, but not all its displays have come.
     """
 
     rank: int
     tell: Callable[[Message], None]
-    keep: Callable[[int, int, int, bytes], str | None]
+    keep: Callable[[int, int, int, int, bytes], None]
     over: Callable[[Reply], None]
     pid: int = 0
     device: str = ""
@@ -35,16 +40,21 @@ class Rank:
     dead: Died | None = None
     serial: int = 0  # the cell it runs
     since: float = 0.0
-    _last: int = 0  # the newest cell it was given
+    due: float | None = None
+    _last: tuple[int, int] = (0, 0)  # the newest cell that it was given: serial and number
     _reply: Reply | None = None
     _printed: bool = False  # the mark at the end of the cell has come
-    _displays: dict[int, Display] = field(default_factory=dict)
+    _displays: dict[int, Display] = field(default_factory=dict)  # payloads whose marks have not come yet
+    _newest: int = 0  # number of the newest payload: they come in order, so those below it have come or never will
     _shown_early: set[int] = field(default_factory=set)
+    _unreadable: dict[int, str] = field(default_factory=dict)  # why payloads are not there
+    _told: int = 0  # the cell of which the notebook knows that a display is missing
     _held: deque[Output] = field(default_factory=deque)  # stdout that waits for a display's payload
 
-    def begin(self, serial: int) -> None:
-        """It is given a cell."""
-        self.serial = self._last = serial
+    def begin(self, serial: int, number: int) -> None:
+        """It is given a cell, which has a number in the notebook."""
+        self.serial = serial
+        self._last = serial, number
         self.since = time.time()
         self._reply, self._printed = None, False
 
@@ -55,7 +65,17 @@ class Rank:
 
     def display(self, message: Display) -> None:
         """It shows something; the mark that says where may still be on its way."""
+        if message.sequence <= self._newest:  # `give_up` was called before it came
+            self.tell(message)
+            return
+        self._newest = message.sequence
         self._displays[message.sequence] = message
+        self._advance()
+
+    def miss_display(self, sequence: int, why: str) -> None:
+        """It shows something that could not be read."""
+        self._unreadable[sequence] = why
+        self._newest = max(sequence, self._newest)
         self._advance()
 
     def print(self, message: Output) -> None:
@@ -64,6 +84,13 @@ class Rank:
             self._pass_on(message)
             return
         self._held.append(message)
+        self._advance()
+        if self._held and self.due is None and message.mark is not None and message.mark[1] <= END:
+            self.due = time.monotonic() + _DISPLAY_LIMIT
+
+    def give_up(self) -> None:
+        """Wait no longer for the displays of a cell that has ended."""
+        self._newest = max(output.mark[1] for output in self._held if output.mark is not None)
         self._advance()
 
     def die(self, died: Died) -> None:
@@ -76,19 +103,28 @@ class Rank:
         while self._held:
             mark = self._held[0].mark
             sequence = mark[1] if mark is not None else END
-            if sequence > END and not (sequence in self._displays or sequence in self._shown_early or self.dead):
+            if sequence > self._newest and not self.dead:
                 return
             self._pass_on(self._held.popleft())
+            if sequence > END:
+                self._show(sequence)
+        self.due = None
+
+    def _show(self, sequence: int) -> None:
+        """The place of a display has come."""
+        display = self._displays.pop(sequence, None)
+        if display is not None:
+            self.tell(display)
+        elif sequence in self._shown_early:
             self._shown_early.discard(sequence)
-            display = self._displays.pop(sequence, None)
-            if display is not None:
-                self.tell(display)
+        elif not self.dead and self._told != self._last[0]:
+            self._told = self._last[0]
+            why = self._unreadable.pop(sequence, "it was lost on its way to the notebook")
+            self.tell(Notice(f"rank {self.rank} showed something that is missing here: {why}"))
 
     def _pass_on(self, message: Output) -> None:
         if message.data:
-            notice = self.keep(self._last, self.rank, message.stream, message.data)
-            if notice is not None:
-                self.tell(Notice(notice))
+            self.keep(*self._last, self.rank, message.stream, message.data)
             self.tell(Output(self.rank, message.stream, message.data))
         if message.mark is not None and message.mark[1] <= END and message.mark[0] == self.serial:
             self._printed = True

@@ -217,3 +217,38 @@ def test_last_values_stay_when_a_slower_rank_clears_its_own(ranks: Kernel) -> No
     shown = html(outcome)
     assert shown[-1] == "[0] 0\n[1] 1" or shown[0] == "[0] 0\n[1] 1"
     assert "[1] new\n" in shown and "[1] old\n" not in shown
+
+
+# --- displays that do not arrive
+
+# What a defect on a rank could send in place of a display: a frame that says which display it is, or none of ours.
+UNREADABLE = {
+    "a display with wrong types": "msgspec.msgpack.encode(['Display', 0, message.sequence, 'display', {}, {1: 2}])",
+    "nonsense": "b'\\xc1'",
+}
+
+
+@pytest.mark.parametrize("frame", UNREADABLE)
+def test_a_display_that_cannot_be_read_is_reported_and_holds_up_nothing(ranks: Kernel, frame: str) -> None:
+    outcome = ranks.ok(
+        f"{IMPORTS.replace('%%distributed', '%%distributed -r 0')}"
+        "import msgspec, nbdist.worker.display as lane\n"
+        "encode = lane.encode\n"
+        f"lane.encode = lambda message: {UNREADABLE[frame]}\n"
+        "try:\n    print('above'); display(HTML('lost')); display(HTML('lost too'))\n"
+        "finally: lane.encode = encode\n"
+        "print('below')"
+    )
+    assert outcome.stdout == "[0] above\n[0] below\n"
+    assert outcome.stderr.count("rank 0 showed something that is missing here") == 1
+    assert html(ranks.ok("%%rank 0\ndisplay(HTML('next'))"))[-1] == "next"
+
+
+def test_a_message_that_cannot_be_read_is_reported_once(own_ranks: Kernel) -> None:
+    code = (
+        "%%distributed -r 0\nimport nbdist.worker.display as lane\nencode = lane.encode\n"
+        "lane.encode = lambda message: b'\\xc1'\n"
+        "try: get_ipython().display_pub.clear_output()\nfinally: lane.encode = encode"
+    )
+    assert "a message from rank 0 could not be handled" in own_ranks.ok(code).stderr
+    assert "a message from rank 0" not in own_ranks.ok(code).stderr

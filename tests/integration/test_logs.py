@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Kernel, Outcome
+from tests.harness import Kernel, Outcome, kernel_with_ranks, wait_until
 
 
 def number_of(outcome: Outcome) -> int:
@@ -97,11 +99,15 @@ def full_disk(own_ranks: Kernel) -> Iterator[Kernel]:
 
 
 def test_with_no_space_left_cells_run_on_show_their_output_and_say_so_once(full_disk: Kernel) -> None:
-    outcome = full_disk.ok("%%distributed\nfor i in range(20_000): print(rank, 'line', i)")
+    cell = full_disk.start("%%distributed\nfor i in range(20_000): print(rank, 'line', i)")
+    outcome = cell.finish()
     assert len(outcome.stdout.splitlines()) == 40_000
+    cell.wait_late("the output log can't keep")
     assert outcome.stderr.count("the output log can't keep") == 1
     assert "next" in full_disk.ok("%%distributed\nprint('next')").stdout
     assert full_disk.ok("%distributed logs -r 0").stdout == "[0] next\n"
+    before = full_disk.ok(f"%distributed logs --cell {number_of(outcome)} --tail 1")
+    assert re.search(r"KiB more that cell \d+ printed could not be written to the log", before.stderr)
 
 
 def test_without_a_temporary_folder_cells_run_and_show_their_output(tmp_path: Path) -> None:
@@ -111,8 +117,10 @@ def test_without_a_temporary_folder_cells_run_and_show_their_output(tmp_path: Pa
         kernel.ok("%load_ext nbdist")
         kernel.ok("%distributed start -n 2")
         shutil.rmtree(folder)
-        outcome = kernel.ok("%%distributed\nprint('well')")
+        cell = kernel.start("%%distributed\nprint('well')")
+        outcome = cell.finish()
         assert "well" in outcome.stdout
+        cell.wait_late("the output log can't keep")
         assert outcome.stderr.count("the output log can't keep") == 1
 
 
@@ -122,3 +130,75 @@ def test_a_closed_session_leaves_no_log(tmp_path: Path) -> None:
         kernel.ok("%%distributed\nprint('secret')")
         assert list(tmp_path.glob("nbdist-*"))
     assert not list(tmp_path.glob("nbdist-*"))
+
+
+SESSION = "session = __import__('nbdist').get_session()\n"
+
+
+def test_a_new_session_has_nothing_of_the_last_one(notebook: Kernel) -> None:
+    notebook.ok("%load_ext nbdist\n%distributed start -n 2")
+    notebook.ok("%%distributed\nprint('old')")
+    notebook.ok("%distributed stop\n%distributed start -n 2")
+    assert "no cell has printed" in notebook.fails("%distributed logs", "UsageError").evalue
+    notebook.ok("%%distributed\nprint('new')")
+    assert notebook.ok("%distributed logs").stdout == "[0] new\n[1] new\n"
+    notebook.ok("%distributed stop")
+
+
+def test_a_session_that_has_stopped_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
+    with Kernel(TMPDIR=str(tmp_path)) as kernel:
+        kernel.ok("%load_ext nbdist\n%distributed start -n 1")
+        kernel.ok("%%distributed\nprint('secret')")
+        (folder,) = tmp_path.glob("nbdist-*")
+        kernel.ok("%distributed stop")
+        wait_until(lambda: not any(folder.iterdir()), "the log to be empty")
+
+
+def test_a_launch_leaves_nothing_in_the_log_of_the_next_session(notebook: Kernel) -> None:
+    notebook.ok("%load_ext nbdist\nfrom nbdist import notebook_launcher")
+    notebook.ok("notebook_launcher(lambda: print('launched'), num_processes=2)")
+    notebook.ok("%distributed start -n 2")
+    assert "no cell has printed" in notebook.fails("%distributed logs", "UsageError").evalue
+    notebook.ok("%distributed stop")
+
+
+def test_after_a_restart_the_log_has_what_was_printed_before(own_ranks: Kernel) -> None:
+    before = own_ranks.ok("%%distributed\nprint('before')")
+    own_ranks.ok("%distributed restart")
+    own_ranks.ok("%%distributed\nprint('after')")
+    assert own_ranks.ok("%distributed logs").stdout == "[0] after\n[1] after\n"
+    assert own_ranks.ok(f"%distributed logs --cell {number_of(before)}").stdout == "[0] before\n[1] before\n"
+
+
+def test_of_several_runs_in_one_cell_each_has_a_log_of_its_own_also_across_a_restart(own_ranks: Kernel) -> None:
+    own_ranks.ok(
+        f"{SESSION}first = session.run('print(1)')\nsession.restart()\nsecond = session.run('print(2)')\n"
+        "texts = [session.logs(cell=result) for result in (first, second)]"
+    )
+    assert own_ranks.value("texts") == [{0: "1\n", 1: "1\n"}, {0: "2\n", 1: "2\n"}]
+
+
+@pytest.fixture
+def hung_disk(tmp_path: Path) -> Iterator[Kernel]:
+    """A kernel whose controller hangs as soon as it writes to the log: its next file is a pipe that nobody reads."""
+    with kernel_with_ranks(2, TMPDIR=str(tmp_path)) as kernel:
+        kernel.ok("%%distributed -r 0\nprint('so that there is a log')\n")
+        kernel.ok("%distributed logs")
+        (file,) = tmp_path.glob("nbdist-*/*")
+        pipe = file.with_name(str(file.stat().st_size))
+        os.mkfifo(pipe)
+        file.unlink()
+        yield kernel
+        end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # the disk is back
+    os.close(end)
+
+
+def test_a_disk_that_hangs_delays_nothing_but_the_log(hung_disk: Kernel) -> None:
+    assert len(hung_disk.ok("%%distributed\nfor i in range(20_000): print(i)").stdout.splitlines()) >= 20_000
+    assert "idle" in hung_disk.ok("%distributed status").stdout
+    assert "its disk may hang" in hung_disk.fails("%distributed logs", "SessionError").evalue
+    cell = hung_disk.start("%%distributed\nimport time\nprint('busy')\ntime.sleep(60)")
+    cell.wait_for("busy")
+    hung_disk.interrupt()
+    assert cell.finish(20.0).ename == "KeyboardInterrupt"
+    hung_disk.ok("%distributed restart")

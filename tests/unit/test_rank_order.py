@@ -18,7 +18,7 @@ class Notebook:
         self.came: list[Message] = []
         self.over: list[Reply] = []
         self.rank = Rank(0, self.came.append, lambda *_: None, self.over.append)
-        self.rank.begin(CELL)
+        self.rank.begin(CELL, 1)
 
     def printed(self) -> list[bytes | int]:
         """Output by its bytes, displays by their numbers."""
@@ -76,7 +76,7 @@ def test_a_plain_end_needs_no_reply(notebook: Notebook) -> None:
 
 
 def test_the_end_of_an_earlier_cell_ends_no_later_one(notebook: Notebook) -> None:
-    notebook.rank.begin(CELL + 1)
+    notebook.rank.begin(CELL + 1, 2)
     notebook.rank.print(stdout(b"", mark=PLAIN_END))
     assert notebook.over == []
 
@@ -98,9 +98,69 @@ def test_the_output_of_a_rank_that_died_waits_for_no_display(notebook: Notebook)
     assert notebook.rank.serial == 0 and notebook.over == []
 
 
-def test_what_the_log_says_comes_before_the_output_that_it_could_not_keep() -> None:
-    came: list[Message] = []
-    rank = Rank(0, came.append, lambda *_: "the disk is full", lambda reply: None)
-    rank.begin(CELL)
+def test_output_is_kept_with_its_cell_before_the_notebook_has_it() -> None:
+    kept: list[object] = []
+    rank = Rank(0, kept.append, lambda *what: kept.append(what), lambda reply: None)
+    rank.begin(CELL, 12)
     rank.print(stdout(b"text"))
-    assert came == [Notice("the disk is full"), Output(0, STDOUT, b"text")]
+    assert kept == [(CELL, 12, 0, STDOUT, b"text"), Output(0, STDOUT, b"text")]
+
+
+def notices(notebook: Notebook) -> list[str]:
+    return [message.text for message in notebook.came if isinstance(message, Notice)]
+
+
+def test_output_waits_no_longer_for_a_display_that_cannot_be_read(notebook: Notebook) -> None:
+    notebook.rank.print(stdout(b"above", mark=1))
+    notebook.rank.miss_display(1, "Expected `str`, got `int`")
+    notebook.rank.print(stdout(b"below"))
+    assert notebook.printed() == [b"above", b"below"]
+    (text,) = notices(notebook)
+    assert "rank 0" in text and "Expected `str`, got `int`" in text
+
+
+def test_output_waits_no_longer_for_a_display_when_a_later_one_has_come(notebook: Notebook) -> None:
+    notebook.rank.print(stdout(b"above", mark=1))
+    notebook.rank.display(display(2))
+    notebook.rank.print(stdout(b"below", mark=2))
+    assert notebook.printed() == [b"above", b"below", 2]
+    assert len(notices(notebook)) == 1
+
+
+def test_a_cell_that_has_ended_waits_a_moment_for_its_displays_and_then_goes_on(notebook: Notebook) -> None:
+    notebook.rank.print(stdout(b"above", mark=1))
+    assert notebook.rank.due is None  # as long as the cell runs
+    notebook.rank.print(stdout(b"below", mark=PLAIN_END))
+    assert notebook.rank.due is not None and notebook.over == []
+    notebook.rank.give_up()
+    assert notebook.printed() == [b"above", b"below"] and notebook.over == [Reply(CELL, 0, "ok")]
+    assert len(notices(notebook)) == 1 and notebook.rank.due is None
+
+
+def test_a_display_that_comes_in_that_moment_is_in_its_place(notebook: Notebook) -> None:
+    notebook.rank.print(stdout(b"above", mark=1))
+    notebook.rank.print(stdout(b"below", mark=PLAIN_END))
+    notebook.rank.display(display(1))
+    assert notebook.printed() == [b"above", 1, b"below"] and notices(notebook) == []
+    assert notebook.rank.due is None
+
+
+def test_a_display_that_comes_even_later_is_shown_all_the_same(notebook: Notebook) -> None:
+    notebook.rank.print(stdout(b"above", mark=1))
+    notebook.rank.print(stdout(b"below", mark=PLAIN_END))
+    notebook.rank.give_up()
+    notebook.rank.display(display(1))
+    assert notebook.printed() == [b"above", b"below", 1]
+
+
+def test_many_displays_that_are_missing_are_one_line_for_a_cell(notebook: Notebook) -> None:
+    for sequence in range(1, 10):
+        notebook.rank.miss_display(sequence, "nonsense")
+        notebook.rank.print(stdout(b"", mark=sequence))
+    assert len(notices(notebook)) == 1
+
+
+def test_a_display_that_an_interrupt_kept_from_being_sent_is_not_missed(notebook: Notebook) -> None:
+    notebook.rank.display(display(2))  # 1 was never sent, and has no mark
+    notebook.rank.print(stdout(b"text", mark=2))
+    assert notebook.printed() == [b"text", 2] and notices(notebook) == []

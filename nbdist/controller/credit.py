@@ -1,0 +1,30 @@
+"""What the notebook owes the ranks: bytes that have been passed on to it and that it has not paid for. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from nbdist.protocol import Credit, Display, Message, Output, WidgetMessage
+
+
+class Ledger:
+    """An account for each rank's output, and one for its displays and widget messages."""
+
+    def __init__(self) -> None:
+        self._owed: Counter[tuple[int, bool]] = Counter()  # by rank, and whether for items
+
+    def passed_on(self, message: Message) -> None:
+        """The notebook has been sent this."""
+        if isinstance(message, Output):
+            self._owed[message.rank, False] += len(message.data)
+        elif isinstance(message, (Display, WidgetMessage)):
+            self._owed[message.rank, True] += message.size
+
+    def paid(self, credit: Credit) -> None:
+        """The notebook has paid for some of it."""
+        self._owed[credit.rank, credit.items] -= credit.size
+
+    def settle(self) -> list[Credit]:
+        """All that is owed, for somebody else to pay: the notebook has gone."""
+        owed, self._owed = self._owed, Counter()
+        return [Credit(rank, size, items) for (rank, items), size in owed.items() if size > 0]

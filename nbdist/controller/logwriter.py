@@ -1,0 +1,153 @@
+"""The thread that writes and reads the output log, so that a disk which is slow or hangs delays nothing else.
+
+What the log answers comes back to the caller's own loop. Knows nothing of the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.controller.outputlog import OutputLog, Part
+
+_WAITING = 64 << 20  # bytes that may wait for the disk
+_CLOSE_LIMIT = 1.0  # seconds that the disk has to let go of the log
+
+
+@dataclass
+class _Gap:
+    """What came while too much waited for the disk: bytes by serial and number of the cell.
+
+    told: whether the user knows, and is to learn how much it was.
+    """
+
+    told: bool
+    sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+class LogWriter:
+    """Gives an output log a thread of its own. No method waits for the disk but `close`, and that not for long.
+
+    Args:
+        log: The log, which nobody else may use from now on.
+        say: Called with each line for the user, by `finish` or by `write`.
+        limit: Bytes that may wait for the disk. What comes when that many do is counted and left out.
+    """
+
+    def __init__(self, log: OutputLog, say: Callable[[str], None], limit: int = _WAITING) -> None:
+        self._log = log
+        self._say = say
+        self._limit = limit
+        self._lock = threading.Lock()  # for what both threads count:
+        self._waiting = 0
+        self._gap: _Gap | None = None
+        self._complained = 0  # the last cell with a gap
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._work, name="nbdist-log", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Can be read when there is something to `finish`."""
+        return self._bell
+
+    def finish(self) -> None:
+        """Pass on what the log has answered, in the caller's thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._answers.get_nowait()()
+
+    def write(
+        self, serial: int, number: int, rank: int, stream: int, data: bytes, then: Callable[[], None] | None = None
+    ) -> None:
+        """Add what a rank printed in the cell `serial`.
+
+        Args:
+            then: Called by `finish` when the log has taken it, or has left it out.
+        """
+        if self._reserve(len(data)):
+            self._jobs.put(functools.partial(self._write, serial, number, rank, stream, data, then))
+            return
+        self._leave_out(serial, number, len(data))
+        if then is not None:
+            self._jobs.put(functools.partial(self._answer, then))
+
+    def read(self, then: Callable[[Part | None], None], **question: Any) -> None:
+        """Have `finish` call `then` with what `OutputLog.read` gives for these arguments."""
+        self._jobs.put(lambda: self._answer(functools.partial(then, self._log.read(**question))))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._jobs.put(self._log.clear)
+
+    def close(self) -> None:
+        """Remove every file, unless the disk hangs."""
+        self._jobs.put(self._log.close)
+        self._jobs.put(None)
+        self._thread.join(_CLOSE_LIMIT)
+        if not self._thread.is_alive():
+            os.close(self._bell)
+
+    def _reserve(self, size: int) -> bool:
+        with self._lock:
+            room = self._gap is None and self._waiting + size <= self._limit
+            self._waiting += size if room else 0
+            return room
+
+    def _leave_out(self, serial: int, number: int, size: int) -> None:
+        """Count it. The gap ends when all that came before it is written, so that it is one gap and not many."""
+        with self._lock:
+            gap, told = self._gap, serial != self._complained
+            if gap is None:
+                gap = self._gap = _Gap(told)
+                self._jobs.put(functools.partial(self._end_gap, gap))
+            gap.sizes[serial, number] = gap.sizes.get((serial, number), 0) + size
+        if told:
+            self._complained = serial
+            self._say(
+                f"the disk of the output log ({self._log.parent}) does not keep up with what this cell prints, "
+                "so the log leaves out a part of it. The cell runs on and shows its output."
+            )
+
+    # --- in the log's own thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # the log may be lost, but not what comes after
+                traceback.print_exc()
+
+    def _answer(self, what: Callable[[], None]) -> None:
+        self._answers.put(what)
+        os.eventfd_write(self._bell, 1)
+
+    def _write(
+        self, serial: int, number: int, rank: int, stream: int, data: bytes, then: Callable[[], None] | None
+    ) -> None:
+        line = self._log.write(serial, number, rank, stream, data)
+        with self._lock:
+            self._waiting -= len(data)
+        if line is not None:
+            self._answer(functools.partial(self._say, line))
+        if then is not None:
+            self._answer(then)
+
+    def _end_gap(self, gap: _Gap) -> None:
+        with self._lock:
+            self._gap = None
+        for (serial, number), size in gap.sizes.items():
+            self._log.miss(serial, number, size)
+        if gap.told:
+            lost = sum(gap.sizes.values()) / 1e6
+            self._answer(functools.partial(self._say, f"the output log goes on; {lost:.1f} MB are missing from it"))

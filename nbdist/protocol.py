@@ -4,16 +4,17 @@ The only module that knows it. It knows nothing of what the messages cause.
 
 Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays
 another. A connection's identity is its lane: `client.events`, `agent.control`, `rank.cell/2/3` (epoch 2, rank 3).
-A message is one frame: a msgspec struct with a tag. CurveZMQ protects every hop.
+A message is one frame: a msgspec struct with a tag; on its way to the controller a large one goes in several frames.
+CurveZMQ protects every hop.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import zmq
@@ -30,6 +31,11 @@ AGENT_OUTPUT = b"agent.output"
 RANK_CELL = "rank.cell"
 RANK_CONTROL = "rank.control"
 RANK_DISPLAY = "rank.display"
+LANES = {*(name.decode() for name in (CLIENT_COMMANDS, CLIENT_EVENTS, AGENT_CONTROL, AGENT_OUTPUT))} | {
+    RANK_CELL,
+    RANK_CONTROL,
+    RANK_DISPLAY,
+}
 
 STDOUT, STDERR = 1, 2
 
@@ -43,6 +49,19 @@ SERIALS = 1 << 32
 # What a rank may have printed (or shown) that its notebook has not taken yet; then its pipe fills and the rank waits.
 OUTPUT_WINDOW = 1 << 20
 OUTPUT_CREDIT = 1 << 17
+
+# The most that the controller takes in as one frame. zmq has room for a frame's whole length as soon as its header has
+# come, from anybody: this is what a connection without keys may cost.
+LARGEST_FRAME = 128 << 10
+HANDSHAKE_LIMIT = 3.0  # seconds that it may stay without keys
+_IN_PARTS = b"\xc1"  # no message begins with this byte: it announces frames that make up one message
+
+# What is out of these bounds is refused when it is decoded.
+LONGEST = 1e9  # seconds that anything may be told to wait
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Kind = Literal["cell", "call", "setup", "launch", "push", "pull", "free"]  # of an Execute
 
 
 def lane(name: str, epoch: int, rank: int) -> bytes:
@@ -111,7 +130,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     all_results: whether what a launched function returned comes back from all ranks, or from rank 0 only.
     """
 
-    count: int
+    count: Count
     environment: dict[SystemText, SystemText]
     cwd: SystemText
     sys_path: list[SystemText]
@@ -121,7 +140,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     gpus: list[str] | None = None
     backend: str | None = None
     init: bool = True
-    timeout: float = 1800.0
+    timeout: Seconds = 1800.0
     exact: bool = False
     fresh: bool = False
     port: int = 0
@@ -147,7 +166,7 @@ class Start(Message, frozen=True):
     """Bring up a set of ranks (and end the present one, if any). `linger`: seconds that it outlives a killed kernel."""
 
     options: StartOptions
-    linger: float = 0.0
+    linger: Seconds = 0.0
 
 
 class Execute(Message, frozen=True):
@@ -163,12 +182,12 @@ class Execute(Message, frozen=True):
 
     serial: int
     ranks: list[int]
-    kind: str
+    kind: Kind
     code: str
     number: int = 0
     offset: int = 0
     payload: bytes = b""
-    grace: float = 1.0
+    grace: Seconds = 1.0
     profile: str = ""
     memory: bool = False
 
@@ -183,7 +202,7 @@ class Interrupt(Message, frozen=True):
     serial: int
     ranks: list[int]
     now: bool = False
-    patience: float | None = None
+    patience: Seconds | None = None
 
 
 class Ask(Message, frozen=True):
@@ -224,7 +243,7 @@ class Credit(Message, frozen=True):
     """The client has taken `size` bytes of what a rank has printed; `items`: of its displays and widget messages."""
 
     rank: int
-    size: int
+    size: Size
     items: bool = False
 
 
@@ -247,13 +266,13 @@ class WidgetMessage(Message, frozen=True):
 class Watch(Message, frozen=True):
     """Look at the nodes every `period` seconds from now on; 0: no longer."""
 
-    period: float
+    period: Seconds
 
 
 class Stop(Message, frozen=True):
     """End the ranks: after `grace` seconds by force. The controller, its agent and the template stay."""
 
-    grace: float = 1.0
+    grace: Seconds = 1.0
 
 
 class Shutdown(Message, frozen=True):
@@ -717,9 +736,50 @@ def read_key_file(path: Path) -> Keys:
     return Keys(fields["url"], *(fields[name].encode() for name in ("server_key", "public_key", "secret_key")))
 
 
+# --- connections -------------------------------------------------------------------------------------------
+
+
+class Lane(zmq.Socket[bytes]):
+    """A connection to the controller. Large messages go out in parts."""
+
+    _cut = False  # an exception, such as an interrupt, has ended a message in the middle of its parts
+
+    def send(self, data: Any, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
+        """As of `zmq.Socket`."""
+        if self._cut:
+            super().send(b"")
+            self._cut = False
+        if len(data) <= LARGEST_FRAME:
+            return super().send(data, flags, *args, **kwargs)
+        self._cut = True
+        super().send(_IN_PARTS + len(data).to_bytes(8, "big"), zmq.SNDMORE)
+        view = memoryview(data)
+        while len(view) > LARGEST_FRAME:
+            super().send(view[:LARGEST_FRAME], zmq.SNDMORE)
+            view = view[LARGEST_FRAME:]
+        tracker = super().send(view, flags)
+        self._cut = False
+        return tracker
+
+
+def whole(frames: Iterable[bytes]) -> Iterator[bytes]:
+    """The messages in the frames that a `Lane` has sent together, without those that were cut."""
+    rest = iter(frames)
+    for frame in rest:
+        if frame[:1] != _IN_PARTS:
+            if frame:
+                yield frame
+            continue
+        size, parts = int.from_bytes(frame[1:], "big"), bytearray()
+        while len(parts) < size and (part := next(rest, b"")):
+            parts += part
+        if len(parts) == size:
+            yield bytes(parts)
+
+
 def connect(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, identity: bytes) -> zmq.Socket[bytes]:
     """A connection to the controller, encrypted, that has said hello."""
-    socket = context.socket(zmq.DEALER)
+    socket = context.socket(zmq.DEALER, Lane)
     socket.identity = identity
     socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
         keys.server_key,

@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -171,19 +172,27 @@ class Agent:
     # --- what the controller says
 
     def _handle_messages(self) -> bool:
+        """Do what the controller says. False: everything is to end."""
         while self._control.poll(0):
-            message = decode(self._control.recv())
-            if isinstance(message, Credit):
-                self._pipes.credit(message.rank, message.size)
-            elif isinstance(message, Spawn):
-                self._spawn(message)
-            elif isinstance(message, Kill):
-                self._kill(message)
-            elif isinstance(message, Watch):
-                self._sampler.watch(message.period)
-            elif isinstance(message, Shutdown):
-                return False
+            frame = self._control.recv()
+            try:
+                message = decode(frame)
+                if isinstance(message, Shutdown):
+                    return False
+                self._handle(message)
+            except Exception:  # one bad message must not cost the user all ranks
+                traceback.print_exc()
         return True
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Credit):
+            self._pipes.credit(message.rank, message.size)
+        elif isinstance(message, Spawn):
+            self._spawn(message)
+        elif isinstance(message, Kill):
+            self._kill(message)
+        elif isinstance(message, Watch):
+            self._sampler.watch(message.period)
 
     def _spawn(self, message: Spawn) -> None:
         self._set = _Set(message)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nbdist.errors import UsageError
+from nbdist.protocol import LONGEST
 from nbdist.ranks import parse_ranks
 
 
@@ -116,13 +117,25 @@ def number(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A time span of more than nothing."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
+    value = _float(text)
+    if not 0 < value <= LONGEST:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: it is in seconds and more than 0, for example 60")
     return value
+
+
+def seconds_or_none(text: str) -> float:
+    """A time span, 0 for none."""
+    value = _float(text)
+    if not 0 <= value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds: it is 0 or more, for example 60")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
 
 
 def ranks_among(text: str | None, count: int) -> list[int] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import math
 import os
 import resource
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from nbdist.client.arguments import names
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
-from nbdist.protocol import StartOptions
+from nbdist.protocol import LONGEST, StartOptions
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
@@ -64,19 +63,23 @@ class Arguments:
         )
 
 
-def check_seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
     """Refuse what is no time span.
 
     Args:
         name: What the user calls it.
         value: Seconds; None: the default.
+        zero: Whether it may be 0.
 
     Raises:
-        UsageError: It is something else, or not more than 0.
+        UsageError: It is something else.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if value is not None and not (number and value > 0):  # type: ignore[operator]
-        raise UsageError(f"{name} is in seconds and more than 0, not {value!r}: `{name}=60`")
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= LONGEST or (value == 0 and not zero):  # type: ignore[operator]
+        least = "0 or more" if zero else "more than 0"
+        raise UsageError(f"{name} is in seconds and {least}, not {value!r}: `{name}=60`")
 
 
 def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:

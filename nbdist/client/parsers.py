@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nbdist.client.arguments import MagicParser, count, item, names, number, seconds, variable
+from nbdist.client.arguments import MagicParser, count, item, names, number, seconds, seconds_or_none, variable
 from nbdist.client.cell_memory import MODES
 from nbdist.client.plan_line import plan_parser
 from nbdist.metrics.snapshot import EVENTS
@@ -85,7 +85,7 @@ def _start() -> MagicParser:
     )
     parser.add_argument(
         "--linger",
-        type=seconds,
+        type=seconds_or_none,
         default=0.0,
         metavar="S",
         help="seconds that the ranks outlive a killed kernel (default: 0)",

@@ -40,6 +40,7 @@ from nbdist.errors import (
 )
 from nbdist.metrics import snapshot
 from nbdist.plan import Plan
+from nbdist.protocol import Kind
 from nbdist.ranks import describe_ranks, format_ranks
 
 _STACK_LIMIT = 1.0
@@ -119,7 +120,7 @@ class Session(Workers):
     ) -> None:
         global _current
         _refuse_on_ranks()
-        check_seconds("linger", linger or None)
+        check_seconds("linger", linger, zero=True)
         super().__init__(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
@@ -246,7 +247,7 @@ class Session(Workers):
         """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
         self._call("setup", function, args, {}, ranks)
 
-    def _call(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any, ranks: Ranks) -> list[Any]:
+    def _call(self, kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any, ranks: Ranks) -> list[Any]:
         if not callable(function):
             raise UsageError(f"call takes a function, not {function!r}: `session.call(function, *args)`")
         name = getattr(function, "__name__", "function")

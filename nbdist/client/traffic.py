@@ -317,19 +317,13 @@ class Traffic:
             except queue.Empty:
                 continue
             if isinstance(message, WidgetMessage):
-                self._relay_late(message)
+                self.widgets.relay(message)
             elif late is not None:
                 self._show_late_of(late, message, dues)
             if isinstance(message, Output):
                 self.pay(message.rank, len(message.data))
             elif isinstance(message, WidgetMessage) or (isinstance(message, Display) and late is None):
                 self.pay_item(message)
-
-    def _relay_late(self, message: WidgetMessage) -> None:
-        try:
-            self.widgets.relay(message)
-        except Exception:  # a widget's callback in the notebook
-            traceback.print_exc()
 
     def _show_late_of(self, task: Task, message: Message | None, dues: dict[Task, float]) -> None:
         now = time.monotonic()

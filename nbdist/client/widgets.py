@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,12 @@ class WidgetProxies:
 
     def relay(self, message: WidgetMessage) -> None:
         """Pass a rank's message on to the page."""
+        try:
+            self._relay(message)
+        except Exception:  # of the page's side, or of a widget that makes no sense: the cell goes on
+            traceback.print_exc()
+
+    def _relay(self, message: WidgetMessage) -> None:
         if message.event == "comm_open":
             self._open(message)
             return

@@ -29,6 +29,7 @@ from nbdist.protocol import (
     Ask,
     Broken,
     Execute,
+    Kind,
     Message,
     Notice,
     Progress,
@@ -252,7 +253,7 @@ class Workers:
 
     def submit(
         self,
-        kind: str,
+        kind: Kind,
         code: str,
         ranks: Ranks,
         *,

@@ -32,9 +32,10 @@ from nbdist.controller.rank import Rank
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.protocol import (
     AGENT_CONTROL,
-    AGENT_OUTPUT,
-    CLIENT_COMMANDS,
     CLIENT_EVENTS,
+    HANDSHAKE_LIMIT,
+    LANES,
+    LARGEST_FRAME,
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
@@ -84,15 +85,15 @@ from nbdist.protocol import (
     lane,
     parse_lane,
     sequence_of,
+    whole,
     write_key_file,
 )
 
 _START_LIMIT = 120.0
 _QUIT_GRACE = 1.0
-_LANES = {CLIENT_COMMANDS, CLIENT_EVENTS, AGENT_CONTROL, AGENT_OUTPUT}
+_TICK_PAUSE = 1.0  # seconds, after an error
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
-# Bounds what somebody without keys can make this process hold: zmq takes in a whole frame before it checks who sent it.
-_LARGEST_MESSAGE = 1 << 30
+_ENVELOPE = 1 << 10  # bytes that encryption adds to a frame, and more
 
 
 class ControllerSetup(msgspec.Struct, frozen=True):
@@ -147,6 +148,7 @@ class _Set:
     ending: bool = False
     backend: str = ""
     notes: list[str] | None = None
+    ticks_from: float = 0.0  # when cells may be called again because of the time
     cells: Cells = field(init=False)
     late: set[int] = field(default_factory=set)  # ranks whose displays have not come at the end of their cell
 
@@ -174,6 +176,7 @@ class Controller:
         self._log_folder = log.folder
         self._log = LogWriter(log, lambda text: self.to_notebook(Notice(text)))
         self._leave_at: float | None = None
+        self._shut_down = False  # the notebook wants everything to end
         self._linger = 0.0
         try:
             self._listen()
@@ -191,10 +194,10 @@ class Controller:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.linger = 500
-        self._socket.maxmsgsize = _LARGEST_MESSAGE
+        self._socket.maxmsgsize = LARGEST_FRAME + _ENVELOPE
+        self._socket.handshake_ivl = int(HANDSHAKE_LIMIT * 1000)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         url = f"tcp://127.0.0.1:{port}"
         self._key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -255,7 +258,7 @@ class Controller:
             dues.append(self._leave_at - time.monotonic())
         if self._set is not None and not self._set.up and not self._set.ending:
             dues.append(self._set.started + _START_LIMIT - time.monotonic())
-        if self._set is not None and self._set.up and (due := self._set.cells.due()) is not None:
+        if self._set is not None and self._set.up and (due := self._cells_due(self._set)) is not None:
             dues.append(due - time.monotonic())
         if self._set is not None:
             late = (self._set.ranks[number].due for number in self._set.late)
@@ -271,16 +274,15 @@ class Controller:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            for frame in frames:
+            for frame in whole(frames):
                 try:
-                    message = decode(frame)
-                    if isinstance(message, Shutdown):
-                        return False
-                    self._handle(identity, message)
+                    self._handle(identity, decode(frame))
                 except Exception as error:  # one bad message must not cost the user all ranks
                     with contextlib.suppress(OSError):  # a notebook that has gone does not listen
                         traceback.print_exc()
                     self._report_unreadable(identity, frame, error)
+            if self._shut_down:
+                return False
         return True
 
     def _report_unreadable(self, identity: bytes, frame: bytes, error: Exception) -> None:
@@ -291,7 +293,7 @@ class Controller:
             sequence = sequence_of(frame) if name == RANK_DISPLAY else None
             if rank is not None and sequence is not None:
                 rank.miss_display(sequence, str(error))
-            elif (rank is not None or identity in _LANES) and identity not in self._unreadable:
+            elif (rank is not None or epoch < 0) and name in LANES and identity not in self._unreadable:
                 self._unreadable.add(identity)
                 sender = f"rank {number}" if rank is not None else f"the {name.partition('.')[0]}"
                 what = f"{type(error).__name__}: {error}"
@@ -299,6 +301,8 @@ class Controller:
 
     def _handle(self, identity: bytes, message: Message) -> None:
         name, epoch, rank = parse_lane(identity)
+        if name not in LANES:
+            raise ValueError(f"{identity!r} is not a lane")
         if isinstance(message, Hello):
             self._hello(identity, message)
         elif name.startswith("rank"):
@@ -366,6 +370,8 @@ class Controller:
             self._send(AGENT_CONTROL, message)
         elif isinstance(message, Start):
             self._start(message)
+        elif isinstance(message, Shutdown):
+            self._shut_down = True
         elif isinstance(message, Stop):
             self._pending = None
             self._send(AGENT_CONTROL, Watch(0.0))  # for another session the agent is asked anew
@@ -375,7 +381,7 @@ class Controller:
         group = self._set
         if group is None or not group.up:
             return
-        if not group.ranks.keys() >= set(message.ranks):
+        if not message.ranks or not group.ranks.keys() >= set(message.ranks):
             raise ValueError(f"there are no ranks {message.ranks}")
         now = time.monotonic()
         if not group.cells.begin(message, now):
@@ -390,6 +396,8 @@ class Controller:
             self._forward(lane(RANK_CELL, group.epoch, number), frame)
 
     def _ask(self, message: Ask) -> None:
+        if message.request < 0:
+            raise ValueError(f"request {message.request} is one of the controller's own")
         for number in message.ranks:
             if self._set is None or number not in self._set.ranks or self._set.ranks[number].dead:
                 self.to_notebook(Answer(message.request, number, {"error": "dead"}))
@@ -516,9 +524,18 @@ class Controller:
         group = self._set
         if group is None or not group.up:
             return
-        due, now = group.cells.due(), time.monotonic()
-        if due is not None and now >= due:
+        due, now = self._cells_due(group), time.monotonic()
+        if due is None or now < due:
+            return
+        try:
             group.cells.tick(now)
+        except Exception:  # what a rank has answered makes no sense; the others' cells go on
+            traceback.print_exc()
+            group.ticks_from = now + _TICK_PAUSE
+
+    def _cells_due(self, group: _Set) -> float | None:
+        due = group.cells.due()
+        return None if due is None else max(due, group.ticks_from)
 
     def _check_displays(self) -> None:
         group = self._set
@@ -619,8 +636,11 @@ class Controller:
     # --- from ranks
 
     def _handle_rank(self, group: _Set, rank: Rank, message: Message) -> None:
+        if getattr(message, "rank", rank.rank) != rank.rank:
+            raise ValueError(f"rank {rank.rank} speaks for another: {message}")
         if isinstance(message, Reply):
-            rank.answer(message)
+            if message.serial == rank.serial:
+                rank.answer(message)
         elif isinstance(message, Display):
             rank.display(message)
         elif isinstance(message, Answer) and message.request < 0:
@@ -633,6 +653,8 @@ class Controller:
             self._ready(group, rank, message)
 
     def _ready(self, group: _Set, rank: Rank, message: Ready) -> None:
+        if group.up:
+            raise ValueError(f"rank {rank.rank} is ready already")
         if message.failure:
             self._start_failed(
                 f"rank {rank.rank} could not join the process group: {message.failure}\n"

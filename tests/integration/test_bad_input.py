@@ -121,7 +121,7 @@ def test_a_start_that_can_not_be_leaves_the_next_one_possible(kernel: Kernel) ->
         ("Session(2, backend=3)", "backend is a name, not 3"),
         ("Session(2, timeout=-1)", "timeout is in seconds and more than 0, not -1"),
         ("Session(2, timeout='5')", "timeout is in seconds and more than 0, not '5'"),
-        ("Session(2, linger='long')", "linger is in seconds and more than 0, not 'long'"),
+        ("Session(2, linger='long')", "linger is in seconds and 0 or more, not 'long'"),
     ],
 )
 def test_a_session_with_a_wrong_argument_starts_nothing(ranks: Kernel, call: str, says: str) -> None:

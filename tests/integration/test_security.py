@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -262,3 +264,34 @@ def test_nonsense_from_somebody_with_the_keys_costs_nothing(
         friend.connect(keys["url"])
         friend.send(NONSENSE[nonsense])
         friend.send_multipart([NONSENSE[nonsense], b"", b"more"])
+
+
+# --- what anybody may cost
+
+
+def test_a_flood_from_somebody_without_keys_fills_no_memory(ranks: Kernel, keys: dict[str, str]) -> None:
+    controller = psutil.Process(find(ranks.pid, "controller"))
+    before = controller.memory_info().rss
+    flood = GREETING + b"\x06" + struct.pack(">Q", 1 << 30) + b"x" * (64 << 20)
+    for _ in range(3):
+        intruder = socket.create_connection(("127.0.0.1", port(keys)), timeout=20)
+        with intruder, contextlib.suppress(ConnectionError):  # it is thrown out
+            intruder.sendall(flood)
+    assert controller.memory_info().rss < before + (20 << 20)
+
+
+def test_a_connection_that_does_not_authenticate_is_closed(keys: dict[str, str]) -> None:
+    intruders = [socket.create_connection(("127.0.0.1", port(keys)), timeout=20) for _ in range(20)]
+    for intruder in intruders:
+        with intruder:
+            while intruder.recv(4096):  # the greeting, and then the end
+                pass
+
+
+def test_lies_of_strangers_friends_and_ranks_cost_nothing(ranks: Kernel, key_file: Path) -> None:
+    ranks.ok("import nbdist\nfrom tests import fuzz\nfuzz.tell(1, nbdist.get_session(), 300)")
+
+
+def test_a_display_that_is_larger_than_a_frame_arrives_whole(ranks: Kernel) -> None:
+    outcome = ranks.ok("%%distributed -r 0\nfrom IPython.display import HTML\ndisplay(HTML('x' * 3_000_000))")
+    assert [len(data["text/html"]) for data in outcome.displays if "xxx" in data.get("text/html", "")] == [3_000_000]

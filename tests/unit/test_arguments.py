@@ -6,6 +6,7 @@ import pytest
 
 from nbdist.client import arguments
 from nbdist.client.arguments import HelpShown, MagicParser, size, suggest_verb, table
+from nbdist.client.parsers import verb_parsers
 from nbdist.errors import UsageError
 
 
@@ -109,3 +110,10 @@ def test_a_table_aligns_words_left_and_numbers_right() -> None:
 )
 def test_sizes_have_a_unit(value: int | None, text: str) -> None:
     assert size(value) == text
+
+
+def test_ranks_may_be_told_not_to_outlive_the_kernel() -> None:
+    start = verb_parsers()["start"]
+    assert start.read("-n 2 --linger 0").linger == 0
+    with pytest.raises(UsageError, match="'-1' is not a time in seconds: it is 0 or more"):
+        start.read("-n 2 --linger -1")

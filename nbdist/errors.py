@@ -74,7 +74,7 @@ class SessionBusy(SessionError):
 
 
 class StaleGroupError(NbdistError, RuntimeError):
-    """Code on a rank used a process group that is gone: a member has died, or it was never whole.
+    """Code on a rank used a process group that is gone: a member has died or returned, or it was never whole.
 
     The text says which way there is to go on. Raised on the rank, so the notebook sees it inside a RankError.
     """

@@ -269,6 +269,13 @@ class Watch(Message, frozen=True):
     period: Seconds
 
 
+class Returned(Message, frozen=True):
+    """Ranks on other nodes of the launch `serial` have returned: they take part in nothing any more."""
+
+    serial: int
+    ranks: list[int]
+
+
 class Stop(Message, frozen=True):
     """End the ranks: after `grace` seconds by force. The controller, its agent and the template stay."""
 
@@ -606,6 +613,7 @@ AnyMessage = (
     | ReadLog
     | Credit
     | WidgetMessage
+    | Returned
     | Stop
     | Watch
     | Look

@@ -31,6 +31,7 @@ from nbdist.protocol import (
     Recovered,
     Remark,
     Reply,
+    Returned,
     WidgetMessage,
 )
 from nbdist.ranks import describe_ranks
@@ -207,6 +208,10 @@ class Task:
         chosen = self._left if ranks is None else self._left & set(ranks)
         patience = _LAUNCH_PATIENCE if self._launch else None
         self._traffic.send(Interrupt(self.serial, sorted(chosen), now, patience))
+
+    def others_returned(self, ranks: Sequence[int]) -> None:
+        """Ranks of other nodes have finished the same launch. From any thread."""
+        self._traffic.send(Returned(self.serial, list(ranks)))
 
     def fail(self, failure: RankFailure) -> None:
         """A rank of another node has failed, and these ranks end with it. From any thread."""

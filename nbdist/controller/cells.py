@@ -24,6 +24,7 @@ from nbdist.protocol import (
     Message,
     Remark,
     Reply,
+    Returned,
 )
 
 _DEATH_GRACE = 0.15  # seconds until the survivors of a death count as stuck
@@ -84,6 +85,7 @@ class Cells:
             now,
             launch=message.kind == "launch",
             part=bool(self._running) or len(self._wires.idle()) > len(ranks),
+            strand=lambda rank, why: self._free(serial, [rank], why),
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
         return True
@@ -101,6 +103,12 @@ class Cells:
             self._descend(cell, ranks, now, together=set(ranks) == cell.left, grace=message.patience)
             if message.now and cell.ladder is not None:
                 cell.ladder.force(now)
+
+    def returned_elsewhere(self, message: Returned, now: float) -> None:
+        """Ranks of other nodes have finished their part."""
+        cell = self._running.get(message.serial)
+        if cell is not None:
+            cell.watch.returned(message.ranks, now)
 
     def ended(self, reply: Reply, now: float) -> None:
         """A rank has finished its part."""
@@ -189,8 +197,10 @@ class Cells:
 
         return handle
 
-    def _free(self, serial: int, ranks: Sequence[int]) -> None:
-        """Free ranks that wait for one that has failed."""
+    def _free(self, serial: int, ranks: Sequence[int], why: str = "") -> None:
+        """Free ranks that wait for one that has failed, or for the reason given."""
+        if why:
+            self._ask(ranks, "strand", {"serial": serial, "why": why})
         for rank in ranks:
             self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
         self._ask(ranks, "cut", {"serial": serial, "force": True})

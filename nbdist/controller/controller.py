@@ -67,6 +67,7 @@ from nbdist.protocol import (
     ReadLog,
     Ready,
     Reply,
+    Returned,
     Shutdown,
     Spawn,
     Spawned,
@@ -358,6 +359,9 @@ class Controller:
         elif isinstance(message, Interrupt):
             if self._set is not None:
                 self._set.cells.stop(message, time.monotonic())
+        elif isinstance(message, Returned):
+            if self._set is not None:
+                self._set.cells.returned_elsewhere(message, time.monotonic())
         elif isinstance(message, Ask):
             self._ask(message)
         elif isinstance(message, AskController):

@@ -1,9 +1,9 @@
 """Who waits for whom: looks at the ranks of a running cell now and then, and compares.
 
 After 5 s of unequal progress it says who waits where, and for whom; of a launch also who is still at it when others
-have finished. Of a cell on some of the ranks it says within a second that one waits for ranks which are not in it. When
-a rank has failed it names those that wait for it in vain. Costs nothing before that but a timer.
-Knows ranks only by what their control threads answer.
+have finished; of a launch it gives up after 10 s on those that wait for one of these. Of a cell on some of the ranks it
+reports within a second that one waits for ranks which are not in it. When a rank has failed it names those that wait
+for it in vain. Costs nothing before that but a timer. Knows ranks only by what their control threads answer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from nbdist.ranks import describe_ranks
 
 _BUSY = 0.2  # of a core: a rank that uses more is computing, not waiting
 _WORTH_SAYING = 5.0  # seconds: less is not known well enough, for a rank may have waited since before the first look
+_STRANDED = 10.0  # seconds that a rank of a launch may wait for one that has returned
+_STRANDED_ADVICE = "let all ranks make the same calls before their function returns"
 _CLAUSES = 5  # of a line
 _PLURAL = {"waits": "wait", "is": "are", "has": "have"}
 
@@ -88,6 +90,7 @@ class Watch:
         pauses: When to look.
         launch: Whether the ranks live for this work only, so that those that have finished wait for the others.
         part: Whether there are ranks that the cell does not run on.
+        strand: Of a launch: ends what a rank waits in, since that can't happen any more. Further argument: the reason.
 
     Attributes:
         due: When `tick` wants to be called.
@@ -107,6 +110,7 @@ class Watch:
         *,
         launch: bool = False,
         part: bool = False,
+        strand: Callable[[int, str], None] = lambda rank, why: None,
     ) -> None:
         self._pauses = pauses or Pauses()
         self.serial = serial
@@ -120,6 +124,9 @@ class Watch:
         self._dead: set[int] = set()
         self._grace = grace
         self._launch = launch
+        self._strand = strand
+        self._stranded: set[int] = set()
+        self._returned: dict[int, float] = {}  # when ranks of a launch did, those of other nodes too
         self._finished_at: float | None = None  # when the first rank did
         self._ask = ask
         self._say = say
@@ -142,11 +149,18 @@ class Watch:
             self.due = now + max(0.0, self._grace - self._pauses.sample)
         if failed:
             self._failed.add(rank)
-        elif self._launch and self._finished_at is None:
-            self._finished_at = now
-            self._hasten(now)
+        elif self._launch:
+            self._returned[rank] = now
+            if self._finished_at is None:
+                self._finished_at = now
+                self._hasten(now)
         if not self._left:
             self._close(now, "" if self._failed else ", then went on")
+
+    def returned(self, ranks: Sequence[int], now: float) -> None:
+        """Ranks of a launch's other nodes have returned."""
+        for rank in ranks:
+            self._returned.setdefault(rank, now)
 
     def forget(self, rank: int) -> None:
         """A rank has died: it answers no more."""
@@ -202,6 +216,12 @@ class Watch:
         lost = self._in_vain(awaited) if self._failed else []
         if lost:
             self._free(lost)
+        elif stranded := self._find_stranded(awaited, now):
+            for rank, gone in stranded.items():
+                has = "has" if len(gone) == 1 else "have"
+                whom = f"for {describe_ranks(sorted(gone))}, which {has} returned"
+                self._strand(rank, f"{self._wait(rank)}, {whom}: {_STRANDED_ADVICE}")
+            self._stranded |= stranded.keys()
         elif self._since:
             self._explain(awaited, now)
         elif self._is_late(now):
@@ -237,7 +257,7 @@ class Watch:
         look = self._looks.get(rank)
         if look is None or not look.running or not look.collective:
             return set()
-        members = self._ranks if look.members is None else look.members
+        members = [*self._ranks, *self._returned] if look.members is None else look.members
         others = set(members) - {rank}
         if not others:
             return self._behind(rank, look)
@@ -277,6 +297,34 @@ class Watch:
         while more := {rank for rank in self._since if awaited[rank] & (lost | found)} - found:
             found |= more
         return sorted(found)
+
+    def _find_stranded(self, awaited: dict[int, set[int]], now: float) -> dict[int, set[int]]:
+        """Ranks that have waited for too long for ranks that have returned, with these."""
+        if self._failed:
+            return {}
+        found = {}
+        for rank in self._since.keys() - self._stranded:
+            gone = {
+                other for other in awaited[rank] & self._returned.keys() if self._left_out(other, self._looks[rank])
+            }
+            if not gone:
+                continue
+            due = max(self._since[rank], *(self._returned[other] for other in gone)) + _STRANDED
+            if due <= now:
+                found[rank] = gone
+            else:
+                self.due = min(self.due, due)
+        return found
+
+    def _left_out(self, returned: int, look: Look) -> bool:
+        """Whether a rank has returned without entering what another waits in; what it has begun may go on."""
+        there = self._looks.get(returned)
+        if there is None:
+            return returned not in self._ranks  # of another node nothing else is known
+        if look.group not in look.groups or look.group not in there.groups:
+            return True
+        entered, waited_for = (sum(each.groups[look.group][1]) for each in (there, look))
+        return bool(entered < waited_for)
 
     # --- saying
 

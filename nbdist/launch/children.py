@@ -69,6 +69,7 @@ _KILL_AFTER = 0.8  # seconds after an interrupt that has not reached Python: Ctr
 _FAILED_GRACE = 0.5  # seconds until ranks are interrupted when another has raised: theirs may be the same error
 _DEATH_GRACE = 0.1  # ... when it has died
 _WATCH = -1  # the number of the watch's questions
+_STRAND = -3  # ... of what it has ranks do, to which the answer is their end
 
 _epochs = itertools.count(1)
 
@@ -84,6 +85,7 @@ class _Rank:
         printed: Whether all that it printed before its reply has been read.
         told: Whether the task knows of its end.
         interrupted: Whether the user has asked it to stop.
+        stranded: What it waited in and for whom, when that could not happen any more; "" as long as it could.
         kill_at: When it is to be ended by force.
     """
 
@@ -97,6 +99,7 @@ class _Rank:
     printed: bool = False
     told: bool = False
     interrupted: bool = False
+    stranded: str = ""
     kill_at: float | None = None
 
     def signal(self, number: signal.Signals) -> None:
@@ -183,6 +186,7 @@ class Children:
             lambda who: None,  # no rank can be freed but by its end
             time.monotonic(),
             launch=True,
+            strand=self._strand,
         )
         for rank in self._living.values():
             self._listen_to(rank)
@@ -357,6 +361,14 @@ class Children:
                 rank.signal(signal.SIGINT)
                 rank.kill_at = now if message.now else rank.kill_at or now + _KILL_AFTER
 
+    def _strand(self, number: int, why: str) -> None:
+        """A rank waits for one that has returned: free it, or end it if that does not help."""
+        rank = self._living[number]
+        rank.stranded = why
+        rank.send(Ask(_STRAND, [number], "strand", {"why": why}))
+        rank.signal(signal.SIGINT)
+        rank.kill_at = time.monotonic() + _KILL_AFTER
+
     def _credit(self, message: Credit) -> None:
         if not message.items:
             self._reader.credit(message.rank, message.size)
@@ -392,7 +404,7 @@ class Children:
                 rank.kill_at = None  # its function may save what it has, until the next Ctrl-C
         elif isinstance(message, Answer) and message.request == _WATCH:
             self._the_watch.answered(message.rank, message.data, time.monotonic())
-        elif isinstance(message, Answer):
+        elif isinstance(message, Answer) and message.request != _STRAND:
             self._answers.put(message)
 
     def _show(self, rank: _Rank) -> None:
@@ -465,6 +477,8 @@ class Children:
         now = time.monotonic()
         if rank.reply is not None:
             return rank.reply
+        if rank.stranded:  # it could not be freed
+            return Reply(1, rank.number, "error", Failure("StaleGroupError", rank.stranded, "", now))
         if rank.interrupted:  # it took too long, and was killed for it
             return Reply(1, rank.number, "interrupted", Failure("KeyboardInterrupt", "", "", now, kind="interrupted"))
         return Died(rank.number, rank.pid, code, self._reader.stderr_tail(rank.number), 1, now)

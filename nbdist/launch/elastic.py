@@ -42,6 +42,7 @@ from nbdist.ranks import describe_ranks
 
 _LEAVE_LIMIT = 4.0  # seconds that torch has to notice that the launch is over
 _CAUSE_LIMIT = 2.0  # seconds that another node has to tell why a rank here has lost its connection
+_RETURNED_EVERY = 1.0  # seconds between two looks at which ranks of other nodes have returned
 _TICK = 0.001  # torch sleeps this long between two looks, which do their own waiting
 _WORTH_SAYING = 2.0  # seconds of waiting
 _REMARK_EVERY = 0.5  # seconds, where a line can be replaced
@@ -90,6 +91,7 @@ class _Attempt:
     Attributes:
         outcome: The values, or the error that it ended with.
         over: Set when there is an outcome, and no rank any more.
+        returned: The ranks, of whatever node, that have returned.
     """
 
     place: Place
@@ -98,6 +100,9 @@ class _Attempt:
     outcome: list[Any] | BaseException | None = None
     ended: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
+    returned: set[int] = field(default_factory=set)
+    _ranks: list[int] = field(default_factory=list)
+    _told: set[int] = field(default_factory=set)
 
     def fail(self, failure: RankFailure) -> None:
         """End its ranks because of a failure elsewhere. From any thread."""
@@ -107,7 +112,7 @@ class _Attempt:
 
     def take(self, task: Task) -> None:
         """The function runs."""
-        self.task = task
+        self.task, self._ranks = task, task.ranks
         if self.failure is not None:  # while the ranks came up
             task.fail(self.failure)
 
@@ -119,6 +124,16 @@ class _Attempt:
         """Nothing of it is left."""
         self.outcome, self.ended, self.task = outcome, time.monotonic(), None
         self.over.set()
+
+    def newly_returned(self) -> list[int]:
+        """Ranks of this node that have returned since the last call."""
+        task = self.task
+        done = set(self._ranks) if isinstance(self.outcome, list) else set()
+        if task is not None:
+            done = task.replies.keys() - task.failures.keys()
+        new = sorted(done - self._told)
+        self._told.update(new)
+        return new
 
     def first_failure(self) -> RankFailure | None:
         """What went wrong here; None as long as nothing has."""
@@ -363,6 +378,7 @@ class _Agent(SimpleElasticAgent):
         self._started = 0  # how often ranks have been started
         self._restart = 0
         self._finished = False
+        self._returned_due = 0.0
 
     # --- what torch asks for
 
@@ -410,6 +426,7 @@ class _Agent(SimpleElasticAgent):
         assert attempt is not None
         (self._nodes.left if self._finished else attempt.over).wait(self._request.monitor_interval)
         self._say_who_is_silent(attempt)
+        self._exchange_returned(attempt)
         news = self._news(attempt)
         if news is not None:
             return self._failed(attempt, news)
@@ -429,6 +446,17 @@ class _Agent(SimpleElasticAgent):
             for line in self._nodes.silences():
                 if not attempt.say(line):
                     self._launch.order(line)
+
+    def _exchange_returned(self, attempt: _Attempt) -> None:
+        """Let no rank wait for one of another node that has returned."""
+        now = time.monotonic()
+        if not self._nodes.several or now < self._returned_due:
+            return
+        self._returned_due = now + _RETURNED_EVERY
+        with contextlib.suppress(*STORE_ERRORS, NodesMissing):  # the next look at the news finds it as well
+            attempt.returned.update(self._nodes.exchange_returned(attempt.newly_returned()))
+        if attempt.returned and (task := attempt.task) is not None:
+            task.others_returned(sorted(attempt.returned.difference(task.ranks)))
 
     # --- failures, here and elsewhere
 

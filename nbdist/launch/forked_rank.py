@@ -21,7 +21,7 @@ import msgspec
 
 from nbdist import transfer
 from nbdist.processes import adopt_orphans, die_with_parent
-from nbdist.protocol import END, Answer, Ask, Execute, Message, Quit, RankSetup, Reply, decode, encode
+from nbdist.protocol import END, Answer, Ask, Execute, Failure, Message, Quit, RankSetup, Reply, decode, encode
 from nbdist.worker import accelerate_state, failures, groups, launched, models, stacks, streams
 from nbdist.worker.collectives import Collectives
 from nbdist.worker.display import DisplayLane
@@ -219,7 +219,7 @@ class ForkedRank:
             value = self._value()
         except BaseException as error:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            failure = _describe(error)
+            failure = _describe(error, self._collectives.explain(error))
             status = "interrupted" if failure.kind == "interrupted" else "error"
             return Reply(serial, rank, status, failure), None
         packed = launched.pack(value, self._setup)
@@ -250,7 +250,7 @@ class ForkedRank:
         if read_debug_level is not None:
             read_debug_level()
         accelerate_state.install()
-        groups.separate_rendezvous(lambda: self._setup.epoch, lambda port: contextlib.nullcontext())
+        groups.separate_rendezvous(lambda: self._setup.epoch, self._collectives.connecting)
         self._collectives.watch()
         models.let_groups_outlive_ddp()
         state = sys.modules.get("accelerate.state")
@@ -271,6 +271,9 @@ class ForkedRank:
         try:
             if message.question == "progress":
                 return self._progress.look(**message.arguments)
+            if message.question == "strand":
+                self._collectives.stranded = message.arguments["why"]
+                return {"groups": self._collectives.cut()}
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             return {"line": stacks.describe(frame) if frame is not None else ""}
         except Exception as error:  # the thread must outlive any question
@@ -281,11 +284,12 @@ class ForkedRank:
             self._control.send_bytes(encode(message))
 
 
-def _describe(error: BaseException) -> Any:
-    """The failure to send, with its traceback as the notebook's ranks show it."""
+def _describe(error: BaseException, better: BaseException | None = None) -> Failure:
+    """The failure to send, with its traceback as the notebook's ranks show it; `better` is shown in its place."""
     traceback = failures.trim(error.__traceback__, innermost=not isinstance(error, KeyboardInterrupt))
     renderer = getattr(_shell(), "InteractiveTB", None)
-    return failures.describe(error, failures.render(type(error), error, traceback, renderer))
+    shown = better or error
+    return failures.describe(shown, failures.render(type(shown), shown, traceback, renderer))
 
 
 def _flush() -> None:

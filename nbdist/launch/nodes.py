@@ -17,7 +17,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -141,6 +141,7 @@ class Nodes:
         self.left = threading.Event()
         self._lifeline: socket.socket | None = None  # ends with the process that has opened the store
         self._strange_since: float | None = None
+        self._returned = 0  # how many times nodes have told of ranks that have returned
         self._seen = 0  # the latest round that this node has taken part in
         self._server: TCPStore | None = None
         self._store: Store | None = None
@@ -456,7 +457,7 @@ class Nodes:
         Returns:
             How often the ranks of the whole job have.
         """
-        self._round = PrefixStore("nbdist", store)
+        self._round, self._returned = PrefixStore("nbdist", store), 0
         self._round.set(f"restart/{node}", str(restart))
         self._pulse = Pulse(self._round, node, range(self.request.num_nodes) if self._server is not None else ())
         return max(int(self._round.get(f"restart/{other}")) for other in range(self.request.num_nodes))
@@ -487,6 +488,21 @@ class Nodes:
         assert self._pulse is not None
         self._check_alive()
         return self._pulse.beat()
+
+    def exchange_returned(self, ranks: Sequence[int]) -> list[int]:
+        """Tell the other nodes that these ranks have returned.
+
+        Returns:
+            The ranks that any node has told of since the last call.
+        """
+        store = self._told()
+        if ranks:
+            store.set(f"returned/{store.add('returned', 1)}", msgspec.json.encode(ranks).decode())
+        told: list[int] = []
+        while store.check([f"returned/{self._returned + 1}"]):
+            self._returned += 1
+            told += msgspec.json.decode(store.get(f"returned/{self._returned}"), type=list[int])
+        return told
 
     def finish(self) -> None:
         """This node's ranks have done their work."""

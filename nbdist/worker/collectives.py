@@ -58,6 +58,7 @@ class Collectives:
 
     Attributes:
         record: Which collectives have been started, and which have ended.
+        stranded: What the main thread waits in and for whom, where that can't happen any more; "" for nothing.
     """
 
     def __init__(self, epoch: int, store_port: int) -> None:
@@ -74,6 +75,7 @@ class Collectives:
         self._stale: set[str] = set()
         self._store_cut = False
         self._aborts: dict[int, threading.Thread] = {}  # by the backend's id; each thread keeps its backend alive
+        self.stranded = ""
 
     # --- making groups
 
@@ -149,6 +151,7 @@ class Collectives:
 
     def begin(self) -> None:
         """A cell begins: what is entered from now on counts as its own. All ranks are in order."""
+        self.stranded = ""
         while self._copies:
             with contextlib.suppress(OSError):  # a cell has closed it
                 os.close(self._copies.pop())
@@ -362,7 +365,9 @@ class Collectives:
         return bool(self._cut)
 
     def explain(self, error: BaseException) -> StaleGroupError | None:
-        """The error to show instead of torch's own, where a group was used that is gone for a reason we know."""
+        """The error to show instead, where a group was used that is gone, or waited in, for a reason we know."""
+        if self.stranded and (isinstance(error, KeyboardInterrupt) or failures.from_communication(error)):
+            return StaleGroupError(self.stranded)
         reasons = {known.unusable for known in self._groups.values() if known.unusable}
         if reasons and failures.from_communication(error):
             return StaleGroupError("; or ".join(sorted(reasons)))

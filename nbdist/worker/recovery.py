@@ -55,6 +55,7 @@ class Recovery:
             "meet": self._meet,
             "disarm": self._disarm,
             "cut": self._cut,
+            "strand": self._strand,
             "state": self._state,
             "forbid": self.collectives.forbid,
         }
@@ -115,6 +116,12 @@ class Recovery:
         if self._control.gate.running != serial or not (force or self._progress.stands_still()):
             return {"groups": []}
         return {"groups": self.collectives.cut()}
+
+    def _strand(self, serial: int, why: str) -> dict[str, Any]:
+        """The main thread waits for what can't happen any more: that is the error, once it has been freed."""
+        if self._control.gate.running == serial:
+            self.collectives.stranded = why
+        return {}
 
     def _interrupt_body(self) -> None:
         """The body of the loop does not end: interrupt it where it is."""

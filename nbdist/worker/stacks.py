@@ -11,6 +11,7 @@ from typing import NamedTuple
 from IPython.core.getipython import get_ipython
 
 _OURS = __file__.rsplit("/", 2)[0] + "/"
+_LAUNCHED = _OURS + "worker/launched.py"  # calls a launched function
 _C10D = "/torch/distributed/distributed_c10d.py"
 _LOGGER = "/torch/distributed/c10d_logger.py"  # wraps every function of c10d
 _CHECKPOINT = "/torch/distributed/checkpoint/"  # what it does itself is reading and writing
@@ -88,15 +89,18 @@ def awaits_work(frame: FrameType) -> bool:
 def _frames(frame: FrameType) -> list[FrameType]:
     """The frames that are shown, the outermost first: what IPython does before the cell is nobody's concern."""
     frames: list[FrameType] = []
-    called_by_us = -1  # how many frames stand outside of what a frame of ours has called
+    in_ours = False
+    called_by_us = 0  # how many frames there are from the innermost one to what our outermost frames have called
     current: FrameType | None = frame
     while current is not None:
         filename = current.f_code.co_filename
         if filename.startswith(_OURS):
-            called_by_us = len(frames) if called_by_us < 0 else called_by_us
+            called_by_us = called_by_us if in_ours else len(frames)
+            in_ours = True
         elif not filename.endswith(_LOGGER):
+            in_ours = False
             frames.append(current)
-        current = current.f_back
+        current = current.f_back if filename != _LAUNCHED else None
     outermost = next((at for at in reversed(range(len(frames))) if _cell(frames[at])), None)
     if outermost is None:  # a function that has come from the notebook without a cell, or nothing of the user's
         outermost = called_by_us - 1

@@ -37,6 +37,10 @@ def fail():
         raise ValueError("boom")
     dist.barrier()
 
+def leave_early():
+    if os.environ["RANK"] != "3":
+        group()
+
 def fail_once():
     dist = group()
     if dist.get_rank() == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -167,6 +171,17 @@ def test_a_rank_that_raises_is_named_on_all_nodes(nodes: list[Kernel], port: int
 def test_a_rank_that_dies_is_named_on_all_nodes(nodes: list[Kernel], port: int) -> None:
     for outcome in launch_all(nodes, port, "die"):
         assert outcome.evalue.startswith("rank 3 died: exit code 3"), str(outcome)
+
+
+def test_ranks_that_wait_for_one_of_another_node_that_has_returned_are_an_error_on_all(
+    nodes: list[Kernel], port: int
+) -> None:
+    cells = [launch(nodes[0], 0, port, "leave_early", num_processes=3)]
+    cells.append(launch(nodes[1], 1, port, "leave_early", num_processes=1))
+    for cell in cells:
+        outcome = cell.finish()
+        assert "StaleGroupError: waits in init_process_group, cell " in outcome.evalue, str(outcome)
+        assert "for rank 3, which has returned" in outcome.evalue
 
 
 def test_the_ranks_behind_a_failure_are_keys_of_the_error_on_all_nodes(nodes: list[Kernel], port: int) -> None:

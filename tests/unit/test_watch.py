@@ -40,10 +40,21 @@ class Cell:
         self.asked: list[tuple[float, list[int]]] = []
         self.said: list[tuple[str, bool, bool]] = []
         self.freed: list[int] = []
+        self.stranded: dict[int, str] = {}
         self.now = 0.0
         self.does: dict[int, Any] = {}  # what a rank answers, by time; None: it does not
         self.late: list[int] = []
-        self.watch = Watch(1, ranks, grace, self._ask, lambda *line: self.said.append(line), self._free, 0.0, **options)
+        self.watch = Watch(
+            1,
+            ranks,
+            grace,
+            self._ask,
+            lambda *line: self.said.append(line),
+            self._free,
+            0.0,
+            strand=self.stranded.__setitem__,
+            **options,
+        )
 
     def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
         assert (question, arguments) == ("progress", {"serial": 1})
@@ -429,3 +440,86 @@ def test_nothing_of_it_is_said_of_a_cell_or_once_a_rank_has_failed() -> None:
     launch.watch.ended(2, True, 4.0)
     launch.run(until=20.0)
     assert launch.said == []
+
+
+def launch_where_rank_3_has_returned(**options: Any) -> Cell:
+    """The other ranks wait in a collective that it has not entered."""
+    cell = Cell(launch=True, **options)
+    cell.does = dict.fromkeys(WORLD, waiting) | {3: lambda at: answer(at, running=0)}
+    cell.watch.ended(3, False, 1.0)
+    return cell
+
+
+def test_ranks_of_a_launch_that_wait_for_one_that_has_returned_are_given_up_after_ten_seconds() -> None:
+    cell = launch_where_rank_3_has_returned()
+    cell.run(until=13.9)
+    assert "ranks 0-2 wait in all_reduce" in cell.line and not cell.stranded
+    cell.run(until=14.1)
+    assert list(cell.stranded) == [0, 1, 2]
+    assert cell.stranded[0].startswith("waits in all_reduce, cell 7 line 4, for rank 3, which has returned: ")
+    assert not cell.freed
+
+
+def test_it_counts_from_when_that_rank_returned() -> None:
+    cell = cell_waiting_for_rank_0(launch=True)
+    cell.run(until=60)
+    assert not cell.stranded
+    cell.does[0] = lambda at: answer(at, running=0)
+    cell.watch.ended(0, False, 60.0)
+    cell.run(until=69.9)
+    assert not cell.stranded
+    cell.run(until=70.1)
+    assert list(cell.stranded) == [1, 2, 3]
+
+
+def test_ranks_of_other_nodes_that_have_returned_are_not_waited_for_either() -> None:
+    cell = Cell(ranks=[0, 1], launch=True)
+    cell.does = dict.fromkeys([0, 1], waiting)
+    cell.run(until=20)
+    assert not cell.stranded
+    cell.watch.returned([2], 20.0)
+    cell.run(until=30.1)
+    assert list(cell.stranded) == [0, 1]
+    assert cell.stranded[1].startswith("waits in all_reduce, cell 7 line 4, for rank 2, which has returned: ")
+
+
+def test_the_making_of_a_group_takes_them_too() -> None:
+    cell = Cell(ranks=[0, 1], launch=True)
+    cell.does = dict.fromkeys([0, 1], lambda at: waiting(at, "init_process_group", members=None, group=""))
+    cell.watch.returned([2, 3], 1.0)
+    cell.run(until=20)
+    assert cell.stranded[0] == (
+        "waits in init_process_group, cell 7 line 4, for ranks 2-3, which have returned: "
+        "let all ranks make the same calls before their function returns"
+    )
+
+
+def test_a_collective_that_a_rank_has_begun_before_it_returned_goes_on() -> None:
+    cell = launch_where_rank_3_has_returned()
+    cell.does[3] = lambda at: answer(at, running=0, entered=1)
+    cell.run(until=60)
+    assert not cell.stranded
+
+
+def test_nobody_is_given_up_who_waits_for_ranks_that_are_still_at_work() -> None:
+    cell = launch_where_rank_3_has_returned()
+    cell.does[0] = answer
+    cell.does |= dict.fromkeys([1, 2], lambda at: waiting(at, members=[0, 1, 2], group="1"))
+    cell.run(until=60)
+    assert not cell.stranded
+
+
+def test_nor_in_a_cell_whose_ranks_live_on() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.does[0] = lambda at: answer(at, running=0)
+    cell.watch.ended(0, False, 1.0)
+    cell.run(until=60)
+    assert not cell.stranded
+
+
+def test_one_that_is_given_up_is_given_up_once() -> None:
+    cell = launch_where_rank_3_has_returned()
+    cell.run(until=20)
+    cell.stranded.clear()
+    cell.run(until=60)
+    assert not cell.stranded

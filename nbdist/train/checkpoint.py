@@ -13,7 +13,7 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ def save_state(
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: give how many checkpoints may stay, at least 1")
     wait_for_saves_of_all()
+    state.tidy()
     snapshot, manifest = _snapshot(state)
     with meeting.together():
         values = _pickled(snapshot.values)
@@ -156,6 +157,7 @@ def load_state(
     asked = Path(path) if path is not None else Path(_FOLDER)
     meeting.meet("load_state", {"path": str(asked)}, limit)
     wait_for_saves_of_all()
+    state.tidy()
     with meeting.together():
         found = find(asked) if rank() == 0 else asked
     found = meeting.tell(found)
@@ -178,7 +180,7 @@ def load_state(
         raise CheckpointError(
             f"{error}. Load again, or another: what is prepared may hold a part of {found}"
         ) from error
-    notes = meeting.tell(_notes(asked, found, manifest, state) if rank() == 0 else [])
+    notes = meeting.tell(_notes(asked, found, manifest, state) + restoring.notes if rank() == 0 else [])
     if notes and rank() == 0:
         warnings.warn(f"{found} was loaded, but {'; '.join(notes)}", stacklevel=2)
     return LoadReport(found, state.steps, manifest["world_size"], tuple(notes))
@@ -205,9 +207,10 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
                 "Save when nbdist.sync_gradients() is true",
                 stacklevel=4,
             )
-    told = meeting.gather((snapshot.buffers, random_digests(snapshot.values["random"])))
-    _keep_own_buffers(snapshot, told[0][0])
-    digests = [digest for _, digest in told]
+    told = meeting.gather((snapshot.models, snapshot.buffers, random_digests(snapshot.values["random"])))
+    _refuse_different_models([models for models, _, _ in told])
+    _keep_own_buffers(snapshot, told[0][1])
+    digests = [digest for _, _, digest in told]
     shared = [name for name in digests[0] if all(digest.get(name) == digests[0][name] for digest in digests)]
     return snapshot, {
         "nbdist": nbdist.__version__,
@@ -218,6 +221,17 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
         "random_shared": shared,
         "random_seed": digests[0]["torch"],
     }
+
+
+def _refuse_different_models(models: Sequence[Mapping[str, str]]) -> None:
+    """A model that was replaced may still be referred to on some ranks: shards of different ones make no model."""
+    for number, theirs in enumerate(models):
+        if theirs != models[0]:
+            counts = f"{len(models[0])} on rank 0, {len(theirs)} on rank {number}"
+            raise UsageError(
+                f"ranks hold different prepared models ({counts}): an earlier one is still referenced on some of them, "
+                "as by a variable or Out. Delete it there, or type %distributed free; then save again"
+            )
 
 
 def _keep_own_buffers(snapshot: Snapshot, of_rank_0: Mapping[str, str]) -> None:

@@ -104,6 +104,7 @@ def give_up_window(state: State) -> None:
 def _begin_micro_batch(state: State) -> None:
     loader = state.loader
     if state.micro_step == 0:
+        training.before_loop()
         left = getattr(loader, "batches_left", None)
         state.window = state.plan.accumulate if left is None else min(state.plan.accumulate, 1 + left)
     state.micro_step += 1

@@ -118,7 +118,7 @@ def _prepared_model(model: nn.Module, state: State) -> nn.Module:
     prepared = distribute(model, state)
     if state.plan.local_sgd_steps:
         train_alone(prepared)
-    state.models.append(prepared)
+    state.add_model(prepared)
     return prepared
 
 

@@ -7,7 +7,7 @@ generators and the position in the data, is a tree of plain values that belongs 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import UsageError
 from nbdist.train.generators import restore_random, take_random
+from nbdist.train.gradients import parameters_of
 from nbdist.train.shadow import Shadow
 from nbdist.train.state import State
 
@@ -39,11 +40,13 @@ class Snapshot:
         tensors: Of models and optimizers, by name; shards are DTensors.
         values: All else.
         buffers: Names of the buffers among the tensors, with a hash of this rank's: ranks may hold different ones.
+        models: The prefix of each model's names, with a description of the model that is the same on all ranks.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
 
 
 def take(state: State) -> Snapshot:
@@ -57,6 +60,7 @@ def take(state: State) -> Snapshot:
     for model in models:
         snapshot.tensors |= model.tensors()
         snapshot.buffers |= {name: _digest(model.tensors()[name]) for name in model.buffers()}
+        snapshot.models[model.prefix] = hashlib.blake2b(repr(model.shapes()).encode(), digest_size=8).hexdigest()
     names = {key: name for model in models for key, name in model.parameters.items()}
     optimizers = []
     for number, optimizer in enumerate(state.optimizers):
@@ -79,6 +83,10 @@ class Restoring:
     Args:
         state: What is restored.
         values: What `take` has given on the rank whose values this one gets.
+        shapes: Of the tensors in the checkpoint, by name.
+
+    Attributes:
+        notes: On models that are only here or only in the checkpoint, as a replaced one that is still held.
 
     Raises:
         UsageError: The checkpoint is of other models, optimizers or whatever else; nothing has changed.
@@ -87,19 +95,19 @@ class Restoring:
     def __init__(self, state: State, values: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
         self._state = state
         self._values = values
-        self._models = [_Model(prefix, module) for prefix, module in _modules(state)]
-        names = {key: name for model in self._models for key, name in model.parameters.items()}
-        self._optimizers = [
-            _OptimizerSlots(f"optimizers.{number}", optimizer, names)
-            for number, optimizer in enumerate(state.optimizers)
-        ]
-        self._refuse_other(shapes)
+        self._refuse_other_counts()
+        self._models, self.notes = _models_of(state, values, shapes)
+        self._optimizers = _optimizers_of(state, values, self._models)
+        for model in self._models:
+            model.refuse_other(_of_prefix(shapes, model.prefix))
+        for optimizer in self._optimizers:
+            optimizer.refuse_other()
 
     def slots(self, types: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
         """The tensors to read into, by name: those of models and optimizers themselves where there are fitting ones."""
         slots = {name: tensor for model in self._models for name, tensor in model.tensors().items()}
-        for optimizer, values in zip(self._optimizers, self._values["optimizers"], strict=True):
-            slots |= optimizer.slots(values, types)
+        for optimizer in self._optimizers:
+            slots |= optimizer.slots(types)
         return slots
 
     def finish(self, slots: Mapping[str, torch.Tensor], seed: str | None, shared: Sequence[str]) -> None:
@@ -114,8 +122,8 @@ class Restoring:
         buffers = self._values.get("buffers", {}) if seed is None else {}
         for model in self._models:
             model.restore(self._values["extra"].get(model.prefix, {}), buffers)
-        for optimizer, values in zip(self._optimizers, self._values["optimizers"], strict=True):
-            optimizer.restore(values, slots)
+        for optimizer in self._optimizers:
+            optimizer.restore(slots)
         for kind, things in _keepers(self._state).items():
             for thing, value in zip(things, self._values[kind], strict=True):
                 if value is not None and hasattr(thing, "load_state_dict"):
@@ -125,20 +133,10 @@ class Restoring:
         self._state.abandon_window()
         restore_random(self._values["random"], self._state.device, seed, shared)  # last: the others may draw
 
-    def _refuse_other(self, shapes: Mapping[str, torch.Size]) -> None:
-        counts = {kind: (len(things), len(self._values[kind])) for kind, things in _keepers(self._state).items()}
-        counts["optimizers"] = (len(self._optimizers), len(self._values["optimizers"]))
-        counts["models"] = (len(self._models), len(self._values["extra"]))
-        for kind, (here, there) in counts.items():
-            if here != there:
-                raise UsageError(
-                    f"the checkpoint holds {_count(there, kind)}, and {here} {'is' if here == 1 else 'are'} prepared "
-                    f"here: prepare (or register) as many. Nothing was loaded"
-                )
-        for model in self._models:
-            model.refuse_other({name: shape for name, shape in shapes.items() if name.startswith(f"{model.prefix}.")})
-        for optimizer, values in zip(self._optimizers, self._values["optimizers"], strict=True):
-            optimizer.refuse_other(values)
+    def _refuse_other_counts(self) -> None:
+        for kind, things in _keepers(self._state).items():
+            if len(things) != len(self._values[kind]):
+                raise UsageError(_other_count(kind, len(things), len(self._values[kind])))
 
 
 class _Model:
@@ -166,6 +164,10 @@ class _Model:
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._tensors
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of its tensors, by the names that they have in the module."""
+        return {name.removeprefix(f"{self.prefix}."): tensor.shape for name, tensor in self._tensors.items()}
+
     def buffers(self) -> list[str]:
         """Whole tensors that are no parameters: the ones that ranks may hold different values of."""
         known = set(self.parameters.values())
@@ -176,15 +178,17 @@ class _Model:
         return {name: value for name, value in self._state.items() if not isinstance(value, torch.Tensor)}
 
     def refuse_other(self, shapes: Mapping[str, torch.Size]) -> None:
-        differences = [f"{name} is missing in the checkpoint" for name in self._tensors if name not in shapes]
-        differences += [f"{name} is only in the checkpoint" for name in shapes if name not in self._tensors]
+        mine = self.shapes()
+        shown = "" if self.prefix == "models.0" else f"{self.prefix}."
+        differences = [f"{shown}{name} is missing in the checkpoint" for name in mine if name not in shapes]
+        differences += [f"{shown}{name} is only in the checkpoint" for name in shapes if name not in mine]
         differences += [
-            f"{name} is {list(shapes[name])} there and {list(tensor.shape)} here"
-            for name, tensor in self._tensors.items()
-            if name in shapes and shapes[name] != tensor.shape
+            f"{shown}{name} is {list(shapes[name])} there and {list(shape)} here"
+            for name, shape in mine.items()
+            if name in shapes and shapes[name] != shape
         ]
         if differences:
-            told = listed([text.removeprefix("models.0.") for text in differences])
+            told = listed(differences)
             raise UsageError(f"the checkpoint is of another model: {told}. Nothing was loaded")
 
     def restore(self, extra: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
@@ -199,11 +203,14 @@ class _Model:
 
 
 class _OptimizerSlots:
-    """An optimizer that is restored."""
+    """An optimizer that is restored from what a checkpoint holds of it."""
 
-    def __init__(self, prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, prefix: str, values: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> None:
         self._prefix = prefix
         self._optimizer = optimizer
+        self._values = values
         self._groups = _named_groups(prefix, optimizer, names)
         self._parameters = {
             name: parameter
@@ -211,8 +218,8 @@ class _OptimizerSlots:
             for parameter, name in zip(group["params"], named, strict=True)
         }
 
-    def refuse_other(self, values: Mapping[str, Any]) -> None:
-        theirs = [group["params"] for group in values["groups"]]
+    def refuse_other(self) -> None:
+        theirs = [group["params"] for group in self._values["groups"]]
         if len(theirs) != len(self._groups):
             raise UsageError(
                 f"{self._prefix} has {_count(len(theirs), 'groups')} of parameters in the checkpoint and "
@@ -225,11 +232,9 @@ class _OptimizerSlots:
                 told = f"{self._prefix} trains other parameters in group {number}: {listed(differences)}"
                 raise UsageError(f"{told}. Nothing was loaded")
 
-    def slots(
-        self, values: Mapping[str, Any], types: Mapping[str, tuple[torch.Size, torch.dtype]]
-    ) -> dict[str, torch.Tensor]:
+    def slots(self, types: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
         found = {}
-        for name, keys in values["tensors"].items():
+        for name, keys in self._values["tensors"].items():
             parameter = self._parameters[name]
             present = self._optimizer.state.get(parameter, {})
             for key in keys:
@@ -237,19 +242,96 @@ class _OptimizerSlots:
                 found[full] = _slot(present.get(key), parameter, *types[full])
         return found
 
-    def restore(self, values: Mapping[str, Any], slots: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, slots: Mapping[str, torch.Tensor]) -> None:
         numbers = {name: number for number, name in enumerate(self._parameters)}
         state: dict[int, dict[str, Any]] = {}
-        for name, keys in values["tensors"].items():
+        for name, keys in self._values["tensors"].items():
             state[numbers[name]] = {key: slots[f"{self._prefix}.{name}.{key}"] for key in keys}
-        for name, plain in values["values"].items():
+        for name, plain in self._values["values"].items():
             state.setdefault(numbers[name], {}).update(plain)
         # Parameters may stand in another order than they were saved in, so each group is in the order of this one.
         groups = [
             {**group, "params": [numbers[name] for name in named]}
-            for group, named in zip(values["groups"], self._groups, strict=True)
+            for group, named in zip(self._values["groups"], self._groups, strict=True)
         ]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _models_of(
+    state: State, values: Mapping[str, Any], shapes: Mapping[str, torch.Size]
+) -> tuple[list[_Model], list[str]]:
+    """The models that are restored, by the names of the checkpoint; and what is only here or only there.
+
+    Raises:
+        UsageError: There are other numbers of them, and those that are too many are not only additional.
+    """
+    modules = dict(_modules(state))
+    here = [prefix for prefix in modules if prefix.startswith("models.")]
+    there = [prefix for prefix in values["extra"] if prefix.startswith("models.")]
+
+    def fits(mine: str, kept: str) -> bool:
+        return _Model(mine, modules[mine]).shapes() == _of_prefix(shapes, kept)
+
+    pairs, notes = _paired(here, there, fits)
+    registered = [prefix for prefix in modules if prefix not in here]
+    models = [_Model(kept, modules[mine]) for mine, kept in pairs]
+    return models + [_Model(prefix, modules[prefix]) for prefix in registered], notes
+
+
+def _paired(
+    here: Sequence[str], there: Sequence[str], fits: Callable[[str, str], bool]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Models here with those in the checkpoint: in order if they are as many, else the newest that fit.
+
+    Raises:
+        UsageError: They are not as many, and not all of the fewer fit.
+    """
+    if len(here) == len(there):
+        return list(zip(here, there, strict=True)), []
+    pairs: list[tuple[str, str]] = []
+    left = list(there)
+    for mine in reversed(here):
+        kept = next((kept for kept in reversed(left) if fits(mine, kept)), None)
+        if kept is not None:
+            left.remove(kept)
+            pairs.insert(0, (mine, kept))
+    if not pairs or len(pairs) < min(len(here), len(there)):
+        raise UsageError(_other_count("models", len(here), len(there)))
+    rest = "the others in the checkpoint were left out" if left else "the others here stay as they are"
+    return pairs, [
+        f"it holds {_count(len(there), 'models')}, {len(here)} prepared here: the newest were loaded, {rest}"
+    ]
+
+
+def _optimizers_of(state: State, values: Mapping[str, Any], models: Sequence[_Model]) -> list[_OptimizerSlots]:
+    """The optimizers of the models that are restored.
+
+    Raises:
+        UsageError: There are other numbers of them.
+    """
+    names = {key: name for model in models for key, name in model.parameters.items()}
+    prefixes = tuple(f"{model.prefix}." for model in models)
+    here = [optimizer for optimizer in state.optimizers if any(id(each) in names for each in parameters_of(optimizer))]
+    there = [
+        (f"optimizers.{number}", kept)
+        for number, kept in enumerate(values["optimizers"])
+        if any(name.startswith(prefixes) for group in kept["groups"] for name in group["params"])
+    ]
+    if len(here) != len(there):
+        raise UsageError(_other_count("optimizers", len(here), len(there)))
+    return [_OptimizerSlots(*kept, optimizer, names) for optimizer, kept in zip(here, there, strict=True)]
+
+
+def _other_count(kind: str, here: int, there: int) -> str:
+    prepared = f"{here} {'is' if here == 1 else 'are'} prepared here"
+    return (
+        f"the checkpoint holds {_count(there, kind)}, and {prepared}: prepare (or register) as many. Nothing was loaded"
+    )
+
+
+def _of_prefix(shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, torch.Size]:
+    """The shapes of one model's tensors, by the names that they have in the module."""
+    return {name.removeprefix(f"{prefix}."): shape for name, shape in shapes.items() if name.startswith(f"{prefix}.")}
 
 
 def plain_name(module: nn.Module, name: str) -> str:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nbdist.metrics.memory import trim_malloc
 from nbdist.plan import Plan
 
 T = TypeVar("T")
@@ -161,6 +162,7 @@ class State:
 
     def enter_loader(self, loader: Any) -> None:
         """A loop over this prepared loader begins."""
+        before_loop()
         self.leave_loader(loader)
         self.active.append(loader)
 
@@ -178,6 +180,13 @@ class State:
         for record in self.records.values():
             record.consumed, record.phase, record.inside = False, "scaled", None
 
+    def add_model(self, model: nn.Module) -> None:
+        """A model has been prepared. It may replace an earlier one, once the caller has assigned it."""
+        global _replaced_before_loop, _replaced_in_cell
+        _replaced_before_loop = _replaced_in_cell = bool(_prepared)
+        _prepared.add(model)
+        self.models.append(model)
+
     def tidy(self) -> None:
         """Let go of models that nobody can reach any more, but that refer to themselves."""
         if self.models:
@@ -185,6 +194,26 @@ class State:
 
 
 _current: State | None = None
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of all states
+_replaced_before_loop = False  # whether models may have been replaced since the last loop began
+_replaced_in_cell = False
+
+
+def before_loop() -> None:
+    """Free the models that a `prepare` before this loop has replaced: they refer to themselves."""
+    global _replaced_before_loop
+    if _replaced_before_loop:
+        _replaced_before_loop = False
+        gc.collect()
+
+
+def after_cell() -> None:
+    """Free the models that a `prepare` in this cell has replaced, and give their memory back to the system."""
+    global _replaced_in_cell
+    if _replaced_in_cell:
+        _replaced_in_cell = False
+        gc.collect()
+        trim_malloc()
 
 
 def current() -> State:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
-from nbdist.train import precision
+from nbdist.train import meshes, precision
 from nbdist.train import state as training
 from nbdist.train.blocks import checkpoint_blocks, compile_blocks, find_blocks, refuse_without_blocks
 from nbdist.train.materialize import Materializer, refuse_without_initializer, take_from_rank_0
@@ -187,7 +187,7 @@ def _shard(model: nn.Module, state: State) -> nn.Module:
 
     plan, device = state.plan, state.device
     if state.mesh is None:
-        state.mesh = make_mesh(plan, device)
+        state.mesh = meshes.kept((device.type, plan.strategy, plan.replicas), lambda: make_mesh(plan, device))
     blocks = _separable(model, find_blocks(model, plan.shard_by))
     if plan.compile:
         compile_blocks(model, plan.shard_by)

@@ -283,6 +283,8 @@ class Rank:
                 reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
             self._recovery.end(task.serial, reply.failure, self._shell.caught)
             _end_steps()
+            if reply.failure is None:
+                _end_training_cell()
             self._put_in_order()
             if self._group.destroyed:
                 reply = msgspec.structs.replace(reply, grouped=False)
@@ -440,6 +442,13 @@ def _end_steps() -> None:
     steps: Any = sys.modules.get("nbdist.metrics.steps")
     if steps is not None:
         steps.end_lap()
+
+
+def _end_training_cell() -> None:
+    """Free the models that what ran has replaced, if it has prepared any: they can't wait for a larger collection."""
+    training: Any = sys.modules.get("nbdist.train.state")
+    if training is not None:
+        training.after_cell()
 
 
 def _parcel(payload: bytes) -> transfer.Parcel:

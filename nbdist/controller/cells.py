@@ -45,6 +45,7 @@ class _Cell:
     left: set[int]
     watch: Watch
     failed: set[int] = field(default_factory=set)
+    repaired: set[int] = field(default_factory=set)  # have failed, and been put in order while others ran on
     ladder: Ladder | None = None
 
     @property
@@ -72,6 +73,7 @@ class Cells:
 
     def begin(self, message: Execute, now: float) -> bool:
         """A cell is to run. False: not yet; `execute` is called with it when the ranks are in order."""
+        self._repair_failed_parts(set(message.ranks))
         if not self._repairs.may_begin(message, now):
             return False
         serial, ranks = message.serial, message.ranks
@@ -89,6 +91,13 @@ class Cells:
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
         return True
+
+    def _repair_failed_parts(self, ranks: set[int]) -> None:
+        """Ranks that a cell is to use may have failed in another that has not ended yet."""
+        for cell in self._running.values():
+            if ranks & cell.failed - cell.repaired:
+                cell.repaired |= cell.failed
+                self._repairs.add(FailedCell(cell.serial, cell.ranks, set(cell.failed)))
 
     def stop(self, message: Interrupt, now: float) -> None:
         """The user wants a cell to stop; once more: at once."""
@@ -220,7 +229,8 @@ class Cells:
             return
         del self._running[cell.serial]
         if cell.failed:
-            self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.failed, message), now)
+            self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.failed, message))
+            self._repairs.go_on(now)
 
     # --- questions to control threads
 

@@ -69,13 +69,13 @@ class FailedCell:
         serial: The cell.
         ranks: Where it ran.
         failed: Those of them that have failed.
-        last: The message that ends it, to be sent when all is in order.
+        last: The message that ends it, to be sent when all is in order; None: it runs on, on other ranks.
     """
 
     serial: int
     ranks: Sequence[int]
     failed: set[int]
-    last: Message
+    last: Message | None = None
 
 
 @dataclass
@@ -141,10 +141,9 @@ class Repairs:
         else:
             self._ungrouped.add(rank)
 
-    def add(self, cell: FailedCell, now: float) -> None:
-        """A cell has failed and is over on all its ranks."""
+    def add(self, cell: FailedCell) -> None:
+        """A cell has failed; `go_on` and `may_begin` put in order what it has left."""
         self._over.append(cell)
-        self.go_on(now)
 
     def may_begin(self, message: Execute, now: float) -> bool:
         """Whether a cell may begin. False: it waits, and `execute` is called with it again."""
@@ -303,6 +302,7 @@ class Repairs:
     # --- cells that wait
 
     def _must_wait(self, message: Execute, now: float) -> bool:
+        self._end_repair(now)
         ranks = set(message.ranks)
         recovery = self._repair.recovery if self._repair is not None else None
         if recovery is not None and recovery.open and not ranks & recovery.late:

@@ -114,6 +114,18 @@ def test_a_group_of_a_busy_rank_that_the_failed_cell_left_alone_can_be_used_and_
     assert generation(kernel) == before
 
 
+def test_a_rank_that_has_failed_can_be_used_while_its_cell_runs_on_elsewhere(kernel: Kernel, tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    enter = "dist.all_reduce(torch.ones(1) * 100, group=pair, async_op=True)"
+    code = f"if rank == 0:\n    {enter}\n    1/0\nwait_for({str(end)!r})"
+    kernel.ok("%%distributed\npair = dist.new_group([0, 2])")
+    kernel.ok(f"failing = session.run_in_background({code!r}, ranks=[0, 1], show=False)")
+    wait_until(lambda: not kernel.value("0 in session.traffic.running([0])"), "rank 0 to fail")
+    assert "[0,2] 2" in kernel.ok("%%distributed -r 0,2\ntotal(pair)").plain
+    end.touch()
+    kernel.fails("failing.wait(20)", "RankError")
+
+
 def test_a_cell_waits_for_a_rank_that_does_not_answer_and_says_so(kernel: Kernel, tmp_path: Path) -> None:
     start_failing(kernel, tmp_path / "fail")
     with stopped(kernel, 1):

@@ -1,0 +1,181 @@
+"""Which cells wait for what between cells: what ranks are asked and told, given what they answer at which time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nbdist.controller.repairs import FailedCell, Handler, Repairs
+from nbdist.protocol import Execute, InOrder, Interrupt, Message, Recover, Recovered, Remark, Reply
+
+STATE = {"count": 1, "current": True, "caught": False, "steps": 0, "stopped": None}
+
+
+def state(entered: int = 0, *, cut: bool = False, **changes: Any) -> dict[str, Any]:
+    """What a rank answers that is in one group with two others."""
+    return STATE | {"groups": {"0": [[0, 1, 2], [entered], cut]}} | changes
+
+
+def cell(serial: int, *ranks: int) -> Execute:
+    return Execute(serial, list(ranks), "cell", "pass")
+
+
+class Ranks:
+    """Three ranks, and what becomes of cells on them."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.busy: set[int] = set()
+        self.asked: list[tuple[str, list[int], Handler]] = []
+        self.told: dict[int, Recover] = {}
+        self.seen: list[Message] = []
+        self.begun: list[Execute] = []
+        self.repairs = Repairs(self, self._ask, self.begin)
+
+    def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any], handler: Handler) -> None:
+        self.asked.append((question, list(ranks), handler))
+
+    def to_rank(self, lane: str, rank: int, message: Message) -> None:
+        assert isinstance(message, Recover)
+        self.told[rank] = message
+
+    def to_notebook(self, message: Message) -> None:
+        self.seen.append(message)
+
+    def idle(self) -> list[int]:
+        return [rank for rank in range(3) if rank not in self.busy]
+
+    def dead(self) -> list[int]:
+        return []
+
+    def begin(self, message: Execute) -> None:
+        if self.repairs.may_begin(message, self.now):
+            self.begun.append(message)
+
+    def fail(self, *ranks: int) -> None:
+        """Cell 5 on these ranks has failed on the first."""
+        self.repairs.add(FailedCell(5, list(ranks), {ranks[0]}, Reply(5, ranks[0], "error")))
+        self.repairs.go_on(self.now)
+
+    def answer(self, question: str, **answers: Any) -> None:
+        """Ranks answer the last such question: rank_1=..."""
+        handler = next(handler for asked, _, handler in reversed(self.asked) if asked == question)
+        for name, data in answers.items():
+            handler(int(name.removeprefix("rank_")), data, self.now)
+        self.repairs.go_on(self.now)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.repairs.tick(self.now)
+
+    def put_in_order(self, *ranks: int, failure: str = "") -> None:
+        for rank in ranks:
+            self.repairs.in_order(rank, InOrder(failure))
+        self.repairs.go_on(self.now)
+
+    def notes(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.seen if isinstance(message, kind)]
+
+
+def ranks_that_owe() -> Ranks:
+    """Rank 2 was busy when a cell failed that had entered a collective of all; it is idle again."""
+    ranks = Ranks()
+    ranks.busy = {2}
+    ranks.fail(0, 1)
+    ranks.answer("state", rank_0=state(1), rank_1=state(0))
+    ranks.busy = set()
+    return ranks
+
+
+def test_no_cell_begins_on_a_rank_that_does_not_know_yet_which_groups_it_must_not_use() -> None:
+    ranks = ranks_that_owe()
+    assert ranks.asked[-1][:2] == ("forbid", [0, 1, 2])
+    ranks.begin(cell(6, 0))
+    assert not ranks.begun
+    ranks.answer("forbid", rank_0={"groups": {}})
+    assert [message.serial for message in ranks.begun] == [6]
+
+
+def test_owed_groups_are_renewed_before_the_next_cell_which_says_so() -> None:
+    ranks = ranks_that_owe()
+    ranks.answer("forbid", rank_0={"groups": {}}, rank_1={"groups": {}}, rank_2={"groups": {}})
+    ranks.begin(cell(6, 0))
+    cut = state(cut=True, current=False)
+    ranks.answer("state", rank_0=cut, rank_1=cut, rank_2=cut)
+    assert ranks.told.keys() == {0, 1, 2} and ranks.told[0].renew == ["0"] and not ranks.begun
+    ranks.put_in_order(0, 1, 2)
+    assert [message.serial for message in ranks.begun] == [6]
+    assert [(note.serial, note.text) for note in ranks.notes(Remark)] == [(6, "process groups rebuilt (generation 2)")]
+    assert ranks.notes(Recovered)[-1].generation == 2
+    ranks.begin(cell(7, 0))
+    assert [message.serial for message in ranks.begun] == [6, 7]
+
+
+def test_a_renewal_that_fails_is_tried_again_for_the_next_cell_only() -> None:
+    ranks = ranks_that_owe()
+    ranks.answer("forbid", rank_0={"groups": {}}, rank_1={"groups": {}}, rank_2={"groups": {}})
+    cut = state(cut=True, current=False)
+    for serial in (6, 7):
+        ranks.begin(cell(serial, 0, 1, 2))
+        ranks.answer("state", rank_0=cut, rank_1=cut, rank_2=cut)
+        ranks.put_in_order(0, 1, 2, failure="RuntimeError: no store")
+        assert "could not be renewed" in ranks.notes(Remark)[-1].text
+        ranks.answer("forbid", rank_0={"groups": {}}, rank_1={"groups": {}}, rank_2={"groups": {}})
+        assert ranks.begun[-1].serial == serial
+
+
+def test_a_rank_that_did_not_come_to_a_renewal_begins_nothing_until_it_has() -> None:
+    ranks = Ranks()
+    ranks.fail(0, 1, 2)
+    ranks.answer("state", rank_0=state(1), rank_1=state(0), rank_2=state(0))
+    ranks.put_in_order(0, 1)
+    ranks.pass_time(16)
+    ranks.answer("forbid", rank_0={"groups": {}}, rank_1={"groups": {}}, rank_2={"groups": {}})
+    ranks.begin(cell(6, 0))
+    ranks.begin(cell(7, 2))
+    assert [message.serial for message in ranks.begun] == [6]
+    ranks.put_in_order(2, failure="RuntimeError: the others have gone")
+    cut = state(cut=True, current=False)
+    ranks.answer("state", rank_0=cut, rank_1=cut, rank_2=cut)
+    ranks.put_in_order(0, 1, 2)
+    assert [message.serial for message in ranks.begun] == [6, 7]
+
+
+def test_what_a_cell_waits_for_is_said_every_second() -> None:
+    ranks = Ranks()
+    ranks.fail(0, 1)
+    ranks.answer("state", rank_0=state(1), rank_1=state(0))
+    ranks.pass_time(1.1)
+    ranks.begin(cell(6, 0, 1, 2))
+    ranks.pass_time(1.1)
+    ranks.pass_time(1.1)
+    assert [(note.text, note.same, note.stuck) for note in ranks.notes(Remark)] == [
+        (
+            "waits for rank 2, which has not answered for 1 s: stopped, or in a call that does not let Python run",
+            False,
+            True,
+        ),
+        (
+            "waits for rank 2, which has not answered for 2 s: stopped, or in a call that does not let Python run",
+            True,
+            True,
+        ),
+    ]
+
+
+def test_an_interrupt_of_some_of_its_ranks_leaves_the_cell_to_the_others() -> None:
+    ranks = ranks_that_owe()
+    ranks.begin(cell(6, 0, 1))
+    ranks.repairs.give_up(Interrupt(6, [1]), ranks.now)
+    reply = ranks.notes(Reply)[-1]
+    assert (reply.serial, reply.rank, reply.status) == (6, 1, "interrupted")
+    assert reply.failure.name == "KeyboardInterrupt"
+    ranks.answer("forbid", rank_0={"groups": {}})
+    assert ranks.begun == [cell(6, 0)]
+
+
+def test_an_interrupt_of_a_failed_cell_does_not_wait_for_its_recovery() -> None:
+    ranks = Ranks()
+    ranks.fail(0, 1)
+    ranks.repairs.give_up(Interrupt(5, [0, 1]), ranks.now)
+    assert ranks.notes(Reply)[-1].serial == 5

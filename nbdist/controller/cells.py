@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.controller.ladder import Ladder
-from nbdist.controller.repairs import FailedCell, Handler, Repairs, Wires
+from nbdist.controller.recovery import FailedCell
+from nbdist.controller.repairs import Handler, Repairs, Wires
 from nbdist.controller.watch import Watch
 from nbdist.protocol import (
     RANK_CONTROL,
@@ -229,7 +230,7 @@ class Cells:
             return
         del self._running[cell.serial]
         if cell.failed:
-            self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.failed, message))
+            self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.failed), message)
             self._repairs.go_on(now)
 
     # --- questions to control threads

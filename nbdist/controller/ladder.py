@@ -35,8 +35,8 @@ class Ladder:
         serial: The cell.
         ranks: Those that are to stop.
         ask: Sends a question to control threads; the answers come back by `answered`.
-        say: Shows a line below the cell.
         raise_on: Sends KeyboardInterrupt to ranks.
+        say: Shows a line below the cell.
         now: The time, in seconds; so are all other times here.
         together: Whether these are all ranks that run the cell, so that they can stop at a step.
         grace: Seconds until a rank counts as stuck.

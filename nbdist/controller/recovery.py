@@ -37,14 +37,16 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """The cell that has failed; an empty one, if there is none.
+class FailedCell:
+    """A cell that has failed.
 
     Attributes:
+        serial: The cell; one that is to begin, if none has failed.
         ranks: Where it ran.
         failed: Those of them that have failed.
     """
 
+    serial: int
     ranks: Collection[int] = ()
     failed: Collection[int] = ()
 
@@ -53,8 +55,8 @@ def plan(
     states: Mapping[int, Mapping[str, Any]],
     idle: Collection[int],
     dead: Collection[int],
-    known_lost: Collection[str] = (),
-    cell: Failed = Failed(),
+    known_lost: Collection[str],
+    cell: FailedCell,
 ) -> Plan:
     """Compare where ranks are.
 
@@ -86,7 +88,7 @@ def plan(
 
 
 def _judge(
-    found: Plan, name: str, members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: Failed
+    found: Plan, name: str, members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: FailedCell
 ) -> None:
     present = [states[rank]["groups"][name] for rank in members if name in states[rank]["groups"]]
     if len(present) < len(members):
@@ -97,7 +99,7 @@ def _judge(
         found.renew.append(name)
 
 
-def _untouched(name: str, members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: Failed) -> bool:
+def _untouched(name: str, members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: FailedCell) -> bool:
     """Whether the cell left a group alone, as far as that can be known without members that are busy or late."""
     present = [state["groups"][name] for rank in members if (state := states.get(rank)) and name in state["groups"]]
     if any(cut for _, _, cut in present):
@@ -107,7 +109,7 @@ def _untouched(name: str, members: Sequence[int], states: Mapping[int, Mapping[s
     return _known(members, states, cell) and not any(any(entered) for _, entered, _ in present)
 
 
-def _known(members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: Failed) -> bool:
+def _known(members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: FailedCell) -> bool:
     """Whether it is known what the cell did in a group, if it failed on one of its members.
 
     A rank that has begun another cell since can't tell any more what it entered in this one.
@@ -123,7 +125,6 @@ class Recovery:
     A rank that does not answer in time is `late`, and the comparison stays open for it until somebody calls `go_on`.
 
     Args:
-        serial: The cell that has failed, or that is to begin.
         cell: What has failed.
         idle: Living ranks that run nothing, as far as they matter.
         busy: Ranks on which the cell has failed, and that run another already.
@@ -145,8 +146,7 @@ class Recovery:
 
     def __init__(
         self,
-        serial: int,
-        cell: Failed,
+        cell: FailedCell,
         idle: Sequence[int],
         busy: Sequence[int],
         dead: Sequence[int],
@@ -156,7 +156,6 @@ class Recovery:
         *,
         regroup: bool = False,
     ) -> None:
-        self.serial = serial
         self.generation = generation
         self.text = ""
         self.step = 0
@@ -191,7 +190,7 @@ class Recovery:
         """
         self._tell = tell
         if not self.done:
-            ask(self._idle + self._busy, "state", {"serial": self.serial})
+            ask(self._idle + self._busy, "state", {"serial": self._cell.serial})
 
     @property
     def open(self) -> bool:
@@ -283,7 +282,7 @@ class Recovery:
         self._tell(
             self._idle,
             Recover(
-                self.serial,
+                self._cell.serial,
                 self.generation,
                 found.renew,
                 found.stale,

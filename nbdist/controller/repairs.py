@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from nbdist.controller.recovery import Failed, Recovery
+from nbdist.controller.recovery import FailedCell, Recovery
 from nbdist.protocol import (
     RANK_CELL,
     Execute,
@@ -61,23 +61,6 @@ class AskRanks(Protocol):
     def __call__(self, ranks: Sequence[int], question: str, arguments: dict[str, Any], handler: Handler) -> None: ...
 
 
-@dataclass(frozen=True)
-class FailedCell:
-    """A cell that has failed.
-
-    Attributes:
-        serial: The cell.
-        ranks: Where it ran.
-        failed: Those of them that have failed.
-        last: The message that ends it, to be sent when all is in order; None: it runs on, on other ranks.
-    """
-
-    serial: int
-    ranks: Sequence[int]
-    failed: set[int]
-    last: Message | None = None
-
-
 @dataclass
 class _Repair:
     """A recovery under way: after a failed cell, or before one that is to begin.
@@ -115,7 +98,7 @@ class Repairs:
     Args:
         wires: To the ranks and the notebook.
         ask: Asks control threads.
-        execute: Called with an Execute that had to wait, when it may begin or that is to be seen once more.
+        execute: Called with an Execute that had to wait, to try it again.
     """
 
     def __init__(self, wires: Wires, ask: AskRanks, execute: Callable[[Execute], None]) -> None:
@@ -123,7 +106,7 @@ class Repairs:
         self._ask = ask
         self._execute = execute
         self._generation = 1
-        self._over: deque[FailedCell] = deque()  # wait for their recovery
+        self._over: deque[tuple[FailedCell, Message | None]] = deque()  # wait for their recovery
         self._repair: _Repair | None = None
         self._lost: list[str] = []  # groups that a death has taken
         self._owed: dict[str, list[int]] = {}  # groups to be renewed when all their members are idle
@@ -141,9 +124,13 @@ class Repairs:
         else:
             self._ungrouped.add(rank)
 
-    def add(self, cell: FailedCell) -> None:
-        """A cell has failed; `go_on` and `may_begin` put in order what it has left."""
-        self._over.append(cell)
+    def add(self, cell: FailedCell, last: Message | None = None) -> None:
+        """A cell has failed; `go_on` and `may_begin` put in order what it has left.
+
+        Args:
+            last: The message that ends it, to be sent when all is in order; None: it runs on, on other ranks.
+        """
+        self._over.append((cell, last))
 
     def may_begin(self, message: Execute, now: float) -> bool:
         """Whether a cell may begin. False: it waits, and `execute` is called with it again."""
@@ -210,26 +197,20 @@ class Repairs:
 
     # --- recoveries
 
-    def _recover(self, cell: FailedCell, now: float) -> None:
+    def _recover(self, cell: FailedCell, last: Message | None, now: float) -> None:
         """Compare the ranks after a failed cell."""
-        idle = [rank for rank in self._wires.idle() if rank not in self._uninformed | self._missing]
+        idle = [rank for rank in self._wires.idle() if rank not in self._missing]
         dead = self._wires.dead()
-        busy = sorted(cell.failed - {*idle, *dead})
-        recovery = Recovery(
-            cell.serial, Failed(cell.ranks, cell.failed), idle, busy, dead, self._generation, self._lost, now
-        )
-        self._begin_repair(_Repair(cell.serial, recovery, cell.last))
+        busy = sorted(set(cell.failed) - {*idle, *dead, *self._missing})
+        recovery = Recovery(cell, idle, busy, dead, self._generation, self._lost, now)
+        self._begin_repair(_Repair(cell.serial, recovery, last))
 
     def _begin_repair(self, repair: _Repair) -> None:
         self._repair = repair
         repair.recovery.begin(
-            lambda ranks, question, arguments: self._ask(ranks, question, arguments, self._to_recovery),
+            lambda ranks, question, arguments: self._ask(ranks, question, arguments, repair.recovery.answered),
             self._send_recover,
         )
-
-    def _to_recovery(self, rank: int, data: dict[str, Any], now: float) -> None:
-        if self._repair is not None:
-            self._repair.recovery.answered(rank, data, now)
 
     def _send_recover(self, ranks: Sequence[int], message: Recover) -> None:
         for rank in ranks:
@@ -247,7 +228,7 @@ class Repairs:
                 self._note_outcome(repair)
             if self._repair is not None or not self._over:
                 return
-            self._recover(self._over.popleft(), now)
+            self._recover(*self._over.popleft(), now)
 
     def _note_outcome(self, repair: _Repair) -> None:
         recovery = repair.recovery
@@ -331,7 +312,7 @@ class Repairs:
             return False
         self._wait(message, now).settled = True
         members = sorted(set().union(*chosen.values()) - set(dead))
-        recovery = Recovery(message.serial, Failed(), members, [], dead, self._generation, self._lost, now)
+        recovery = Recovery(FailedCell(message.serial), members, [], dead, self._generation, self._lost, now)
         self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(chosen)))
         return True
 
@@ -356,9 +337,10 @@ class Repairs:
             return
         text = (
             f"waits for {describe_ranks(who)}, which {'has' if len(who) == 1 else 'have'} not answered for "
-            f"{now - waiting.since:.0f} s: stopped, or in a call that does not let Python run"
+            f"{now - waiting.since:.0f} s: stopped, or in a call that does not let Python run. Interrupt this cell to "
+            "drop it."
         )
-        self._wires.to_notebook(Remark(waiting.message.serial, text, "watch", same=waiting.said, stuck=True))
+        self._wires.to_notebook(Remark(waiting.message.serial, text, "watch", same=waiting.said))
         waiting.said = True
 
     def _awaited(self, waiting: _Waiting) -> set[int]:

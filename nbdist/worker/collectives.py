@@ -352,9 +352,9 @@ class Collectives:
                 found[name] = _members(group)
                 self._cut.add(name)
                 self._groups.setdefault(name, _Group()).unusable = (
-                    f"a cell has failed while not all of {describe_ranks(found[name])} were idle, so this process "
-                    "group may be out of step. It is rebuilt before the next cell that starts while they are: "
-                    "`%distributed status` shows what they run"
+                    "this process group may be out of step: a cell failed while some of "
+                    f"{describe_ranks(found[name])} were busy or did not answer. nbdist rebuilds it before the next "
+                    "cell that starts while all of them are idle; `%distributed status` shows what they run"
                 )
                 self._abort(name, group)
         return {"groups": found}

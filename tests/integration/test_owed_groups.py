@@ -95,7 +95,7 @@ def test_a_group_of_a_busy_rank_is_an_error_until_the_rank_is_idle_and_then_righ
         text = fail(kernel, tmp_path / "fail")
         assert "process groups shared with rank 1 may be out of step" in text.splitlines()[-1]
         stale = kernel.fails("%%distributed -r 0,2\ntotal()", "RankError")
-        assert "StaleGroupError" in stale.evalue and "rebuilt before the next cell" in stale.evalue
+        assert "StaleGroupError" in stale.evalue and "rebuilds it before the next cell" in stale.evalue
         assert kernel.ok("%%distributed -r 0,2\n6 * 7").plain == ["[0,2] 42"]
     before = generation(kernel)
     seen = kernel.ok("%%distributed\ntotal()")
@@ -133,7 +133,7 @@ def test_a_cell_waits_for_a_rank_that_does_not_answer_and_says_so(kernel: Kernel
         cell = kernel.start("%%distributed\ntotal()")
         cell.wait_until(lambda seen: bool(line_of(cell)), "a line that says so")
         assert "waits for rank 1, which has not answered for" in line_of(cell)
-        assert line_of(cell).endswith("Interrupt the kernel to stop them.")
+        assert line_of(cell).endswith("Interrupt this cell to drop it.")
     outcome = cell.finish()
     assert outcome.status == "ok", str(outcome)
     assert "[0-2] 3" in outcome.plain and any("rebuilt" in text for text in outcome.plain)

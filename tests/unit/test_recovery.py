@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.controller.recovery import Failed, Plan, Recovery, plan
+from nbdist.controller.recovery import FailedCell, Plan, Recovery, plan
 from nbdist.protocol import InOrder, Recover
 
 
@@ -22,11 +22,11 @@ def state(entered: int = 3, *, cut: bool = False, members: tuple[int, ...] = (0,
     }
 
 
-def begun(idle: Sequence[int], cell: Failed, **options: Any) -> tuple[Recovery, list[Recover]]:
+def begun(idle: Sequence[int], cell: FailedCell, **options: Any) -> tuple[Recovery, list[Recover]]:
     """A recovery at 100 s that nobody has answered yet, and what it tells the ranks."""
     told: list[Recover] = []
     busy, dead, lost = (options.get(name, []) for name in ("busy", "dead", "lost"))
-    found = Recovery(5, cell, idle, busy, dead, 1, lost, 100.0)
+    found = Recovery(cell, idle, busy, dead, 1, lost, 100.0)
     found.begin(lambda ranks, question, arguments: None, lambda ranks, message: told.append(message))
     return found, told
 
@@ -34,14 +34,14 @@ def begun(idle: Sequence[int], cell: Failed, **options: Any) -> tuple[Recovery, 
 def recovery(*states: dict[str, Any], dead: tuple[int, ...] = (), lost: tuple[str, ...] = ()) -> tuple[Recovery, Any]:
     """A recovery whose ranks have answered, and what it told them."""
     idle = [rank for rank in range(len(states)) if rank not in dead]
-    found, told = begun(idle, Failed(range(len(states)), {0}), dead=dead, lost=lost)
+    found, told = begun(idle, FailedCell(5, range(len(states)), {0}), dead=dead, lost=lost)
     for rank in idle:
         found.answered(rank, states[rank], 100.001)
     return found, told[0] if told else None
 
 
 def compare(states: dict[int, dict[str, Any]], dead: Sequence[int] = (), lost: Sequence[str] = (), **cell: Any) -> Plan:
-    return plan(states, list(states), dead, lost, Failed(**cell))
+    return plan(states, list(states), dead, lost, FailedCell(5, **cell))
 
 
 def test_nothing_is_done_when_all_ranks_are_in_step() -> None:
@@ -94,7 +94,7 @@ def test_a_group_is_renewed_when_a_member_has_begun_another_cell_since() -> None
 
 
 def test_who_does_not_answer_within_a_second_is_late_and_may_still_be_compared() -> None:
-    found, told = begun([0, 1], Failed([0, 1], {0}))
+    found, told = begun([0, 1], FailedCell(5, [0, 1], {0}))
     found.answered(0, state(4), 100.1)
     found.tick(100.9)
     assert not found.late
@@ -105,7 +105,7 @@ def test_who_does_not_answer_within_a_second_is_late_and_may_still_be_compared()
 
 
 def test_without_a_late_rank_its_groups_are_owed_and_that_is_said() -> None:
-    found, _ = begun([0, 1], Failed([0, 1], {0}))
+    found, _ = begun([0, 1], FailedCell(5, [0, 1], {0}))
     found.answered(0, state(4), 100.1)
     found.tick(101.1)
     found.go_on(101.2)
@@ -117,7 +117,7 @@ def test_without_a_late_rank_its_groups_are_owed_and_that_is_said() -> None:
 
 
 def test_a_late_rank_that_has_nothing_to_do_with_the_failed_cell_is_not_waited_for() -> None:
-    found, _ = begun([0, 1, 2], Failed([0, 1], {0}))
+    found, _ = begun([0, 1, 2], FailedCell(5, [0, 1], {0}))
     for rank in (0, 1):
         found.answered(rank, state(0, members=ALL), 100.1)
     found.tick(101.1)
@@ -125,7 +125,7 @@ def test_a_late_rank_that_has_nothing_to_do_with_the_failed_cell_is_not_waited_f
 
 
 def test_groups_of_a_rank_that_runs_another_cell_already_are_owed() -> None:
-    found, told = begun([1], Failed([0, 1], {0}), busy=[0])
+    found, told = begun([1], FailedCell(5, [0, 1], {0}), busy=[0])
     found.answered(1, state(3), 100.1)
     assert not found.done
     found.answered(0, state(0, current=False), 100.2)

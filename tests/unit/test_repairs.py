@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nbdist.controller.repairs import FailedCell, Handler, Repairs
+from nbdist.controller.recovery import FailedCell
+from nbdist.controller.repairs import Handler, Repairs
 from nbdist.protocol import Execute, InOrder, Interrupt, Message, Recover, Recovered, Remark, Reply
 
 STATE = {"count": 1, "current": True, "caught": False, "steps": 0, "stopped": None}
@@ -54,7 +55,7 @@ class Ranks:
 
     def fail(self, *ranks: int) -> None:
         """Cell 5 on these ranks has failed on the first."""
-        self.repairs.add(FailedCell(5, list(ranks), {ranks[0]}, Reply(5, ranks[0], "error")))
+        self.repairs.add(FailedCell(5, list(ranks), {ranks[0]}), Reply(5, ranks[0], "error"))
         self.repairs.go_on(self.now)
 
     def answer(self, question: str, **answers: Any) -> None:
@@ -149,18 +150,12 @@ def test_what_a_cell_waits_for_is_said_every_second() -> None:
     ranks.begin(cell(6, 0, 1, 2))
     ranks.pass_time(1.1)
     ranks.pass_time(1.1)
-    assert [(note.text, note.same, note.stuck) for note in ranks.notes(Remark)] == [
-        (
-            "waits for rank 2, which has not answered for 1 s: stopped, or in a call that does not let Python run",
-            False,
-            True,
-        ),
-        (
-            "waits for rank 2, which has not answered for 2 s: stopped, or in a call that does not let Python run",
-            True,
-            True,
-        ),
-    ]
+    first, second = ranks.notes(Remark)
+    assert first.text == (
+        "waits for rank 2, which has not answered for 1 s: stopped, or in a call that does not let Python run. "
+        "Interrupt this cell to drop it."
+    )
+    assert (first.same, second.same) == (False, True) and "for 2 s" in second.text
 
 
 def test_an_interrupt_of_some_of_its_ranks_leaves_the_cell_to_the_others() -> None:
@@ -179,3 +174,16 @@ def test_an_interrupt_of_a_failed_cell_does_not_wait_for_its_recovery() -> None:
     ranks.fail(0, 1)
     ranks.repairs.give_up(Interrupt(5, [0, 1]), ranks.now)
     assert ranks.notes(Reply)[-1].serial == 5
+
+
+def test_an_answer_that_belongs_to_an_earlier_recovery_is_not_taken_for_one_to_the_next() -> None:
+    ranks = Ranks()
+    ranks.fail(0, 1, 2)
+    ranks.answer("state", rank_0=state(1), rank_1=state(0))
+    ranks.pass_time(1.1)
+    late = ranks.asked[0][2]
+    ranks.fail(0, 1)
+    late(2, state(1), ranks.now)
+    ranks.repairs.go_on(ranks.now)
+    assert [question for question, _, _ in ranks.asked] == ["state", "forbid", "forbid", "state"]
+    assert not ranks.told

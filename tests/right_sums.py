@@ -16,10 +16,10 @@ import signal
 import threading
 import time
 from collections import Counter
-from typing import Any
 
 import nbdist
 from nbdist.client.background import BackgroundCell
+from nbdist.client.results import CellResult
 
 _LIMIT = 30.0  # seconds after which a cell counts as hanging
 _GRACE = 0.3
@@ -67,8 +67,14 @@ class Sequences:
         self._groups = {"world": self._ranks} | {f"{a}-{b}": [a, b] for a, b in pairs}
         self._numbers = itertools.count(1)
         self._background: list[BackgroundCell] = []
+        self._sums: list[tuple[str, dict[int, int], BackgroundCell]] = []  # in the background
         self._timers: list[threading.Timer] = []
         session.run(_SETUP)
+
+    def renew(self) -> None:
+        """Go on with fresh ranks, as torch can renew a group some 230 times only."""
+        self._session.restart()
+        self._session.run(_SETUP)
 
     def run(self) -> None:
         """One sequence of cells; in the end, when all ranks are idle, there is a right sum of every group.
@@ -77,7 +83,7 @@ class Sequences:
             WrongSum: There is not.
         """
         self.story = []
-        steps = [self._sum, self._sum, self._fail, self._fail, self._fail_and_free, self._work, self._interrupt]
+        steps = [self._sum, self._sum_in_background, self._fail, self._fail, self._fail_and_free, self._interrupt]
         chosen = self._random.choices(steps, k=self._random.randint(3, 6))
         if self._random.random() < 0.15:
             chosen.insert(self._random.randrange(len(chosen)), self._stop)
@@ -85,8 +91,9 @@ class Sequences:
             step()
         self._settle()
         for name in self._groups:
-            if self._add_up(name) != "right":
-                raise WrongSum(f"{name} has no sum although all ranks are idle, after {self.story}")
+            ended = self._add_up(name)
+            if ended != "right":
+                raise WrongSum(f"no sum of {name} although all ranks are idle ({ended}), after {self.story}")
 
     def close(self) -> None:
         """Let all ranks go on."""
@@ -99,14 +106,29 @@ class Sequences:
         self._add_up(self._any_group())
 
     def _add_up(self, name: str) -> str:
-        """Add up numbers that no sum has had before."""
-        numbers = {rank: next(self._numbers) for rank in self._groups[name]}
-        ended, result = self._run(f"print(total({numbers}[rank], {name!r}))", self._groups[name])
-        if ended == "right":
-            sums = {rank: float(result[rank].stdout) for rank in numbers}
-            if set(sums.values()) != {float(sum(numbers.values()))}:
-                raise WrongSum(f"{sums} instead of {sum(numbers.values())} in {name}, after {self.story}")
+        numbers, code = self._addition(name)
+        ended, result = self._run(code, self._groups[name])
+        if result is not None:
+            self._check(name, numbers, result)
         return ended
+
+    def _sum_in_background(self) -> None:
+        """Other cells run, and fail, before and while the numbers are added up."""
+        name = self._any_group()
+        numbers, code = self._addition(name)
+        cell = self._start([f"time.sleep({self._random.uniform(0, 0.8):.2f})", code], self._groups[name])
+        if cell is not None:
+            self._sums.append((name, numbers, cell))
+
+    def _addition(self, name: str) -> tuple[dict[int, int], str]:
+        """Numbers that no sum has had before, and what adds them up."""
+        numbers = {rank: next(self._numbers) for rank in self._groups[name]}
+        return numbers, f"print(total({numbers}[rank], {name!r}))"
+
+    def _check(self, name: str, numbers: dict[int, int], result: CellResult) -> None:
+        sums = {float(result[rank].stdout) for rank in numbers if result[rank].stdout}
+        if not sums <= {float(sum(numbers.values()))}:
+            raise WrongSum(f"{sums} instead of {sum(numbers.values())} in {name}, after {self.story}")
 
     def _fail(self) -> None:
         """A rank raises, in most cells behind a collective that the others never enter; some do not answer then."""
@@ -136,26 +158,28 @@ class Sequences:
             ranks,
         )
 
-    def _work(self) -> None:
-        self._begin([f"time.sleep({self._random.uniform(0, 0.8):.2f})"], self._some_ranks())
-
     def _begin(self, lines: list[str], ranks: list[int]) -> None:
         """Run a cell in front or in the background."""
-        code = "\n".join(lines)
         if self._random.random() < 0.4:
-            self._run(code, ranks)
-            return
+            self._run("\n".join(lines), ranks)
+        else:
+            self._start(lines, ranks)
+
+    def _start(self, lines: list[str], ranks: list[int]) -> BackgroundCell | None:
+        """Run a cell in the background, if its ranks are free."""
+        code = "\n".join(lines)
         self.story.append(f"{ranks} in the background: {code}")
         try:
             cell = self._session.run_in_background(code, ranks, timeout=_LIMIT, grace=_GRACE, show=False)
         except nbdist.SessionBusy:
             self.outcomes["refused: a rank is busy"] += 1
-        else:
-            self._background.append(cell)
-            self.outcomes["begun in the background"] += 1
-            time.sleep(self._random.uniform(0, 0.3))  # not to wait for anything: the moment is random
+            return None
+        self._background.append(cell)
+        self.outcomes["begun in the background"] += 1
+        time.sleep(self._random.uniform(0, 0.3))  # not to wait for anything: the moment is random
+        return cell
 
-    def _run(self, code: str, ranks: list[int]) -> tuple[str, Any]:
+    def _run(self, code: str, ranks: list[int]) -> tuple[str, CellResult | None]:
         """Run a cell in front. Returns how it ended, and what it has printed."""
         self.story.append(f"{ranks}: {code}")
         result = None
@@ -197,9 +221,13 @@ class Sequences:
                 cell.wait(_LIMIT)
             except nbdist.RankTimeout as error:
                 raise WrongSum(f"a cell in the background hangs after {self.story}") from error
-            except (nbdist.RankError, KeyboardInterrupt):
-                pass
-        self._background = []
+            except nbdist.RankError as error:
+                self.outcomes[f"in the background {_explained(error) or 'failed in consequence'}"] += 1
+            except KeyboardInterrupt:
+                self.outcomes["in the background interrupted"] += 1
+        for name, numbers, cell in self._sums:
+            self._check(name, numbers, cell.output)
+        self._background, self._sums = [], []
 
     def _some_ranks(self) -> list[int]:
         return sorted(self._random.sample(self._ranks, self._random.randint(1, len(self._ranks))))
@@ -223,15 +251,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=3)
     given = parser.parse_args()
-    began = time.monotonic()
+    began, rebuilt = time.monotonic(), 0
     with nbdist.Session(given.ranks) as session, contextlib.closing(Sequences(session, given.seed)) as sequences:
         for number in range(given.count):
             sequences.run()
+            if session.generation > 150:
+                rebuilt += session.generation - 1
+                sequences.renew()
             if number % 25 == 24:
                 print(
                     f"{number + 1} sequences, {time.monotonic() - began:.0f} s, {dict(sequences.outcomes)}", flush=True
                 )
-        print(f"process groups were rebuilt {session.generation - 1} times")
+        print(f"process groups were rebuilt {rebuilt + session.generation - 1} times")
 
 
 if __name__ == "__main__":

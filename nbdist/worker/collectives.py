@@ -276,10 +276,15 @@ class Collectives:
             self._abort(name, living[name], limit=_RENEWAL_LIMIT)
             self._groups.setdefault(name, _Group()).epolls.clear()
             store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)
-            with self._created(name):
-                self._renew(living[name], store, self._groups[name])
+            known = self._groups[name]
+            try:
+                with self._created(name):
+                    self._renew(living[name], store, known)
+            except Exception as error:
+                known.unusable = f"this process group could not be renewed ({error}): `%distributed restart`"
+                raise
             self._cut.discard(name)
-            self._groups[name].unusable = ""
+            known.unusable = ""
         self.record.give_up()
 
     def _renew(self, group: Any, store: Any, known: _Group) -> None:
@@ -351,7 +356,8 @@ class Collectives:
             if group.size() > 1 and (groups is None or name in groups):
                 found[name] = _members(group)
                 self._cut.add(name)
-                self._groups.setdefault(name, _Group()).unusable = (
+                known = self._groups.setdefault(name, _Group())
+                known.unusable = known.unusable or (
                     "this process group may be out of step: a cell failed while some of "
                     f"{describe_ranks(found[name])} were busy or did not answer. nbdist rebuilds it before the next "
                     "cell that starts while all of them are idle; `%distributed status` shows what they run"

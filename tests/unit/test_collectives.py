@@ -153,6 +153,30 @@ def test_a_lost_group_is_explained_when_it_is_used(group: Group, collectives: Co
     assert collectives.explain(RuntimeError("Connection closed by peer")) is None
 
 
+def test_a_group_that_may_be_out_of_step_can_t_be_used_until_it_is_renewed(
+    group: Group, collectives: Collectives
+) -> None:
+    error = RuntimeError("NCCL communicator was aborted on rank 0")
+    assert collectives.forbid(["1"]) == {"groups": {}} and collectives.explain(error) is None
+    assert collectives.forbid(None) == {"groups": {"0": [0, 1]}} and group._backend.aborted
+    explained = collectives.explain(error)
+    assert isinstance(explained, StaleGroupError) and "some of ranks 0-1 were busy" in str(explained)
+    collectives.renew(2, ["0"], [], 1)
+    assert collectives.explain(error) is None
+
+
+def test_a_group_that_could_not_be_renewed_says_why(
+    group: Group, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_register_backend", None)
+    with pytest.raises(RuntimeError, match="can't give a living group a new backend"):
+        collectives.renew(2, ["0"], [], 1)
+    collectives.forbid(["0"])
+    explained = collectives.explain(RuntimeError("NCCL communicator was aborted on rank 0"))
+    assert "this torch can't give a living group a new backend" in str(explained)
+    assert "%distributed restart" in str(explained)
+
+
 def test_a_connection_of_the_user_s_is_never_cut(collectives: Collectives) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:

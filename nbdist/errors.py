@@ -11,7 +11,7 @@ NbdistError
 │   ├── RankDied          a rank's process has ended
 │   ├── RankTimeout       ranks were still running when the time was over
 │   └── LaunchError       a launched function failed on a rank; torch's ChildFailedError too
-├── StaleGroupError       a process group that is gone was used
+├── StaleGroupError       a process group was used that is gone, or may be out of step
 ├── CheckpointError       a checkpoint could not be written or read
 ├── TransferError         a value can't travel between processes
 └── InteractionError      code on a rank asked for the keyboard
@@ -74,7 +74,9 @@ class SessionBusy(SessionError):
 
 
 class StaleGroupError(NbdistError, RuntimeError):
-    """Code on a rank used a process group that is gone: a member has died or returned, or it was never whole.
+    """Code on a rank used a process group that is gone, or may be out of step.
+
+    A member has died or returned, it was never whole, or a cell failed while not all of its ranks could be compared.
 
     The text says which way there is to go on. Raised on the rank, so the notebook sees it inside a RankError.
     """

@@ -154,6 +154,9 @@ class Repairs:
         else:
             del self._waiting[message.serial]
         who = describe_ranks(self._awaited(waiting))
+        if waiting.said and not rest:
+            text = f"waited {now - waiting.since:.0f} s for {who}, then was dropped"
+            self._wires.to_notebook(Remark(message.serial, text, "watch"))
         failure = Failure("KeyboardInterrupt", f"the cell had not begun: it waited for {who}", "", now)
         for rank in dropped:
             self._wires.to_notebook(Reply(message.serial, rank, "interrupted", failure))

@@ -148,6 +148,7 @@ def test_an_interrupt_of_a_cell_that_waits_drops_it(kernel: Kernel, tmp_path: Pa
         kernel.interrupt()
         outcome = cell.finish(10)
         assert outcome.ename == "KeyboardInterrupt", str(outcome)
+        assert any("for rank 1, then was dropped" in text for text in outcome.plain)
     assert "[0-2] False" in kernel.ok("%%distributed\n'ran' in globals()").plain
 
 

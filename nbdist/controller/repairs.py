@@ -326,7 +326,7 @@ class Repairs:
         if (waiting is not None and waiting.settled) or not set(ranks) == set(message.ranks) == set(self._wires.idle()):
             return False
         self._wait(message, now).settled = True
-        recovery = Recovery(message.serial, Failed(), ranks, [], [], self._generation, self._lost, now, regroup=True)
+        recovery = Recovery(FailedCell(message.serial), ranks, [], [], self._generation, self._lost, now, regroup=True)
         self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(self._owed)))
         return True
 

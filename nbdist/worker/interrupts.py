@@ -132,17 +132,30 @@ def cancel_alarm() -> bool:
     return True
 
 
-def run_coroutine(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a cell's coroutine. When interrupted, cancel it: else it would go on inside the next cell that awaits."""
-    task = loop.create_task(coroutine)
-    try:
-        return loop.run_until_complete(task)
-    except BaseException:
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                loop.run_until_complete(asyncio.wait([task], timeout=1))
-        raise
+class CellLoop:
+    """The event loop in which cells await. A cell that closes or removes it leaves a loop to the next one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+
+    def provide(self) -> None:
+        """Make it the current one."""
+        if self._loop.is_closed():
+            self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)  # `asyncio.run` leaves none
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a cell's coroutine. When interrupted, cancel it: else it would go on inside the next cell that awaits."""
+        self.provide()
+        task = self._loop.create_task(coroutine)
+        try:
+            return self._loop.run_until_complete(task)
+        except BaseException:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    self._loop.run_until_complete(asyncio.wait([task], timeout=1))
+            raise
 
 
 def run_command(command: str) -> int:

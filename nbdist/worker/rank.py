@@ -261,7 +261,9 @@ class Rank:
         elif isinstance(message, WidgetMessage):
             self._widgets.deliver(message)
         elif isinstance(message, Recover):
-            self._cells.send(encode(self._recover(message)))
+            done = self._recover(message)
+            self._end_if_forked()
+            self._cells.send(encode(done))
 
     def _recover(self, task: Recover) -> InOrder:
         try:

@@ -5,7 +5,6 @@ Owns how a cell is compiled, named, run and rendered. Knows nothing of the wire.
 
 from __future__ import annotations
 
-import asyncio
 import bdb
 import builtins
 import contextlib
@@ -35,7 +34,7 @@ from nbdist.metrics import oom
 from nbdist.protocol import Failure
 from nbdist.worker import failures
 from nbdist.worker.display import DisplayLane
-from nbdist.worker.interrupts import run_command, run_coroutine
+from nbdist.worker.interrupts import CellLoop, run_command
 from nbdist.worker.launched import is_plain_exit
 
 _NO_INPUT = (
@@ -118,7 +117,7 @@ class RankShell(InteractiveShell):
     lane: DisplayLane
     own_names: Mapping[str, Any] = {}  # `rank`, `world_size`, ...: there again after `%reset`
     caught: bool = False  # whether a failure came out of the middle of a training step
-    _loop: asyncio.AbstractEventLoop
+    _loop: CellLoop
     _failures: list[tuple[BaseException, Failure]]  # what has failed since the last `forget_failure`, the first first
     explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
 
@@ -142,8 +141,8 @@ class RankShell(InteractiveShell):
         shell.user_ns["_dh"][:] = [Path.cwd()]
         shell.own_names = names
         shell.user_ns.update(names)
-        shell._loop = asyncio.new_event_loop()
-        shell.loop_runner = lambda coroutine: run_coroutine(shell._loop, coroutine)
+        shell._loop = CellLoop()
+        shell.loop_runner = shell._loop.run
         shell.set_hook("show_in_pager", page.as_hook(shell._show_in_pager), 99)  # type: ignore[no-untyped-call]
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")
         refuse_keyboard()
@@ -222,9 +221,7 @@ class RankShell(InteractiveShell):
         self.compile.offset = offset
         if number:
             self.execution_count = number
-        if self._loop.is_closed():  # by the cell before
-            self._loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self._loop)  # `asyncio.run` leaves none
+        self._loop.provide()
         inputs = self.history_manager.input_hist_parsed
         inputs.extend([""] * (self.execution_count - len(inputs)))
         raw_inputs = self.history_manager.input_hist_raw

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -222,13 +223,13 @@ def test_a_child_that_comes_back_from_a_call_or_a_value_ends(ranks: Kernel, way:
 
 
 def test_orphans_that_a_rank_has_adopted_are_reaped_when_they_have_ended(ranks: Kernel) -> None:
-    ranks.ok("%%distributed\nfor _ in range(5): os.system('(exit 3 &)')")
-
-    def zombies() -> list[psutil.Process]:
+    def adopted() -> set[int]:
         ranks.ok("%%distributed\npass")
-        return [pid for rank in ranks.rank_pids() for pid in psutil.Process(rank).children()]
+        return {child.pid for rank in ranks.rank_pids() for child in psutil.Process(rank).children()}
 
-    wait_until(lambda: not zombies(), "the orphans to be reaped")
+    before = adopted()
+    ranks.ok("%%distributed\nfor _ in range(5): os.system('(exit 3 &)')")
+    wait_until(lambda: adopted() <= before, "the orphans to be reaped")
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,34 @@ def test_the_exit_codes_of_a_rank_s_own_children_are_left_to_who_started_them(
     for _ in range(3):
         ranks.ok("%%distributed\npass")
     assert ranks.ok(f"%%distributed\nprint({end})").lines == both("3")
+
+
+# --- threads, event loops and folders
+
+
+@pytest.mark.parametrize("code", ["asyncio.get_event_loop().close()", "asyncio.run(asyncio.sleep(0))"])
+def test_a_cell_can_await_whatever_another_has_done_to_the_event_loop(ranks: Kernel, code: str) -> None:
+    ranks.ok(f"%%distributed\nimport asyncio\n{code}")
+    assert ranks.ok("%%distributed\nprint(await asyncio.sleep(0, 'awaited'))").lines == both("awaited")
+
+
+def test_a_thread_that_raises_after_its_cell_is_shown_below_it(ranks: Kernel, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    cell = ranks.start(
+        "%%distributed -r 1\ndef fail():\n"
+        f"    while not os.path.exists({str(go)!r}): time.sleep(0.005)\n    raise ValueError('in a thread')\n"
+        "threading.Thread(target=fail, daemon=True).start()"
+    )
+    assert cell.finish().status == "ok"
+    go.touch()
+    cell.wait_late("ValueError: in a thread")
+
+
+def test_a_current_folder_that_was_removed_does_no_harm(ranks: Kernel) -> None:
+    ranks.ok(
+        "%%distributed\nimport tempfile\nbefore, gone = os.getcwd(), tempfile.mkdtemp()\nos.chdir(gone); os.rmdir(gone)"
+    )
+    ranks.ok("%%distributed\nos.chdir(before)")
 
 
 # --- our own work around a cell

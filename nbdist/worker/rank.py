@@ -64,7 +64,8 @@ from nbdist.worker.widgets import WidgetRelay
 
 _LONGEST_FOLDER = 85  # characters; the path of a socket in it may have 107
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
-_RESTORED = "nbdist: this cell left {} changed; it is restored for the next cell"
+_RESTORED = "nbdist: this cell left {} closed or redirected; it is restored for the next cell"
+_CANCELLED = "nbdist: this cell left an alarm pending (SIGALRM); it is cancelled, since it would stop the next cell"
 _AROUND = "This failed in nbdist's own work around the cell, {}; the rank and its variables are kept."
 
 
@@ -269,7 +270,7 @@ class Rank:
         try:
             report = self._recovery.recover(task)
             return msgspec.structs.replace(report, grouped=not self._group.destroyed)
-        except Exception as error:  # the other ranks wait for the answer
+        except BaseException as error:  # the other ranks wait for the answer
             _show_exception()
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
 
@@ -292,7 +293,7 @@ class Rank:
                 reply = msgspec.structs.replace(reply, grouped=False)
         except BaseException as error:  # from what surrounds the task, or from a signal handler that ran then
             if reply is None or reply.failure is None:
-                reply = self._failed_around(task, error, "before it ran" if reply is None else "after it ran")
+                reply = self._failed_around(task, error, "before its end" if reply is None else "after its end")
             else:  # what it raised itself counts for more
                 _show_exception()
         for _ in range(_REPORTS):
@@ -305,14 +306,15 @@ class Rank:
     def _put_in_order(self) -> None:
         """What the task has done to the process, so that the next one is seen and lives."""
         streams.flush_c()
-        left = self._streams.restore()
+        notes = [_RESTORED.format(what) for what in self._streams.restore()]
         if cancel_alarm():
-            left.append("a pending alarm (SIGALRM)")
-        for what in left:
-            print(_RESTORED.format(what), file=sys.__stderr__)
+            notes.append(_CANCELLED)
+        for note in notes:
+            print(note, file=sys.__stderr__)
         self._orphans.reap()
 
     def _report(self, reply: Reply) -> None:
+        self._end_if_forked(reply.failure)
         if reply == Reply(reply.serial, self._setup.rank, "ok"):  # the mark alone says it, at half the cost
             self._lane.mark(reply.serial, PLAIN_END)
             return

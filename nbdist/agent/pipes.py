@@ -132,7 +132,7 @@ class PipeReader:
         rest = pipe.rest + data if pipe.rest else data
         while (start := rest.find(self._token, seen)) >= 0 and (end := rest.find(b"\a", start)) >= 0:
             found = _MARK.fullmatch(rest, start + len(self._token), end)
-            if found is None:  # a rank has printed what it has read of a mark
+            if found is None:  # torn, or printed by a rank that has read a part of it: text like any other
                 seen = start + 1
                 continue
             serial, sequence = map(int, found.groups())

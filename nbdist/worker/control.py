@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from nbdist.protocol import Answer, Ask, Interrupt, decode, encode
+from nbdist.worker import streams
 from nbdist.worker.interrupts import InterruptGate
 from nbdist.worker.questions import Questions
 
@@ -69,7 +70,7 @@ class ControlThread:
             try:
                 self._turn(poller)
             except Exception:  # without this thread nothing could stop a cell any more
-                traceback.print_exc(file=sys.__stderr__)
+                streams.show_exception()
 
     def _turn(self, poller: zmq.Poller) -> None:
         dues = [due for due in (self.gate.resend_due(), self.overdue()) if due is not None]

@@ -253,7 +253,7 @@ class Rank:
                     return
                 self._handle(message)
             except BaseException:  # from a handler, of a signal or a widget, that a cell has left
-                _show_exception()
+                streams.show_exception()
             self._end_if_forked()
 
     def _handle(self, message: Message) -> None:
@@ -271,7 +271,7 @@ class Rank:
             report = self._recovery.recover(task)
             return msgspec.structs.replace(report, grouped=not self._group.destroyed)
         except BaseException as error:  # the other ranks wait for the answer
-            _show_exception()
+            streams.show_exception()
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _execute(self, task: Execute) -> None:
@@ -295,7 +295,7 @@ class Rank:
             if reply is None or reply.failure is None:
                 reply = self._failed_around(task, error, "before its end" if reply is None else "after its end")
             else:  # what it raised itself counts for more
-                _show_exception()
+                streams.show_exception()
         for _ in range(_REPORTS):
             try:
                 self._report(reply)
@@ -433,12 +433,6 @@ class Rank:
         hidden = self._shell.user_ns_hidden
         names = [name for name in self._shell.user_ns if isinstance(name, str)]  # `globals()` takes any key
         return [name for name in names if name[:1] != "_" and name not in hidden]
-
-
-def _show_exception() -> None:
-    """Print the exception that is being handled, if that can be done."""
-    with contextlib.suppress(Exception):
-        print(traceback.format_exc(), file=sys.__stderr__)
 
 
 def _end_steps() -> None:

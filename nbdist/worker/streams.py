@@ -16,6 +16,7 @@ import os
 import select
 import sys
 import time
+import traceback
 from typing import Any
 
 from nbdist.protocol import STDERR, STDOUT
@@ -87,6 +88,12 @@ def print_at_once(*values: Any, sep: Any = None, end: Any = None, file: Any = No
         _print(*values, sep=sep, end=end, file=file, flush=flush)
         return
     stream.write((" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end))
+
+
+def show_exception() -> None:
+    """Print the exception that is being handled, if that can be done."""
+    with contextlib.suppress(Exception):
+        print_at_once(traceback.format_exc(), file=sys.__stderr__)
 
 
 def redirect_python() -> None:

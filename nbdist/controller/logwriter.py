@@ -115,8 +115,8 @@ class LogWriter:
         if told:
             self._complained = serial
             self._say(
-                f"the disk of the output log ({self._log.parent}) does not keep up with what this cell prints, "
-                "so the log leaves out a part of it. The cell runs on and shows its output."
+                f"the output log's disk does not keep up ({self._log.parent}), so the log leaves out a part of what "
+                "this cell prints. The cell runs on and shows its output."
             )
 
     # --- in the log's own thread

@@ -11,14 +11,14 @@ import secrets
 import shutil
 import struct
 import tempfile
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _LIMIT = 1 << 30
 _PARTS = 16  # files into which a log of full size is cut; the oldest makes room
-_CELLS = 10_000  # that can be found, the newest
+_CELLS = 50_000  # in the index, those that printed last
 _HEADER = struct.Struct("<QHBI")  # cell, rank, stream, length
 _BLOCK = 1 << 20  # bytes that are read at once
 _SCAN = 16  # blocks that one question may look through
@@ -41,7 +41,7 @@ class _Segment:
         return self.start + self.size
 
 
-@dataclass
+@dataclass(slots=True)
 class _Cell:
     """Where a cell's records are, and how much of what it printed is not among them.
 
@@ -92,7 +92,7 @@ class OutputLog:
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
         self._segments: deque[_Segment] = deque()
-        self._cells: dict[int, _Cell] = {}  # in the order of their last records
+        self._cells: OrderedDict[int, _Cell] = OrderedDict()  # in the order of their last records
         self._end = 0
         self._file = -1  # descriptor of the last segment
         self._newest = 0  # the cell that printed last
@@ -152,10 +152,15 @@ class OutputLog:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _cell(self, serial: int, number: int) -> _Cell:
-        cell = self._cells.pop(serial, None) or _Cell(number, self._end, self._end)
-        self._cells[serial] = cell  # the last
-        while len(self._cells) > _CELLS:
-            del self._cells[next(iter(self._cells))]
+        cell = self._cells.get(serial)
+        if cell is not None:
+            self._cells.move_to_end(serial)
+            return cell
+        if len(self._cells) >= _CELLS:
+            oldest, _ = self._cells.popitem(last=False)
+            for segment in self._segments:
+                segment.cells.pop(oldest, None)
+        cell = self._cells[serial] = _Cell(number, self._end, self._end)
         return cell
 
     def _append(self, serial: int, cell: _Cell, record: bytes) -> None:

@@ -113,13 +113,13 @@ class Rank:
     def _show(self, sequence: int) -> None:
         """The place of a display has come."""
         display = self._displays.pop(sequence, None)
+        why = self._unreadable.pop(sequence, "it was lost on its way to the notebook")
         if display is not None:
             self.tell(display)
         elif sequence in self._shown_early:
             self._shown_early.discard(sequence)
         elif not self.dead and self._told != self._last[0]:
             self._told = self._last[0]
-            why = self._unreadable.pop(sequence, "it was lost on its way to the notebook")
             self.tell(Notice(f"rank {self.rank} showed something that is missing here: {why}"))
 
     def _pass_on(self, message: Output) -> None:

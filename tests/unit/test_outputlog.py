@@ -242,6 +242,16 @@ def test_nothing_is_left_of_a_session_that_has_ended(log: OutputLog) -> None:
     assert read(log) == [(0, 1, b"new")]
 
 
+def test_a_cell_that_printed_long_ago_is_forgotten_before_the_index_grows(
+    log: OutputLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nbdist.controller.outputlog._CELLS", 10)
+    for serial in range(1, 20):
+        log.write(serial, serial, 0, 1, b"%d" % serial)
+    assert read(log, 9) is None
+    assert [read(log, number) for number in (10, 19)] == [[(0, 1, b"10")], [(0, 1, b"19")]]
+
+
 def test_only_the_user_can_read_it(log: OutputLog) -> None:
     log.write(1, 1, 0, 1, b"x")
     assert log.folder is not None

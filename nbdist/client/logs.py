@@ -81,7 +81,8 @@ class CellLog:
         counts = {rank: _LineCount() for rank in ranks}
         for position, part in self._parts(ranks):
             for rank, _, data in part.records:
-                counts[rank].add(position, data, lines)
+                if data:
+                    counts[rank].add(position, data, lines)
         return {rank: count.start(lines) for rank, count in counts.items()}
 
 

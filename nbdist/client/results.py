@@ -12,7 +12,7 @@ from nbdist.errors import RankFailure
 from nbdist.protocol import STDERR, STDOUT
 from nbdist.ranks import format_ranks
 
-KEPT = 64 << 20  # bytes of what a rank printed that are kept here; the output log has the rest
+KEPT = 64 << 20  # bytes of what a rank printed that are kept here, and as many of its displays; the log has all text
 
 
 class RankResult:
@@ -23,19 +23,20 @@ class RankResult:
         stdout: All that was printed, exact; of more than 64 MiB the newest, below a line that says how much is missing.
         stderr: Likewise.
         truncated: Bytes that were printed to both and are no longer here. `session.logs(cell=result)` has them.
-        outputs: MIME bundles of displays and of the last value, in order.
+        outputs: MIME bundles of displays and of the last value, in order; of more than 64 MiB likewise the newest.
         result: The text of the last expression's value, or None.
         error: What went wrong, or None.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.outputs: list[dict[str, Any]] = []
         self.result: str | None = None
         self.error: RankFailure | None = None
         self._printed: deque[tuple[int, bytes]] = deque()  # stream and bytes, as they came
         self._size = 0
         self._dropped = {STDOUT: 0, STDERR: 0}
+        self._shown: deque[tuple[dict[str, Any], int]] = deque()  # bundles and their sizes
+        self._shown_size = self._shown_dropped = 0
 
     @property
     def stdout(self) -> str:
@@ -48,6 +49,14 @@ class RankResult:
         return self._text(STDERR)
 
     @property
+    def outputs(self) -> list[dict[str, Any]]:
+        """What was shown so far, as MIME bundles."""
+        bundles = [data for data, _ in list(self._shown)]
+        if self._shown_dropped:
+            bundles.insert(0, {"text/plain": f"… {self._shown_dropped:,} displays before these are not kept here …"})
+        return bundles
+
+    @property
     def truncated(self) -> int:
         """Bytes that were printed and are no longer here."""
         return sum(self._dropped.values())
@@ -57,20 +66,27 @@ class RankResult:
         self._printed.append((stream, data))
         self._size += len(data)
         while self._size > KEPT:
-            stream, oldest = self._printed.popleft()
+            of, oldest = self._printed.popleft()
             self._size -= len(oldest)
-            self._dropped[stream] += len(oldest)
+            self._dropped[of] += len(oldest)
+
+    def show(self, data: dict[str, Any], size: int) -> None:
+        """Add what the rank has shown: a bundle that takes so many bytes."""
+        self._shown.append((data, size))
+        self._shown_size += size
+        while self._shown_size > KEPT and len(self._shown) > 1:
+            self._shown_size -= self._shown.popleft()[1]
+            self._shown_dropped += 1
 
     def _text(self, stream: int) -> str:
         data = b"".join(data for of, data in list(self._printed) if of == stream)
         if not self._dropped[stream]:
             return data.decode(errors="replace")
-        where = "`session.logs(cell=result)` reads it from the output log"
         start = data.find(b"\n") + 1  # of the first whole line
         left_out = size(self._dropped[stream] + start)
-        return f"… {left_out} of output above this line are not kept here; {where} …\n" + data[start:].decode(
-            errors="replace"
-        )
+        where = "`session.logs(cell=result)` reads it from the output log"
+        note = f"… {left_out} of output above this line are not kept here; {where} …\n"
+        return note + data[start:].decode(errors="replace")
 
     def __repr__(self) -> str:
         state = f"{self.error.name}: {self.error.text}" if self.error else f"result {self.result}"

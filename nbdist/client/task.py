@@ -364,7 +364,7 @@ class Task:
             return
         self._unpaid.append(event)
         if self._keep and event.kind in ("display", "result"):
-            self.result[event.rank].outputs.append(event.data)
+            self.result[event.rank].show(event.data, event.size)
 
     def _pay_items(self) -> None:
         """Let ranks show more, if the page keeps up with them."""

@@ -287,18 +287,20 @@ class Controller:
         return True
 
     def _report_unreadable(self, identity: bytes, frame: bytes, error: Exception) -> None:
-        """Let the notebook know of a lane that has lost a message, once."""
-        with contextlib.suppress(ValueError):  # a connection that is none of ours
+        """Let the notebook know that a message of one of our own is lost, once for each lane."""
+        try:
             name, epoch, number = parse_lane(identity)
-            rank = self._set.ranks.get(number) if self._set is not None and self._set.epoch == epoch else None
-            sequence = sequence_of(frame) if name == RANK_DISPLAY else None
-            if rank is not None and sequence is not None:
-                rank.miss_display(sequence, str(error))
-            elif (rank is not None or epoch < 0) and name in LANES and identity not in self._unreadable:
-                self._unreadable.add(identity)
-                sender = f"rank {number}" if rank is not None else f"the {name.partition('.')[0]}"
-                what = f"{type(error).__name__}: {error}"
-                self.to_notebook(Notice(f"a message from {sender} could not be handled and is lost ({what})"))
+        except ValueError:  # a stranger's
+            return
+        rank = self._set.ranks.get(number) if self._set is not None and self._set.epoch == epoch else None
+        sequence = sequence_of(frame) if name == RANK_DISPLAY else None
+        if rank is not None and sequence is not None:
+            rank.miss_display(sequence, str(error))
+        elif (rank is not None or epoch < 0) and name in LANES and identity not in self._unreadable:
+            self._unreadable.add(identity)
+            sender = f"rank {number}" if rank is not None else f"the {name.partition('.')[0]}"
+            what = f"{type(error).__name__}: {error}"
+            self.to_notebook(Notice(f"a message from {sender} could not be handled and is lost ({what})"))
 
     def _handle(self, identity: bytes, message: Message) -> None:
         name, epoch, rank = parse_lane(identity)

@@ -103,3 +103,15 @@ def test_above_it_the_oldest_goes_first_and_that_is_told_in_the_text(small: Rank
     assert small.truncated == 6 and small.stderr == "err"
     head, _, rest = small.stdout.partition("\n")
     assert "8 B of output above this line are not kept here" in head and rest == "789\n"
+
+
+def test_of_displays_the_newest_are_kept_behind_one_that_tells_how_many_are_missing(small: RankResult) -> None:
+    for number in range(5):
+        small.show({"text/plain": str(number)}, 4)
+    texts = [bundle["text/plain"] for bundle in small.outputs]
+    assert "3 displays before these are not kept here" in texts[0] and texts[1:] == ["3", "4"]
+
+
+def test_a_single_display_is_kept_whatever_its_size(small: RankResult) -> None:
+    small.show({"text/plain": "large"}, 1000)
+    assert small.outputs == [{"text/plain": "large"}]

@@ -88,7 +88,7 @@ class Cells:
             now,
             launch=message.kind == "launch",
             part=bool(self._running) or len(self._wires.idle()) > len(ranks),
-            strand=lambda rank, why: self._free(serial, [rank], why),
+            strand=lambda rank, why: self._ask([rank], "strand", {"serial": serial, "why": why}),
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
         return True
@@ -207,10 +207,8 @@ class Cells:
 
         return handle
 
-    def _free(self, serial: int, ranks: Sequence[int], why: str = "") -> None:
-        """Free ranks that wait for one that has failed, or for the reason given."""
-        if why:
-            self._ask(ranks, "strand", {"serial": serial, "why": why})
+    def _free(self, serial: int, ranks: Sequence[int]) -> None:
+        """Free ranks that wait for one that has failed."""
         for rank in ranks:
             self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
         self._ask(ranks, "cut", {"serial": serial, "force": True})

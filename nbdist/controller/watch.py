@@ -16,8 +16,7 @@ from nbdist.ranks import describe_ranks
 
 _BUSY = 0.2  # of a core: a rank that uses more is computing, not waiting
 _WORTH_SAYING = 5.0  # seconds: less is not known well enough, for a rank may have waited since before the first look
-_STRANDED = 10.0  # seconds that a rank of a launch may wait for one that has returned
-_STRANDED_ADVICE = "let all ranks make the same calls before their function returns"
+_STRANDED = 10.0  # seconds that a rank may wait for one that will not come
 _CLAUSES = 5  # of a line
 _PLURAL = {"waits": "wait", "is": "are", "has": "have"}
 
@@ -61,6 +60,7 @@ class Look:
     line: str
     groups: dict[str, Any]
     unfinished: dict[str, Sequence[int]]
+    meeting: bool = False
 
     def is_same_as(self, before: Look | None) -> bool:
         """Whether the rank has not moved since, nor computed."""
@@ -90,7 +90,7 @@ class Watch:
         pauses: When to look.
         launch: Whether the ranks live for this work only, so that those that have finished wait for the others.
         part: Whether there are ranks that the cell does not run on.
-        strand: Of a launch: ends what a rank waits in, since that can't happen any more. Further argument: the reason.
+        strand: Ends what a rank waits in, since that can't happen any more. Further argument: the reason.
 
     Attributes:
         due: When `tick` wants to be called.
@@ -126,7 +126,7 @@ class Watch:
         self._launch = launch
         self._strand = strand
         self._stranded: set[int] = set()
-        self._returned: dict[int, float] = {}  # when ranks of a launch did, those of other nodes too
+        self._returned: dict[int, float] = {}  # when ranks did, in a launch those of other nodes too
         self._finished_at: float | None = None  # when the first rank did
         self._ask = ask
         self._say = say
@@ -149,11 +149,11 @@ class Watch:
             self.due = now + max(0.0, self._grace - self._pauses.sample)
         if failed:
             self._failed.add(rank)
-        elif self._launch:
+        else:
             self._returned[rank] = now
-            if self._finished_at is None:
-                self._finished_at = now
-                self._hasten(now)
+        if not failed and self._launch and self._finished_at is None:
+            self._finished_at = now
+            self._hasten(now)
         if not self._left:
             self._close(now, "" if self._failed else ", then went on")
 
@@ -218,9 +218,7 @@ class Watch:
             self._free(lost)
         elif stranded := self._find_stranded(awaited, now):
             for rank, gone in stranded.items():
-                has = "has" if len(gone) == 1 else "have"
-                whom = f"for {describe_ranks(sorted(gone))}, which {has} returned"
-                self._strand(rank, f"{self._wait(rank)}, {whom}: {_STRANDED_ADVICE}")
+                self._strand(rank, f"{self._wait(rank)}, for {self._gone(gone)}")
             self._stranded |= stranded.keys()
         elif self._since:
             self._explain(awaited, now)
@@ -304,6 +302,8 @@ class Watch:
             return {}
         found = {}
         for rank in self._since.keys() - self._stranded:
+            if not (self._launch or self._looks[rank].meeting):  # another cell may bring the others there
+                continue
             gone = {
                 other for other in awaited[rank] & self._returned.keys() if self._left_out(other, self._looks[rank])
             }
@@ -355,6 +355,13 @@ class Watch:
     def _wait(self, rank: int) -> str:
         look = self._looks[rank]
         return f"waits in {look.collective}, {look.place}"
+
+    def _gone(self, ranks: set[int]) -> str:
+        """Ranks that will not come any more, and what to do about it."""
+        who, has = describe_ranks(sorted(ranks)), "has" if len(ranks) == 1 else "have"
+        if self._launch:
+            return f"{who}, which {has} returned: let all ranks make the same calls before their function returns"
+        return f"{who}, which {has} finished the cell: call it on all ranks, not under `if is_main_process()`"
 
     def _elsewhere(self, rank: int) -> str:
         if rank in self._dead:

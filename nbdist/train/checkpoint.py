@@ -97,7 +97,8 @@ def save_state(
         keep: How many checkpoints may stay in the folder around it, this one included; None: all.
         asynchronous: Return as soon as the tensors are copied to CPU memory, and write them meanwhile. The next save
             and the end of the process wait for it.
-        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else 30.
+        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else as long as a
+            collective may take (`--timeout` of the session). Who is missing is said after 30 s.
         state: The training to save; the current one by default.
 
     Returns:
@@ -143,7 +144,8 @@ def load_state(
     Args:
         path: A checkpoint, or a folder with checkpoints, of which the newest whole one is taken; "checkpoints" by
             default.
-        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else 30.
+        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else as long as a
+            collective may take (`--timeout` of the session). Who is missing is said after 30 s.
         state: The training to load into; the current one by default.
 
     Returns:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from nbdist.errors import UsageError
 from nbdist.train import state as training
 from nbdist.train.nested import rebuilt, tensors_in
+from nbdist.train.participants import refuse_partial
 from nbdist.train.process_group import ensure_group
 
 T = TypeVar("T")
@@ -332,6 +333,7 @@ def differing(function: str, given: T, failure: str = "") -> list[T]:
         if failure:
             raise UsageError(failure)
         return []
+    refuse_partial(function, training.world_size())
     mine = _FAILED if failure else _digest(f"{function} {given!r}")
     said = _all_numbers(mine, training.default_device())
     stranger = said.index(max(said))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from nbdist.errors import UsageError
 from nbdist.train.batches import map_tensors
+from nbdist.train.participants import refuse_partial
 
 _ALIGNMENT = 64  # bytes: tensors of any type can begin there
 
@@ -69,6 +70,7 @@ def dispatched(
         Exception: What rank 0 has met while reading, on all ranks.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    refuse_partial("a loop over a loader with dispatch", world_size)
     reading = iter(batches) if batches is not None else None
     wire = torch.device("cpu") if device is None or "gloo" in dist.get_backend_config() else device
     while True:

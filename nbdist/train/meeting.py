@@ -7,11 +7,12 @@ then fails on one rank raises on all. Works without a process group too: one ran
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -20,9 +21,10 @@ from torch.distributed.checkpoint import CheckpointException
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.train.participants import refuse_partial
 from nbdist.train.state import rank, world_size
 
-_DEFAULT_LIMIT = 30.0  # seconds; evaluating on one rank before a save takes a while
+_REPORT_AFTER = 30.0  # seconds of waiting
 _ROUND = "nbdist/meeting"
 _POLL = (0.002, 0.05)  # seconds between looks at the store, first and last
 
@@ -33,14 +35,16 @@ def meet(function: str, arguments: Mapping[str, Any], limit: float | None = None
     Args:
         function: Its name.
         arguments: What must be the same on all ranks.
-        limit: Seconds to wait for the others; None: NBDIST_SAVE_LIMIT, else 30.
+        limit: Seconds to wait for the others; None: NBDIST_SAVE_LIMIT, else as long as a collective may take. Who is
+            missing is said after 30 s.
 
     Raises:
-        UsageError: Some ranks have not come, or they have called something else. No rank has done anything yet.
+        UsageError: Some ranks have not come, or can't; or they have called something else. No rank has done anything.
     """
     limit = _limit(function, limit)
     if world_size() == 1:
         return
+    refuse_partial(function, world_size())
     store = _store()
     if store is not None:
         _come(store, function, limit)
@@ -108,7 +112,7 @@ def _told(texts: Mapping[int, str], own: int | None = None) -> str:
 def _limit(function: str, limit: float | None) -> float:
     given = os.environ.get("NBDIST_SAVE_LIMIT") if limit is None else limit
     if given is None:
-        return _DEFAULT_LIMIT
+        return _collective_limit()
     try:
         seconds = float(given)
     except (TypeError, ValueError):
@@ -117,6 +121,15 @@ def _limit(function: str, limit: float | None) -> float:
         where = "NBDIST_SAVE_LIMIT" if limit is None else f"limit of {function}"
         raise UsageError(f"{where} is {given!r}: give a number of seconds, such as 60")
     return seconds
+
+
+def _collective_limit() -> float:
+    """Seconds after which torch gives up on a collective of all ranks."""
+    limit = c10d.default_pg_timeout
+    with suppress(AttributeError, RuntimeError):  # another torch, or no group
+        group: Any = dist.group.WORLD
+        limit = group._get_backend(group._device_types[0]).options._timeout
+    return float(limit.total_seconds())
 
 
 def _store() -> Any:
@@ -134,10 +147,10 @@ def _come(store: Any, function: str, limit: float) -> None:
     A round ends with one verdict, set by whoever comes last or has waited too long; who comes later begins the next
     round. So a rank that was alone, or was interrupted, is not taken for present afterwards.
     """
-    deadline = time.monotonic() + limit
+    patience = _Patience(function, limit)
     absent = {rank()}
     while rank() in absent:  # also if the others gave up in the moment in which this rank came
-        absent = _attend(store, deadline)
+        absent = _attend(store, patience)
     if not absent:
         return
     present = [other for other in range(world_size()) if other not in absent]
@@ -148,7 +161,36 @@ def _come(store: Any, function: str, limit: float) -> None:
     )
 
 
-def _attend(store: Any, deadline: float) -> set[int]:
+class _Patience:
+    """How long to wait for the others, and when to report who is missing."""
+
+    def __init__(self, function: str, limit: float) -> None:
+        self._function, self._limit = function, limit
+        self._began = time.monotonic()
+        self._reported = False
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._began + self._limit
+
+    @property
+    def is_worth_a_report(self) -> bool:
+        """Whether it is time to call `report`, which has not been done yet."""
+        return not self._reported and time.monotonic() > self._began + _REPORT_AFTER
+
+    def report(self, absent: set[int]) -> None:
+        """Name the ranks that are missing, on the first of those that wait for them."""
+        self._reported = True
+        if rank() == min(set(range(world_size())) - absent, default=-1):
+            print(
+                f"nbdist: {self._function} has waited {_REPORT_AFTER:g} s for {describe_ranks(sorted(absent))} and "
+                f"gives up after {self._limit:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _attend(store: Any, patience: _Patience) -> set[int]:
     """One round: the ranks that were not there when it ended."""
     number = _wait_for_round(store)
     verdict = f"{_ROUND}/{number}/verdict"
@@ -158,8 +200,10 @@ def _attend(store: Any, deadline: float) -> set[int]:
             return _end_round(store, number, set())
         pause = _POLL[0]
         while not store.check([verdict]):
-            if time.monotonic() > deadline:
+            if patience.is_over:
                 return _end_round(store, number, _missing(store, number))
+            if patience.is_worth_a_report:
+                patience.report(_missing(store, number))
             time.sleep(pause)
             pause = min(2 * pause, _POLL[1])
         return _read(store.get(verdict))

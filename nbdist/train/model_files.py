@@ -47,7 +47,8 @@ def save_model(
         folder: Where to; made if it is not there.
         max_shard_size: Most bytes of a file, as a number or a text such as "5GB".
         metadata: Texts to put into the files.
-        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else 30.
+        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else as long as a
+            collective may take (`--timeout` of the session). Who is missing is said after 30 s.
 
     Returns:
         The folder.
@@ -88,7 +89,8 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], *, limit: float
     Args:
         model: Plain, DDP, FSDP2 or compiled, with the weights that the files hold, no more and no less.
         folder: What `save_model` has written, or `save_pretrained` of `transformers`.
-        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else 30.
+        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else as long as a
+            collective may take (`--timeout` of the session). Who is missing is said after 30 s.
 
     Raises:
         UsageError: There is no model in the folder, or another one. Nothing was loaded.

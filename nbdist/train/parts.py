@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import UsageError
+from nbdist.train.participants import refuse_partial
 
 _CHUNK = 64 << 20  # bytes that are hashed or sent at once
 _BASIC = (bool, int, float, complex, str, bytes, type(None))
@@ -70,7 +71,9 @@ class Team:
             )
         if group is not None and dist.get_rank(group) < 0:
             raise UsageError(f"this rank is not in the group: call {function} on the ranks that are")
-        return cls(group, tuple(dist.get_process_group_ranks(group)))
+        team = cls(group, tuple(dist.get_process_group_ranks(group)))
+        refuse_partial(function, len(team.ranks))
+        return team
 
     def gather(self, mine: Any) -> dict[int, Any]:
         """What each rank says."""

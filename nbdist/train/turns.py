@@ -19,6 +19,7 @@ from nbdist.errors import UsageError
 from nbdist.train import collectives
 from nbdist.train import state as training
 from nbdist.train.nested import with_items
+from nbdist.train.participants import refuse_partial
 from nbdist.train.process_group import ensure_group
 
 P = ParamSpec("P")
@@ -72,6 +73,7 @@ def wait_for_everyone() -> None:
     ensure_group()
     if training.world_size() == 1:
         return
+    refuse_partial("wait_for_everyone", training.world_size())
     device = training.default_device()
     if device.type == "cuda" and dist.get_backend() == "nccl":
         dist.barrier(device_ids=[device.index])
@@ -82,19 +84,20 @@ def wait_for_everyone() -> None:
 @contextmanager
 def main_process_first() -> Iterator[None]:
     """Rank 0 runs what is inside first, then all others: as where a download is to be made once."""
-    with _first(is_main_process()):
+    with _first("main_process_first", is_main_process()):
         yield
 
 
 @contextmanager
 def local_main_process_first() -> Iterator[None]:
     """The first rank of each node runs what is inside first, then the others of the node."""
-    with _first(is_local_main_process()):
+    with _first("local_main_process_first", is_local_main_process()):
         yield
 
 
 @contextmanager
-def _first(mine: bool) -> Iterator[None]:
+def _first(function: str, mine: bool) -> Iterator[None]:
+    refuse_partial(function, training.world_size())
     if not mine:
         wait_for_everyone()
     try:

@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from nbdist.errors import StaleGroupError
+from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
-from nbdist.worker import failures
+from nbdist.worker import failures, stacks
 from nbdist.worker.record import Record
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
@@ -370,10 +370,10 @@ class Collectives:
         """Whether a group of this rank's has been cut, and is yet to be renewed."""
         return bool(self._cut)
 
-    def explain(self, error: BaseException) -> StaleGroupError | None:
+    def explain(self, error: BaseException) -> StaleGroupError | UsageError | None:
         """The error to show instead, where a group was used that is gone, or waited in, for a reason we know."""
         if self.stranded and (isinstance(error, KeyboardInterrupt) or failures.from_communication(error)):
-            return StaleGroupError(self.stranded)
+            return (UsageError if stacks.in_meeting(error) else StaleGroupError)(self.stranded)
         reasons = {known.unusable for known in self._groups.values() if known.unusable}
         if reasons and failures.from_communication(error):
             return StaleGroupError("; or ".join(sorted(reasons)))

@@ -57,7 +57,8 @@ class Progress:
             thread moves. "cpu": seconds it has used. "collective": what of torch.distributed it is in, "" for nothing.
             "members": the ranks that have to take part in that; None: all; empty: not known. "group": in which group,
             "" where that is not known. "place", "line": its place, in words, without and with the code there.
-            "groups": as `Collectives.state` has them. "unfinished": as `Record` has it.
+            "groups": as `Collectives.state` has them. "unfinished": as `Record` has it. "meeting": whether "collective"
+            is one of nbdist's own functions, which all ranks of the cell have to call.
         """
         frame, running = self._frame(), self._gate.running
         # The numbers of a rank that has gone on to another cell can't be compared.
@@ -74,19 +75,21 @@ class Progress:
             "line": "",
             "groups": groups,
             "unfinished": {},
+            "meeting": False,
         }
         if frame is None or running != serial:
             return found
         self._note(frame)
+        call = stacks.torch_call(frame)
         unfinished = self._unfinished()
         return found | {
             "running": serial,
-            "position": _position(frame),
+            "position": _position(call.frame if call.frame is not None and call.meeting else frame),
             "cpu": _cpu_seconds(),
             "place": stacks.place(frame),
             "line": stacks.describe(frame),
             "unfinished": unfinished,
-            **self._collective(frame, groups, unfinished),
+            **self._collective(frame, call, groups, unfinished),
         }
 
     def stack(self) -> dict[str, Any]:
@@ -104,9 +107,14 @@ class Progress:
             "running": running,
             "line": stacks.describe(frame),
             "stack": stacks.render(frame),
-            "collective": self._collective(frame, {}, self._unfinished())["collective"],
+            "collective": self._collective(frame, stacks.torch_call(frame), {}, self._unfinished())["collective"],
             "still": time.monotonic() - self._seen_at,
         }
+
+    def in_meeting(self) -> bool:
+        """Whether the main thread waits in one of nbdist's own functions for other ranks to call it, too."""
+        frame = self._frame()
+        return frame is not None and stacks.torch_call(frame).meeting
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._main)
@@ -125,8 +133,11 @@ class Progress:
     def _unfinished(self) -> Unfinished:
         return self._collectives.record.unfinished() or {}
 
-    def _collective(self, frame: FrameType, groups: dict[str, Any], unfinished: Unfinished) -> dict[str, Any]:
-        call = stacks.torch_call(frame)
+    def _collective(
+        self, frame: FrameType, call: stacks.Call, groups: dict[str, Any], unfinished: Unfinished
+    ) -> dict[str, Any]:
+        if call.meeting:
+            return {"collective": call.name, "members": None, "meeting": True}
         if call.name.startswith(_MAKING):
             return {"collective": call.name, "members": _makers(call.frame)}
         if call.frame is None and self._collectives.creating:

@@ -52,6 +52,7 @@ from nbdist.protocol import (
     encode,
     lane,
 )
+from nbdist.train import participants
 from nbdist.worker import accelerate_state, failures, groups, launched, spawning, streams
 from nbdist.worker.control import ControlThread
 from nbdist.worker.default_group import DefaultGroup
@@ -279,6 +280,7 @@ class Rank:
         reply: Reply | None = None
         try:
             self._shell.forget_failure()
+            participants.begin(None if task.kind == "launch" else task.ranks)
             self._recovery.begin(task.serial)
             with profiled(task.profile, self._setup.rank) as profiles:
                 reply = self._metered(task, self._work[task.kind])

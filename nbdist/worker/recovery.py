@@ -118,9 +118,12 @@ class Recovery:
         return {"groups": self.collectives.cut()}
 
     def _strand(self, serial: int, why: str) -> dict[str, Any]:
-        """The main thread waits for what can't happen any more: that is the error, once it has been freed."""
+        """The main thread waits for what can't happen any more: free it; the reason becomes its error."""
         if self._control.gate.running == serial:
             self.collectives.stranded = why
+            self._control.gate.request(serial)
+            if not self._progress.in_meeting():
+                self.collectives.cut()
         return {}
 
     def _interrupt_body(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import traceback
 from types import FrameType
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from IPython.core.getipython import get_ipython
 _OURS = __file__.rsplit("/", 2)[0] + "/"
 _LAUNCHED = _OURS + "worker/launched.py"  # calls a launched function
 _C10D = "/torch/distributed/distributed_c10d.py"
+_MEETING = _OURS + "train/meeting.py"
 _LOGGER = "/torch/distributed/c10d_logger.py"  # wraps every function of c10d
 _CHECKPOINT = "/torch/distributed/checkpoint/"  # what it does itself is reading and writing
 _AUTOGRAD = "/torch/autograd/graph.py"
@@ -26,10 +28,12 @@ class Call(NamedTuple):
     Attributes:
         name: The function that was called, or "backward"; "" for neither.
         frame: That function's, if it is one that other ranks have to call too.
+        meeting: Whether it is one of nbdist's own, for which ranks meet by the store.
     """
 
     name: str
     frame: FrameType | None = None
+    meeting: bool = False
 
 
 def describe(frame: FrameType) -> str:
@@ -70,12 +74,19 @@ def torch_call(frame: FrameType) -> Call:
         if filename.endswith(_C10D):
             if not name.startswith("_") or not collective.name:
                 collective = Call(name, current)
+        elif filename == _MEETING and name == "meet":
+            return Call(str(current.f_locals["function"]), current, meeting=True)
         elif filename.endswith(_AUTOGRAD):
             autograd = "backward"
         elif "/torch/distributed/" in filename and _CHECKPOINT not in filename and "wrapper" not in name:
             found = found or name if name.startswith("_") else name
         current = current.f_back
     return collective if collective.name else Call(autograd or found)
+
+
+def in_meeting(error: BaseException) -> bool:
+    """Whether it comes out of a function of nbdist's own for which ranks meet by the store."""
+    return any(frame.f_code.co_filename == _MEETING for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def awaits_work(frame: FrameType) -> bool:

@@ -509,7 +509,21 @@ def test_nobody_is_given_up_who_waits_for_ranks_that_are_still_at_work() -> None
     assert not cell.stranded
 
 
-def test_nor_in_a_cell_whose_ranks_live_on() -> None:
+def test_in_a_cell_they_are_where_its_ranks_have_to_meet() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.does |= dict.fromkeys([1, 2, 3], lambda at: waiting(at, "save_state", members=None, group="", meeting=True))
+    cell.run(until=60)
+    assert not cell.stranded
+    cell.does[0] = lambda at: answer(at, running=0)
+    cell.watch.ended(0, False, 60.0)
+    cell.run(until=70.1)
+    assert cell.stranded[1] == (
+        "waits in save_state, cell 7 line 4, for rank 0, which has finished the cell: "
+        "call it on all ranks, not under `if is_main_process()`"
+    )
+
+
+def test_nor_for_a_collective_in_a_cell_whose_ranks_live_on() -> None:
     cell = cell_waiting_for_rank_0()
     cell.does[0] = lambda at: answer(at, running=0)
     cell.watch.ended(0, False, 1.0)

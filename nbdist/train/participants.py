@@ -1,0 +1,37 @@
+"""The ranks that take part in what is running, so that what all ranks must call is refused where only some can.
+
+Whoever runs code on a part of the ranks says so here. Under torchrun and in launched functions nobody does: all take
+part. Loads nothing of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbdist.errors import UsageError
+from nbdist.ranks import describe_ranks
+
+_ranks: Sequence[int] | None = None  # None: all
+
+
+def begin(ranks: Sequence[int] | None) -> None:
+    """From now on these ranks run something together; None: all ranks there are."""
+    global _ranks
+    _ranks = ranks
+
+
+def refuse_partial(function: str, count: int) -> None:
+    """Refuse a call that other ranks would have to make, too.
+
+    Args:
+        function: What was called.
+        count: The number of ranks that have to call it.
+
+    Raises:
+        UsageError: What is running runs on fewer ranks. Nothing has been done.
+    """
+    if _ranks is not None and len(_ranks) < count:
+        raise UsageError(
+            f"{function} must be called on all {count} ranks, but this cell runs on {describe_ranks(_ranks)} only: "
+            "run it on all ranks (`%%distributed` without `-r`)"
+        )

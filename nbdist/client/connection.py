@@ -136,6 +136,10 @@ class Connection:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_END_LIMIT)
 
+    def let_go(self) -> None:
+        """End the controller, whose agent then ends the ranks. Waits for nothing, so that a finaliser may call it."""
+        self._process.terminate()
+
     def _listen(self, events: zmq.Socket[bytes], end: int) -> None:
         poller = zmq.Poller()
         poller.register(events, zmq.POLLIN)

@@ -45,7 +45,7 @@ from nbdist.ranks import describe_ranks, format_ranks
 
 _STACK_LIMIT = 1.0
 
-_current: weakref.ref[Session] | None = None
+_sessions: list[weakref.ref[Session]] = []  # of this notebook, the newest last
 
 
 def get_session() -> Session:
@@ -67,8 +67,10 @@ def get_session() -> Session:
 
 
 def current_session() -> Session | None:
-    """The newest session of this notebook, whatever state it is in."""
-    return _current() if _current is not None else None
+    """The newest session of this notebook that has not been closed, else the newest."""
+    known = _known_sessions()
+    going = [session for session in known if not session.closed or session.broken]
+    return going[-1] if going else known[-1] if known else None
 
 
 def living_session() -> Session | None:
@@ -99,10 +101,13 @@ class Session(Workers):
         linger: Seconds that the ranks outlive a kernel that was killed.
         exact: Whether an interrupted step's buffers (BatchNorm) and random numbers are put back, so that a run that
             was interrupted equals one that was not. Costs a copy of them after each step.
+        replace: Whether it takes the place of the sessions that this notebook has; they are stopped, and that is said.
         progress: Called with a line of text while the ranks start.
 
+    A session ends when nothing refers to it any more.
+
     Raises:
-        UsageError: An argument is wrong; nothing has been started.
+        UsageError: An argument is wrong; nothing has been started or stopped.
         SessionBroken: The ranks could not be brought up; nothing of them is left.
     """
 
@@ -116,16 +121,19 @@ class Session(Workers):
         timeout: float | None = None,
         linger: float = 0.0,
         exact: bool = False,
+        replace: bool = True,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        global _current
         _refuse_on_ranks()
         check_seconds("linger", linger, zero=True)
         super().__init__(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
-        self.start(self._plan.carry(self._arguments.options(num_processes)), progress)
-        _current = weakref.ref(self)
+        options = self._plan.carry(self._arguments.options(num_processes))
+        if replace:
+            _stop_others()
+        self.start(options, progress)
+        _sessions[:] = [weakref.ref(session) for session in (*_known_sessions(), self)]
 
     def restart(self, num_processes: int | None = None, *, progress: Callable[[str], None] = lambda text: None) -> None:
         """End the ranks and bring up a fresh set, with an environment as it is now. Variables on ranks are lost.
@@ -221,15 +229,16 @@ class Session(Workers):
         check_seconds("timeout", timeout)
         task = self.submit("cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=True)
 
-        def work() -> None:
-            try:
-                task.wait(timeout)
-            except (NbdistError, KeyboardInterrupt) as error:
-                task.error = error
-                render = getattr(error, "_render_traceback_", None)
-                task.say("\n".join(render() if render is not None else [str(error)]))
+        return BackgroundCell(task, lambda: self._wait_in_background(task, timeout))
 
-        return BackgroundCell(task, work)
+    def _wait_in_background(self, task: Task, timeout: float | None) -> None:
+        """In the thread of a background cell, which keeps the session until the cell has ended."""
+        try:
+            task.wait(timeout)
+        except (NbdistError, KeyboardInterrupt) as error:
+            task.error = error
+            render = getattr(error, "_render_traceback_", None)
+            task.say("\n".join(render() if render is not None else [str(error)]))
 
     def call(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None, **kwargs: Any) -> list[Any]:
         """Call a function on ranks. It travels by value, as do its arguments and what it returns.
@@ -417,6 +426,22 @@ class Session(Workers):
         """The log of a cell, to be read piece by piece; the arguments are those of `logs`."""
         self._check_open()
         return CellLog(self.traffic.read_log, cell)
+
+
+def _known_sessions() -> list[Session]:
+    """Those that somebody still holds, the newest last."""
+    return [session for known in _sessions if (session := known()) is not None]
+
+
+def _stop_others() -> None:
+    """Stop the sessions that a new one takes the place of."""
+    for session in _known_sessions():
+        if not session.closed and session.owned:
+            session.close()
+            count = f"{len(session.ranks)} rank{'s' if len(session.ranks) != 1 else ''}"
+            keep = "`nbdist.Session(..., replace=False)` keeps it"
+            print(f"nbdist: the previous session ({count}) was stopped; {keep}", file=sys.stderr, flush=True)
+    _sessions.clear()
 
 
 def _refuse_on_ranks() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import queue
 import sys
 import time
@@ -91,13 +92,15 @@ class Workers:
     metered: ClassVar[Callable[[Task], None] | None] = None
     instances: ClassVar[weakref.WeakSet[Workers]] = weakref.WeakSet()
 
+    closed = True
+
     def __init__(self, linger: float = 0.0) -> None:
         self.ranks: list[RankInfo] = []
         self.backend = ""
         self.closed = True
         self.broken = ""
         self.started_in = 0.0
-        self.traffic = Traffic(self._on_life)
+        self.traffic = Traffic(_weakly(self._on_life))
         self._linger = linger
         self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages; KeyboardInterrupt for a Ctrl-C
 
@@ -158,6 +161,16 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """Nobody can give them work any more, so they end. Called in any thread, at any moment."""
+        if not self.closed and self.owned:
+            self._connection.let_go()
+
+    @property
+    def owned(self) -> bool:
+        """Whether they belong to this process, and not to one that it was forked from."""
+        return self._connection.pid == os.getpid()
 
     @property
     def generation(self) -> int:
@@ -366,6 +379,17 @@ class Workers:
     def _release(self, task: Task) -> None:
         """Ranks let go of what they have packed for a task."""
         self.traffic.send(Ask(0, task.ranks, "release", {"serial": task.serial}))
+
+
+def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:
+    """The same method, as long as somebody else holds its object."""
+    held = weakref.WeakMethod(method)
+
+    def call(message: Message) -> None:
+        if (found := held()) is not None:
+            found(message)
+
+    return call
 
 
 def cell_number() -> int:

@@ -1,11 +1,13 @@
 """Values of all ranks brought together: gather, reduce, broadcast, pad; tensors in nested structures, and objects.
 
-Ranks that call one of these with different shapes are told so on all ranks, instead of hanging: they compare first.
+Ranks that call one of these with different shapes are told so on all ranks, instead of hanging: they compare first, on
+the CPU where the backend can, so that nothing waits for the device. A lone number travels with the comparison.
 Knows nothing of models.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
@@ -20,6 +22,7 @@ from nbdist.train.participants import refuse_partial
 from nbdist.train.process_group import ensure_group
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 
 def gather(data: Any) -> Any:
@@ -35,7 +38,7 @@ def gather(data: Any) -> Any:
     Raises:
         UsageError: Shapes differ between ranks (pad them first), or something is no tensor.
     """
-    return _each("gather", data, _gathered)
+    return _each("gather", data, _gathered, of_all=_shaped)
 
 
 def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
@@ -54,7 +57,7 @@ def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
         joined = gather_object(data)
         return joined[: _real_samples(loader, len(joined))] if is_last else joined
     if not is_last:
-        return _each("gather_for_metrics", data, _gathered)
+        return _each("gather_for_metrics", data, _gathered, of_all=_shaped)
     found = _each("gather_for_metrics", data, _gathered_uneven, compare=_without_first_dimension)
     return _each_alone(found, lambda tensor: tensor[: _real_samples(loader, len(tensor))])
 
@@ -108,11 +111,19 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: 
         result = tensor.clone()
         if reduction != "none":
             result = _on_wire(result, _summed)
+        return finished(result)
+
+    def reduced_numbers(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        kind = torch.int64 if numbers.dtype == torch.bool else numbers.dtype
+        return finished(numbers.sum(dtype=kind).reshape(tensor.shape))
+
+    def finished(result: torch.Tensor) -> torch.Tensor:
         if reduction == "mean":
             result = result / training.world_size()
         return result * scale if scale != 1.0 else result
 
-    return _each("reduce", data, reduced, failure=failure, reduction=reduction, scale=scale)
+    of_all = reduced_numbers if reduction in ("mean", "sum") else None
+    return _each("reduce", data, reduced, of_all=of_all, failure=failure, reduction=reduction, scale=scale)
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
@@ -130,8 +141,11 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
         received = _on_wire(tensor, lambda wire: _broadcast_bytes(wire, from_process))
         return tensor.detach().copy_(received) if received is not tensor else tensor
 
+    def spread_number(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().copy_(numbers[from_process].reshape(tensor.shape))
+
     failure = _unknown_rank("broadcast", from_process)
-    return _each("broadcast", data, spread, failure=failure, from_process=from_process)
+    return _each("broadcast", data, spread, of_all=spread_number, failure=failure, from_process=from_process)
 
 
 def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
@@ -171,7 +185,7 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         if not -tensor.ndim <= dim < tensor.ndim:
             return tensor
-        sizes = _all_numbers(tensor.shape[dim], tensor.device)
+        sizes = _all_numbers(tensor.shape[dim]).tolist()
         return _padded(tensor, dim % tensor.ndim, max(sizes), pad_index, pad_first)
 
     return _each("pad_across_processes", data, padded, compare=lambda tensor: str(tensor.ndim), dim=dim)
@@ -188,10 +202,15 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     return _on_wire(tensor, _gather_bytes)
 
 
+def _shaped(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of all ranks as `_gathered` gives them for a tensor of one."""
+    return numbers.reshape(-1, *tensor.shape[1:])
+
+
 def _gathered_uneven(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.ndim == 0:
         return _gathered(tensor)
-    sizes = _all_numbers(len(tensor), tensor.device)
+    sizes = _all_numbers(len(tensor)).tolist()
     longest = max(sizes)
     gathered = _gathered(_padded(tensor.detach(), 0, longest, 0, False))
     parts = [gathered[rank * longest : rank * longest + size] for rank, size in enumerate(sizes)]
@@ -241,7 +260,8 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    """A contiguous tensor as bytes. One of a single element may have any stride, which torch refuses to look at so."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _on_wire(tensor: torch.Tensor, exchange: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -253,10 +273,16 @@ def _on_wire(tensor: torch.Tensor, exchange: Callable[[torch.Tensor], torch.Tens
 
 
 def _wire(device: torch.device) -> torch.device:
-    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    if device.type in backends:
+    kinds = _device_types(dist.get_backend_config())
+    if device.type in kinds:
         return device
-    return torch.device("cpu") if "cpu" in backends else training.default_device()
+    return _CPU if "cpu" in kinds else training.default_device()
+
+
+@functools.cache
+def _device_types(backends: str) -> frozenset[str]:
+    """What the backends of a group send from; as torch has it in "cpu:gloo,cuda:nccl"."""
+    return frozenset(pair.partition(":")[0] for pair in backends.split(","))
 
 
 # --- ranks compare what they were given
@@ -266,11 +292,19 @@ def _each(
     function: str,
     data: Any,
     change: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    of_all: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     compare: Callable[..., str] | None = None,
     failure: str = "",
     **settings: Any,
 ) -> Any:
-    """Change all tensors, once ranks have agreed that they were given the same. What is wrong raises on all of them."""
+    """Change all tensors, once ranks have agreed that they were given the same. What is wrong raises on all of them.
+
+    Args:
+        change: Exchanges one tensor.
+        of_all: What `change` gives, made of the numbers of all ranks, and this rank's, if that is all there is.
+        compare: What of a tensor must be the same on all ranks; its shape by default.
+    """
     ensure_group()
     found = []
     try:
@@ -279,9 +313,15 @@ def _each(
         failure = failure or str(error)
     kind = compare or (lambda tensor: str(list(tensor.shape)))
     signature = ", ".join(f"{place or 'it'}: {kind(tensor)} {tensor.dtype}" for place, tensor in found)
+    carried = found[0][1] if of_all is not None and len(found) == 1 and _is_small(found[0][1]) else None
+    if carried is not None:
+        signature += " on the CPU"  # where a rank has it elsewhere, that one expects another exchange
     given = signature, ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    if told := differing(function, given, failure):
+    told, numbers = _compared(function, given, failure, carried)
+    if told:
         _refuse_differences(function, told)
+    if of_all is not None and carried is not None and numbers is not None:
+        return rebuilt(data, iter([of_all(numbers, carried)]))
     return rebuilt(data, iter([change(tensor) for _, tensor in found]))
 
 
@@ -318,9 +358,6 @@ def _first_other(told: Sequence[str]) -> int | None:
 def differing(function: str, given: T, failure: str = "") -> list[T]:
     """What each rank was given, if that is not the same on all; else an empty list.
 
-    What each rank sends first is one negative number, which nothing else begins with: a rank that is in another call is
-    noticed before its bytes are taken for an answer.
-
     Args:
         function: What the user has called.
         given: With what. Its `repr` is compared.
@@ -329,13 +366,25 @@ def differing(function: str, given: T, failure: str = "") -> list[T]:
     Raises:
         UsageError: Something is wrong on a rank, or a rank has called something else.
     """
+    return _compared(function, given, failure)[0]
+
+
+def _compared(
+    function: str, given: T, failure: str, carried: torch.Tensor | None = None
+) -> tuple[list[T], torch.Tensor | None]:
+    """As `differing`; with all ranks' values of a small tensor, if one was given.
+
+    What each rank sends first is one negative number, which nothing else begins with: a rank that is in another call is
+    noticed before its bytes are taken for an answer. Its upper half tells the call; the tensor travels in the lower.
+    """
     if training.world_size() == 1:
         if failure:
             raise UsageError(failure)
-        return []
+        return [], None
     refuse_partial(function, training.world_size())
     mine = _FAILED if failure else _digest(f"{function} {given!r}")
-    said = _all_numbers(mine, training.default_device())
+    words = _all_numbers(mine << 32 | (0 if carried is None else _bits(carried)))
+    said = [word >> 32 for word in words.tolist()]
     stranger = said.index(max(said))
     if said[stranger] >= 0:
         raise UsageError(
@@ -343,16 +392,33 @@ def differing(function: str, given: T, failure: str = "") -> list[T]:
             "calls in the same order"
         )
     if set(said) == {mine} and not failure:
-        return []
-    return _told_by_all(function, given, failure)
+        return [], None if carried is None else _from_bits(words, carried.dtype)
+    return _told_by_all(function, given, failure), None
 
 
 _FAILED = -1
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by their bytes
 
 
+@functools.lru_cache(maxsize=1024)
 def _digest(text: str) -> int:
-    """A negative number other than -1."""
-    return -2 - int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    """A negative number of 32 bits other than -1."""
+    return -2 - int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") % (2**31 - 1)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether it is one number of at most 32 bits, which can be read without waiting for a device."""
+    is_number = tensor.numel() == 1 and tensor.itemsize in _INTEGERS and not tensor.is_complex()
+    return is_number and tensor.device.type == "cpu" and type(tensor.data) is torch.Tensor
+
+
+def _bits(tensor: torch.Tensor) -> int:
+    return int(tensor.detach().reshape(1).view(_INTEGERS[tensor.itemsize]).item()) & 0xFFFFFFFF
+
+
+def _from_bits(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that stand in the lowest bytes, which come first in memory."""
+    return words.view(dtype)[:: words.itemsize // dtype.itemsize].clone()
 
 
 def _told_by_all(function: str, given: T, failure: str) -> list[T]:
@@ -367,14 +433,15 @@ def _told_by_all(function: str, given: T, failure: str) -> list[T]:
     return [given for _, _, given in told]
 
 
-def _all_numbers(number: int, device: torch.device) -> list[int]:
-    """What whole number each rank has."""
-    if training.world_size() == 1:
-        return [number]
-    device = _wire(device)
-    result = torch.empty(training.world_size(), dtype=torch.int64, device=device)
-    _all_gather(result, torch.tensor([number], dtype=torch.int64, device=device))
-    return result.tolist()
+def _all_numbers(number: int) -> torch.Tensor:
+    """What whole number each rank has, on the CPU."""
+    ranks = training.world_size()
+    mine = torch.tensor([number], device=_wire(_CPU) if ranks > 1 else _CPU)
+    if ranks == 1:
+        return mine
+    result = mine.new_empty(ranks)
+    _all_gather(result, mine)
+    return result.cpu()
 
 
 def all_objects(mine: T) -> list[T]:

@@ -127,7 +127,7 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
         if not is_out_of_memory(error):
             raise
         short = True
-    anywhere = collectives.reduce(torch.tensor(int(short), device=training.default_device()), "sum").item()
+    anywhere = bool(collectives.reduce(torch.tensor(short), "sum"))
     return not anywhere, result
 
 

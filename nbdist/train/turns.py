@@ -159,7 +159,7 @@ def set_trigger() -> None:
 def check_trigger() -> bool:
     """Whether a rank has called `set_trigger` since the last check. To be called on all ranks; lowers the flag."""
     state = training.current()
-    raised = collectives.reduce(torch.tensor(int(state.trigger), device=state.device), "sum").item() > 0
+    raised = bool(collectives.reduce(torch.tensor(state.trigger), "sum"))
     if raised:
         state.trigger = False
-    return bool(raised)
+    return raised

@@ -80,6 +80,7 @@ def test_garbage_is_collected_every_so_many_steps_and_not_between(ranks: Kernel)
     code = """
 import gc
 model, optimizer = prepared("ddp", gc_interval=2); told = []
+state.before_loop()  # which frees what other tests have left
 for _ in range(5):
     seen = []; gc.callbacks.append(lambda phase, info: seen.append(phase))
     step(model, optimizer); gc.callbacks.pop(); told.append("start" in seen)
@@ -537,6 +538,67 @@ Pair = collections.namedtuple("Pair", "a b")
 result = nbdist.gather({"x": [torch.tensor([rank])], "y": Pair(torch.tensor(rank), (torch.ones(0, 3),))})
 type(result["y"]).__name__, result["x"][0].tolist(), result["y"].a.tolist(), tuple(result["y"].b[0].shape)"""
     assert value(ranks, code) == "('Pair', [0, 1], [0, 1], (0, 3))"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "gather(loss)",
+        "gather({'loss': loss})",
+        "gather_for_metrics(loss)",
+        "reduce(loss, 'mean')",
+        "broadcast(loss)",
+        "check_trigger()",
+    ],
+)
+def test_a_number_of_each_rank_costs_one_collective(ranks: Kernel, call: str) -> None:
+    code = f"""
+gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
+loss = torch.tensor(0.5 + rank)
+before = gloo._get_sequence_number_for_group()
+nbdist.{call}
+gloo._get_sequence_number_for_group() - before"""
+    assert value(ranks, code) == "1"
+
+
+def test_numbers_of_any_type_come_as_they_are(ranks: Kernel) -> None:
+    """Those of 32 bits travel with the comparison of the calls, the others after it."""
+    code = """
+special = [1.5 + rank, -0.0, float("inf"), -float("inf"), 65504.0]
+kinds = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+samples = [torch.tensor(number, dtype=kind) for number in special for kind in kinds]
+whole = [torch.int64, torch.int32, torch.int16, torch.int8]
+samples += [torch.tensor(number - rank, dtype=kind) for number in (-1, 127) for kind in whole]
+samples += [torch.tensor(rank, dtype=torch.uint8), torch.tensor(rank == 0), torch.tensor(1j + rank)]
+wrong = []
+for sample in samples:
+    for shaped in (sample, sample[None], sample[None, None], sample.expand(2)[:1]):
+        dist.all_gather_object(parts := [None, None], shaped)
+        together, first = nbdist.gather(shaped), nbdist.broadcast(shaped.clone())
+        expected = torch.stack(parts) if sample is shaped else torch.cat(parts)
+        same = torch.equal(together, expected) and together.dtype == sample.dtype and together.shape == expected.shape
+        if not same or not torch.equal(first, parts[0]) or first.shape != shaped.shape:
+            wrong.append(shaped)
+wrong"""
+    assert value(ranks, code) == "[]"
+
+
+def test_sums_of_numbers_have_the_type_and_shape_that_other_sums_have(ranks: Kernel) -> None:
+    code = """
+told = []
+for kind in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool):
+    for reduction in ("sum", "mean"):
+        small = nbdist.reduce(torch.tensor([rank], dtype=kind), reduction, scale=3.0)
+        large = nbdist.reduce(torch.tensor([rank] * 3, dtype=kind), reduction, scale=3.0)
+        told.append(torch.equal(small, large[:1]) and small.dtype == large.dtype)
+set(told), nbdist.reduce(torch.tensor(1.0 + rank, requires_grad=True))"""
+    assert value(ranks, code) == "({True}, tensor(3.))"
+
+
+def test_a_number_that_is_elsewhere_on_one_rank_is_told_on_all(ranks: Kernel) -> None:
+    """Where it can be read at once it travels with the comparison: who has it on a device expects another exchange."""
+    code = "nbdist.gather(torch.tensor(1.0, device='cpu' if rank == 0 else 'meta'))"
+    assert "rank 0 with it: [] torch.float32 on the CPU; rank 1 with it: [] torch.float32" in refused(ranks, code)
 
 
 @pytest.mark.parametrize("function", ["gather", "reduce", "broadcast"])

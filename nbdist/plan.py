@@ -35,7 +35,8 @@ class Plan:
         accumulate: Micro-batches for each optimizer step.
         clip_grad_norm: Largest norm of each optimizer's gradients together; None: not clipped.
         compile: Whether models are compiled (each block, under fsdp and hsdp).
-        activation_checkpointing: "none", "full" (each block), or "selective" (all but the dear operations).
+        activation_checkpointing: "none", "full" (each block), "selective" (all but the dear operations), or
+            "selective-half" (and every second matrix product of linear layers).
         comm_hook: DDP's communication hook: "none", "fp16", "bf16", "powersgd", "batched_powersgd".
         comm_hook_options: Settings of the hook, as torch names them (`matrix_approximation_rank`, ...).
         bucket_mb: Size of DDP's buckets, MiB.
@@ -68,7 +69,7 @@ class Plan:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     compile: bool = False
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: Literal["none", "full", "selective", "selective-half"] = "none"
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "batched_powersgd"] = "none"
     comm_hook_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     bucket_mb: float = 25.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CHOICES: Mapping[str, Sequence[str]] = {
     "strategy": ("none", "ddp", "fsdp", "hsdp"),
     "precision": ("fp32", "bf16", "fp16", "fp8"),
-    "activation_checkpointing": ("none", "full", "selective"),
+    "activation_checkpointing": ("none", "full", "selective", "selective-half"),
     "comm_hook": ("none", "fp16", "bf16", "powersgd", "batched_powersgd"),
 }
 SWITCHES = (

@@ -5,7 +5,7 @@ Knows nothing of ranks, sharding or training loops.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -15,16 +15,17 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nbdist.errors import UsageError
+from nbdist.train.caches import CacheArguments
 from nbdist.train.shadow import shadow
 
+Kind = Literal["none", "full", "selective", "selective-half"]
 ShardBy = str | tuple[str, ...] | Callable[[Any], bool] | None
 
 _SHOWN = 12  # class names in a message
-_DEAR = {
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # those of linear layers
+_DEAR = _PRODUCTS | {
     getattr(torch.ops.aten, name).default
     for name in (
-        "mm",
-        "addmm",
         "bmm",
         "baddbmm",
         "convolution",
@@ -126,13 +127,17 @@ def _classes(model: nn.Module) -> str:
     return ", ".join(names[:_SHOWN]) + more or "none"
 
 
-def checkpoint_blocks(model: nn.Module, kind: Literal["none", "full", "selective"], shard_by: ShardBy = None) -> None:
+def checkpoint_blocks(model: nn.Module, kind: Kind, shard_by: ShardBy = None) -> None:
     """Let blocks keep few activations for backward and compute the others again.
+
+    Blocks of language models run without the cache of keys and values that they are given empty. With one that holds
+    earlier tokens they are not checkpointed.
 
     Args:
         model: The whole model.
         kind: "full": a block keeps its inputs only. "selective": the results of matrix products, convolutions and
-            attention too, which are dear to compute.
+            attention too, which are dear to compute. "selective-half": the same, but of every second product of linear
+            layers only.
         shard_by: What is a block, as with `find_blocks`.
 
     Raises:
@@ -142,9 +147,9 @@ def checkpoint_blocks(model: nn.Module, kind: Literal["none", "full", "selective
         return
     blocks = find_blocks(model, shard_by)
     refuse_without_blocks(model, blocks)
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if kind == "selective" else {}
+    options = {"context_fn": _CONTEXTS[kind]} if kind in _CONTEXTS else {}
     for block in blocks:
-        shadow(block, "forward", partial(_checkpointed, options))
+        shadow(block, "forward", partial(_checkpointed, options, CacheArguments.of(block)))
 
 
 def refuse_without_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -161,15 +166,41 @@ def refuse_without_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None
 
 
 def _checkpointed(
-    options: dict[str, Any], original: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any
+    options: dict[str, Any],
+    cache: CacheArguments,
+    original: Callable[..., Any],
+    block: nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or cache.is_filled(args, kwargs):
         return original(block, *args, **kwargs)
+    args, kwargs = cache.turned_off(args, kwargs)
     return checkpoint(partial(original, block), *args, use_reentrant=False, **options, **kwargs)
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _save_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _save_every_second_product() -> Any:
+    """Contexts for one call of a block, with a count of its own."""
+    counts: defaultdict[bool, int] = defaultdict(int)
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _PRODUCTS:
+            counts[context.is_recompute] += 1  # torch before 2.13 asks in backward again
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return _save_dear(context, operation)
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+_CONTEXTS: dict[str, Callable[[], Any]] = {
+    "selective": partial(create_selective_checkpoint_contexts, _save_dear),
+    "selective-half": _save_every_second_product,
+}
 
 
 def compile_blocks(model: nn.Module, shard_by: ShardBy = None) -> None:

@@ -95,6 +95,19 @@ def test_ranks_share_what_is_sharded() -> None:
     assert ddp.total - whole.total == whole.gradients_whole  # buckets of its own
 
 
+def test_checkpointed_models_of_transformers_keep_less_the_less_is_saved() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=32
+    )
+    kinds: Any = ["none", "selective", "selective-half", "full"]
+    plans = [Plan(strategy="fsdp", activation_checkpointing=kind) for kind in kinds]
+    estimates = estimate_each(lambda: LlamaForCausalLM(config), {"input_ids": (8, 256)}, plans, world_size=2)
+    totals = [found.total for found in estimates]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(kinds)
+
+
 def test_dropout_on_a_gpu_keeps_one_byte_for_each_element() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
     on_cpu, on_gpu = (held(model, (1024, 64), on_gpu=on_gpu)["activations"] for on_gpu in (False, True))

@@ -304,7 +304,7 @@ def test_shard_by_that_names_no_class_is_refused_with_the_classes(ranks: Kernel)
 
 
 @pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp"])
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["full", "selective", "selective-half"])
 def test_activation_checkpointing_computes_blocks_again_with_the_same_result(
     ranks: Kernel, strategy: str, kind: str
 ) -> None:

@@ -83,7 +83,7 @@ def refused_by_ranks(plan: Plan, **ranks: Any) -> str:
         ("precision", "BF16", "did you mean 'bf16'?"),
         ("precision", 16, "precision 16 is unknown"),
         ("comm_hook", "power", "did you mean 'powersgd'?"),
-        ("activation_checkpointing", True, "Allowed are 'none', 'full', 'selective'"),
+        ("activation_checkpointing", True, "Allowed are 'none', 'full', 'selective', 'selective-half'"),
         ("accumulate", 0, "accumulate must be a whole number of 1 or more, not 0"),
         ("accumulate", 1.5, "not 1.5"),
         ("accumulate", True, "not True"),

@@ -1,0 +1,110 @@
+"""Blocks that are computed again in backward: the models of transformers, with the cache that is their default."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nbdist.train.blocks import checkpoint_blocks
+
+KINDS = ["full", "selective", "selective-half"]
+BATCH = torch.arange(12).view(2, 6)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 8}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=32))
+
+
+MODELS = pytest.mark.parametrize("make", [llama, qwen3, gpt2])
+
+
+def made(make: Callable[[], nn.Module], kind: Any = "none") -> nn.Module:
+    torch.manual_seed(0)
+    model = make()
+    for dropout in [module for module in model.modules() if isinstance(module, nn.Dropout)]:
+        dropout.p = 0.0
+    checkpoint_blocks(model, kind)
+    return model
+
+
+def gradients(model: nn.Module, **inputs: Any) -> list[torch.Tensor]:
+    model(BATCH, labels=BATCH, **inputs).loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@MODELS
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_transformers_have_the_gradients_of_the_model_as_it_comes(
+    make: Callable[[], nn.Module], kind: str
+) -> None:
+    expected, found = gradients(made(make)), gradients(made(make, kind))
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@MODELS
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_keys_and_values_are_kept_after_a_training_forward(make: Callable[[], nn.Module], kind: str) -> None:
+    output = made(make, kind)(BATCH, labels=BATCH)
+    assert output.past_key_values is None or output.past_key_values.get_seq_length() == 0
+
+
+@MODELS
+def test_a_cache_that_the_caller_has_filled_is_attended_to(make: Callable[[], nn.Module]) -> None:
+    plain, model = made(make), made(make, "selective")
+    with torch.no_grad():
+        filled = plain(BATCH, use_cache=True).past_key_values
+    expected = gradients(plain, past_key_values=copy.deepcopy(filled))
+    found = gradients(model, past_key_values=copy.deepcopy(filled))
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@MODELS
+def test_without_gradients_the_cache_is_filled(make: Callable[[], nn.Module]) -> None:
+    with torch.no_grad():
+        output = made(make, "full")(BATCH, use_cache=True)
+    assert output.past_key_values.get_seq_length() == BATCH.shape[1]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_half_computes_every_second_product_again() -> None:
+    def in_backward(kind: Any) -> int:
+        model = nn.Sequential(*[nn.Sequential(*[nn.Linear(4, 4), nn.GELU()] * 4) for _ in range(2)])
+        checkpoint_blocks(model, kind)
+        loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        with Products() as products:
+            loss.backward()
+        return products.count
+
+    none, half, full = (in_backward(kind) for kind in ("selective", "selective-half", "full"))
+    assert full - none >= 6 and half - none == 4  # of four products in each of two blocks

@@ -12,6 +12,7 @@ All of it is had as `nbdist.prepare`, `nbdist.accumulate`, ...; names and meanin
     collectives    gather, reduce, broadcast, pad                turns                  who does what, and when
     data           loaders that give each rank its share         memory                 batches that fit
     checkpoint     the whole training, saved and loaded          model_files            models as safetensors
+    weights        what a model begins with, and whether it fits   weight_sources       where that comes from
     trackers       where numbers go                              estimate               what a step needs
     replicas       whether ranks agree, and how they come to
 """

@@ -28,7 +28,7 @@ def refuse_without_initializer(model: nn.Module) -> None:
     lacking = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if _initializer(module) is None and any(tensor.is_meta for tensor in _own(module))
+        if initializer(module) is None and any(tensor.is_meta for tensor in _own(module))
     ]
     if lacking:
         more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
@@ -80,7 +80,7 @@ class Materializer:
     def _give_values(self, module: nn.Module) -> None:
         """As built in the usual way, tied weights have the values that their first owner sets."""
         known = [(tensor, tensor.clone()) for tensor in _own(module) if id(tensor) in self._set]
-        initialize = _initializer(module)
+        initialize = initializer(module)
         if initialize is not None:
             initialize()
         for tensor, value in known:
@@ -93,7 +93,8 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _initializer(module: nn.Module) -> Callable[[], Any] | None:
+def initializer(module: nn.Module) -> Callable[[], Any] | None:
+    """The method by which a module sets its own parameters and buffers, if it has one."""
     for name in ("reset_parameters", "_reset_parameters"):  # torch's MultiheadAttention has the latter
         if callable(found := getattr(module, name, None)):
             return found  # type: ignore[no-any-return]
@@ -108,7 +109,7 @@ def take_from_rank_0(modules: Iterable[nn.Module]) -> None:
     pending: list[Any] = []
     for module in modules:
         for tensor in _own(module):
-            if not isinstance(tensor, DTensor) and tensor.numel():
+            if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():
                 pending.append(_sent(tensor.detach()))
     for work, copy, tensor in pending:
         work.wait()

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from nbdist.errors import UsageError
 from nbdist.train import meeting
 from nbdist.train.safetensors_folder import ModelDraft, ModelFolder, parse_size, split
-from nbdist.train.snapshot import listed, plain_name
+from nbdist.train.snapshot import listed
 from nbdist.train.state import default_device, rank
+from nbdist.train.weight_sources import SafetensorsFiles
+from nbdist.train.weights import ModelTensors, fit, give_storage, set_buffers
 
 
 def save_model(
@@ -61,8 +60,8 @@ def save_model(
     meeting.meet("save_model", {"folder": str(target), "max_shard_size": max_shard_size}, limit)
     draft: ModelDraft | None = None
     with meeting.together():
-        weights = _Weights.of(model)
-        weights.refuse_meta()
+        weights = ModelTensors.of(model)
+        _refuse_meta(weights)
         shards = split({name: tensor.nbytes for name, tensor in weights.tensors.items()}, parse_size(max_shard_size))
         if rank() == 0:
             draft = ModelDraft(target, shards, {**weights.tied, **_texts(metadata)})
@@ -84,7 +83,8 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], *, limit: float
     """Load weights from safetensors into a model, in place. To be called on all ranks.
 
     Each rank reads what it needs. A model on the meta device gets its storage here; buffers that no file holds are set
-    by their modules' `reset_parameters()`. Values are converted to the model's types.
+    by their modules' `reset_parameters()`, or by the model of `transformers` that they are in. Values are converted to
+    the model's types.
 
     Args:
         model: Plain, DDP, FSDP2 or compiled, with the weights that the files hold, no more and no less.
@@ -99,68 +99,15 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], *, limit: float
     source = Path(folder)
     meeting.meet("load_model", {"folder": str(source)}, limit)
     with meeting.together():
-        files = ModelFolder(source)
-        weights = _Weights.of(model)
-        weights.refuse_other(files.shapes(), source)
-        _materialize(model, files.shapes())
-    with meeting.together():
-        weights = _Weights.of(model)
-        found = files.shapes()
-        for name, tensor in weights.tensors.items():
-            known = next(known for known in (name, *weights.aliases(name)) if known in found)
-            _copy(files.read(known), tensor)
-        set_model_state_dict(model, get_model_state_dict(model))  # modules that keep more than tensors hear of it
+        fitting = fit(model, SafetensorsFiles(ModelFolder(source)), str(source))
+        set_buffers(model, default_device())
+        give_storage(model, default_device())
+    fitting.fill(model)
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """What of a model goes into files.
-
-    Attributes:
-        tensors: Its own tensors by name, each once; shards are DTensors.
-        tied: For each name that is another one's, that one.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    tied: dict[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Weights:
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # after a forward the outermost may still hold whole parameters
-        first: dict[int, str] = {}
-        tied: dict[str, str] = {}
-        for name, tensor in [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]:
-            own = plain_name(model, name)
-            if first.setdefault(id(tensor), own) != own:
-                tied[own] = first[id(tensor)]
-        state = get_model_state_dict(model)
-        tied = {name: target for name, target in tied.items() if name in state and target in state}
-        tensors = {n: value for n, value in state.items() if isinstance(value, torch.Tensor) and n not in tied}
-        return cls(tensors, tied)
-
-    def aliases(self, name: str) -> list[str]:
-        return [other for other, target in self.tied.items() if target == name]
-
-    def refuse_meta(self) -> None:
-        if empty := [name for name, tensor in self.tensors.items() if tensor.is_meta]:
-            raise UsageError(f"the model has no values yet, it is on the meta device: {listed(empty)}")
-
-    def refuse_other(self, shapes: Mapping[str, list[int]], source: Path) -> None:
-        differences = []
-        for name, tensor in self.tensors.items():
-            known = next((known for known in (name, *self.aliases(name)) if known in shapes), None)
-            if known is None:
-                differences.append(f"{name} is missing there")
-            elif shapes[known] != list(tensor.shape):
-                differences.append(f"{name} is {shapes[known]} there and {list(tensor.shape)} here")
-        differences += [f"{n} is only there" for n in shapes if n not in self.tensors and n not in self.tied]
-        if differences:
-            raise UsageError(f"{source} holds another model: {listed(differences)}. Nothing was loaded")
+def _refuse_meta(weights: ModelTensors) -> None:
+    if empty := [name for name, tensor in weights.tensors.items() if tensor.is_meta]:
+        raise UsageError(f"the model has no values yet, it is on the meta device: {listed(empty)}")
 
 
 def _write(draft: ModelDraft | None, shards: list[list[str]], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -195,57 +142,6 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, in memory of its own: the format knows no views."""
     tensor = tensor.cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-@torch.no_grad()
-def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
-    if isinstance(target, DTensor):
-        value = value.to(target.device_mesh.device_type)
-        shard = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(shard.to_local())
-    else:
-        target.copy_(value)
-
-
-def _materialize(model: nn.Module, shapes: Mapping[str, list[int]]) -> None:
-    """Give storage to what is on the meta device. What is tied stays tied."""
-    empty = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
-    if not empty:
-        return
-    unset = [
-        module
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer.is_meta and plain_name(model, f"{prefix}.{name}" if prefix else name) not in shapes
-    ]
-    for module in unset:
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise UsageError(
-                f"{type(module).__name__} has buffers on the meta device that no file holds, and no reset_parameters() "
-                "to set them: build the model on the CPU. Nothing was loaded"
-            )
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        if any(not parameter.is_meta for parameter in model.parameters()):
-            raise UsageError("a part of the sharded model is on the meta device: build all of it there, or nothing")
-        model.to_empty(device=default_device())
-    else:
-        _give_storage(model)
-    for module in dict.fromkeys(unset):
-        module.reset_parameters()
-
-
-def _give_storage(model: nn.Module) -> None:
-    made: dict[int, torch.Tensor] = {}
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
-        if not tensor.is_meta:
-            continue
-        if id(tensor) not in made:
-            fresh = torch.empty_like(tensor, device=default_device())
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, made[id(tensor)])
 
 
 def _save_config(model: Any, folder: Path) -> None:

@@ -7,7 +7,7 @@ prepared stands in `strategies`, `stepping` and the data modules. Knows nothing 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from nbdist.errors import UsageError
+from nbdist.errors import CheckpointError, UsageError
 from nbdist.plan import Plan
 from nbdist.train import environment
 from nbdist.train import state as training
@@ -33,9 +33,11 @@ from nbdist.train.stepping import (
     strange_parameters,
 )
 from nbdist.train.strategies import distribute, refuse_unfit, refuse_wrapped, strategy_in_effect
+from nbdist.train.weight_sources import described, open_source
+from nbdist.train.weights import Fitting, fit, set_buffers
 
 
-def prepare(*objects: Any, plan: Plan | None = None) -> Any:
+def prepare(*objects: Any, plan: Plan | None = None, weights: Any = None) -> Any:
     """Make models, optimizers, loaders and schedulers train as the plan says. To be called on all ranks.
 
     >>> model, optimizer, loader, scheduler = nbdist.prepare(model, optimizer, loader, scheduler)
@@ -45,30 +47,43 @@ def prepare(*objects: Any, plan: Plan | None = None) -> Any:
     optimizer step however many ranks there are, so compute their length from the prepared loader. What was prepared
     already is given back as it is. Another plan than before begins a new training: what is prepared keeps the old one.
 
+    A model that is too big for one process is built on the meta device and gets its weights here, each rank its part:
+
+    >>> with torch.device("meta"):
+    ...     model = AutoModelForCausalLM.from_config(config)
+    >>> model = nbdist.prepare(model, weights="meta-llama/Llama-3.1-8B")
+
     Args:
         objects: In any order; None is passed through.
         plan: By default the one in effect: the session's, or that of NBDIST_PLAN in the environment.
+        weights: What the one model among the objects begins with: a folder or file of safetensors, the name of a model
+            on the Hugging Face hub, a checkpoint of `save_state` or `torch.distributed.checkpoint`, pickled weights
+            that are tensors only; or a state dict on rank 0 and `{}` on the others. Values are converted to the model's
+            types.
 
     Returns:
         The prepared objects in the same order; for one object, that object.
 
     Raises:
         UsageError: Nothing has changed: ranks disagree on the plan or on the objects, a model is wrapped already, an
-            optimizer was made for other parameters, the plan does not fit the model or the ranks. On all ranks alike.
+            optimizer was made for other parameters, the plan does not fit the model or the ranks, weights do not fit
+            the model or can't be found or read. On all ranks alike.
+        CheckpointError: Reading the weights failed half way. The model has to be built again.
     """
     ensure_group()
-    failure = ""
+    failure, fitting = "", None
     try:
         plan = Plan.from_environment() if plan is None else plan
-        _check(objects, plan)
-    except UsageError as error:
+        _check(objects, plan, weights)
+        fitting = None if weights is None else _fitting(objects, weights)
+    except (UsageError, CheckpointError) as error:
         failure = str(error)
-    _refuse_disagreement(failure, plan, objects)
+    _refuse_disagreement(failure, plan, objects, weights)
     assert plan is not None
     state = _state_for(plan)
     if state.device.type == "cuda":
         torch.cuda.set_device(state.device)
-    results = _prepared(objects, state)
+    results = _prepared(objects, state, fitting)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -83,14 +98,25 @@ def _state_for(plan: Plan) -> State:
     return state
 
 
-def _prepared(objects: Sequence[Any], state: State) -> list[Any]:
+def _fitting(objects: Sequence[Any], weights: Any) -> Fitting:
+    """The weights under the names of the model, whose buffers that no file holds are set."""
+    models = [thing for thing in objects if isinstance(thing, nn.Module)]
+    if len(models) != 1:
+        raise UsageError(f"weights are for one model, and prepare was given {len(models)}: prepare them one by one")
+    told = "the state dict on rank 0" if isinstance(weights, Mapping) else str(weights)
+    fitting = fit(models[0], open_source(weights), told)
+    set_buffers(models[0], training.default_device())
+    return fitting
+
+
+def _prepared(objects: Sequence[Any], state: State, weights: Fitting | None) -> list[Any]:
     """Models first: optimizers are to have their new parameters."""
     if state.micro_step and any(_is_new(thing, state) for thing in objects):
         give_up_window(state)  # that an earlier loop has left unfinished
     results = list(objects)
     for index, thing in enumerate(objects):
         if isinstance(thing, nn.Module):
-            results[index] = _prepared_model(thing, state)
+            results[index] = _prepared_model(thing, state, weights)
     for index, thing in enumerate(objects):
         if isinstance(thing, Optimizer) and thing not in state.optimizers:
             prepare_optimizer(thing, state)
@@ -112,10 +138,12 @@ def _known_model(model: nn.Module, state: State) -> nn.Module | None:
     return next((known for known in state.models if model in (known, unwrap(known))), None)
 
 
-def _prepared_model(model: nn.Module, state: State) -> nn.Module:
+def _prepared_model(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module:
     if (known := _known_model(model, state)) is not None:
+        if weights is not None:
+            weights.fill(known)
         return known
-    prepared = distribute(model, state)
+    prepared = distribute(model, state, weights)
     if state.plan.local_sgd_steps:
         train_alone(prepared)
     state.add_model(prepared)
@@ -139,7 +167,7 @@ def _prepared_loader(loader: DataLoader[Any], state: State) -> Any:
 # --- what is refused, before anything changes
 
 
-def _check(objects: Sequence[Any], plan: Plan) -> None:
+def _check(objects: Sequence[Any], plan: Plan, weights: Any) -> None:
     if not isinstance(plan, Plan):
         raise UsageError(f"plan={plan!r} is no plan: type plan=nbdist.Plan(strategy='fsdp')")
     if not objects:
@@ -153,7 +181,7 @@ def _check(objects: Sequence[Any], plan: Plan) -> None:
             if now is not known:
                 _refuse_earlier(thing, now, plan)
             refuse_wrapped(thing, plan)
-            refuse_unfit(thing, plan)
+            refuse_unfit(thing, plan, has_weights=weights is not None)
     if strategy_in_effect(plan) == "none":
         return
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
@@ -212,9 +240,9 @@ def _refuse_strange(optimizer: Optimizer, count: int) -> None:
         )
 
 
-def _refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any]) -> None:
+def _refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any], weights: Any) -> None:
     """Ranks tell each other what they were given; what is wrong on one raises on all."""
-    given = ("", "") if failure else (_described_plan(plan), _described(objects))
+    given = ("", "") if failure else (_described_plan(plan), _described(objects, weights))
     told = differing("prepare", given, failure)
     for rank, (theirs, brought) in enumerate(told):
         if theirs != told[0][0]:
@@ -237,8 +265,9 @@ def _told(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
-def _described(objects: Iterable[Any]) -> str:
-    return ", ".join(_described_object(thing) for thing in objects)
+def _described(objects: Iterable[Any], weights: Any) -> str:
+    kinds = [_described_object(thing) for thing in objects]
+    return ", ".join([*kinds, *([] if weights is None else [described(weights)])])
 
 
 def _described_object(thing: Any) -> str:

@@ -8,6 +8,7 @@ Knows nothing of ranks or modules.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -128,19 +129,21 @@ class ModelFolder:
 
     Args:
         folder: Where they are.
+        single: Name of the only file; by default found.
 
     Raises:
         UsageError: There is no model.
         CheckpointError: Files are missing, or can't be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
         self._folder = folder
         self._open: dict[str, Any] = {}
-        if (folder / SINGLE).exists():
-            files = [SINGLE]
+        self._offsets: dict[str, dict[str, int]] = {}
+        if (folder / single).exists():
+            files = [single]
         elif (folder / INDEX).exists():
-            files = sorted(set(self._read_index().values()))
+            files = sorted(set(read_index(folder / INDEX).values()))
         else:
             what = "has neither" if folder.is_dir() else "does not exist, so it has neither"
             raise UsageError(f"{folder} {what} {SINGLE} nor {INDEX}: give the folder that save_model has written")
@@ -158,12 +161,47 @@ class ModelFolder:
         tensor: torch.Tensor = self._file(self._places[name]).get_tensor(name)
         return tensor
 
-    def _read_index(self) -> dict[str, str]:
-        try:
-            places: dict[str, str] = json.loads((self._folder / INDEX).read_bytes())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self._folder / INDEX} can't be read: {error}") from error
-        return places
+    def read_rows(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Read as many rows of a tensor as the target has, from `start` on, straight into its memory.
+
+        By system calls: mapped pages would count as this process's memory, and are slow to come over a network.
+
+        Args:
+            name: Of the tensor.
+            start: The first row.
+            target: On the CPU, contiguous, of the type in the file.
+
+        Raises:
+            CheckpointError: The file has changed meanwhile, or can't be read.
+        """
+        path = self._folder / self._places[name]
+        row = math.prod(target.shape[1:]) * target.element_size()
+        offset = self._offset(self._places[name], name) + start * row
+        buffer: Any = target.detach().reshape(-1).view(torch.uint8).numpy()
+        memory = memoryview(buffer)
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while memory:
+                count = file.readinto(memory)
+                if not count:
+                    raise CheckpointError(f"{path} ends too early: it has changed while it was read")
+                memory = memory[count:]
+
+    def _offset(self, file: str, name: str) -> int:
+        """Where a tensor begins in its file, as the header says: its length in 8 bytes, then JSON."""
+        if file not in self._offsets:
+            with (self._folder / file).open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            self._offsets[file] = {
+                key: 8 + length + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"
+            }
+        return self._offsets[file][name]
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Names in the order of the files."""
+        wanted = set(names)
+        return [name for name in self._places if name in wanted]
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -172,6 +210,19 @@ class ModelFolder:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{self._folder / name} can't be read: {error}") from error
         return self._open[name]
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index says.
+
+    Raises:
+        CheckpointError: It can't be read.
+    """
+    try:
+        places: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} can't be read: {error}") from error
+    return places
 
 
 def _is_shard(name: str) -> bool:

@@ -24,6 +24,7 @@ from nbdist.train.blocks import checkpoint_blocks, compile_blocks, find_blocks, 
 from nbdist.train.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.shadow import restore
 from nbdist.train.state import State
+from nbdist.train.weights import Fitting, give_storage
 
 
 def strategy_in_effect(plan: Plan) -> Strategy:
@@ -57,8 +58,13 @@ def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def refuse_unfit(model: nn.Module, plan: Plan) -> None:
+def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> None:
     """What of the plan does not fit the model is said before anything changes.
+
+    Args:
+        model: As its author wrote it.
+        plan: How it is to be made distributed.
+        has_weights: Whether its values come from elsewhere.
 
     Raises:
         UsageError: `shard_by` fits no module, there is nothing to checkpoint, a module on the meta device can't set its
@@ -67,7 +73,8 @@ def refuse_unfit(model: nn.Module, plan: Plan) -> None:
     blocks = find_blocks(model, plan.shard_by)
     if plan.activation_checkpointing != "none":
         refuse_without_blocks(model, blocks)
-    refuse_without_initializer(model)
+    if not has_weights:
+        refuse_without_initializer(model)
     if plan.comm_hook == "batched_powersgd":
         _refuse_broken_hook()
 
@@ -81,12 +88,13 @@ def _is_sharded(model: nn.Module) -> bool:
     )
 
 
-def distribute(model: nn.Module, state: State) -> nn.Module:
+def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -> nn.Module:
     """Make a model one that trains as the state's plan says.
 
     Args:
         model: As its author wrote it; on any device, also meta.
         state: Says how. Its `replaced` learns which parameters stand for which earlier ones.
+        weights: The values of its parameters; None: its own.
 
     Returns:
         The model: itself but under DDP, where it is wrapped.
@@ -101,11 +109,16 @@ def distribute(model: nn.Module, state: State) -> nn.Module:
     model = _with_other_layers(model, plan, state.device)
     checkpoint_blocks(model, plan.activation_checkpointing, plan.shard_by)
     if strategy in ("fsdp", "hsdp"):
-        distributed = _shard(model, state)
+        distributed = _shard(model, state, weights)
     else:
         precision.autocast_forward(model, plan, state.device)
-        Materializer(state.device).materialize(model.modules())
+        if weights is None:
+            Materializer(state.device).materialize(model.modules())
+        else:
+            give_storage(model, state.device)
         model.to(state.device)
+        if weights is not None:
+            weights.fill(model)
         distributed = _replicate(model, plan, state.device) if strategy == "ddp" else model
         if plan.compile:
             distributed.compile()  # DDP compiled around cuts the graph at its buckets
@@ -181,8 +194,11 @@ def _refuse_broken_hook() -> None:
 # --- FSDP2
 
 
-def _shard(model: nn.Module, state: State) -> nn.Module:
-    """Shard block by block, so that no more than one block is whole at a time beyond what the model has outside."""
+def _shard(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module:
+    """Shard block by block, so that no more than one block is whole at a time beyond what the model has outside.
+
+    With weights what is on the meta device is sharded there, and only shards get storage.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
     plan, device = state.plan, state.device
@@ -197,7 +213,7 @@ def _shard(model: nn.Module, state: State) -> nn.Module:
         options["reshard_after_forward"] = plan.reshard
     if plan.offload and device.type != "cpu":
         options["offload_policy"] = CPUOffloadPolicy()
-    materializer = Materializer(device)
+    materializer = Materializer(device) if weights is None else None
     norms = _norms(model) if block_policy.param_dtype is not None else []
     for norm in norms:
         _make_alike([norm], norm, materializer, device)
@@ -209,6 +225,9 @@ def _shard(model: nn.Module, state: State) -> nn.Module:
     rest = [module for module in model.modules() if module not in inside]
     _make_alike(rest, None if inside else model, materializer, device)
     fully_shard(model, mp_policy=root_policy, **options)
+    if weights is not None:
+        give_storage(model, device, parameters_on=torch.device("cpu") if plan.offload else None)
+        weights.fill(model)
     _prefetch(blocks, plan.prefetch)
     if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
@@ -224,12 +243,16 @@ def _norms(model: nn.Module) -> list[nn.Module]:
 
 
 def _make_alike(
-    modules: Iterable[nn.Module], whole: nn.Module | None, materializer: Materializer, device: torch.device
+    modules: Iterable[nn.Module], whole: nn.Module | None, materializer: Materializer | None, device: torch.device
 ) -> None:
-    """Bring modules that are about to be sharded to the device, with the values of rank 0 on all ranks."""
+    """Bring modules that are about to be sharded to the device, with the values of rank 0 on all ranks.
+
+    Without a materializer tensors on the meta device stay there.
+    """
     modules = list(modules)
-    materializer.materialize(modules)
-    if whole is not None:
+    if materializer is not None:
+        materializer.materialize(modules)
+    if whole is not None and materializer is not None:
         whole.to(device)
     else:
         _move_own(modules, device)
@@ -240,10 +263,11 @@ def _move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Move what belongs to these modules but not to their children, which are sharded already."""
     for module in modules:
         for parameter in module.parameters(recurse=False):
-            if parameter.device != device:
+            if parameter.device != device and not parameter.is_meta:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            if not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
 
 
 def _separable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -5,6 +5,7 @@ Knows nothing of models.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -38,8 +39,7 @@ def apply(plan: Plan, device: torch.device) -> None:
     if plan.deterministic:
         _choose_deterministic_algorithms()
     if plan.tf32 is not None:
-        _undo.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
-        torch.set_float32_matmul_precision("high" if plan.tf32 else "highest")
+        _choose_tf32(plan.tf32)
     if plan.numa:
         bind_to_numa_node(device)
     if plan.gc_interval and gc.isenabled():
@@ -55,6 +55,20 @@ def _choose_deterministic_algorithms() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its handle
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def _choose_tf32(wanted: bool) -> None:
+    """By the older function, which sets the newer switches as well: where the two disagree, reading the older raises.
+
+    What the user has set is read from the newer switches (since torch 2.9), which always can be.
+    """
+    for backend in (torch.backends.cuda, torch.backends.mkldnn):
+        matmul: Any = getattr(backend, "matmul", None)
+        if hasattr(matmul, "fp32_precision"):
+            _undo.append(partial(setattr, matmul, "fp32_precision", matmul.fp32_precision))
+    with contextlib.suppress(RuntimeError):  # the user has made them disagree
+        _undo.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
 
 
 def set_seed(seed: int, *, per_rank: bool = False) -> None:

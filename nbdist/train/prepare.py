@@ -92,9 +92,11 @@ def _state_for(plan: Plan) -> State:
     if training.is_begun() and training.current().plan == plan:
         training.current().tidy()
         return training.current()
-    state = training.begin(plan)
-    environment.apply(plan, state.device)
-    state.scaler = make_scaler(plan, state.device)
+    device = training.default_device()
+    environment.apply(plan, device)
+    scaler = make_scaler(plan, device)
+    state = training.begin(plan)  # last: what fails above leaves the earlier one in effect
+    state.scaler = scaler
     return state
 
 

@@ -74,6 +74,19 @@ def test_what_an_earlier_plan_has_set_is_taken_back() -> None:
     assert torch.get_float32_matmul_precision() == "medium"
 
 
+@pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
+def test_tf32_follows_the_plan_after_torch_s_newer_switches_were_used(chosen: str) -> None:
+    switches = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    switches[0].fp32_precision = chosen
+    before = [switch.fp32_precision for switch in switches]
+    for wanted, expected in ((True, "tf32"), (False, "ieee")):
+        environment.apply(Plan(tf32=wanted), CPU)
+        assert switches[0].fp32_precision == expected
+        assert torch.get_float32_matmul_precision() == ("high" if wanted else "highest")  # compilers read the older one
+    environment.apply(Plan(), CPU)
+    assert [switch.fp32_precision for switch in switches] == before
+
+
 def test_garbage_that_the_user_collects_by_hand_stays_so() -> None:
     gc.disable()
     environment.apply(Plan(gc_interval=10), CPU)

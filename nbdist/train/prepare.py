@@ -24,6 +24,7 @@ from nbdist.train.local_sgd import train_alone
 from nbdist.train.loop import give_up_window, unwrap
 from nbdist.train.precision import make_scaler
 from nbdist.train.process_group import ensure_group
+from nbdist.train.schedules import warn_of_length
 from nbdist.train.state import State
 from nbdist.train.stepping import (
     describe_groups,
@@ -116,6 +117,7 @@ def _prepared(objects: Sequence[Any], state: State, weights: Fitting | None) -> 
     if state.micro_step and any(_is_new(thing, state) for thing in objects):
         give_up_window(state)  # that an earlier loop has left unfinished
     results = list(objects)
+    sizes: list[tuple[int, int]] = []
     for index, thing in enumerate(objects):
         if isinstance(thing, nn.Module):
             results[index] = _prepared_model(thing, state, weights)
@@ -124,9 +126,20 @@ def _prepared(objects: Sequence[Any], state: State, weights: Fitting | None) -> 
             prepare_optimizer(thing, state)
         elif isinstance(thing, DataLoader):
             results[index] = _prepared_loader(thing, state)
-        elif is_scheduler(thing) and thing not in state.schedulers:
+            sizes += _sizes(thing, results[index])
+    for thing in objects:
+        if is_scheduler(thing) and thing not in state.schedulers:
             prepare_scheduler(thing, state)
+            warn_of_length(thing, sizes, state)
     return results
+
+
+def _sizes(before: Any, after: Any) -> list[tuple[int, int]]:
+    """The batches of a loader before and after it was prepared, if they are known."""
+    try:
+        return [(len(before), len(after))]
+    except (TypeError, NotImplementedError):  # of an iterable dataset, or a sampler without a length
+        return []
 
 
 def _is_new(thing: Any, state: State) -> bool:

@@ -231,6 +231,63 @@ optimizer.param_groups[0]["lr"]"""
     assert value(ranks, code) == "0.05"
 
 
+SCHEDULED = """
+from torch.optim import lr_scheduler as schedules
+def scheduled(make, **settings):
+    state.forget()
+    net = Net(); optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    loader = torch.utils.data.DataLoader(torch.zeros(40, 4), 2)
+    scheduler = make(optimizer, len(loader))
+    net, optimizer, loader, scheduler = nbdist.prepare(net, optimizer, loader, scheduler, plan=Plan(**settings))
+    for x in loader:
+        with nbdist.accumulate(net): nbdist.backward(net(x).sum()); optimizer.step(); scheduler.step()
+    return round(scheduler.get_last_lr()[0], 3)
+def transformers_s(optimizer, length):
+    from transformers import get_linear_schedule_with_warmup
+    return get_linear_schedule_with_warmup(optimizer, 2, 3 * length)
+"""
+
+
+def test_a_schedule_sized_by_the_loader_before_it_was_prepared_is_said_with_the_right_length(ranks: Kernel) -> None:
+    code = f"%%distributed\n{SCHEDULED}\nscheduled(lambda o, n: schedules.LinearLR(o, 1.0, 0.0, total_iters=n))"
+    outcome = ranks.ok(code)
+    assert outcome.plain == ["[0-1] 0.5"]
+    assert outcome.stderr.count("ends after") == 1
+    assert "LinearLR ends after 20 steps, that is 1 x 20: what an epoch took before the loader" in outcome.stderr
+    assert "an epoch takes 10 optimizer steps" in outcome.stderr and "make it end after 10." in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "words"),
+    [
+        ("transformers_s", "", "ends after 60 steps, that is 3 x 20"),
+        ("transformers_s", "accumulate=4", "an epoch takes 3 optimizer steps"),
+        ("lambda o, n: schedules.CosineAnnealingLR(o, 2 * n)", "", "for 2 epochs make it end after 20"),
+        (
+            "lambda o, n: schedules.SequentialLR("
+            "o, [schedules.ConstantLR(o), schedules.CosineAnnealingLR(o, n - 4)], [4])",
+            "strategy='fsdp'",
+            "SequentialLR ends after 20 steps",
+        ),
+    ],
+)
+def test_the_length_of_many_schedules_is_known(ranks: Kernel, make: str, settings: str, words: str) -> None:
+    assert words in ranks.ok(f"%%distributed\n{SCHEDULED}\nscheduled({make}, {settings})").stderr
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "scheduled(lambda o, n: schedules.LinearLR(o, 1.0, 0.0, total_iters=n), strategy='none')",
+        "scheduled(lambda o, n: schedules.LinearLR(o, 1.0, 0.0, total_iters=n // 2))",
+        "scheduled(lambda o, n: schedules.LinearLR(o, 0.1, total_iters=n))",
+        "scheduled(lambda o, n: schedules.StepLR(o, n))",
+    ],
+)
+def test_schedules_that_fit_or_are_not_known_are_not_said(ranks: Kernel, call: str) -> None:
+    assert "ends after" not in ranks.ok(f"%%distributed\n{SCHEDULED}\n{call}").stderr
+
+
 def test_a_scheduler_needs_no_optimizer(ranks: Kernel) -> None:
     """As those of other libraries, which set the rate themselves."""
     code = """

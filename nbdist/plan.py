@@ -32,6 +32,7 @@ class Plan:
     Attributes:
         strategy: "none", "ddp", "fsdp" (FSDP2) or "hsdp" (sharded inside a node, replicated between nodes).
         precision: "fp32" ("no" is the same), "bf16", "fp16", "fp8".
+        fp8_recipe: torchao's recipe for fp8: "tensorwise" (fastest), "rowwise", or "rowwise_with_gw_hp" (most exact).
         accumulate: Micro-batches for each optimizer step.
         clip_grad_norm: Largest norm of each optimizer's gradients together; None: not clipped.
         compile: Whether models are compiled (each block, under fsdp and hsdp).
@@ -66,6 +67,7 @@ class Plan:
 
     strategy: Strategy = "ddp"
     precision: Precision = "fp32"
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     accumulate: int = 1
     clip_grad_norm: float | None = None
     compile: bool = False

@@ -154,6 +154,7 @@ def _word_of(value: bool | None) -> str:
 _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "every strategy": {
         "precision": ("", "what is computed in"),
+        "fp8_recipe": ("", "how fp8 scales: tensorwise is fastest"),
         "accumulate": ("N", "micro-batches for each optimizer step"),
         "clip_grad_norm": ("NORM", "largest norm of the gradients, or none"),
         "compile": ("", "compile models"),

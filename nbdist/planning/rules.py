@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 CHOICES: Mapping[str, Sequence[str]] = {
     "strategy": ("none", "ddp", "fsdp", "hsdp"),
     "precision": ("fp32", "bf16", "fp16", "fp8"),
+    "fp8_recipe": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
     "activation_checkpointing": ("none", "full", "selective", "selective-half"),
     "comm_hook": ("none", "fp16", "bf16", "powersgd", "batched_powersgd"),
 }
@@ -207,6 +208,11 @@ def refuse_contradictions(plan: Plan) -> None:
     """
     if strangers := _strangers(plan):
         raise UsageError(_tell_strangers(plan, strangers))
+    if plan.fp8_recipe != default_of(plan, "fp8_recipe") and plan.precision != "fp8":
+        raise UsageError(
+            f"fp8_recipe {plan.fp8_recipe!r} is for precision 'fp8', and precision is {plan.precision!r}: set "
+            f"precision to 'fp8', or fp8_recipe to {default_of(plan, 'fp8_recipe')!r}"
+        )
     if plan.comm_hook_options and "powersgd" not in plan.comm_hook:
         raise UsageError(
             f"comm_hook {plan.comm_hook!r} has no options: leave comm_hook_options empty, "

@@ -73,7 +73,11 @@ def _precision(plan: Plan) -> str:
     if plan.precision == "fp32":
         return "nothing is cast: computed as the model's parameters are, float32 in general"
     if plan.precision == "fp8":
-        return "the products of large linear layers are computed in float8 (torchao), all else in bfloat16"
+        slow = "" if plan.compile else "; without compile that is slower than bf16"
+        return (
+            f"the products of large linear layers are computed in float8 (torchao, {plan.fp8_recipe}), the output "
+            f"layer and all else in bfloat16{slow}"
+        )
     kind = _TYPES[plan.precision]
     scaled = "; the loss is scaled, and a step with an overflow is skipped" if plan.precision == "fp16" else ""
     if plan.strategy in SHARDED:

@@ -5,7 +5,7 @@ All of it is had as `nbdist.prepare`, `nbdist.accumulate`, ...; names and meanin
     state          what one process knows of its training; everything else works on it
     prepare        models, optimizers, loaders and schedulers become what the plan says
       strategies     DDP, FSDP2, HSDP by torch's own parts       blocks, caches, materialize   what they are applied to
-      precision      autocast, scaler, fp8                       stepping, shadow, schedules   optimizers and schedulers
+      precision, float8   autocast, scaler, fp8                  stepping, shadow, schedules   optimizers and schedulers
       environment    seeds, determinism, TF32, NUMA, gc          local_sgd              averages instead of gradients
     loop           accumulate, backward, unwrap                  gradients              means over windows, clipping
       unexchanged    what FSDP2 has gathered, to be dropped with its window

@@ -99,7 +99,7 @@ def _begin(setting: Setting, notes: list[str]) -> training.State:
         notes.append("torch.compile is not modelled: it frees or fuses some activations away")
     if plan.precision == "fp8":
         notes.append("fp8 is counted as bf16")
-        plan = plan.replace(precision="bf16")
+        plan = plan.replace(precision="bf16", fp8_recipe="tensorwise")
     if plan.strategy == "ddp":
         plan = plan.replace(**own_settings(plan, "none"))
     state = training.State(plan.replace(compile=False, sync_batchnorm=False), CPU)

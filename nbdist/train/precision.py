@@ -1,4 +1,4 @@
-"""Precisions: autocast around forwards, FSDP's policy, the scaler of fp16, fp8 by torchao.
+"""Precisions: autocast around forwards, FSDP's policy, the scaler of fp16.
 
 Knows nothing of strategies, optimizers or loops.
 """
@@ -21,8 +21,6 @@ from nbdist.train.shadow import shadow
 
 _TYPES = {"no": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _LAUNCHERS_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # which Accelerate's launchers set, and notebook_launcher
-_FP8_CAPABILITY = (8, 9)
-_FP8_MULTIPLE = 16  # the matrix sizes that the hardware takes
 
 
 def autocast(*, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -80,6 +78,19 @@ def in_float32(result: Any) -> Any:
     if isinstance(result, Mapping):
         return type(result)({key: in_float32(value) for key, value in result.items()})  # type: ignore[call-arg]
     return result
+
+
+def warn_of_emulation(plan: Plan, device: torch.device) -> None:
+    """Say on rank 0 that its GPU has no hardware for bfloat16."""
+    if plan.precision != "bf16" or device.type != "cuda" or training.rank() != 0:
+        return
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return
+    warnings.warn(
+        f"{torch.cuda.get_device_name(device)} only emulates bfloat16, which is slower than float32 and saves no time: "
+        "plan precision='fp16', which it has hardware for",
+        stacklevel=3,  # where the user called prepare
+    )
 
 
 def fsdp_policies(plan: Plan) -> tuple[Any, Any]:
@@ -211,28 +222,3 @@ def _note_skipped(state: training.State) -> None:
             "infinite or no number. If that goes on look at the loss, or plan precision bf16"
         )
     warnings.warn(text, RuntimeWarning, stacklevel=5)  # where the user called optimizer.step()
-
-
-def convert_to_fp8(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Let linear layers compute in fp8, by torchao. Layers whose sizes the hardware can't take stay as they are.
-
-    Raises:
-        UsageError: There is no torchao, or the device can't compute in fp8.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-        raise UsageError("fp8 needs a GPU of compute capability 8.9 or more (L4, H100): use precision bf16 here")
-    try:
-        from torchao.float8 import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
-    except ImportError:
-        raise UsageError("fp8 needs torchao: type `pip install torchao`, or use precision bf16") from None
-
-    def fits(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and not (
-            module.in_features % _FP8_MULTIPLE or module.out_features % _FP8_MULTIPLE
-        )
-
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=plan.strategy in ("fsdp", "hsdp"))
-    convert_to_float8_training(model, config=config, module_filter_fn=fits)

@@ -22,7 +22,7 @@ from nbdist.train import state as training
 from nbdist.train.collectives import differing
 from nbdist.train.local_sgd import train_alone
 from nbdist.train.loop import give_up_window, unwrap
-from nbdist.train.precision import make_scaler
+from nbdist.train.precision import make_scaler, warn_of_emulation
 from nbdist.train.process_group import ensure_group
 from nbdist.train.schedules import warn_of_length
 from nbdist.train.state import State
@@ -81,6 +81,7 @@ def prepare(*objects: Any, plan: Plan | None = None, weights: Any = None) -> Any
         failure = str(error)
     _refuse_disagreement(failure, plan, objects, weights)
     assert plan is not None
+    warn_of_emulation(plan, training.default_device())
     state = _state_for(plan)
     if state.device.type == "cuda":
         torch.cuda.set_device(state.device)

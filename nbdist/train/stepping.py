@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from nbdist.errors import UsageError
-from nbdist.train import precision
+from nbdist.train import float8, precision
 from nbdist.train.gradients import clip_by_norm, finish_window, parameters_of
 from nbdist.train.local_sgd import average_parameters
 from nbdist.train.shadow import shadow
@@ -111,6 +111,7 @@ def _refuse_closure(state: State) -> None:
 def _after_attempt(state: State, attempts: int) -> None:
     """What is due every few steps. Skipped ones count: with fp16 and local SGD a rank may skip alone."""
     plan = state.plan
+    float8.after_step(state.models, plan)
     if plan.local_sgd_steps and (attempts % plan.local_sgd_steps == 0 or getattr(state.loader, "end_of_loader", False)):
         for model in state.models:
             average_parameters(model)

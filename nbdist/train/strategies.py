@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
-from nbdist.train import meshes, precision
+from nbdist.train import float8, meshes, precision
 from nbdist.train import state as training
 from nbdist.train.blocks import checkpoint_blocks, compile_blocks, find_blocks, refuse_without_blocks
 from nbdist.train.materialize import Materializer, refuse_without_initializer, take_from_rank_0
@@ -67,14 +68,15 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
         has_weights: Whether its values come from elsewhere.
 
     Raises:
-        UsageError: `shard_by` fits no module, there is nothing to checkpoint, a module on the meta device can't set its
-            values, this torch's hook is broken.
+        UsageError: `shard_by` fits no module, there is nothing to checkpoint or to compute in fp8, a module on the meta
+            device can't set its values, this torch's hook is broken.
     """
     blocks = find_blocks(model, plan.shard_by)
     if plan.activation_checkpointing != "none":
         refuse_without_blocks(model, blocks)
     if not has_weights:
         refuse_without_initializer(model)
+    float8.refuse_small(model, plan)
     if plan.comm_hook == "batched_powersgd":
         _refuse_broken_hook()
 
@@ -135,7 +137,7 @@ def _with_other_layers(model: nn.Module, plan: Plan, device: torch.device) -> nn
             raise UsageError("sync_batchnorm needs GPUs, as torch's SyncBatchNorm does: leave it out of the plan here")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.precision == "fp8":
-        precision.convert_to_fp8(model, plan, device)
+        float8.convert(model, plan, device)
     return model
 
 
@@ -264,10 +266,18 @@ def _move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
     for module in modules:
         for parameter in module.parameters(recurse=False):
             if parameter.device != device and not parameter.is_meta:
-                parameter.data = parameter.data.to(device)
+                _move(parameter, device)
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
+
+
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
+    moved: Any = parameter.detach().to(device)
+    if is_traceable_wrapper_subclass(moved):  # as fp8 weights are: `data` of these leaves what is inside where it was
+        torch.utils.swap_tensors(parameter, nn.Parameter(moved, parameter.requires_grad))
+    else:
+        parameter.data = moved
 
 
 def _separable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -27,6 +27,7 @@ def every_block(module: object) -> bool:
 OTHERS: dict[str, dict[str, Any]] = {
     "strategy": {"strategy": "fsdp"},
     "precision": {"precision": "bf16"},
+    "fp8_recipe": {"precision": "fp8", "fp8_recipe": "rowwise"},
     "accumulate": {"accumulate": 4},
     "clip_grad_norm": {"clip_grad_norm": 1.5},
     "compile": {"compile": True},
@@ -155,6 +156,7 @@ def test_a_plan_needs_no_torch() -> None:
         ({"strategy": "hsdp", "static_graph": True, "bucket_mb": 50}, "Set bucket_mb to 25.0, static_graph to False"),
         ({"shard_by": every_block}, "shard_by (every_block)"),
         ({"comm_hook": "fp16", "comm_hook_options": {"warm_start": True}}, "comm_hook 'fp16' has no options"),
+        ({"precision": "bf16", "fp8_recipe": "rowwise"}, "set precision to 'fp8', or fp8_recipe to 'tensorwise'"),
         ({"comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 1}}, "must be 2 or more"),
         ({"static_graph": True, "accumulate": 2}, "static_graph excludes accumulate (2)"),
         ({"static_graph": True, "local_sgd_steps": 2}, "static_graph excludes local SGD (2)"),

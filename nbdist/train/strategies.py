@@ -273,8 +273,9 @@ def _move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:
-    moved: Any = parameter.detach().to(device)
-    if is_traceable_wrapper_subclass(moved):  # as fp8 weights are: `data` of these leaves what is inside where it was
+    moved = parameter.detach().to(device)
+    wraps = is_traceable_wrapper_subclass(parameter)
+    if wraps:  # as fp8 weights are: `data` of these leaves what is inside where it was
         torch.utils.swap_tensors(parameter, nn.Parameter(moved, parameter.requires_grad))
     else:
         parameter.data = moved

@@ -54,11 +54,11 @@ class Progress:
 
         Returns:
             "running": the cell, 0 when it has ended. "at": when this was so, in seconds. "position": changes when the
-            thread moves. "cpu": seconds it has used. "collective": what of torch.distributed it is in, "" for nothing.
-            "members": the ranks that have to take part in that; None: all; empty: not known. "group": in which group,
-            "" where that is not known. "place", "line": its place, in words, without and with the code there.
-            "groups": as `Collectives.state` has them. "unfinished": as `Record` has it. "meeting": whether "collective"
-            is one of nbdist's own functions, which all ranks of the cell have to call.
+            thread moves. "cpu": seconds it has used or waited for. "collective": what of torch.distributed it is in, ""
+            for nothing. "members": the ranks that have to take part in that; None: all; empty: not known. "group": in
+            which group, "" where that is not known. "place", "line": its place, in words, without and with the code
+            there. "groups": as `Collectives.state` has them. "unfinished": as `Record` has it. "meeting": whether
+            "collective" is one of nbdist's own functions, which all ranks of the cell have to call.
         """
         frame, running = self._frame(), self._gate.running
         # The numbers of a rank that has gone on to another cell can't be compared.
@@ -165,6 +165,10 @@ def _position(frame: FrameType) -> str:
 
 
 def _cpu_seconds() -> float:
-    """Processor time of the main thread, whose system id is that of the process."""
+    """Processor time that the main thread has used or waited for: on a busy machine one that computes gets little.
+
+    The system's id of the main thread is that of the process.
+    """
     with open(f"/proc/self/task/{os.getpid()}/schedstat") as file:
-        return int(file.read().split()[0]) / 1e9
+        used, waited, _ = file.read().split()
+    return (int(used) + int(waited)) / 1e9

@@ -68,6 +68,7 @@ def plan(
         cell: What has failed.
     """
     found = Plan()
+    free = set(idle)
     groups: dict[str, list[int]] = {}
     for state in states.values():
         for name, (members, _, _) in state["groups"].items():
@@ -76,7 +77,7 @@ def plan(
         if set(members) & set(dead):
             if name not in known_lost:
                 found.lost.append(name)
-        elif set(members) <= set(idle):
+        elif free.issuperset(members):
             _judge(found, name, members, states, cell)
         elif not _untouched(name, members, states, cell):
             found.owed[name] = members
@@ -223,6 +224,8 @@ class Recovery:
 
     def died(self, rank: int, now: float) -> None:
         """A rank has died meanwhile."""
+        if rank in self._dead:
+            return
         self._forget(rank)
         self._states.pop(rank, None)
         self.late.discard(rank)

@@ -150,12 +150,13 @@ class Collectives:
     # --- where groups stand
 
     def begin(self) -> None:
-        """A cell begins: what is entered from now on counts as its own. All ranks are in order."""
+        """A cell begins: what is entered from now on counts as its own."""
         self.stranded = ""
-        while self._copies:
+        living = _living()
+        while self._copies and not self._cut & living.keys():  # peers must notice nothing until all are renewed
             with contextlib.suppress(OSError):  # a cell has closed it
                 os.close(self._copies.pop())
-        for name, group in _living().items():
+        for name, group in living.items():
             self._groups.setdefault(name, _Group()).entered = _entered(group)
 
     def state(self, *, current: bool) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _take_shell(lane: DisplayLane) -> list[BaseException]:
         elif not launched.is_plain_exit(error):
             shown.append(error)
 
-    shell.showtraceback = shell.showsyntaxerror = show
+    shell.showtraceback, shell.showsyntaxerror = show, lambda *_, **__: show()
     return shown
 
 

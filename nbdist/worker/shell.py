@@ -45,6 +45,7 @@ _NO_DEBUGGER = (
     "a debugger can't stop on a rank: there is no keyboard. Print what you need, or look at the rank's variables "
     "after the cell has failed: they are kept (`%%distributed -r 0`, then the name)."
 )
+_KEPT = 10  # errors of a cell that IPython has shown: a loop may show one in each turn
 _MAGIC_ADVICE = "type it in a cell of its own (with `auto on`, in one that begins with `%%local`)."
 
 
@@ -199,7 +200,9 @@ class RankShell(InteractiveShell):
 
     def fail(self, error: BaseException) -> Failure:
         """The failure to send for an exception that was raised outside `run`."""
-        return self._add_failure(error, self._rendered(error, error.__traceback__))
+        self._add_failure(error, self._rendered(error, error.__traceback__))
+        assert self.failure is not None
+        return self.failure
 
     def forget_failure(self) -> None:
         """Let go of the frames of what has failed: they may hold tensors and DataLoader workers."""
@@ -241,12 +244,11 @@ class RankShell(InteractiveShell):
         except ValueError:
             print("No traceback available to show.", file=sys.stderr)
             return
-        text = self._rendered(error, traceback, compiled=running_compiled_code)
         in_cell = threading.current_thread() is threading.main_thread()
         if not in_cell or failures.is_users_code(sys._getframe(1).f_code):
-            print(text, file=sys.stderr)
-        elif not is_plain_exit(error):
-            self._add_failure(error, text)
+            print(self._rendered(error, traceback, compiled=running_compiled_code), file=sys.stderr)
+        elif not is_plain_exit(error) and len(self._failures) < _KEPT:
+            self._add_failure(error, self._rendered(error, traceback, compiled=running_compiled_code))
 
     def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
         """As `showtraceback`."""
@@ -283,7 +285,7 @@ class RankShell(InteractiveShell):
         explained = oom.explain(error, self.user_ns)
         return f"{rendered}\n{explained}" if explained else rendered
 
-    def _add_failure(self, error: BaseException, rendered: str) -> Failure:
+    def _add_failure(self, error: BaseException, rendered: str) -> None:
         """Keep it; in place of what it came from, which its traceback shows as well."""
         self.caught = self.caught or failures.passed_through_step(error)
         failure = failures.describe(self.explain(error) or error, rendered)
@@ -291,7 +293,6 @@ class RankShell(InteractiveShell):
         known = (place for place, (earlier, _) in enumerate(self._failures) if any(earlier is part for part in parts))
         place = next(known, len(self._failures))
         self._failures[place : place + 1] = [(error, failure)]
-        return failure
 
     def _is_known(self, error: BaseException) -> bool:
         return is_plain_exit(error) or any(known is error for known, _ in self._failures)

@@ -102,6 +102,13 @@ def test_what_is_shown_first_comes_first_and_nothing_is_left_out(ranks: Kernel) 
     assert places == sorted(places)
 
 
+def test_of_many_only_the_first_are_shown_and_the_one_that_ends_the_cell(ranks: Kernel) -> None:
+    loop = "for number in range(1000):\n    get_ipython().run_cell('raise ValueError(number)')\n"
+    outcome = fails(ranks, f"{loop}raise KeyError('own')", "ValueError: 0")
+    assert outcome.traceback.count("Traceback (most recent call last)") == 11
+    assert "KeyError: 'own'" in outcome.traceback
+
+
 def test_an_error_that_comes_from_one_that_was_shown_is_shown_with_it_once(ranks: Kernel) -> None:
     outcome = fails(ranks, "get_ipython().run_cell('1/0').raise_error()", "ZeroDivisionError: division by zero")
     assert outcome.traceback.count("Traceback (most recent call last)") == 1

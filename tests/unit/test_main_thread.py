@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nbdist.worker import main_thread
 from nbdist.worker.main_thread import MainThreadLook
 from tests.harness import wait_until
 
@@ -54,7 +55,8 @@ def ask_from_c(other: ThreadPoolExecutor, look: MainThreadLook) -> dict[str, Any
     return asked.result(LIMIT)
 
 
-def test_the_main_thread_looks_while_it_computes(other: ThreadPoolExecutor) -> None:
+def test_the_main_thread_looks_while_it_computes(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_thread, "_PATIENCE", LIMIT)
     seen: list[int | None] = []
     look = MainThreadLook(lambda: looker(seen), idle=lambda: False)
     for number in (1, 2):

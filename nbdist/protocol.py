@@ -57,6 +57,7 @@ HANDSHAKE_LIMIT = 3.0  # seconds that it may stay without keys
 _IN_PARTS = b"\xc1"  # no message begins with this byte: it announces frames that make up one message
 
 # What is out of these bounds is refused when it is decoded.
+PATIENCE_VARIABLE = "NBDIST_START_PATIENCE"  # seconds that a start may go without progress
 LONGEST = 1e9  # seconds that anything may be told to wait
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -124,6 +125,7 @@ else:
 class StartOptions(msgspec.Struct, frozen=True):
     """What `start` asks for. The environment is the notebook's, as it is at that moment.
 
+    patience: seconds without progress after which the start is given up.
     exact: what an interrupted step has moved besides parameters is put back: buffers and random numbers.
     fresh: each rank is a Python of its own, not forked from the template.
     port: where the rendezvous store listens; 0: anywhere. place: of these ranks among those of other nodes.
@@ -141,6 +143,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     backend: str | None = None
     init: bool = True
     timeout: Seconds = 1800.0
+    patience: Seconds = 120.0
     exact: bool = False
     fresh: bool = False
     port: int = 0

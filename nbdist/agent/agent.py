@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,8 @@ from nbdist.protocol import (
 )
 
 _STORE = -1
+_FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500
+_REPORT_PERIOD = 1.0  # seconds between two looks at whether an import gets on
 _ORPHANS_LIMIT = 0.5  # seconds that the end of a rank's orphans may take until its own end is reported
 
 
@@ -100,9 +103,11 @@ class _Set:
 
     spawn: Spawn
     listener: socket.socket | None = None
+    store_port: int = 0
     pids: dict[int, int] = field(default_factory=dict)  # pid -> rank
     expected: int = 0  # processes asked for that have not ended
-    forked: bool = False  # the processes have been asked for
+    forked: bool = False  # the store has been asked for, and ranks are
+    unasked: deque[int] = field(default_factory=deque)  # ranks that have not been asked for
     complete: bool = False  # and they have all come to life
     ending: bool = False
     kill_at: float | None = None
@@ -122,6 +127,7 @@ class Agent:
         self._sampler = Sampler()
         self._set: _Set | None = None
         self._notes: list[str] = []
+        self._report_at = 0.0
 
     def run(self) -> None:
         """Serve until the controller goes or says so."""
@@ -153,12 +159,15 @@ class Agent:
                 for node in self._sampler.take():
                     self._say(Look(node))
             self._kill_overdue()
+            self._report_progress()
 
     def _patience(self) -> int | None:
         """Milliseconds until something is due."""
         dues = [self._pipes.due()]
         if self._set is not None and self._set.kill_at is not None:
             dues.append(max(0.0, self._set.kill_at - time.monotonic()))
+        if self._imports_for() is not None:
+            dues.append(max(0.0, self._report_at - time.monotonic()))
         waits = [due for due in dues if due is not None]
         return int(min(waits) * 1000) + 1 if waits else None
 
@@ -213,7 +222,22 @@ class Agent:
         if self._template.ready:
             self._fork_all(self._template, self._set)
         else:
-            self._say(Progress("importing torch"))
+            self._say(Progress(self._template.progress() or "importing torch"))
+            self._report_at = time.monotonic() + _REPORT_PERIOD
+
+    def _imports_for(self) -> WarmTemplate | None:
+        """The template, while a set waits for it."""
+        waits = self._set is not None and not self._set.forked and not self._set.ending
+        return self._template if waits else None
+
+    def _report_progress(self) -> None:
+        """A start is bounded by the time without progress, of which only this process can know."""
+        template = self._imports_for()
+        if template is None or time.monotonic() < self._report_at:
+            return
+        self._report_at = time.monotonic() + _REPORT_PERIOD
+        if text := template.progress():
+            self._say(Progress(text))
 
     def _kill(self, message: Kill) -> None:
         if self._set is None or self._set.spawn.epoch != message.epoch:
@@ -228,8 +252,7 @@ class Agent:
         if group is None or group.kill_at is None or time.monotonic() < group.kill_at or self._template is None:
             return
         group.kill_at = None
-        for pid in group.pids:
-            self._template.kill(pid)
+        self._template.kill(group.pids)
 
     # --- what the template says
 
@@ -244,6 +267,8 @@ class Agent:
             if self._set is not None and not self._set.forked and not self._set.ending:
                 self._fork_all(template, self._set)
         elif "failed" in answer:
+            template.reap()
+            self._template = None
             self._spawn_failed(answer["failed"])
         elif "forked" in answer:
             self._forked(answer["forked"], answer["pid"])
@@ -279,18 +304,22 @@ class Agent:
 
     def _fork_all(self, template: WarmTemplate, group: _Set) -> None:
         group.forked = True
-        options = group.spawn.options
+        group.unasked.extend(group.spawn.options.ranks)
         try:
             self._fork_store(template, group)
-            for rank in options.ranks:
-                self._fork_rank(template, group, rank)
+            self._fork_more(template, group)
         except OSError as error:
-            self._spawn_failed(self._explain(error, options))
+            self._spawn_failed(self._explain(error, group.spawn.options))
+
+    def _fork_more(self, template: WarmTemplate, group: _Set) -> None:
+        """Ask for ranks, not all at once: a template whose answers nobody reads would read no requests either."""
+        while group.unasked and group.expected - len(group.pids) < _FORKS_AT_ONCE:
+            self._fork_rank(template, group, group.unasked.popleft())
 
     def _fork_store(self, template: WarmTemplate, group: _Set) -> None:
         # Listening before anybody forks: ranks may connect before the store has come up.
         listener = socket.create_server(("127.0.0.1", group.spawn.options.port), backlog=4096)
-        group.listener = listener
+        group.listener, group.store_port = listener, listener.getsockname()[1]
         read, write = os.pipe2(os.O_CLOEXEC)
         self._pipes.add(_STORE, STDERR, read)
         template.fork(_STORE, "store", [listener.fileno(), write])
@@ -315,7 +344,6 @@ class Agent:
                 os.close(descriptor)
 
     def _rank_setup(self, group: _Set, rank: int) -> RankSetup:
-        assert group.listener is not None
         keys, options = self._setup.keys, group.spawn.options
         return RankSetup(
             epoch=group.spawn.epoch,
@@ -325,7 +353,7 @@ class Agent:
             public_key=keys.public_key,
             secret_key=keys.secret_key,
             token=self._setup.token,
-            store_port=group.listener.getsockname()[1],
+            store_port=group.store_port,
             gpu_count=len(options.gpus or []),
             threads=max(1, len(os.sched_getaffinity(0)) // options.count),
             options=options,
@@ -352,13 +380,18 @@ class Agent:
         assert group is not None
         group.pids[pid] = key
         if group.ending and self._template is not None:
-            self._template.kill(pid)
+            self._template.kill([pid])
             return
         if key == _STORE:
             if group.listener is not None:
                 group.listener.close()
         else:
             self._say(Spawned(group.spawn.epoch, key, pid))
+        if self._template is not None:
+            try:
+                self._fork_more(self._template, group)
+            except OSError as error:
+                self._spawn_failed(self._explain(error, group.spawn.options))
         if len(group.pids) == group.spawn.options.count + 1:
             group.complete = True
             self._say(Spawning(group.spawn.epoch, self._notes))
@@ -395,7 +428,7 @@ class Agent:
     def _check_gone(self) -> None:
         group = self._set
         if group is not None and group.ending and list(group.pids.values()) == [_STORE] and self._template is not None:
-            self._template.kill(next(iter(group.pids)))  # the ranks no longer need it
+            self._template.kill(group.pids)  # the ranks no longer need it
         if group is None or not group.ending or group.expected:
             return
         if group.listener is not None:

@@ -133,7 +133,8 @@ class Template:
             return False
         request = json.loads(data)
         if "kill" in request:
-            self._kill(request["kill"])
+            for pid in request["kill"]:
+                self._kill(pid)
             return True
         try:
             self._fork(request, descriptors)

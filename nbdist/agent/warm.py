@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import json
 import os
 import socket
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.processes import python_command
@@ -45,6 +48,8 @@ _READ_LATER_PREFIXES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCHELASTIC_")
 _PACKAGES = ("torch", "numpy", "ipython", "nbdist")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LOW_PRIORITY = 10
+_KILLS_AT_ONCE = 2_000  # in one request, so that a set's many ranks don't fill the channel
+_ROUND = 10  # seconds to which the time is rounded that an import has taken so far
 
 
 @dataclass
@@ -76,9 +81,18 @@ class WarmTemplate:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._began = time.monotonic()
+        self._work = _work_of(self.pid)
         if self.patient and os.geteuid() == 0:  # others may lower their priority, but never raise it again
             os.setpriority(os.PRIO_PROCESS, self.pid, _LOW_PRIORITY)
         self.versions = installed_versions()
+
+    def progress(self) -> str:
+        """What it is doing, in words; "" if it has not done anything since the last call."""
+        before, self._work = self._work, _work_of(self.pid)
+        seconds = int(time.monotonic() - self._began) // _ROUND * _ROUND
+        what = f"importing torch, {seconds} s" if seconds else "importing torch"
+        return what if self._work != before else ""
 
     def hurry(self) -> None:
         """Somebody waits for it, and will work in processes that inherit its priority."""
@@ -114,9 +128,12 @@ class WarmTemplate:
         request = json.dumps({"id": key, "role": role, "fresh": fresh}).encode()
         socket.send_fds(self.channel, [request], descriptors)
 
-    def kill(self, pid: int) -> None:
-        """End a child and its process group."""
-        self.channel.send(json.dumps({"kill": pid}).encode())
+    def kill(self, pids: Iterable[int]) -> None:
+        """End children and their process groups."""
+        left = list(pids)
+        while left:
+            self.channel.send(json.dumps({"kill": left[:_KILLS_AT_ONCE]}).encode())
+            left = left[_KILLS_AT_ONCE:]
 
     def receive(self) -> tuple[dict[str, Any] | None, int | None]:
         """The next answer, and the pidfd that came with it. None: the template has gone."""
@@ -137,6 +154,16 @@ class WarmTemplate:
         """Forget a template that has ended. Returns its exit code."""
         self.channel.close()
         return self._process.wait()
+
+
+def _work_of(pid: int) -> tuple[str, ...]:
+    """What grows as soon as a process does anything: page faults, processor time in ticks and in ns, bytes read."""
+    folder, found = Path(f"/proc/{pid}"), []
+    with contextlib.suppress(OSError):  # it has gone, or this system does not tell
+        found += (folder / "stat").read_text().rpartition(")")[2].split()[7:13]
+        found.append((folder / "io").read_text().split("\n", 1)[0])
+        found.append((folder / "schedstat").read_text().split(" ", 1)[0])  # of its first thread
+    return tuple(found)
 
 
 def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import subprocess
 import threading
 import traceback
@@ -19,6 +20,7 @@ import msgspec
 import zmq
 from jupyter_core.paths import jupyter_runtime_dir
 
+from nbdist.client.interrupts import HEED
 from nbdist.errors import SessionBroken
 from nbdist.processes import describe_exit, python_command
 from nbdist.protocol import (
@@ -33,6 +35,7 @@ from nbdist.protocol import (
     read_key_file,
 )
 
+_NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 _END_LIMIT = 3.0
 _LAST_WORDS_MS = 100
 
@@ -54,6 +57,7 @@ class Connection:
         self._thread: threading.Thread | None = None
         self._closing = False
         with _explaining():
+            _check_system()
             self._process = subprocess.Popen(
                 python_command("nbdist.controller.boot", "patient" if patient else "urgent"),
                 stdin=subprocess.PIPE,
@@ -72,16 +76,18 @@ class Connection:
         """Whether the controller runs, and is this process's (not that of a process it was forked from)."""
         return self._process.poll() is None and os.getpid() == self.pid
 
-    def open(self) -> None:
+    def open(self, heed: Callable[[], None]) -> None:
         """Connect, once the controller listens.
+
+        Args:
+            heed: Called now and then while it comes up; it may raise.
 
         Raises:
             SessionBroken: The controller did not come up.
         """
         if self._commands is not None:
             return
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._first_line(heed)
         if not line:
             raise self._ended_early()
         said = json.loads(line)
@@ -104,6 +110,15 @@ class Connection:
                 raise
         self._thread = threading.Thread(target=self._listen, args=(events, end), name="nbdist-client", daemon=True)
         self._thread.start()
+
+    def _first_line(self, heed: Callable[[], None]) -> bytes:
+        """What the controller says when it is up; nothing if it has ended."""
+        assert self._process.stdout is not None
+        waiting = select.poll()
+        waiting.register(self._process.stdout, select.POLLIN)
+        while not waiting.poll(HEED * 1000):
+            heed()
+        return self._process.stdout.readline()
 
     def _ended_early(self) -> SessionBroken:
         return SessionBroken(
@@ -174,6 +189,24 @@ class Connection:
         self._context.term()
 
 
+def _check_system() -> None:
+    """Processes are watched by pidfd.
+
+    Raises:
+        SessionBroken: This system has none.
+        OSError: No file handle is left.
+    """
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_HANDLES:
+            raise
+        raise SessionBroken(
+            f"nbdist needs Linux 5.3 or newer with the system call pidfd_open, which Linux {os.uname().release} does "
+            "not offer here. Update the system, or the container runtime if its seccomp profile blocks the call."
+        ) from None
+
+
 @contextlib.contextmanager
 def _explaining() -> Iterator[None]:
     """What the system refuses becomes a message of ours."""
@@ -181,6 +214,6 @@ def _explaining() -> Iterator[None]:
         yield
     except (OSError, zmq.ZMQError) as error:
         hint = "Mend that, then type `%distributed start` again."
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+        if error.errno in _NO_HANDLES:
             hint = "Close what the notebook has open, or type `ulimit -n 4096` in the shell before you start Jupyter."
         raise SessionBroken(f"the session could not be started: {error.strerror}. {hint}") from None

@@ -14,7 +14,7 @@ from pathlib import Path
 from nbdist.client.arguments import names
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
-from nbdist.protocol import LONGEST, StartOptions
+from nbdist.protocol import LONGEST, PATIENCE_VARIABLE, StartOptions
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
@@ -59,8 +59,25 @@ class Arguments:
             backend=self.backend,
             init=bool(self.init),
             timeout=_TIMEOUT if self.timeout is None else float(self.timeout),
+            patience=_patience(),
             exact=bool(self.exact),
         )
+
+
+def _patience() -> float:
+    """Seconds that a start may go without progress.
+
+    Raises:
+        UsageError: The environment variable holds something else.
+    """
+    text = os.environ.get(PATIENCE_VARIABLE) or "120"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST:
+        raise UsageError(f"{PATIENCE_VARIABLE}={text!r} is not a number of seconds: set it to 600, for example")
+    return seconds
 
 
 def check_seconds(name: str, value: object, *, zero: bool = False) -> None:

@@ -47,6 +47,7 @@ from nbdist.ranks import describe_ranks, format_ranks
 
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
+_INTERRUPTED = "the start was interrupted, and no rank is left"
 _COSTS = ("cell", "call", "launch")  # what runs code of the user's
 
 Ranks = Iterable[int] | int | str | None  # which: some, one, "0,2-3"; None: all
@@ -102,6 +103,7 @@ class Workers:
         self.started_in = 0.0
         self.traffic = Traffic(_weakly(self._on_life))
         self._linger = linger
+        self._parked = False  # the controller is no longer ours, but kept for any start
         self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages; KeyboardInterrupt for a Ctrl-C
 
     # --- life
@@ -116,7 +118,7 @@ class Workers:
         Raises:
             SessionBroken: They could not be brought up; nothing of them is left.
         """
-        if self.broken:
+        if self.broken and not self._parked:
             self._connection.close()
         if self.broken or not self.ranks:
             self._connect()
@@ -138,19 +140,14 @@ class Workers:
             self._stop(grace)
 
     def _stop(self, grace: float) -> None:
-        global _idle
         self._connection.send(Stop(grace))
         try:
-            self._await_life(Stopped, _STOP_LIMIT)
+            self._await_life((Stopped,), _STOP_LIMIT)
         except SessionError:
             self._connection.close()
             return
         self.traffic.release("the session was stopped")
-        self._connection.on_message = lambda message: None
-        if _idle is None or not _idle.alive:
-            _idle = self._connection
-        else:
-            self._connection.close()
+        self._park()
 
     stop = close
 
@@ -186,8 +183,18 @@ class Workers:
         """Take the idle controller, if there is one, else start one."""
         global _idle
         taken, _idle = (_idle, None) if _idle is not None and _idle.alive else (None, _idle)
-        self._connection = taken or Connection()
+        self._connection, self._parked = taken or Connection(), False
         self.traffic.attach(self._connection)
+
+    def _park(self) -> None:
+        """Keep the controller, with its agent and template, for the next start."""
+        global _idle
+        self._connection.on_message = lambda message: None
+        self._parked = True
+        if _idle is None or not _idle.alive:
+            _idle = self._connection
+        else:
+            self._connection.close()
 
     def _bring_up(self, options: StartOptions, progress: Callable[[str], None]) -> None:
         began = time.monotonic()
@@ -196,15 +203,19 @@ class Workers:
         self.traffic.release("the ranks were restarted")
         with interrupts.events(self._life.put):
             try:
-                self._connection.open()
+                self._connection.open(self._heed)
                 self._connection.send(Start(options, self._linger))
-                started = self._await_life(Started, None, progress)
+                started = self._await_life((Started, StartFailed), None, progress)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 why = "the start was interrupted; `%distributed start` begins anew"
                 self.broken = why if interrupted else str(error) or type(error).__name__
                 self._connection.close()  # and with it whatever has come up
                 raise
+        if isinstance(started, StartFailed):
+            self.broken = started.text
+            self._park()
+            raise SessionBroken(started.text)
         assert isinstance(started, Started)
         self.ranks, self.backend = started.ranks, started.backend
         self._serials = itertools.count(started.first_serial)
@@ -220,7 +231,7 @@ class Workers:
             progress(f"{options.count} ranks share {len(options.gpus)} GPU{plural}, so their group uses {self.backend}")
 
     def _await_life(
-        self, kind: type[Message], limit: float | None, progress: Callable[[str], None] = lambda text: None
+        self, kinds: tuple[type[Message], ...], limit: float | None, progress: Callable[[str], None] = lambda text: None
     ) -> Message:
         """Wait for a message about the session's life. The controller bounds how long a start may take."""
         deadline = None if limit is None else time.monotonic() + limit
@@ -232,14 +243,20 @@ class Workers:
                 if left > 0:
                     continue
                 raise SessionBroken("the session does not answer; type `%distributed start` to begin anew") from None
-            if isinstance(message, kind):
+            if isinstance(message, kinds):
                 return message
-            if message is KeyboardInterrupt and kind is Started:
-                raise interrupts.interruption("the start was interrupted, and no rank is left")
+            if message is KeyboardInterrupt and Started in kinds:
+                raise interrupts.interruption(_INTERRUPTED)
             if isinstance(message, Progress):
                 progress(message.text)
-            elif isinstance(message, (StartFailed, Broken)):
+            elif isinstance(message, Broken):
                 raise SessionBroken(message.text)
+
+    def _heed(self) -> None:
+        """Hear a Ctrl-C while the controller comes up."""
+        with contextlib.suppress(queue.Empty):
+            if self._life.get_nowait() is KeyboardInterrupt:
+                raise interrupts.interruption(_INTERRUPTED)
 
     def _on_life(self, message: Message) -> None:
         """From the listening thread: what happens to the session as a whole."""

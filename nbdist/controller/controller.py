@@ -12,8 +12,10 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ from nbdist.protocol import (
     HANDSHAKE_LIMIT,
     LANES,
     LARGEST_FRAME,
+    PATIENCE_VARIABLE,
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
@@ -89,8 +92,8 @@ from nbdist.protocol import (
     whole,
     write_key_file,
 )
+from nbdist.ranks import describe_ranks
 
-_START_LIMIT = 120.0
 _QUIT_GRACE = 1.0
 _TICK_PAUSE = 1.0  # seconds, after an error
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
@@ -144,7 +147,8 @@ class _Set:
     epoch: int
     options: StartOptions
     ranks: dict[int, Rank]
-    started: float
+    moved: float  # when it got on last
+    stage: str = ""  # what it is doing, in words
     up: bool = False
     ending: bool = False
     backend: str = ""
@@ -163,6 +167,7 @@ class Controller:
         self._agent = agent
         self._agent_end = os.pidfd_open(agent.pid)
         self._key_file = Path(setup.runtime_folder) / f"nbdist-{secrets.token_hex(8)}.json"
+        self._key_folder: Path | None = None  # of our own, where Jupyter's can't be written
         self._set: _Set | None = None
         self._epoch = 0
         self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
@@ -201,17 +206,25 @@ class Controller:
         self._socket.handshake_ivl = int(HANDSHAKE_LIMIT * 1000)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         url = f"tcp://127.0.0.1:{port}"
-        self._key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_key_file(self._key_file, Keys(url, public, *client))
-        leftovers = [str(self._key_file)] + ([str(self._log_folder)] if self._log_folder else [])
+        self._write_key_file(Keys(url, public, *client))
+        leftovers = [str(path) for path in (self._key_file, self._key_folder, self._log_folder) if path is not None]
         token = b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode()
-        folder = leftovers[1] if len(leftovers) > 1 else ""
+        folder = str(self._log_folder) if self._log_folder is not None else ""
         line = {"keys": Keys(url, public, *node), "token": token, "leftovers": leftovers, "folder": folder}
         assert self._agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
             self._agent.stdin.write(msgspec.json.encode(line) + b"\n")
             self._agent.stdin.close()
         print(json.dumps(str(self._key_file)), flush=True)
+
+    def _write_key_file(self, keys: Keys) -> None:
+        try:
+            self._key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_key_file(self._key_file, keys)
+        except OSError:  # a home that is read-only, or full: our own notebook finds it elsewhere too
+            self._key_folder = Path(tempfile.mkdtemp(prefix="nbdist-keys-"))
+            self._key_file = self._key_folder / self._key_file.name
+            write_key_file(self._key_file, keys)
 
     def run(self) -> None:
         """Serve until the notebook has gone or says so."""
@@ -252,13 +265,15 @@ class Controller:
     def _remove_files(self) -> None:
         self._log.close()
         self._key_file.unlink(missing_ok=True)
+        if self._key_folder is not None:
+            shutil.rmtree(self._key_folder, ignore_errors=True)
 
     def _patience(self) -> int | None:
         dues = []
         if self._leave_at is not None:
             dues.append(self._leave_at - time.monotonic())
         if self._set is not None and not self._set.up and not self._set.ending:
-            dues.append(self._set.started + _START_LIMIT - time.monotonic())
+            dues.append(self._set.moved + self._set.options.patience - time.monotonic())
         if self._set is not None and self._set.up and (due := self._cells_due(self._set)) is not None:
             dues.append(due - time.monotonic())
         if self._set is not None:
@@ -521,10 +536,20 @@ class Controller:
             infos = [RankInfo(rank.rank, rank.pid, rank.device) for rank in group.ranks.values()]
             serials = next(self._serials) * SERIALS
             self.to_notebook(Started(group.epoch, infos, group.backend, group.notes, serials))
-        elif time.monotonic() > group.started + _START_LIMIT:
+        elif time.monotonic() > group.moved + group.options.patience:
+            where = f"{describe_ranks(missing)} not ready" if group.notes is not None else group.stage
             self._start_failed(
-                f"ranks {missing} were not ready after {_START_LIMIT:.0f} s. Type `%distributed start` to try again."
+                f"the start has made no progress for {group.options.patience:g} s ({where or 'no process came up'}). "
+                f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
+                "the environment to wait longer."
             )
+
+    def _got_on(self, group: _Set, stage: str) -> None:
+        """A start has made progress. `stage` is what it does now."""
+        group.moved = time.monotonic()
+        if stage != group.stage:
+            group.stage = stage
+            self.to_notebook(Progress(stage))
 
     def _check_cells(self) -> None:
         group = self._set
@@ -558,7 +583,7 @@ class Controller:
 
     def _handle_agent(self, message: Message) -> None:
         group = self._set
-        if isinstance(message, (Progress, Look)):
+        if isinstance(message, Look):
             self.to_notebook(message)
             return
         if group is None or getattr(message, "epoch", group.epoch) != group.epoch:
@@ -568,11 +593,14 @@ class Controller:
             rank.print(message)
             if rank.due is not None:
                 group.late.add(rank.rank)
+        elif isinstance(message, Progress):
+            self._got_on(group, message.text)
         elif isinstance(message, Spawned):
             group.ranks[message.rank].pid = message.pid
+            group.moved = time.monotonic()
         elif isinstance(message, Spawning):
             group.notes = message.notes
-            self.to_notebook(Progress("ranks join their group"))
+            self._got_on(group, "ranks join their group")
         elif isinstance(message, SpawnFailed):
             self._start_failed(message.text)
         elif isinstance(message, Exited):
@@ -669,6 +697,7 @@ class Controller:
             )
             return
         rank.ready, rank.device, group.backend = True, message.device, message.backend
+        group.moved = time.monotonic()
 
     def _part_ended(self, reply: Reply) -> None:
         """A cell is over on a rank."""

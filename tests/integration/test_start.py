@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -279,12 +281,43 @@ def test_ranks_start_where_the_notebook_may_open_few_files_but_the_system_allows
     assert outcome.lines == {rank: ["1"] for rank in range(4)}
 
 
-def test_a_runtime_folder_that_can_not_be_written_is_named(kernel: Kernel, tmp_path: Path) -> None:
+def test_without_a_runtime_folder_that_can_be_written_the_keys_lie_in_a_private_folder(
+    kernel: Kernel, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    kernel.ok(f"import os; os.environ['JUPYTER_RUNTIME_DIR'] = {str(tmp_path / 'file' / 'folder')!r}")
+    kernel.ok(f"import nbdist, os; os.environ['JUPYTER_RUNTIME_DIR'] = {str(tmp_path / 'file' / 'folder')!r}")
     kernel.ok("%load_ext nbdist")
-    outcome = kernel.fails("%distributed start -n 1", "SessionBroken", HANG)
-    assert str(tmp_path / "file") in outcome.evalue and "`%distributed start`" in outcome.evalue
-    kernel.ok(f"os.environ['JUPYTER_RUNTIME_DIR'] = {str(tmp_path / 'new')!r}")
+    kernel.ok("%distributed start -n 1", HANG)
+    keys = Path(kernel.value("str(nbdist.get_session()._connection.key_file)"))
+    assert keys.stat().st_mode & 0o777 == 0o600 and keys.parent.stat().st_mode & 0o777 == 0o700
+    assert kernel.ok("%%distributed\nprint(rank)").stdout == "[0] 0\n"
+    kernel.ok("nbdist.get_session()._connection.close()")
+    assert not keys.parent.exists()
+
+
+def test_a_runtime_folder_that_is_not_there_is_made(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.ok(f"import os; os.environ['JUPYTER_RUNTIME_DIR'] = {str(tmp_path / 'new')!r}")
+    kernel.ok("%load_ext nbdist")
     kernel.ok("%distributed start -n 1", HANG)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+# Lets the kernel refuse pidfd_open (434 everywhere), as Linux before 5.3 does.
+WITHOUT_PIDFD = """
+import ctypes, errno, struct
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, 434), (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)]
+steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in code))
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
+program = Program(len(code), ctypes.addressof(steps))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program)) == 0, ctypes.get_errno()
+import nbdist
+try: nbdist.Session(1)
+except nbdist.SessionBroken as error: print(error)
+"""
+
+
+def test_a_system_without_pidfds_is_told_what_is_needed() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_PIDFD], capture_output=True, text=True, check=True)
+    assert "nbdist needs Linux 5.3 or newer with the system call pidfd_open" in done.stdout

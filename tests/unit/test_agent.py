@@ -1,0 +1,121 @@
+"""The agent, with a stand-in for the controller and for the template."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from nbdist.protocol import (
+    AGENT_CONTROL,
+    AnyMessage,
+    Gone,
+    Hello,
+    Keys,
+    Kill,
+    Message,
+    Shutdown,
+    Spawn,
+    Spawned,
+    Spawning,
+    StartOptions,
+    decode,
+    encode,
+    whole,
+)
+
+LIMIT_MS = 30_000
+AGENT = """
+import os, sys
+from nbdist.agent import agent, warm
+from nbdist.processes import allow_many_files
+allow_many_files()
+warm.python_command = lambda module, channel, path: [sys.executable, sys.argv[1], channel]
+agent.run(warm.WarmTemplate(dict(os.environ)), os.getppid())
+"""
+# Says that it has forked what it is asked to fork, and that what it is asked to kill has ended.
+TEMPLATE = """
+import itertools, json, os, socket, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+def say(answer, *descriptors): socket.send_fds(channel, [json.dumps(answer).encode()], descriptors)
+say({"ready": ""})
+pids = itertools.count(10**8)
+while (received := socket.recv_fds(channel, 1 << 16, 4))[0]:
+    request = json.loads(received[0])
+    if "kill" in request:
+        for pid in request["kill"]: say({"exited": pid, "code": -9})
+    else:
+        say({"forked": request["id"], "pid": next(pids)}, received[1][0])
+    for descriptor in received[1]: os.close(descriptor)
+"""
+
+
+class Controller:
+    """What the agent talks to."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        public, secret = zmq.curve_keypair()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.rcvhwm = 0
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.keys = Keys(f"tcp://127.0.0.1:{port}", public, *zmq.curve_keypair())
+
+    def send(self, message: Message) -> None:
+        self._socket.send_multipart([AGENT_CONTROL, encode(message)])
+
+    def messages(self) -> Iterator[AnyMessage]:
+        while True:
+            assert self._socket.poll(LIMIT_MS), "the agent says nothing"
+            identity, *frames = self._socket.recv_multipart()
+            for message in map(decode, whole(frames)):
+                if not isinstance(message, Hello) or identity == AGENT_CONTROL:
+                    yield message
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    """With an agent that has connected."""
+    (tmp_path / "template.py").write_text(TEMPLATE)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    controller = Controller(context)
+    command = [sys.executable, "-c", AGENT, str(tmp_path / "template.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as agent:
+        assert agent.stdin is not None
+        setup = {"keys": controller.keys, "token": b"token", "leftovers": []}
+        agent.stdin.write(msgspec.json.encode(setup) + b"\n")
+        agent.stdin.flush()
+        assert isinstance(next(controller.messages()), Hello)
+        yield controller
+        controller.send(Shutdown())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(10)
+        agent.kill()
+    context.destroy(linger=0)
+
+
+def test_more_ranks_than_the_template_s_channel_has_room_for_are_forked_and_ended(controller: Controller) -> None:
+    count = 1_500
+    controller.send(Spawn(1, _options(count)))
+    spawned = set()
+    for message in controller.messages():
+        if isinstance(message, Spawned):
+            spawned.add(message.rank)
+        if isinstance(message, Spawning):
+            break
+    assert spawned == set(range(count))
+    controller.send(Kill(1, 0.0))
+    assert any(isinstance(message, Gone) for message in controller.messages())
+
+
+def _options(count: int) -> StartOptions:
+    environment = dict(os.environ)
+    return StartOptions(count, environment, cwd="/", sys_path=sys.path, argv=[], umask=0o22, open_files=1024)

@@ -61,6 +61,7 @@ class Monitor:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._nodes: dict[str, NodeSample] = {}
+        self._places: dict[int, str] = {}  # of ranks: the names of their nodes
         self._node_known = threading.Event()
         self._watched: tuple[float, list[RankInfo] | None] = 0.0, None  # what the nodes have been asked for
         self._own_process: _OwnProcess | None = None
@@ -164,6 +165,7 @@ class Monitor:
             return
         self._watched = period, ranks
         self._nodes.clear()
+        self._places.clear()
         self._node_known.clear()
         if session is not None:
             session.traffic.on_look = self._on_look
@@ -206,14 +208,21 @@ class Monitor:
         answers = session.traffic.ask(living, "metrics", timeout=_ANSWER_LIMIT)
         running = session.traffic.running(living)
         nodes = list(self._nodes.values())
-        node = nodes[0].name if nodes else socket.gethostname()
         ranks = [
             _looked_at(info, answers.get(info.rank), running.get(info.rank), session.traffic.dead.get(info.rank))
             for info in session.ranks
         ]
-        ranks = [_named(msgspec.structs.replace(rank, node=node), nodes) for rank in ranks]
+        ranks = [_named(self._placed(rank, nodes), nodes) for rank in ranks]
         cell = max((task.number for task in running.values()), default=0)
         return Sample(at=time.time(), ranks=ranks, nodes=nodes, cell=cell, generation=session.generation)
+
+    def _placed(self, rank: RankSample, nodes: list[NodeSample]) -> RankSample:
+        """The same on the node that it has named, if only in an earlier answer."""
+        if rank.node:
+            self._places[rank.rank] = rank.node
+            return rank
+        likely = nodes[0].name if nodes else socket.gethostname()
+        return msgspec.structs.replace(rank, node=self._places.get(rank.rank, likely))
 
 
 def _looked_at(info: RankInfo, answer: Mapping[str, Any] | None, task: Task | None, died: Died | None) -> RankSample:

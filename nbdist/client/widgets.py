@@ -42,8 +42,15 @@ class WidgetProxies:
             proxy.send(message.data, message.metadata, message.buffers)
 
     def close(self) -> None:
-        """The ranks have gone: what the page still says to them is dropped."""
+        """The ranks have gone: what the page still says to them is dropped, and the kernel forgets them."""
         self._closed = True
+        comms, self._comms = self._comms, {}
+        if comms:
+            import comm
+
+            manager = comm.get_comm_manager()
+            for proxy in comms.values():  # not closed, which would empty what the page shows of it
+                manager.unregister_comm(proxy)
 
     def _open(self, message: WidgetMessage) -> None:
         import comm

@@ -6,6 +6,7 @@ Reads counters only: nothing is initialised by it, and it costs microseconds.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from typing import Any
 
@@ -29,7 +30,7 @@ def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
 def look_at_host(rank: int, inherited: int = 0) -> RankSample:
     """This process now, without its GPU. The arguments are those of `look`."""
     private = max(0, host.anonymous_memory() - inherited)
-    return RankSample(rank=rank, pid=os.getpid(), private=private, step=_steps())
+    return RankSample(rank=rank, node=socket.gethostname(), pid=os.getpid(), private=private, step=_steps())
 
 
 def uses_gpu() -> bool:

@@ -156,3 +156,5 @@ def test_a_widget_of_ranks_that_are_gone_stays_quiet(own_ranks: Kernel) -> None:
     for model in models(outcome, "IntSliderModel"):
         send(own_ranks, model, {"method": "update", "state": {"value": 7}, "buffer_paths": []})
     assert own_ranks.ok("%%distributed\nprint('well')").stdout == "[0] well\n"
+    kept = own_ranks.value("list(__import__('comm').get_comm_manager().comms)")
+    assert not set(models(outcome, "IntSliderModel")) & set(kept)

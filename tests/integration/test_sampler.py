@@ -136,6 +136,14 @@ def test_what_driver_and_ranks_tell_arrives_in_the_notebook(node: Node) -> None:
     assert node.value("all(rank.private > 0 and rank.node == sample.nodes[0].name for rank in sample.ranks)")
 
 
+def test_each_rank_names_its_own_node(node: Node) -> None:
+    node.ok("%%distributed -r 1\nimport socket\nreal, socket.gethostname = socket.gethostname, lambda: 'elsewhere'")
+    node.ok("watch()", "sample = until(gpus)")
+    assert node.value("[rank.node == sample.nodes[0].name for rank in sample.ranks]") == [True, False]
+    assert node.value("sample.ranks[1].node") == "elsewhere"
+    node.ok("%%distributed -r 1\nsocket.gethostname = real")
+
+
 def test_the_first_look_already_knows_the_machine(node: Node) -> None:
     node.ok("watch()", "until(lambda sample: True)")
     assert node.value("len(gpus(seen[0]))") == 2

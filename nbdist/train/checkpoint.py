@@ -27,8 +27,9 @@ from nbdist.errors import CheckpointError, UsageError
 from nbdist.train import meeting
 from nbdist.train.checkpoint_folder import Draft, check_files, find, is_previous, latest, partials, read_manifest
 from nbdist.train.generators import random_digests
-from nbdist.train.saving import Save, Writing, copied, file_of, wait_for_saves_of_all, without_group_warning
+from nbdist.train.saving import Save, Writing, file_of, wait_for_saves_of_all, without_group_warning
 from nbdist.train.snapshot import Restoring, Snapshot, take
+from nbdist.train.staging import copy_to_cpu
 from nbdist.train.state import State, current, rank, world_size
 
 _FOLDER = "checkpoints"
@@ -118,7 +119,10 @@ def save_state(
     snapshot, manifest = _snapshot(state)
     with meeting.together():
         values = _pickled(snapshot.values)
-        tensors = copied(snapshot.tensors, target) if asynchronous else snapshot.tensors
+        tensors = snapshot.tensors
+        if asynchronous:
+            copy_to_cpu(tensors, state.copies)
+            tensors = dict(state.copies)
     draft: Draft | None = None
     with meeting.together():
         if rank() == 0:

@@ -224,11 +224,6 @@ def file_of(number: int) -> str:
     return f"rank-{number:05d}.pt"
 
 
-def copied(tensors: dict[str, torch.Tensor], target: Path) -> dict[str, torch.Tensor]:
-    """Copies in CPU memory, which training does not change."""
-    return FileSystemWriter(target).stage(tensors)
-
-
 @contextlib.contextmanager
 def without_group_warning() -> Iterator[None]:
     """Keep torch from warning that one process saves alone: that is what was asked for."""

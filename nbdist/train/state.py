@@ -124,6 +124,7 @@ class State:
         records: What is known of each optimizer.
         sharded_parts: FSDP's modules in each sharded model.
         replaced: The parameters that now stand for those a model had before it was prepared.
+        copies: The tensors of the last asynchronous save, in CPU memory that the next one uses again.
     """
 
     plan: Plan
@@ -149,6 +150,7 @@ class State:
     records: Any = field(default_factory=weakref.WeakKeyDictionary)
     sharded_parts: Any = field(default_factory=weakref.WeakKeyDictionary)
     replaced: Any = field(default_factory=WeakIdKeyDictionary)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.models, self.optimizers = Living(self.models), Living(self.optimizers)

@@ -291,6 +291,21 @@ def test_the_end_of_the_process_waits_for_a_save(own_ranks: Kernel, tmp_path: Pa
     assert run.counter.count == 0
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_asynchronous_saves_copy_into_the_same_memory(two: Kernel, tmp_path: Path, strategy: str) -> None:
+    """Fresh memory takes longer than the copying, and on a GPU's way it would have to be pinned each time."""
+    places = "[getattr(copy, '_local_tensor', copy).data_ptr() for copy in kept.values()]"
+    code = f"""
+run = Training({strategy!r}).steps(1)
+kept = state.current().copies
+save_state('{tmp_path}/a', asynchronous=True).wait(); first = {places}
+run.steps(1); expected = run.kept()
+save_state('{tmp_path}/b', asynchronous=True).wait(); second = {places}
+run = Training({strategy!r}, seed=7); load_state('{tmp_path}/b')
+len(first) > 10, first == second, equal(run.kept(), expected), len(state.current().copies)"""
+    assert on_ranks(two, code) == "[0-1] (True, True, True, 0)"
+
+
 def test_a_failed_asynchronous_save_tells_its_handle(two: Kernel, tmp_path: Path) -> None:
     full = "import resource\nlimits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))\nrun = Training('ddp', width=512)\n"

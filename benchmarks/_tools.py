@@ -28,7 +28,26 @@ def prepare() -> None:
     """Let this process and the kernels that it starts find nbdist and the tests' kernel, as they stand here."""
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
-    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def gpu() -> str:
+    """Return "cuda". Without a GPU say so and end; with NBDIST_GPU_REHEARSAL=1 return "cpu" instead."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if os.environ.get("NBDIST_GPU_REHEARSAL"):
+        return "cpu"
+    print("no GPU")
+    sys.exit(0)
+
+
+def ranks_for_gpus() -> int:
+    """Return as many ranks as there are GPUs, at least two: they share one."""
+    import torch
+
+    return max(2, torch.cuda.device_count())
 
 
 def size(full: int, small: int) -> int:

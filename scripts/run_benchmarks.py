@@ -29,7 +29,7 @@ END = "<!-- benchmarks end -->"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks/NAME.py (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks/NAME.py (default: all but gpu_*)")
     parser.add_argument("--write", action="store_true", help=f"keep the results in {PAGE.relative_to(ROOT)}")
     parser.add_argument("--once", action="store_true", help="only show that they work: one small round, no figures")
     arguments = parser.parse_args()
@@ -41,7 +41,8 @@ def main() -> int:
             parser.error(f"there is no benchmark {name!r}; there are: {', '.join(available) or 'none'}")
 
     results: dict[str, list[str]] = {}
-    for name in arguments.names or available:
+    usual = [name for name in available if not name.startswith("gpu_")]  # scripts/gpu runs the others
+    for name in arguments.names or usual:
         lines = run(available[name], once=arguments.once)
         if lines is None:
             print(f"{name} failed", file=sys.stderr)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import runpy
 import secrets
 import shutil
 import tempfile
@@ -11,7 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist.devices import visible_gpus
 from tests.harness import MARK, Kernel, files_of_sessions, kernel_with_ranks, processes_of_this_run, wait_until
+
+REHEARSAL = "NBDIST_GPU_REHEARSAL"  # set to 1: tests marked `gpu` that can do with a CPU run there
 
 _shared: list[Kernel] = []
 
@@ -26,6 +32,24 @@ def pytest_configure(config: pytest.Config) -> None:
         path.mkdir(mode=0o700)
         os.environ[name] = str(path)
     tempfile.tempdir = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Without a GPU what needs one is skipped, before any of its fixtures is made."""
+    if item.get_closest_marker("gpu") is None or gpu_works():
+        return
+    if not os.environ.get(REHEARSAL) or "device" not in item.fixturenames:  # type: ignore[attr-defined]
+        pytest.skip("no GPU")
+
+
+@functools.cache
+def gpu_works() -> bool:
+    """Whether this machine has an NVIDIA GPU and this torch is built for it. Imports no torch: that takes seconds."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None or not visible_gpus():
+        return False
+    return runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"] is not None
 
 
 @pytest.hookimpl(trylast=True)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nbdist
 from nbdist.plan import Plan
+from nbdist.train import state
 
 STEPS, BATCH, WIDTH = 5, 2, 6
 RATE = 1e-3
@@ -103,7 +104,7 @@ def train_alone(plan: Plan, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.
 
 def train_by_hand(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
     """With bf16 as PyTorch's tutorials do it: autocast around DDP, a policy under FSDP."""
-    model, _, _ = make(torch.float32)
+    model = make(torch.float32)[0].to(place())
     if plan.strategy == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif plan.strategy != "none":
@@ -119,8 +120,8 @@ def train_by_hand(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
         for number, (x, y) in enumerate(window, 1):
             with exchange(model, number == len(window)):
                 with autocast(plan):
-                    result = model(x)
-                loss = F.mse_loss(result.float(), y)
+                    result = model(x.to(place()))
+                loss = F.mse_loss(result.float(), y.to(place()))
                 (loss / len(window) if len(window) > 1 else loss).backward()
         if plan.clip_grad_norm:
             clip_by_hand(model, plan.clip_grad_norm)
@@ -130,9 +131,14 @@ def train_by_hand(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def place() -> torch.device:
+    """Where this rank computes."""
+    return state.default_device()
+
+
 def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     by_policy = plan.strategy in ("fsdp", "hsdp")
-    return contextlib.nullcontext() if by_policy else torch.autocast("cpu", torch.bfloat16)
+    return contextlib.nullcontext() if by_policy else torch.autocast(place().type, torch.bfloat16)
 
 
 def clip_by_hand(model: nn.Module, limit: float) -> None:
@@ -153,7 +159,7 @@ def windows(batches: list[Any], length: int) -> Iterator[list[Any]]:
 def mesh_of(plan: Plan) -> Any:
     ranks = dist.get_world_size()
     shape = (2, ranks // 2) if plan.strategy == "hsdp" else (ranks,)
-    return dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return dist.init_device_mesh(place().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 @contextlib.contextmanager
@@ -207,4 +213,4 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()

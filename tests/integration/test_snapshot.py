@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.harness import Kernel
 
@@ -16,7 +15,6 @@ def test_without_a_gpu_it_is_said_what_to_use_instead(ranks: Kernel, options: st
     assert "%distributed memory on" in outcome.evalue
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.gpu
 def test_each_rank_writes_a_file_that_names_who_allocated(own_ranks: Kernel, tmp_path: Path) -> None:
     own_ranks.run(f"%cd {tmp_path}\n%distributed snapshot --record")

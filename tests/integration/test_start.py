@@ -194,7 +194,6 @@ def test_ranks_see_the_gpus_that_were_chosen(gpus: Kernel, flags: str, before: s
     assert set(seen) == {visible}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.gpu
 def test_more_ranks_than_gpus_share_them_with_gloo_and_that_is_said(notebook: Kernel) -> None:
     printed = notebook.ok("%distributed start -n 2 --gpus 0", 120.0).stdout
@@ -202,7 +201,6 @@ def test_more_ranks_than_gpus_share_them_with_gloo_and_that_is_said(notebook: Ke
     assert notebook.ok(REDUCE.format(init="x = torch.ones(1, device=device)")).lines == both("[3.0, 3.0, 3.0]")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.gpu
 def test_a_rank_on_a_gpu_of_its_own_uses_nccl_and_leaves_no_memory_after_stop(notebook: Kernel) -> None:
     notebook.ok("%distributed start -n 1", 120.0)

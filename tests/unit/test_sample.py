@@ -131,7 +131,6 @@ def test_without_torchs_own_figure_it_is_not_known() -> None:
     assert non_torch(RankSample(0, pid=7), sample) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.gpu
 def test_torch_and_the_driver_name_a_gpu_alike() -> None:
     kept = torch.ones(1 << 20, device="cuda:0")

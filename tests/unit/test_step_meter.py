@@ -541,8 +541,6 @@ def test_the_processor_has_no_peak_until_one_is_measured(monkeypatch: pytest.Mon
 
 @pytest.mark.gpu
 def test_on_a_gpu_fused_attention_counts_as_the_textbook_does_and_steps_have_its_time() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     model = Gpt().to("cuda", torch.bfloat16)
     optimizer = SGD(model.parameters(), 0.01)
     with Meter() as meter:

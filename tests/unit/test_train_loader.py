@@ -258,7 +258,6 @@ def test_batches_go_to_the_device_as_a_whole() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_come_to_the_gpu_whole(workers: int) -> None:
     data = torch.randn(64, 1 << 14)

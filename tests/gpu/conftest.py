@@ -1,0 +1,74 @@
+"""Sessions for checks on GPUs. One GPU is enough: two ranks share it then; with several each rank has its own.
+
+With NBDIST_GPU_REHEARSAL=1 what asks for a `device` runs on a machine without a GPU, too, on the CPU with gloo: that
+shows that a check itself is right, and nothing of GPUs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import nbdist
+from nbdist.client import workers
+from nbdist.devices import visible_gpus
+from tests.conftest import gpu_works
+from tests.gpu.sharing import ENVIRONMENT, make_group
+
+Record = Callable[[str, object], None]
+
+
+@pytest.fixture(autouse=True)
+def no_warm_processes() -> Iterator[None]:
+    """Sessions of this process keep a controller warm for the next one, as they do in a notebook: end it."""
+    yield
+    workers._close_all()
+
+
+@pytest.fixture
+def device() -> str:
+    """Where a check computes: "cuda", or "cpu" in a rehearsal."""
+    return "cuda" if gpu_works() else "cpu"
+
+
+@pytest.fixture
+def two(device: str) -> Iterator[nbdist.Session]:
+    """Two ranks as a user gets them: with NCCL if each has a GPU of its own, else with gloo."""
+    with nbdist.Session(2) as session:
+        yield session
+
+
+@pytest.fixture
+def nccl(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[nbdist.Session]:
+    """Two ranks with NCCL, on one GPU if there is no other."""
+    for name, setting in ENVIRONMENT.items():
+        monkeypatch.setenv(name, setting)
+    alone = device == "cuda" and len(visible_gpus()) > 1
+    with nbdist.Session(2, init=alone) as session:
+        if not alone:
+            share_the_gpu(session)
+        yield session
+
+
+def share_the_gpu(session: nbdist.Session, seconds: float = 600) -> None:
+    """Make a group with NCCL for ranks that share a GPU, with this time-out; skip where NCCL refuses."""
+    try:
+        make_group(session, seconds)
+    except nbdist.RankError as error:
+        pytest.skip(f"NCCL does not take two ranks on one GPU here: {error}")
+
+
+def values(session: nbdist.Session, code: str, timeout: float | None = None) -> list[Any]:
+    """What the last line of a cell is worth on each rank; `programs` is `tests.gpu.programs` there."""
+    found = session.run(f"from tests.gpu import programs\n{code}", timeout=timeout)
+    return [ast.literal_eval(each.result or "None") for each in found.values()]
+
+
+def value(session: nbdist.Session, code: str, timeout: float | None = None) -> Any:
+    """What the last line is worth, the same on all ranks."""
+    first, *others = values(session, code, timeout)
+    assert all(each == first for each in others), (first, others)
+    return first

@@ -1,0 +1,55 @@
+"""Ranks come up on a GPU, and what the notebook did with CUDA before does not keep them from it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import nbdist
+from tests.gpu.conftest import Record, value, values
+from tests.harness import Kernel
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOUT_GPUS = ("cuda_guard", "nvml", "devices", "template", "memory")
+
+
+def test_two_ranks_compute_on_the_gpu(device: str, record_property: Record) -> None:
+    began = time.perf_counter()
+    with nbdist.Session(2) as session:
+        record_property("started in", f"{time.perf_counter() - began:.2f} s")
+        found = values(session, "import torch\ndevice.type, torch.ones(3, device=device).sum().item()")
+        assert found == [(device, 3.0)] * 2
+        record_property("backend", value(session, "torch.distributed.get_backend_config()"))
+        began = time.perf_counter()
+        session.restart()
+        record_property("restarted in", f"{time.perf_counter() - began:.2f} s")
+        assert value(session, "import torch\ntorch.ones(3, device=device).sum().item()") == 3.0
+
+
+def test_a_launch_works_after_the_notebook_has_used_the_gpu(kernel: Kernel, device: str) -> None:
+    kernel.ok(f"import nbdist, torch\nx = torch.ones(1, device={device!r})")
+    kernel.ok(
+        f"def f(): return torch.ones(1, device={device!r}).item()\n"
+        "found = nbdist.notebook_launcher(f, num_processes=2, start_method='warm')"
+    )
+    assert kernel.value("found") == [1.0, 1.0]
+
+
+def test_a_fork_is_refused_after_the_notebook_has_used_the_gpu(kernel: Kernel) -> None:
+    kernel.ok("import nbdist, torch")
+    kernel.ok("x = torch.ones(1).cuda()")
+    outcome = kernel.run("nbdist.notebook_launcher(lambda: 1, num_processes=2, start_method='fork')")
+    assert outcome.status == "error" and "CUDA was initialised" in outcome.evalue and "cell 2" in outcome.evalue
+
+
+def test_unit_tests_about_gpus_pass_with_this_torch(tmp_path: Path) -> None:
+    files = [f"tests/unit/test_{name}.py" for name in ABOUT_GPUS]
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider"]
+    done = subprocess.run([*pytest_here, *files], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

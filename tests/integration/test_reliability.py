@@ -1,0 +1,101 @@
+"""docs/reliability.md: after each of these cells the next one works, or the death of a rank is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from nbdist import Session
+from tests.cell_fuzz import RANKS, CellFuzz
+from tests.conftest import shared_kernel
+from tests.harness import Kernel, both
+from tests.odd_cells import DIES, FAILS, ODD_CELLS, OddCell
+from tests.roles import revive
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+SEED = int(os.environ.get("NBDIST_TEST_SEED", "2026"))
+CELLS = 2_000
+PER_SESSION = 500
+
+NEXT = """%%distributed
+import torch, torch.distributed as dist
+total = torch.tensor([float(rank + 1)], device=device)
+dist.all_reduce(total)
+print('sum', total.item(), 'kept', kept)
+"""
+SIGNALS = [odd for odd in ODD_CELLS if "interrupts" in odd.name]
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    with shared_kernel(2) as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def fresh(kernel: Kernel, tmp_path: Path) -> Kernel:
+    """Two ranks that know `kept` and `path`, and nothing of the cells before."""
+    revive(kernel)
+    kernel.ok(f"%%distributed\nkept, path = 7, {str(tmp_path)!r}")
+    return kernel
+
+
+def leaves_something(odd: OddCell) -> bool:
+    return bool(odd.remains) and not odd.remains.startswith("nothing")
+
+
+@pytest.mark.parametrize("odd", [odd for odd in ODD_CELLS if odd.outcome != DIES], ids=lambda odd: odd.name)
+def test_the_cell_after_an_odd_one_works(odd: OddCell, fresh: Kernel) -> None:
+    outcome = fresh.run(f"%%distributed\n{odd.code}")
+    assert bool(outcome.ename) == (odd.outcome == FAILS), str(outcome)
+    assert odd.shown in outcome.traceback
+    if odd.name == "reset":
+        fresh.ok("%%distributed\nkept = 7")
+    assert fresh.ok(NEXT).lines == both("sum 3.0 kept 7")
+    if leaves_something(odd):
+        fresh.ok("%distributed restart")
+
+
+@pytest.mark.parametrize("odd", [odd for odd in ODD_CELLS if odd.outcome == DIES], ids=lambda odd: odd.name)
+def test_a_cell_that_ends_a_rank_says_how_and_the_other_keeps_its_variables(odd: OddCell, fresh: Kernel) -> None:
+    outcome = fresh.fails(f"%%distributed\n{odd.code}", "RankDied")
+    assert odd.shown in outcome.evalue
+    assert fresh.ok("%%distributed -r 1\nprint(kept)").lines == {1: ["7"]}
+
+
+@pytest.mark.parametrize("odd", SIGNALS, ids=lambda odd: odd.name)
+def test_a_cell_after_one_that_tampered_with_interrupts_can_be_interrupted(odd: OddCell, fresh: Kernel) -> None:
+    fresh.ok(f"%%distributed\n{odd.code}")
+    cell = fresh.start("%%distributed\nprint('go')\nwhile True:\n    pass")
+    cell.wait_until(lambda seen: seen.lines == both("go"), "both ranks at it")
+    fresh.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+
+
+def test_the_page_has_a_row_for_each_odd_cell() -> None:
+    rows = PAGE.read_text(encoding="utf-8")
+    missing = [row for odd in ODD_CELLS if (row := row_of(odd)) not in rows]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    named = re.findall(r"`((?:\w+/)*\w+\.py)`", PAGE.read_text(encoding="utf-8"))
+    tests = PAGE.parents[1] / "tests"
+    missing = [name for name in named if not list(tests.rglob(name.rpartition("/")[2]))]
+    assert named and not missing, missing
+
+
+def row_of(odd: OddCell) -> str:
+    """The row of the page's table for an odd cell."""
+    return f"| {odd.situation} | {odd.outcome} | {odd.remains or 'nothing'} |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, CELLS, PER_SESSION))
+def test_random_cells_leave_ranks_that_work(first: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, Session(RANKS) as session:
+        CellFuzz(session, SEED + first, Path(folder)).run(PER_SESSION)

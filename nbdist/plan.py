@@ -48,6 +48,8 @@ class Plan:
         shard_by: What FSDP shards as one block: a class name, several, a function of a module; None: found.
         reshard: FSDP: whether parameters are freed after forward; None: torch's default.
         prefetch: FSDP: how many blocks are gathered ahead; 0: as torch does.
+        exchange: FSDP: which micro-batch of a window exchanges gradients: the "last", until which each rank keeps whole
+            ones, or "each", so that it keeps shards, and more is sent.
         offload: FSDP: whether parameters, gradients and optimizer state live in CPU memory.
         replicas: HSDP: how many groups hold the whole model; None: one for each node.
         local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, but no gradients;
@@ -82,6 +84,7 @@ class Plan:
     shard_by: str | tuple[str, ...] | Callable[[Any], bool] | None = None
     reshard: bool | None = None
     prefetch: int = 0
+    exchange: Literal["last", "each"] = "last"
     offload: bool = False
     replicas: int | None = None
     local_sgd_steps: int = 0

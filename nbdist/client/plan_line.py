@@ -174,6 +174,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "shard_by": ("CLASS", "what a block is: Block or Block,Head, or none: found"),
         "reshard": ("", "free parameters after forward"),
         "prefetch": ("N", "blocks that are gathered ahead"),
+        "exchange": ("", "gradients in each micro-batch (less memory), or in the last (less traffic)"),
         "offload": ("", "keep parameters, gradients and optimizer state in CPU memory"),
         "replicas": ("N", "hsdp: groups that hold the whole model, or none: nodes"),
     },

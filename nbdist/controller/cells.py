@@ -28,7 +28,7 @@ from nbdist.protocol import (
     Returned,
 )
 
-_DEATH_GRACE = 0.15  # seconds until the survivors of a death count as stuck
+_DEATH_GRACE = 0.03  # seconds until the survivors of a death count as stuck
 
 
 @dataclass

@@ -18,6 +18,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "strategy": ("none", "ddp", "fsdp", "hsdp"),
     "precision": ("fp32", "bf16", "fp16", "fp8"),
     "fp8_recipe": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    "exchange": ("last", "each"),
     "activation_checkpointing": ("none", "full", "selective", "selective-half"),
     "comm_hook": ("none", "fp16", "bf16", "powersgd", "batched_powersgd"),
 }
@@ -54,6 +55,7 @@ OWNERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "shard_by": (SHARDED, "nothing is split into blocks otherwise"),
     "reshard": (SHARDED, "nothing is gathered otherwise"),
     "prefetch": (SHARDED, "nothing is gathered otherwise"),
+    "exchange": (SHARDED, "whole gradients are kept otherwise, whenever they are exchanged"),
     "offload": (SHARDED, "PyTorch moves only shards to the CPU"),
     "replicas": (("hsdp",), "only hsdp has groups of ranks that hold the whole model"),
 }

@@ -86,7 +86,8 @@ def _precision(plan: Plan) -> str:
 
 
 def _accumulate(plan: Plan, kind: str) -> str:
-    sent = "" if plan.strategy == "none" else "; gradients are exchanged in the last of them only"
+    when = "each of them" if plan.exchange == "each" else "the last of them only"
+    sent = "" if plan.strategy == "none" else f"; gradients are exchanged in {when}"
     return f"an optimizer step every {plan.accumulate} micro-batches{sent}"
 
 
@@ -129,6 +130,12 @@ def _reshard(plan: Plan, kind: str) -> str:
     return "parameters stay gathered from forward to backward: less traffic, more memory"
 
 
+def _exchange(plan: Plan, kind: str) -> str:
+    if plan.accumulate == 1:
+        return "nothing to do: each micro-batch makes a step"
+    return "between micro-batches ranks keep shards of gradients, not whole ones: less memory, more traffic"
+
+
 def _tf32(plan: Plan, kind: str) -> str:
     if not plan.tf32:
         return "float32 matrix products are exact"
@@ -165,6 +172,7 @@ _TELLERS: dict[str, str | Teller] = {
     "shard_by": _blocks,
     "reshard": _reshard,
     "prefetch": lambda plan, kind: f"blocks are gathered {plan.prefetch} ahead of the one that computes",
+    "exchange": _exchange,
     "offload": _on_gpus("parameters, gradients and optimizer state live in CPU memory, where the optimizer steps"),
     "local_sgd_steps": lambda plan, kind: (
         f"parameters are averaged every {plan.local_sgd_steps} steps, gradients never"

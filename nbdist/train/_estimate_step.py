@@ -72,6 +72,7 @@ class Step:
         batch: One micro-batch.
         loss: As the task says.
         micro_batches: How often forward and backward are made in a step.
+        exchanges_each: Whether gradients are exchanged in each of them.
         keeps_gradients: Whether gradients stay between steps.
         between: Called between two micro-batches.
     """
@@ -81,6 +82,7 @@ class Step:
     batch: Any
     loss: Callable[..., Any] | None
     micro_batches: int
+    exchanges_each: bool
     keeps_gradients: bool
     between: Callable[[], object] = field(default=lambda: None)
 
@@ -89,7 +91,7 @@ class Step:
             if number:
                 self.between()
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(number == self.micro_batches - 1)
+                self.model.set_requires_gradient_sync(self.exchanges_each or number == self.micro_batches - 1)
             self.forward().backward()
         self.optimizer.step()
 
@@ -140,6 +142,7 @@ def make_step(task: Task, state: training.State, setting: Setting) -> Step:
         batch,
         task.loss,
         micro_batches=min(plan.accumulate, 2),  # one that finds no gradients, and one that does
+        exchanges_each=plan.exchange == "each",
         keeps_gradients=strategies.strategy_in_effect(plan) == "ddp" and plan.gradient_as_bucket_view,
     )
 

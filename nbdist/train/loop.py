@@ -59,9 +59,9 @@ def backward(loss: torch.Tensor, **kwargs: Any) -> None:
 def accumulate(*models: nn.Module) -> Iterator[None]:
     """Around one micro-batch: the optimizer steps at the end of each window of the plan's `accumulate` of them.
 
-    Inside of a window gradients are not exchanged, and the prepared optimizers' `step` and `zero_grad` and the
-    schedulers' `step` do nothing. The last window of a pass over a prepared loader may be shorter; its gradients are
-    the mean over its own length.
+    Inside of a window gradients are not exchanged, unless the plan's `exchange` is "each", and the prepared optimizers'
+    `step` and `zero_grad` and the schedulers' `step` do nothing. The last window of a pass over a prepared loader may
+    be shorter; its gradients are the mean over its own length.
 
     Args:
         models: The models that are trained in it; all prepared ones by default.
@@ -79,7 +79,7 @@ def accumulate(*models: nn.Module) -> Iterator[None]:
     _begin_micro_batch(state)
     chosen = models or tuple(state.models)
     try:
-        with nullcontext() if state.sync_gradients else _without_exchange(chosen):
+        with nullcontext() if state.sync_gradients or state.plan.exchange == "each" else _without_exchange(chosen):
             yield
     except Exception:
         _end_micro_batch(state)  # caught by the user, ranks are still at the same micro-batch

@@ -76,16 +76,19 @@ def _candidates(plan: Plan, world_size: int, offloads: bool) -> Iterator[Plan]:
     else:
         yield plan.replace(**own_settings(plan, "ddp"))
     sharded = plan.replace(**own_settings(plan, "fsdp") | {"offload": False})
+    lean = sharded.replace(exchange="each") if plan.accumulate > 1 else sharded
     if world_size > 1:
-        yield sharded
-        yield sharded.replace(**checkpointing)
+        yield from dict.fromkeys((sharded, lean))
+        yield lean.replace(**checkpointing)
     if offloads:
-        yield sharded.replace(offload=True)
-        yield sharded.replace(offload=True, **checkpointing)
+        yield lean.replace(offload=True)
+        yield lean.replace(offload=True, **checkpointing)
 
 
 def _name(plan: Plan) -> str:
     extras = []
+    if plan.exchange == "each":
+        extras.append("gradients exchanged in each micro-batch")
     if plan.activation_checkpointing != "none":
         extras.append(f"activation checkpointing {plan.activation_checkpointing}")
     if plan.offload:

@@ -273,12 +273,12 @@ def _move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:
-    moved = parameter.detach().to(device)
-    wraps = is_traceable_wrapper_subclass(parameter)
-    if wraps:  # as fp8 weights are: `data` of these leaves what is inside where it was
-        torch.utils.swap_tensors(parameter, nn.Parameter(moved, parameter.requires_grad))
+    moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+    is_wrapper: bool = is_traceable_wrapper_subclass(moved)
+    if is_wrapper:  # as fp8 weights are: setting `data` of these leaves what is inside where it was
+        torch.utils.swap_tensors(parameter, moved)
     else:
-        parameter.data = moved
+        parameter.data = moved.data
 
 
 def _separable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

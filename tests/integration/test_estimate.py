@@ -31,6 +31,7 @@ SETTINGS = [
     {"strategy": "ddp"},
     {"strategy": "fsdp"},
     {"strategy": "fsdp", "precision": "bf16", "activation_checkpointing": "full", "accumulate": 2},
+    {"strategy": "fsdp", "accumulate": 2, "exchange": "each"},
 ]
 
 pytestmark = pytest.mark.torch_private
@@ -106,6 +107,12 @@ def test_checkpointed_models_of_transformers_keep_less_the_less_is_saved() -> No
     estimates = estimate_each(lambda: LlamaForCausalLM(config), {"input_ids": (8, 256)}, plans, world_size=2)
     totals = [found.total for found in estimates]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(kinds)
+
+
+def test_gradients_that_are_exchanged_in_each_micro_batch_are_kept_as_shards() -> None:
+    plans = [Plan(strategy="fsdp", accumulate=4, exchange=exchange) for exchange in ("last", "each")]  # type: ignore[arg-type]
+    last, each = estimate_each(Mlp(256, 8), (8, 256), plans, world_size=8)
+    assert last.total - each.total > 6 * each.gradients_whole  # of the eight parts seven are others'
 
 
 def test_dropout_on_a_gpu_keeps_one_byte_for_each_element() -> None:

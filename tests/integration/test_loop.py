@@ -174,12 +174,12 @@ told, bool(nbdist.check(model))"""
 
 
 @pytest.mark.torch_private
-@pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp"])
-def test_what_an_interrupted_window_has_gathered_is_in_no_later_step(ranks: Kernel, strategy: str) -> None:
+@pytest.mark.parametrize("settings", ["'none'", "'ddp'", "'fsdp'", "'fsdp', exchange='each'"])
+def test_what_an_interrupted_window_has_gathered_is_in_no_later_step(ranks: Kernel, settings: str) -> None:
     """FSDP keeps it where `zero_grad` does not come to."""
     code = f"""
 def run(interrupted):
-    model, optimizer = prepared({strategy!r}, accumulate=2)
+    model, optimizer = prepared({settings}, accumulate=2)
     try:
         with nbdist.accumulate(model):
             if interrupted: nbdist.backward(model(batch(rank)).square().mean() * 100); raise KeyboardInterrupt

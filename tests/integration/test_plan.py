@@ -284,10 +284,11 @@ MODEL = """
 import torch
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
 batch = torch.zeros(8, 512)
-def propose(memory, world_size=2):
+def propose(memory, world_size=2, **settings):
     from nbdist.plan import Plan
     from nbdist.train.propose import propose
-    found = propose(model, batch, Plan(precision="bf16", bucket_mb=5), world_size=world_size, memory=memory)
+    plan = Plan(precision="bf16", bucket_mb=5, **settings)
+    found = propose(model, batch, plan, world_size=world_size, memory=memory)
     return found["plan"] and Plan.from_json(found["plan"]), [name for name, _ in found["tried"]]
 """
 
@@ -307,6 +308,17 @@ def test_strategies_are_tried_in_the_order_of_what_they_cost(plain: Kernel) -> N
         None,
         ["ddp", "fsdp", "fsdp + activation checkpointing full"],
     )
+
+
+def test_with_accumulation_exchanging_gradients_in_each_micro_batch_is_tried_before_more_work(plain: Kernel) -> None:
+    tried = "propose(1, accumulate=2)[1]"
+    plain.ok(f"%%distributed -r 0\n{MODEL}\ntried = {tried}")
+    assert plain.value("nbdist.get_session().pull('tried', 0)") == [
+        "ddp",
+        "fsdp",
+        "fsdp + gradients exchanged in each micro-batch",
+        "fsdp + gradients exchanged in each micro-batch + activation checkpointing full",
+    ]
 
 
 def test_a_proposal_keeps_all_other_settings(plain: Kernel) -> None:

@@ -37,6 +37,14 @@ def test_ranks_train_as_one_process_does(
     assert max(distances) < limit
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_ranks_that_exchange_gradients_in_each_micro_batch_train_as_one_process_does(
+    some_ranks: Kernel, strategy: str
+) -> None:
+    plan = f"equality.plan_of({strategy!r}, 3, True, exchange='each')"
+    assert max(on_ranks(some_ranks, "distance_from_one_process", f"{plan}, 'float64'")) < 1e-12
+
+
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -42,6 +42,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "shard_by": {"strategy": "fsdp", "shard_by": ("Block", "Head")},
     "reshard": {"strategy": "fsdp", "reshard": False},
     "prefetch": {"strategy": "fsdp", "prefetch": 2},
+    "exchange": {"strategy": "fsdp", "exchange": "each"},
     "offload": {"strategy": "fsdp", "offload": True},
     "replicas": {"strategy": "hsdp", "replicas": 2},
     "local_sgd_steps": {"local_sgd_steps": 8},

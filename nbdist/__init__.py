@@ -60,15 +60,29 @@ if TYPE_CHECKING:
     from nbdist.train.data import prepare_loader, skip_first_batches
     from nbdist.train.environment import set_seed
     from nbdist.train.estimate import estimate
-    from nbdist.train.gradients import clip_grad_norm_, clip_grad_value_
+    from nbdist.train.gradients import clip_grad_norm_, clip_grad_value_, unscale_gradients
     from nbdist.train.local_sgd import LocalSGD
-    from nbdist.train.loop import accumulate, backward, join_uneven_inputs, sync_gradients, unwrap
+    from nbdist.train.loop import (
+        accumulate,
+        backward,
+        join_uneven_inputs,
+        no_sync,
+        optimizer_step_was_skipped,
+        sync_gradients,
+        unwrap,
+    )
     from nbdist.train.memory import find_executable_batch_size, free_memory
     from nbdist.train.model_files import load_model, save_model
+    from nbdist.train.place import device as device
+    from nbdist.train.place import local_process_index as local_process_index
+    from nbdist.train.place import num_processes as num_processes
+    from nbdist.train.place import process_index as process_index
+    from nbdist.train.place import split_batches as split_batches
     from nbdist.train.precision import autocast
     from nbdist.train.prepare import prepare
+    from nbdist.train.rank_logger import get_logger
     from nbdist.train.replicas import check, sync
-    from nbdist.train.trackers import end_training, init_trackers, log
+    from nbdist.train.trackers import end_training, get_tracker, init_trackers, log
     from nbdist.train.turns import (
         check_trigger,
         is_last_process,
@@ -76,7 +90,10 @@ if TYPE_CHECKING:
         is_main_process,
         local_main_process_first,
         main_process_first,
+        on_local_main_process,
         on_main_process,
+        on_process,
+        save,
         set_trigger,
         split_between_processes,
         wait_for_everyone,
@@ -84,7 +101,7 @@ if TYPE_CHECKING:
     from nbdist.train.turns import print as print
 
 __version__ = "0.1.0"
-__all__ = [  # not `print`: a star import would take Python's away
+__all__ = [  # not `print`: a star import would take Python's away; nor what is looked up when it is read, as `device`
     "CheckpointError",
     "InteractionError",
     "LaunchError",
@@ -123,7 +140,9 @@ __all__ = [  # not `print`: a star import would take Python's away
     "gather",
     "gather_for_metrics",
     "gather_object",
+    "get_logger",
     "get_session",
+    "get_tracker",
     "history",
     "init_trackers",
     "is_last_process",
@@ -136,13 +155,18 @@ __all__ = [  # not `print`: a star import would take Python's away
     "local_main_process_first",
     "log",
     "main_process_first",
+    "no_sync",
     "notebook_launcher",
+    "on_local_main_process",
     "on_main_process",
+    "on_process",
+    "optimizer_step_was_skipped",
     "pad_across_processes",
     "prepare",
     "prepare_loader",
     "reduce",
     "register_for_checkpointing",
+    "save",
     "save_model",
     "save_state",
     "set_seed",
@@ -151,6 +175,7 @@ __all__ = [  # not `print`: a star import would take Python's away
     "split_between_processes",
     "sync",
     "sync_gradients",
+    "unscale_gradients",
     "unwrap",
     "wait_for_everyone",
 ]
@@ -193,12 +218,15 @@ _MODULES = {
     "nbdist.train.gradients": (
         "clip_grad_norm_",
         "clip_grad_value_",
+        "unscale_gradients",
     ),
     "nbdist.train.local_sgd": ("LocalSGD",),
     "nbdist.train.loop": (
         "accumulate",
         "backward",
         "join_uneven_inputs",
+        "no_sync",
+        "optimizer_step_was_skipped",
         "sync_gradients",
         "unwrap",
     ),
@@ -210,14 +238,23 @@ _MODULES = {
         "load_model",
         "save_model",
     ),
+    "nbdist.train.place": (
+        "device",
+        "local_process_index",
+        "num_processes",
+        "process_index",
+        "split_batches",
+    ),
     "nbdist.train.precision": ("autocast",),
     "nbdist.train.prepare": ("prepare",),
+    "nbdist.train.rank_logger": ("get_logger",),
     "nbdist.train.replicas": (
         "check",
         "sync",
     ),
     "nbdist.train.trackers": (
         "end_training",
+        "get_tracker",
         "init_trackers",
         "log",
     ),
@@ -228,8 +265,11 @@ _MODULES = {
         "is_main_process",
         "local_main_process_first",
         "main_process_first",
+        "on_local_main_process",
         "on_main_process",
+        "on_process",
         "print",
+        "save",
         "set_trigger",
         "split_between_processes",
         "wait_for_everyone",

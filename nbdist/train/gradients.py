@@ -18,6 +18,7 @@ from nbdist.train import precision
 from nbdist.train import state as training
 from nbdist.train.state import State
 
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
@@ -61,6 +62,33 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     _make_whole(state, chosen)
     for gradient in _gradients(chosen):
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_value, clip_value)
+
+
+def unscale_gradients(optimizer: Optimizers = None) -> None:
+    """Bring gradients back to those of the loss under fp16, as to look at them; clipping does so by itself.
+
+    Does nothing inside an accumulation window, nor in another precision.
+
+    Args:
+        optimizer: A prepared optimizer, several, or None for all of them.
+
+    Raises:
+        UsageError: An optimizer was not prepared.
+    """
+    state = training.current()
+    listed = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    chosen = list(state.optimizers if listed is None else listed)
+    for each in chosen:
+        if each not in state.optimizers:
+            raise UsageError(
+                f"unscale_gradients was given a {type(each).__name__} that was not prepared: type "
+                "optimizer = nbdist.prepare(optimizer) first"
+            )
+    if state.scaler is None or not state.sync_gradients:
+        return
+    finish_window(state)
+    for each in chosen:
+        precision.unscale(state, each)
 
 
 def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

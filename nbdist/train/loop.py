@@ -26,14 +26,25 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.errors import UsageError
 from nbdist.train import precision
 from nbdist.train import state as training
+from nbdist.train.flags import Flag
 from nbdist.train.gradients import parameters_of
 from nbdist.train.state import Living, State
 from nbdist.train.unexchanged import drop_unexchanged, parameter_groups
 
 
+@Flag
 def sync_gradients() -> bool:
-    """Whether the micro-batch at hand ends with an optimizer step; behind `accumulate`, whether the last one did."""
+    """Whether the micro-batch at hand ends with an optimizer step; behind `accumulate`, whether the last one did.
+
+    Without parentheses, too: `if nbdist.sync_gradients:`.
+    """
     return training.current().sync_gradients
+
+
+@Flag
+def optimizer_step_was_skipped() -> bool:
+    """Whether the last step of a prepared optimizer was not made, as a gradient was infinite or no number (fp16)."""
+    return any(record.skipped for record in training.current().records.values())
 
 
 def backward(loss: torch.Tensor, **kwargs: Any) -> None:
@@ -116,6 +127,16 @@ def _begin_micro_batch(state: State) -> None:
 def _end_micro_batch(state: State) -> None:
     if state.sync_gradients:
         state.micro_step, state.window = 0, 1
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep the gradients of a prepared model on each rank: the next backward outside exchanges them with its own.
+
+    Optimizers step as usual. For windows of micro-batches `accumulate` is simpler.
+    """
+    with _without_exchange([model]):
+        yield
 
 
 @contextmanager

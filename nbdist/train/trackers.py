@@ -45,6 +45,7 @@ class _Csv:
             self._log = CsvLog(path, ["step"])
         except ValueError as error:
             raise UsageError(f"{path} is no log that can be continued: {error}; give the run another name") from error
+        self.tracker = self._log
         if config:
             text = json.dumps(dict(config), indent=1, default=str)
             (folder / f"{name}.config.json").write_text(text, encoding="utf-8")
@@ -62,7 +63,7 @@ class _TensorBoard:
     def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / name))
+        self.tracker = self._writer = SummaryWriter(str(folder / name))
         if config:
             self._writer.add_text("config", f"```json\n{json.dumps(dict(config), indent=1, default=str)}\n```")
 
@@ -78,7 +79,7 @@ class _TensorBoard:
 class _Wandb:
     def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = _library("wandb").init(name=name, config=dict(config), dir=str(folder))
+        self.tracker = self._run = _library("wandb").init(name=name, config=dict(config), dir=str(folder))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -89,7 +90,7 @@ class _Wandb:
 
 class _MLflow:
     def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
-        self._mlflow = _library("mlflow")
+        self.tracker = self._mlflow = _library("mlflow")
         self._mlflow.start_run(run_name=name)
         self._mlflow.log_params(dict(flatten(config)))
 
@@ -102,7 +103,7 @@ class _MLflow:
 
 class _Comet:
     def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
-        self._experiment = _library("comet_ml").start()
+        self.tracker = self._experiment = _library("comet_ml").start()
         self._experiment.set_name(name)
         self._experiment.log_parameters(dict(flatten(config)))
 
@@ -121,6 +122,7 @@ _KINDS: dict[str, tuple[type, str, str]] = {  # class, module that it needs, wha
     "comet": (_Comet, "comet_ml", "comet_ml"),
 }
 _trackers: list[Tracker] | None = None
+_names: list[str] = []  # of the trackers of the run, on all ranks
 _told: set[str] = set()  # names whose values are no numbers, as was said
 
 
@@ -161,6 +163,7 @@ def init_trackers(
         _close_all(begun)
         raise
     _trackers = begun
+    _names[:] = [kind if isinstance(kind, str) else type(kind).__name__ for kind in wanted]
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:
@@ -182,6 +185,42 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     at = current().steps if step is None else int(step)
     for tracker in _trackers if numbers_only else ():
         tracker.log(numbers_only, at)
+
+
+def get_tracker(name: str, unwrap: bool = False) -> Any:
+    """A tracker of the run, for what it can do beyond numbers: images, tables, files.
+
+    >>> nbdist.get_tracker("tensorboard", unwrap=True).add_histogram("weights", weights, step)
+
+    Args:
+        name: "csv", "tensorboard", "wandb", "mlflow" or "comet"; of a tracker of your own its class's name.
+        unwrap: Whether to give the library's own object: a SummaryWriter, a run of W&B, ...
+
+    Returns:
+        It on rank 0; on the other ranks something that takes any call and does nothing.
+
+    Raises:
+        UsageError: The run has no such tracker.
+    """
+    if name not in _names:
+        known = ", ".join(_names) or "none"
+        raise UsageError(f"no tracker named {name!r} in this run (there are: {known}): name it in init_trackers(to=)")
+    if rank() != 0 or _trackers is None:
+        return _Silent()
+    tracker = _trackers[_names.index(name)]
+    return getattr(tracker, "tracker", tracker) if unwrap else tracker
+
+
+class _Silent:
+    """Takes any call, as the trackers of ranks that write nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
 
 
 def end_training() -> None:
@@ -244,6 +283,7 @@ def _refuse_unknown(kind: Any) -> None:
 def _close() -> None:
     global _trackers
     begun, _trackers = _trackers or [], None
+    _names.clear()
     _close_all(begun)
 
 

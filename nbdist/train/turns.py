@@ -18,6 +18,7 @@ import torch.distributed as dist
 from nbdist.errors import UsageError
 from nbdist.train import collectives
 from nbdist.train import state as training
+from nbdist.train.flags import Flag
 from nbdist.train.nested import with_items
 from nbdist.train.participants import refuse_partial
 from nbdist.train.process_group import ensure_group
@@ -26,18 +27,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@Flag
 def is_main_process() -> bool:
-    """Whether this is rank 0."""
+    """Whether this is rank 0. Without parentheses, too: `if nbdist.is_main_process:`."""
     return _rank() == 0
 
 
+@Flag
 def is_local_main_process() -> bool:
-    """Whether this is the first rank of its node."""
-    return _local_rank() == 0
+    """Whether this is the first rank of its node. Without parentheses, too."""
+    return local_rank() == 0
 
 
+@Flag
 def is_last_process() -> bool:
-    """Whether this is the rank with the highest number."""
+    """Whether this is the rank with the highest number. Without parentheses, too."""
     ensure_group()
     return _rank() == training.world_size() - 1
 
@@ -47,19 +51,60 @@ def _rank() -> int:
     return training.rank()
 
 
-def _local_rank() -> int:
+def local_rank() -> int:
+    """This process's rank on its node."""
     rank = _rank()
     return int(os.environ.get("LOCAL_RANK", rank)) if training.world_size() > 1 else 0
 
 
 def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
     """Let a function run on rank 0 only; elsewhere it does nothing and returns None."""
+    return _where(is_main_process, function)
 
+
+def on_local_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Let a function run on the first rank of each node only; elsewhere it does nothing and returns None."""
+    return _where(is_local_main_process, function)
+
+
+def on_process(function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
+    """Let a function run on one rank only; elsewhere it does nothing and returns None.
+
+    >>> @nbdist.on_process(process_index=2)
+    ... def show(): ...
+    """
+    if function is None:
+        return functools.partial(on_process, process_index=process_index)
+    return _where(lambda: _rank() == process_index, function)
+
+
+def _where(is_here: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if is_main_process() else None
+        return function(*args, **kwargs) if is_here() else None
 
     return wrapped
+
+
+def save(
+    thing: Any, path: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Save an object on rank 0 only, by `torch.save`. May be called on any rank.
+
+    Args:
+        thing: Anything that can be pickled; a dict of whole tensors with `safe_serialization`.
+        path: The file.
+        save_on_each_node: Whether the first rank of each node saves, where nodes share no file system.
+        safe_serialization: Whether it is written as safetensors, which need no trust to be read.
+    """
+    if not (is_local_main_process() if save_on_each_node else is_main_process()):
+        return
+    if safe_serialization:
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.contiguous() for name, tensor in thing.items()}, path)
+    else:
+        torch.save(thing, path)
 
 
 def print(*args: Any, **kwargs: Any) -> None:

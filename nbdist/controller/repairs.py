@@ -157,7 +157,8 @@ class Repairs:
         if waiting.said and not rest:
             text = f"waited {now - waiting.since:.0f} s for {who}, then was dropped"
             self._wires.to_notebook(Remark(message.serial, text, "watch"))
-        failure = Failure("KeyboardInterrupt", f"the cell had not begun: it waited for {who}", "", now)
+        text = f"the cell had not begun: it waited for {who}"
+        failure = Failure("KeyboardInterrupt", text, "", now, kind="interrupted")
         for rank in dropped:
             self._wires.to_notebook(Reply(message.serial, rank, "interrupted", failure))
 

@@ -88,8 +88,10 @@ class Collectives:
             return
 
         def helper(*args: Any, **kwargs: Any) -> Any:
-            name = kwargs.get("group_name", args[5] if len(args) > 5 else "")
-            with self._created(str(name)):
+            name = str(kwargs.get("group_name", args[5] if len(args) > 5 else ""))
+            self._groups.pop(name, None)  # an earlier group of this name has been destroyed
+            self._cut.discard(name)
+            with self._created(name):
                 return original(*args, **kwargs)
 
         c10d._new_process_group_helper = helper

@@ -214,3 +214,14 @@ def test_a_program_for_tensor_parallelism_trains_alike_on_all_ranks(ranks: Kerne
 def test_a_program_for_accelerate_counts_each_sample_once(ranks: Kernel, tmp_path: Path) -> None:
     for _ in range(2):
         assert run(ranks, f"with_accelerate.py --folder {tmp_path}")[0][-1].endswith("of 50 right on 2 processes")
+
+
+@pytest.mark.torch_private
+def test_a_group_that_is_made_again_after_a_failure_is_whole(ranks: Kernel) -> None:
+    """Nothing that was known of the destroyed group, which had been cut, holds for the new one."""
+    code = "import torch, torch.distributed as dist\nif rank == 0: 1/0\ndist.all_reduce(torch.ones(1))"
+    for _ in range(2):
+        ranks.fails(f"%%distributed\n{code}", "RankError")
+        ranks.ok("%%distributed\ndist.destroy_process_group()")
+        for _ in range(2):
+            assert {lines[-1] for lines in ranks.ok(f"%%distributed\n{SUM}").lines.values()} >= {"2.0"}

@@ -302,13 +302,17 @@ class StateOfRank0:
 
     @torch.no_grad()
     def fill(self, targets: Targets) -> None:
-        """Rank 0 sends whole tensors, in the types that they get."""
-        device = training.default_device()
+        """Rank 0 sends whole tensors, in the types that they get: all of them even if it fails, as others wait."""
+        failure: Exception | None = None
         for name, target in targets:
-            if training.rank() == 0:
-                whole = self._tensors[name].detach().to(device, target.dtype).contiguous()
-            else:
-                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+            whole = torch.empty(target.shape, dtype=target.dtype, device=training.default_device())
+            try:
+                if training.rank() == 0 and failure is None:
+                    whole.copy_(self._tensors[name])
+            except Exception as error:
+                failure = error
             if training.world_size() > 1:
                 dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0)  # every backend can send bytes
             copy_part(whole, target)
+        if failure is not None:
+            raise failure

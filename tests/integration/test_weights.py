@@ -110,6 +110,15 @@ def test_a_state_dict_on_rank_0_reaches_all_ranks(two: Kernel, strategy: str) ->
     assert value(two, code) == "True"
 
 
+def test_what_rank_0_can_not_send_is_an_error_on_all_ranks(two: Kernel) -> None:
+    code = """
+told = None
+try: prepared(on_meta(), on_meta().state_dict() if rank == 0 else {})
+except nbdist.CheckpointError as error: told = str(error)
+'meta' in told"""
+    assert value(two, code) == "True"
+
+
 def test_a_checkpoint_of_save_state_is_read_without_its_optimizer(two: Kernel, tmp_path: Path) -> None:
     code = f"""
 state.forget(); net = filled(); optimizer = torch.optim.AdamW(net.parameters())

@@ -107,6 +107,10 @@ def _fitting(objects: Sequence[Any], weights: Any) -> Fitting:
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if len(models) != 1:
         raise UsageError(f"weights are for one model, and prepare was given {len(models)}: prepare them one by one")
+    if len({parameter.is_meta for parameter in models[0].parameters()}) > 1:
+        raise UsageError(
+            "some of the model's parameters are on the meta device, and some are not: build all of it there"
+        )
     told = "the state dict on rank 0" if isinstance(weights, Mapping) else str(weights)
     fitting = fit(models[0], open_source(weights), told)
     set_buffers(models[0], training.default_device())

@@ -231,22 +231,18 @@ def _initializer(model: nn.Module, prefix: str, module: nn.Module) -> Callable[[
 
 
 def _marked(buffer: torch.Tensor) -> torch.Tensor:
-    """A buffer on the CPU that shows whether something was written to it."""
-    return torch.full_like(buffer, _mark(buffer), device="cpu")
-
-
-def _mark(buffer: torch.Tensor) -> Any:
-    if buffer.is_floating_point() or buffer.is_complex():
-        return float("nan")
-    return True if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).max
+    """A buffer on the CPU with values that no module sets, so that it shows whether something was written to it."""
+    if buffer.dtype == torch.bool:
+        return (torch.arange(buffer.numel(), device="cpu") % 2 == 0).view(buffer.shape)
+    is_whole = not (buffer.is_floating_point() or buffer.is_complex())
+    return torch.full_like(buffer, torch.iinfo(buffer.dtype).max if is_whole else float("nan"), device="cpu")
 
 
 def _is_marked(module: nn.Module, name: str) -> bool:
     buffer = module._buffers[name]
     if buffer is None or not buffer.numel():
         return False
-    mark = _mark(buffer)
-    return bool((buffer.isnan() if mark != mark else buffer == mark).all())
+    return torch.allclose(buffer, _marked(buffer), rtol=0, atol=0, equal_nan=True)
 
 
 def give_storage(model: nn.Module, device: torch.device, parameters_on: torch.device | None = None) -> None:
@@ -272,7 +268,7 @@ def give_storage(model: nn.Module, device: torch.device, parameters_on: torch.de
     model.to_empty(device=parameters_on or device)
     for (module, name), buffer in zip(buffers, before, strict=True):
         assert buffer is not None
-        module._buffers[name] = (torch.empty_like if buffer.is_meta else torch.Tensor.to)(buffer, device=device)
+        module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
 
 
 def _replace_meta(model: nn.Module, device: torch.device) -> None:

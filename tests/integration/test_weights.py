@@ -251,6 +251,27 @@ def test_buffers_that_nobody_can_set_are_named(tmp_path: Path) -> None:
     assert model.mask.is_meta
 
 
+def test_a_model_that_is_only_partly_on_the_meta_device_is_refused(folder: Path) -> None:
+    model = on_meta()
+    model.model.norm.to_empty(device="cpu")  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="some of the model's parameters are on the meta device, and some are not"):
+        prepared(model, folder, "none")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_a_buffer_of_any_type_shows_whether_it_was_set(tmp_path: Path, kind: torch.dtype) -> None:
+    class Buffered(torch.nn.Linear):
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if hasattr(self, "mask"):
+                self.mask.fill_(1)
+
+    save_file(dict(torch.nn.Linear(4, 4).state_dict()), tmp_path / "model.safetensors")
+    model = on_meta(lambda: Buffered(4, 4))
+    model.register_buffer("mask", torch.ones(4, dtype=kind, device="meta"), persistent=False)
+    assert prepared(model, tmp_path, "none").mask.tolist() == [1, 1, 1, 1]
+
+
 def test_weights_are_for_one_model(folder: Path) -> None:
     from nbdist.train.prepare import prepare
 

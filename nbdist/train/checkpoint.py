@@ -114,8 +114,7 @@ def save_state(
     meeting.meet("save_state", {"path": str(target), "keep": keep, "asynchronous": asynchronous}, limit)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: give how many checkpoints may stay, at least 1")
-    wait_for_saves_of_all()
-    state.tidy()
+    _come_to_rest(state)
     snapshot, manifest = _snapshot(state)
     with meeting.together():
         values = _pickled(snapshot.values)
@@ -162,8 +161,7 @@ def load_state(
     state = state or current()
     asked = Path(path) if path is not None else Path(_FOLDER)
     meeting.meet("load_state", {"path": str(asked)}, limit)
-    wait_for_saves_of_all()
-    state.tidy()
+    _come_to_rest(state)
     with meeting.together():
         found = find(asked) if rank() == 0 else asked
     found = meeting.tell(found)
@@ -199,6 +197,13 @@ def latest_state(path: str | os.PathLike[str] = _FOLDER) -> Path | None:
     ...     nbdist.load_state("checkpoints")
     """
     return latest(Path(path))
+
+
+def _come_to_rest(state: State) -> None:
+    """Wait for the save that is running, and let go of models that were replaced."""
+    if not wait_for_saves_of_all():
+        state.copies = {}
+    state.tidy()
 
 
 def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:

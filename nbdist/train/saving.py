@@ -112,18 +112,23 @@ def wait_for_saves() -> None:
         _running = None
 
 
-def wait_for_saves_of_all() -> None:
-    """As `wait_for_saves`, on all ranks: they give up together what one of them can't go on with."""
+def wait_for_saves_of_all() -> bool:
+    """As `wait_for_saves`, on all ranks: they give up together what one of them can't go on with.
+
+    Returns:
+        Whether all have ended; a thread that was given up may still read what it writes.
+    """
     global _running, _side_group
     while True:
         told = meeting.gather((_running is None or _running.done, _running is not None and _running.lost_touch))
-        if any(lost for _, lost in told):
+        has_lost = any(lost for _, lost in told)
+        if has_lost:
             _side_group = None  # others may wait in it for long
             if _running is not None:
                 _running.give_up()
-        if any(lost for _, lost in told) or all(done for done, _ in told):
+        if has_lost or all(done for done, _ in told):
             _running = None
-            return
+            return not has_lost
         if _running is not None:
             _running.join(_LOOK)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -13,13 +14,16 @@ import _tools
 if TYPE_CHECKING:
     from nbdist import Session
 
-ROUNDS = _tools.size(20, 1)
+ROUNDS = _tools.size(12, 1)
 LIMIT = 30.0  # seconds of each wait
 _STUCK = "big = torch.ones(1 << 20, device=device)\ndist.all_reduce(big)\nprint(big.sum().item())"
 _SUM = "one = torch.ones(1, device=device)\ndist.all_reduce(one)\none.item(), kept"
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="interrupts of each kind (default: %(default)s)")
+    rounds = parser.parse_args().rounds
     _tools.gpu()
     _tools.prepare()
     from nbdist import RankError, Session
@@ -34,10 +38,10 @@ def main() -> int:
             return 1
         session.run("kept = 41")
         pids = [info.pid for info in session.ranks]
-        patient = [_interrupted(session, now=False) for _ in range(ROUNDS)]
-        at_once = [_interrupted(session, now=True) for _ in range(ROUNDS)]
+        patient = [_interrupted(session, now=False) for _ in range(rounds)]
+        at_once = [_interrupted(session, now=True) for _ in range(rounds)]
         whole = [info.pid for info in session.ranks] == pids
-    _tools.header(f"{2 * ROUNDS} interrupts of a stuck all_reduce, 2 ranks")
+    _tools.header(f"{2 * rounds} interrupts of a stuck all_reduce, 2 ranks")
     _tools.row("Ctrl-C to usable, with grace", [each for each, _ in patient], **_tools.limit(3.0))
     _tools.row("Ctrl-C to usable, at once", [each for each, _ in at_once], **_tools.limit(0.5))
     wrong = sum(found != ["(2.0, 41)"] * 2 for _, found in patient + at_once)

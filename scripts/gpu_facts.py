@@ -29,7 +29,6 @@ def main() -> int:
     if usable:
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts |= asked_of_nvml()
-        torch.cuda.init()
     print(json.dumps(facts))
     return 0
 

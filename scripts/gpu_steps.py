@@ -22,7 +22,7 @@ PARTS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
     ("memory", 60, ("tests/gpu/test_memory.py", "tests/unit/test_memory.py", "tests/integration/test_cell_memory.py")),
     ("measures", 60, ("tests/gpu/test_measures.py", "tests/unit/test_step_meter.py", "tests/unit/test_sample.py")),
     ("speed", 90, ("benchmarks/gpu_start.py", "benchmarks/gpu_steps.py", "benchmarks/gpu_transfer.py")),
-    ("plans", 75, ("tests/gpu/test_plans.py",)),
+    ("plans", 120, ("tests/gpu/test_plans.py",)),
     ("cost", 90, ("benchmarks/gpu_estimate.py", "benchmarks/gpu_save.py")),
     (
         "rest",

@@ -99,9 +99,11 @@ def main() -> int:
     environment = environment_for_steps(arguments.wheels)
     if lacking := gpu_wheels.absent(ROOT, [FOLDER / "site"], arguments.python):
         return unable(f"missing here: {', '.join(lacking)}. With a network type `scripts/gpu --pack` first")
-    if not arguments.resume:
+    run = Run()
+    if arguments.resume or arguments.failed:
+        run = Run.kept(arguments.out)
+    else:
         (arguments.out / "log.txt").unlink(missing_ok=True)
-    run = Run.kept(arguments.out) if arguments.resume else Run()
     if arguments.failed:
         run.results = {name: each for name, each in run.results.items() if each.status not in (FAILED, HUNG)}
     return go(run, steps, arguments, environment, deadline)
@@ -113,7 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="WORD", default=[], help="parts, or words in names of steps")
     parser.add_argument("--list", action="store_true", help="only show what there is")
     parser.add_argument("--resume", action="store_true", help="keep the results in --out and run what is left")
-    parser.add_argument("--failed", action="store_true", help="with --resume: run what failed or hung again, too")
+    parser.add_argument("--failed", action="store_true", help="like --resume, and run again what failed or hung")
     parser.add_argument("--dry", action="store_true", help="run all of it on a machine without a GPU, to test the run")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="end after so many (default: %(default)g)")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where results and page go (default: build/gpu)")
@@ -133,10 +135,14 @@ def environment_for_steps(wheels: Path) -> dict[str, str]:
     if used:
         print(f"{len(used)} packages are taken from {wheels}", flush=True)
     path = [str(ROOT), *([str(site)] if used else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # Plugins of the machine's own pytest are left out, as are its notebooks' settings: results should be comparable.
-    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "JUPYTER_NO_CONFIG": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
-    alone |= {"PYTHONUNBUFFERED": "1", "CI": ""}
-    return {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path)}
+    # The machine's own pytest plugins, kernels and notebook settings play no part: results should be comparable.
+    own = {name: text for name, text in os.environ.items() if name not in ("JUPYTER_PATH", "JUPYTER_CONFIG_PATH")}
+    own |= {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "JUPYTER_NO_CONFIG": "1",
+        "JUPYTER_DATA_DIR": str(FOLDER / "jupyter"),
+    }
+    return {**own, "PYTHONUNBUFFERED": "1", "CI": "", "PYTHONPATH": os.pathsep.join(path)}
 
 
 def go(
@@ -182,9 +188,8 @@ def conclude(run: Run, steps: Sequence[Step], out: Path) -> int:
     """Say how it went, and return the exit code."""
     counts = Counter(run.results[step.target].status for step in steps if step.target in run.results)
     left = len(steps) - counts.total()
-    words = [f"{count} {status}" for status, count in counts.items()] + (
-        [f"{left} not reached: --resume"] if left else []
-    )
+    words = [f"{count} {status}" for status, count in counts.items()]
+    words += [f"{left} not reached: --resume"] if left else []
     print(f"{', '.join(words)}. Page: {out / 'page.md'}; all output: {out / 'log.txt'}")
     return 1 if counts[FAILED] or counts[HUNG] else 3 if left else 0
 
@@ -317,8 +322,12 @@ def remarks(result: Result) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
-    lines = [list(head), ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [list(head), ["---"] * len(head), *([_cell(text) for text in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import pytest
 
 import nbdist
 from nbdist.client import workers
-from nbdist.devices import visible_gpus
 from tests.conftest import gpu_works
 from tests.gpu.sharing import ENVIRONMENT, make_group
 
@@ -43,22 +42,35 @@ def two(device: str) -> Iterator[nbdist.Session]:
 
 @pytest.fixture
 def nccl(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[nbdist.Session]:
-    """Two ranks with NCCL, on one GPU if there is no other."""
-    for name, setting in ENVIRONMENT.items():
-        monkeypatch.setenv(name, setting)
-    alone = device == "cuda" and len(visible_gpus()) > 1
-    with nbdist.Session(2, init=alone) as session:
-        if not alone:
-            share_the_gpu(session)
+    """Two ranks with NCCL, on one GPU if there is no other; skips where NCCL refuses that."""
+    with nccl_session(monkeypatch) as session:
+        try:
+            make_group(session)
+        except nbdist.RankError as error:
+            pytest.skip(f"NCCL does not take two ranks on one GPU here: {error}")
         yield session
 
 
-def share_the_gpu(session: nbdist.Session, seconds: float = 600) -> None:
-    """Make a group with NCCL for ranks that share a GPU, with this time-out; skip where NCCL refuses."""
-    try:
-        make_group(session, seconds)
-    except nbdist.RankError as error:
-        pytest.skip(f"NCCL does not take two ranks on one GPU here: {error}")
+@pytest.fixture
+def pair(device: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> Iterator[nbdist.Session]:
+    """Two ranks with NCCL if that can be, else with gloo."""
+    with nccl_session(monkeypatch) as session:
+        try:
+            make_group(session)
+        except nbdist.RankError:
+            record_property("backend", "gloo")
+        else:
+            yield session
+            return
+    with nbdist.Session(2) as session:
+        yield session
+
+
+def nccl_session(monkeypatch: pytest.MonkeyPatch) -> nbdist.Session:
+    """Two ranks without a group, with what NCCL wants to be told before they start."""
+    for name, setting in ENVIRONMENT.items():
+        monkeypatch.setenv(name, setting)
+    return nbdist.Session(2, init=False)
 
 
 def values(session: nbdist.Session, code: str, timeout: float | None = None) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -284,7 +285,10 @@ def _cores_with(plan: Plan) -> list[int]:
 
 
 def _cores() -> list[int]:
-    counts = [len(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
+    counts = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            counts.append(len(os.sched_getaffinity(int(thread))))
     return [min(counts), max(counts)]
 
 

@@ -13,23 +13,23 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_compiled_models_train(two: nbdist.Session, strategy: str, record_property: Record) -> None:
-    for fell, broken, first, tenth in values(two, f"programs.compiled({strategy!r})"):
+def test_compiled_models_train(pair: nbdist.Session, strategy: str, record_property: Record) -> None:
+    for fell, broken, first, tenth in values(pair, f"programs.compiled({strategy!r})"):
         record_property(f"{strategy}", f"{broken} graph breaks, step 1 {first:.1f} s, step 10 {1e3 * tenth:.1f} ms")
         assert fell and tenth < first
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_offloaded_training_clips_saves_and_loads(two: nbdist.Session, precision: str, tmp_path: Path) -> None:
-    if value(two, "device.type") == "cpu":
+def test_offloaded_training_clips_saves_and_loads(pair: nbdist.Session, precision: str, tmp_path: Path) -> None:
+    if value(pair, "device.type") == "cpu":
         pytest.skip("offload needs a GPU")
-    assert value(two, f"programs.offloaded({str(tmp_path)!r}, {precision!r})") == (True, True, True)
+    assert value(pair, f"programs.offloaded({str(tmp_path)!r}, {precision!r})") == (True, True, True)
 
 
-def test_recomputation_gives_the_same_gradients_with_less_memory(two: nbdist.Session, record_property: Record) -> None:
-    found = {kind: values(two, f"programs.checkpointed({kind!r})")[0] for kind in ("none", "selective", "full")}
+def test_recomputation_gives_the_same_gradients_with_less_memory(pair: nbdist.Session, record_property: Record) -> None:
+    found = {kind: values(pair, f"programs.checkpointed({kind!r})")[0] for kind in ("none", "selective", "full")}
     norms, peaks = zip(*found.values(), strict=True)
-    assert norms == (pytest.approx(norms[0], rel=1e-5),) * 3
+    assert norms == (pytest.approx(norms[0], rel=1e-4),) * 3
     record_property("MiB at most (none, selective, full)", peaks)
     assert peaks == tuple(sorted(peaks, reverse=True))
 
@@ -44,11 +44,11 @@ def test_a_plan_with_tf32_works_after_torch_s_new_setting(two: nbdist.Session) -
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_fp8_trains_and_keeps_weights_tied(two: nbdist.Session, strategy: str, tied: bool) -> None:
+def test_fp8_trains_and_keeps_weights_tied(pair: nbdist.Session, strategy: str, tied: bool) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
-    if value(two, "device.type") == "cpu":
+    if value(pair, "device.type") == "cpu":
         pytest.skip("fp8 needs a GPU")
-    assert value(two, f"programs.fp8({strategy!r}, {tied})") == (True, True)
+    assert value(pair, f"programs.fp8({strategy!r}, {tied})") == (True, True)
 
 
 def test_a_plan_without_numa_gives_all_threads_their_cores_back(two: nbdist.Session, record_property: Record) -> None:
@@ -58,10 +58,10 @@ def test_a_plan_without_numa_gives_all_threads_their_cores_back(two: nbdist.Sess
 
 
 def test_an_asynchronous_save_blocks_less_than_one_that_waits(
-    two: nbdist.Session, tmp_path: Path, device: str, record_property: Record
+    pair: nbdist.Session, tmp_path: Path, device: str, record_property: Record
 ) -> None:
-    width = 4096 if device == "cuda" else 256
-    waited, behind, step = values(two, f"programs.saved_twice({str(tmp_path)!r}, {width})")[0]
+    width = 2048 if device == "cuda" else 256
+    waited, behind, step = values(pair, f"programs.saved_twice({str(tmp_path)!r}, {width})")[0]
     record_property(
         "seconds of a save, an asynchronous one, the step after", [round(x, 3) for x in (waited, behind, step)]
     )

@@ -42,7 +42,7 @@ def test_a_launch_works_after_the_notebook_has_used_the_gpu(kernel: Kernel, devi
 
 
 def test_a_fork_is_refused_after_the_notebook_has_used_the_gpu(kernel: Kernel) -> None:
-    kernel.ok("import nbdist, torch")
+    kernel.ok("%load_ext nbdist\nimport nbdist, torch")
     kernel.ok("x = torch.ones(1).cuda()")
     outcome = kernel.run("nbdist.notebook_launcher(lambda: 1, num_processes=2, start_method='fork')")
     assert outcome.status == "error" and "CUDA was initialised" in outcome.evalue and "cell 2" in outcome.evalue

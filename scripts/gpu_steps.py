@@ -24,11 +24,8 @@ PARTS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
     ("speed", 90, ("benchmarks/gpu_start.py", "benchmarks/gpu_steps.py", "benchmarks/gpu_transfer.py")),
     ("plans", 120, ("tests/gpu/test_plans.py",)),
     ("cost", 90, ("benchmarks/gpu_estimate.py", "benchmarks/gpu_save.py")),
-    (
-        "rest",
-        60,
-        ("tests/unit/test_cuda_guard.py", "tests/unit/test_transfer.py", "tests/integration/test_snapshot.py"),
-    ),
+    ("rest", 60, ("tests/unit/test_cuda_guard.py", "tests/unit/test_transfer.py", "tests/gpu/test_units.py")),
+    ("snapshots", 60, ("tests/integration/test_snapshot.py",)),
 )
 
 

@@ -223,6 +223,8 @@ def perform(step: Step, limit: float, out: Path, environment: dict[str, str], wi
         result.status = HUNG if code is None else FAILED
         result.why = f"over {limit:.0f} s" if code is None else f"exit code {code}"
         result.lines = output.splitlines()[-_LINES:]
+    if result.status == NO_GPU and with_gpu:
+        result.status, result.why = FAILED, "torch finds a GPU here, and this check found none"
     return result
 
 

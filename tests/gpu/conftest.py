@@ -1,12 +1,13 @@
 """Sessions for checks on GPUs. One GPU is enough: two ranks share it then; with several each rank has its own.
 
 With NBDIST_GPU_REHEARSAL=1 what asks for a `device` runs on a machine without a GPU, too, on the CPU with gloo: that
-shows that a check itself is right, and nothing of GPUs.
+shows that a check itself is right, and nothing of GPUs. NBDIST_GPU_NCCL=0 leaves NCCL out, where it hangs.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,10 +45,7 @@ def two(device: str) -> Iterator[nbdist.Session]:
 def nccl(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[nbdist.Session]:
     """Two ranks with NCCL, on one GPU if there is no other; skips where NCCL refuses that."""
     with nccl_session(monkeypatch) as session:
-        try:
-            make_group(session)
-        except nbdist.RankError as error:
-            pytest.skip(f"NCCL does not take two ranks on one GPU here: {error}")
+        join_nccl(session)
         yield session
 
 
@@ -55,15 +53,29 @@ def nccl(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[nbdist.Sessio
 def pair(device: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> Iterator[nbdist.Session]:
     """Two ranks with NCCL if that can be, else with gloo."""
     with nccl_session(monkeypatch) as session:
-        try:
-            make_group(session)
-        except nbdist.RankError:
-            record_property("backend", "gloo")
-        else:
+        if not refusal_of_nccl(session):
             yield session
             return
+    record_property("backend", "gloo")
     with nbdist.Session(2) as session:
         yield session
+
+
+def join_nccl(session: nbdist.Session, seconds: float = 600) -> None:
+    """Make the ranks' group, with this time-out; skip where NCCL refuses."""
+    if refusal := refusal_of_nccl(session, seconds):
+        pytest.skip(refusal)
+
+
+def refusal_of_nccl(session: nbdist.Session, seconds: float = 600) -> str:
+    """Make the ranks' group. Why it can't be made; empty: it is. With NBDIST_GPU_NCCL=0 it is not tried."""
+    if os.environ.get("NBDIST_GPU_NCCL") == "0":
+        return "NBDIST_GPU_NCCL is 0"
+    try:
+        make_group(session, seconds)
+    except nbdist.RankError as error:
+        return f"NCCL does not take two ranks on one GPU here: {error}"
+    return ""
 
 
 def nccl_session(monkeypatch: pytest.MonkeyPatch) -> nbdist.Session:

@@ -28,7 +28,7 @@ def make_group(session: Session, seconds: float = 600) -> None:
     Raises:
         RankError: This NCCL does not take several ranks on one GPU.
     """
-    session.run(_GROUP.replace("SECONDS", str(seconds)), timeout=40)
+    session.run(_GROUP.replace("SECONDS", str(seconds)), timeout=20)
 
 
 def stuck_cell(stuck: str, away: str) -> str:

@@ -7,8 +7,8 @@ import time
 import pytest
 
 import nbdist
-from tests.gpu.conftest import Record, nccl_session, value, values
-from tests.gpu.sharing import is_stuck, make_group, stuck_cell
+from tests.gpu.conftest import Record, join_nccl, nccl_session, value, values
+from tests.gpu.sharing import is_stuck, stuck_cell
 from tests.harness import wait_until
 from tests.roles import alive
 
@@ -79,10 +79,7 @@ def test_a_collective_that_runs_into_its_time_out_leaves_the_rank_alive(
 ) -> None:
     """NCCL's watchdog ends the process unless it is told not to."""
     with nccl_session(monkeypatch) as session:
-        try:
-            make_group(session, seconds=10)
-        except nbdist.RankError as error:
-            pytest.skip(f"NCCL does not take two ranks on one GPU here: {error}")
+        join_nccl(session, seconds=10)
         with pytest.raises(nbdist.RankError) as caught:
             session.run(stuck_cell(STUCK["for the result"], "time.sleep(15)"), timeout=25)
         assert not isinstance(caught.value, nbdist.RankDied), caught.value.report

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +11,6 @@ from tests.gpu.conftest import Record, value, values
 from tests.harness import Kernel
 
 pytestmark = pytest.mark.gpu
-
-ROOT = Path(__file__).resolve().parents[2]
-ABOUT_GPUS = ("cuda_guard", "nvml", "devices", "template", "memory")
 
 
 def test_two_ranks_compute_on_the_gpu(device: str, record_property: Record) -> None:
@@ -46,10 +40,3 @@ def test_a_fork_is_refused_after_the_notebook_has_used_the_gpu(kernel: Kernel) -
     kernel.ok("x = torch.ones(1).cuda()")
     outcome = kernel.run("nbdist.notebook_launcher(lambda: 1, num_processes=2, start_method='fork')")
     assert outcome.status == "error" and "CUDA was initialised" in outcome.evalue and "cell 2" in outcome.evalue
-
-
-def test_unit_tests_about_gpus_pass_with_this_torch(tmp_path: Path) -> None:
-    files = [f"tests/unit/test_{name}.py" for name in ABOUT_GPUS]
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider"]
-    done = subprocess.run([*pytest_here, *files], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -153,9 +153,10 @@ def test_a_check_is_judged_by_pytest_and_brings_its_figures(
     ]
     run = run_gpu.Run({"gpus": 1, "GPU": "1 x Test"})
     run_gpu.run_through(run, steps, tmp_path, dict(os.environ), FAR)
-    assert statuses(run) == {"good": "passed", "bad": "failed", "unable": "skipped", "without": "no GPU"}
+    assert statuses(run) == {"good": "passed", "bad": "failed", "unable": "skipped", "without": "failed"}
     page = (tmp_path / "page.md").read_text()
     assert f"## 1 x Test, {run.day}" in page and "latency 3 ms |" in page and "latency 9 s; exit code 1 |" in page
+    assert "| torch finds a GPU here, and this check found none |" in page
     assert "| torchao is not installed |" in page and "assert 1 == 2" in page
     assert "assert 1 == 2" in (tmp_path / "log.txt").read_text()
 

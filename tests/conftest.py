@@ -24,7 +24,7 @@ _shared: list[Kernel] = []
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give this run's processes a mark of their own, and its files folders of their own."""
-    folder = Path(tempfile.mkdtemp(prefix="tests-of-nbdist-"))
+    folder = Path(tempfile.mkdtemp(prefix="tests-of-nbdist-", dir="/tmp"))  # short: paths of sockets lie in it
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ[MARK] = secrets.token_hex(8)
     for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):

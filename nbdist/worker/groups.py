@@ -128,7 +128,7 @@ def separate_rendezvous(
     Without that, a rank that runs a cell again may find the addresses that others left there the time before.
 
     Args:
-        cell: Gives the serial number of the cell that runs, which is the same on all ranks.
+        cell: Gives the number of the cell that runs, which is the same on all ranks, those of other nodes too.
         connecting: Entered with the store's port while a rendezvous connects to it.
     """
     from torch.distributed import PrefixStore

@@ -36,6 +36,7 @@ from nbdist.protocol import (
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
+    SERIALS,
     Execute,
     Failure,
     InOrder,
@@ -213,7 +214,7 @@ class Rank:
         try:
             self._recovery.install()
             collectives = self._recovery.collectives
-            groups.separate_rendezvous(lambda: self._control.gate.running, collectives.connecting)
+            groups.separate_rendezvous(self._number_of_cell, collectives.connecting)
             device = groups.device(self._setup)
             self._control.questions.gpu = device.index or 0
             self._shell = RankShell.make(self._lane, self._own_names(device))
@@ -235,6 +236,10 @@ class Rank:
         setup = self._setup
         keys = Keys(setup.url, setup.server_key, setup.public_key, setup.secret_key)
         return connect(self._context, keys, lane(name, setup.epoch, setup.rank))
+
+    def _number_of_cell(self) -> int:
+        """The number of the running cell among those of these ranks: the same on all nodes of a launch."""
+        return self._control.gate.running % SERIALS
 
     def _own_names(self, device: Any) -> dict[str, Any]:
         setup = self._setup

@@ -55,7 +55,8 @@ def test_the_cell_after_an_odd_one_works(odd: OddCell, fresh: Kernel) -> None:
     assert odd.shown in outcome.traceback
     if odd.name == "reset":
         fresh.ok("%%distributed\nkept = 7")
-    assert fresh.ok(NEXT).lines == both("sum 3.0 kept 7")
+    lines = fresh.ok(NEXT).lines  # and what threads print late
+    assert all("sum 3.0 kept 7" in lines[rank] for rank in (0, 1)), lines
     if leaves_something(odd):
         fresh.ok("%distributed restart")
 

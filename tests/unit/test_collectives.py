@@ -156,7 +156,7 @@ def test_a_lost_group_is_explained_when_it_is_used(group: Group, collectives: Co
 def test_a_group_that_may_be_out_of_step_can_t_be_used_until_it_is_renewed(
     group: Group, collectives: Collectives
 ) -> None:
-    error = RuntimeError("NCCL communicator was aborted on rank 0")
+    error = from_native_code("NCCL communicator was aborted on rank 0")
     assert collectives.forbid(["1"]) == {"groups": {}} and collectives.explain(error) is None
     assert collectives.forbid(None) == {"groups": {"0": [0, 1]}} and group._backend.aborted
     explained = collectives.explain(error)
@@ -172,7 +172,7 @@ def test_a_group_that_could_not_be_renewed_says_why(
     with pytest.raises(RuntimeError, match="can't give a living group a new backend"):
         collectives.renew(2, ["0"], [], 1)
     collectives.forbid(["0"])
-    explained = collectives.explain(RuntimeError("NCCL communicator was aborted on rank 0"))
+    explained = collectives.explain(from_native_code("NCCL communicator was aborted on rank 0"))
     assert "this torch can't give a living group a new backend" in str(explained)
     assert "%distributed restart" in str(explained)
 

@@ -63,7 +63,8 @@ class InterruptGate:
     def open(self, serial: int) -> Iterator[None]:
         """While the body runs, requests for this serial number raise KeyboardInterrupt in it."""
         # A cell may have set a handler of its own, or blocked the signal: that holds until its end.
-        signal.signal(signal.SIGINT, self._handle)
+        if signal.getsignal(signal.SIGINT) != self._handle:
+            signal.signal(signal.SIGINT, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
         self._running = serial
         try:

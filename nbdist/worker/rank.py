@@ -437,9 +437,12 @@ class Rank:
         return names
 
     def _current_names(self) -> list[str]:
-        hidden = self._shell.user_ns_hidden
-        names = [name for name in self._shell.user_ns if isinstance(name, str)]  # `globals()` takes any key
-        return [name for name in names if name[:1] != "_" and name not in hidden]
+        names, hidden = self._shell.user_ns, self._shell.user_ns_hidden
+        try:  # most are IPython's, `_i7` and the like, so what is left of them is looked at last
+            return [name for name in names if name[:1] != "_" and name not in hidden and isinstance(name, str)]
+        except TypeError:  # `globals()` takes any key
+            texts = [name for name in names if isinstance(name, str)]
+            return [name for name in texts if name[:1] != "_" and name not in hidden]
 
 
 def _end_steps() -> None:

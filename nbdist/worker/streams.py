@@ -176,6 +176,7 @@ def _file(descriptor: int) -> tuple[int, int] | None:
 
 def _takes_text(stream: Any) -> bool:
     """Whether something in the place of `sys.stdout` can be printed to."""
-    with contextlib.suppress(Exception):
+    try:
         return callable(stream.write) and not getattr(stream, "closed", False)
-    return False
+    except Exception:
+        return False

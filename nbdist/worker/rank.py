@@ -308,6 +308,7 @@ class Rank:
                 self._report(reply)
                 return
             except BaseException as error:  # from a signal handler, or from a reply that no message can hold
+                streams.show_exception()  # the reply may have been sent
                 reply = self._failed_around(task, error, "while its reply was sent")
 
     def _put_in_order(self) -> None:

@@ -91,7 +91,7 @@ def written(page: str, results: Mapping[str, Sequence[str]], here: str, known: C
     blocks = {name: block for name, block in blocks_in(inside).items() if name in known}
     blocks |= {name: (here, "\n".join(lines)) for name, lines in results.items()}
     machines = Counter(where for where, _ in blocks.values())
-    usual = max(machines, key=lambda where: (machines[where], where == here))
+    usual = max(machines, key=lambda where: (machines[where], where))  # of two as frequent always the same
     parts = [BEGIN, usual]
     for name, (where, lines) in sorted(blocks.items()):
         parts += [f"### {name}", *([where] if where != usual else []), f"```\n{lines}\n```"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from nbdist.protocol import END, PLAIN_END, STDOUT, Died, Display, Message, Notice, Output, Reply
 
-_DISPLAY_LIMIT = 1.0  # seconds that displays may come after the end of their cell
+_DISPLAY_LIMIT = 10.0  # seconds after the end of a cell in which its displays may still arrive
 
 
 @dataclass
@@ -45,7 +45,9 @@ class Rank:
     _reply: Reply | None = None
     _printed: bool = False  # the mark at the end of the cell has come
     _displays: dict[int, Display] = field(default_factory=dict)  # payloads whose marks have not come yet
-    _newest: int = 0  # number of the newest payload: they come in order, so those below it have come or never will
+    _marked: int = 0  # number of the newest mark that has come
+    _passed: int = 0  # number of the newest mark that has been passed on
+    _given_up: int = 0  # payloads up to this number are waited for no longer
     _shown_early: set[int] = field(default_factory=set)
     _unreadable: dict[int, str] = field(default_factory=dict)  # why payloads are not there
     _told: int = 0  # the cell of which the notebook knows that a display is missing
@@ -65,17 +67,15 @@ class Rank:
 
     def display(self, message: Display) -> None:
         """It shows something; the mark that says where may still be on its way."""
-        if message.sequence <= self._newest:  # `give_up` was called before it came
+        if message.sequence <= self._passed:  # `give_up` was called before it came
             self.tell(message)
             return
-        self._newest = message.sequence
         self._displays[message.sequence] = message
         self._advance()
 
     def miss_display(self, sequence: int, why: str) -> None:
         """It shows something that could not be read."""
         self._unreadable[sequence] = why
-        self._newest = max(sequence, self._newest)
         self._advance()
 
     def print(self, message: Output) -> None:
@@ -84,13 +84,15 @@ class Rank:
             self._pass_on(message)
             return
         self._held.append(message)
+        if message.mark is not None:
+            self._marked = max(self._marked, message.mark[1])
         self._advance()
         if self._held and self.due is None and message.mark is not None and message.mark[1] <= END:
             self.due = time.monotonic() + _DISPLAY_LIMIT
 
     def give_up(self) -> None:
         """Wait no longer for the displays of a cell that has ended."""
-        self._newest = max(output.mark[1] for output in self._held if output.mark is not None)
+        self._given_up = self._marked
         self._advance()
 
     def die(self, died: Died) -> None:
@@ -103,12 +105,25 @@ class Rank:
         while self._held:
             mark = self._held[0].mark
             sequence = mark[1] if mark is not None else END
-            if sequence > self._newest and not self.dead:
+            if sequence > END and self._is_to_come(sequence):
                 return
             self._pass_on(self._held.popleft())
             if sequence > END:
+                self._passed = sequence
                 self._show(sequence)
         self.due = None
+
+    def _is_to_come(self, sequence: int) -> bool:
+        """Whether a payload is still on its way.
+
+        A rank sends a payload before its mark, and payloads in the order of their marks: if one has come to a later
+        mark, this one is lost. A payload without a mark proves nothing, since its number may be wrong.
+        """
+        if self.dead or sequence <= self._given_up or sequence in self._shown_early:
+            return False
+        if sequence in self._displays or sequence in self._unreadable:
+            return False
+        return not any(sequence < number <= self._marked for number in (*self._displays, *self._unreadable))
 
     def _show(self, sequence: int) -> None:
         """The place of a display has come."""

@@ -293,5 +293,5 @@ def test_lies_of_strangers_friends_and_ranks_cost_nothing(ranks: Kernel, key_fil
 
 
 def test_a_display_that_is_larger_than_a_frame_arrives_whole(ranks: Kernel) -> None:
-    outcome = ranks.ok("%%distributed -r 0\nfrom IPython.display import HTML\ndisplay(HTML('x' * 3_000_000))")
+    outcome = ranks.ok("%%distributed -r 1\nfrom IPython.display import HTML\ndisplay(HTML('x' * 3_000_000))")
     assert [len(data["text/html"]) for data in outcome.displays if "xxx" in data.get("text/html", "")] == [3_000_000]

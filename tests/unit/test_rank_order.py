@@ -127,6 +127,15 @@ def test_output_waits_no_longer_for_a_display_when_a_later_one_has_come(notebook
     assert len(notices(notebook)) == 1
 
 
+def test_a_payload_with_a_wrong_number_makes_no_other_one_late(notebook: Notebook) -> None:
+    notebook.rank.display(display(1 << 40))
+    notebook.rank.print(stdout(b"above", mark=1))
+    notebook.rank.print(stdout(b"below", mark=PLAIN_END))
+    assert notebook.printed() == []
+    notebook.rank.display(display(1))
+    assert notebook.printed() == [b"above", 1, b"below", 1 << 40] and notices(notebook) == []
+
+
 def test_a_cell_that_has_ended_waits_a_moment_for_its_displays_and_then_goes_on(notebook: Notebook) -> None:
     notebook.rank.print(stdout(b"above", mark=1))
     assert notebook.rank.due is None  # as long as the cell runs

@@ -10,6 +10,7 @@ gloo can't abort. But a gloo device keeps its connections in one epoll set of it
 made; shutting down exactly these connections frees a rank at once, and nothing of the user's is among them. Only their
 reading side: when a write fails in gloo's own thread, the operation is lost, and who waits for it waits for ever. For
 the same reason the peers must not notice: a copy of each descriptor keeps the connection open until all are renewed.
+While a group is made, a rank may wait for a peer to connect: this rank then connects in its place, and hangs up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import re
 import resource
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,9 +36,19 @@ from nbdist.worker.record import Record
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
 _RENEWAL_LIMIT = timedelta(seconds=10)  # all members are idle and come at once; more means that one has gone
+_CALL_LIMIT = 1.0  # seconds in which a listener of this process accepts a connection
 _STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
 _TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
+
+
+@dataclass
+class _Creation:
+    """A group that is being made."""
+
+    size: int  # how many ranks it has
+    before: dict[int, str]  # epoll sets that there were when it began, with the inodes of their listeners
+    answered: set[str] = field(default_factory=set)  # inodes of the listeners that have had a caller for each peer
 
 
 @dataclass
@@ -68,7 +80,7 @@ class Collectives:
         self._store: Any = None
         self._clients: set[str] = set()  # inodes of the connections to stores that rendezvous of ours have opened
         self._groups: dict[str, _Group] = {}
-        self._creating: list[tuple[str, dict[int, str]]] = []  # name, epoll sets that there were before
+        self._creating: list[_Creation] = []
         self._connecting: list[tuple[int, set[str]]] = []  # port, sockets that there were before
         self._cut: set[str] = set()  # groups whose connections were cut
         self._copies: list[int] = []  # descriptors that keep cut connections open towards the peers
@@ -91,7 +103,8 @@ class Collectives:
             name = str(kwargs.get("group_name", args[5] if len(args) > 5 else ""))
             self._groups.pop(name, None)  # an earlier group of this name has been destroyed
             self._cut.discard(name)
-            with self._created(name):
+            size = int(kwargs.get("group_size", args[0] if args else 0))
+            with self._created(name, size):
                 return original(*args, **kwargs)
 
         c10d._new_process_group_helper = helper
@@ -122,17 +135,17 @@ class Collectives:
             _keep_from_children(new)
 
     @contextlib.contextmanager
-    def _created(self, name: str) -> Iterator[None]:
+    def _created(self, name: str, size: int) -> Iterator[None]:
         """While the body runs, a group is made; epoll sets that appear are those of its gloo devices."""
         before = dict(_links())
-        entry = (name, _epolls(before))
-        self._creating.append(entry)
+        creation = _Creation(size, _epolls(before))
+        self._creating.append(creation)
         try:
             yield
         finally:
-            self._creating.remove(entry)
+            self._creating.remove(creation)
             after = dict(_links())
-            new = {fd: listener for fd, listener in _epolls(after).items() if entry[1].get(fd) != listener and listener}
+            new = {fd: inode for fd, inode in _epolls(after).items() if creation.before.get(fd) != inode and inode}
             if new:
                 self._groups.setdefault(name, _Group()).epolls.update(new)
             _keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
@@ -193,9 +206,10 @@ class Collectives:
             The names of the groups that can't be used any more until they are renewed.
         """
         names = [name for name, group in _living().items() if self._abort(name, group)]
-        for _, before in list(self._creating):
-            for fd in [fd for fd, listener in _epolls(dict(_links())).items() if before.get(fd) != listener]:
+        for creation in list(self._creating):
+            for fd in [fd for fd, inode in _epolls(dict(_links())).items() if creation.before.get(fd) != inode]:
                 self._silence(_targets(fd))
+                _answer_for_peers(creation, *_listening(fd))
         if self.creating:
             self._cut_store()
         self._cut |= set(names)
@@ -281,7 +295,7 @@ class Collectives:
             store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)
             known = self._groups[name]
             try:
-                with self._created(name):
+                with self._created(name, living[name].size()):
                     self._renew(living[name], store, known)
             except Exception as error:
                 known.unusable = f"this process group could not be renewed ({error}): `%distributed restart`"
@@ -529,6 +543,24 @@ def _listening(epoll: int) -> tuple[int, str]:
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return fd, os.readlink(f"/proc/self/fd/{fd}")
     return -1, ""
+
+
+def _answer_for_peers(creation: _Creation, listener: int, inode: str) -> None:
+    """Connect to a gloo listener as each of its peers would, and hang up: a peer that was freed first never comes.
+
+    The side that listens waits for its peer without a socket of its own that could be shut down. A peer says which
+    pair it belongs to by a number below the size of the group (gloo/transport/tcp/listener.cc).
+    """
+    if not inode or inode in creation.answered:
+        return
+    creation.answered.add(inode)
+    with contextlib.suppress(OSError), _socket(listener) as found:
+        family, address = found.family, found.getsockname()
+        for pair in range(creation.size):
+            with socket.socket(family) as peer:
+                peer.settimeout(_CALL_LIMIT)
+                peer.connect(address)
+                peer.sendall(struct.pack("=q", pair))
 
 
 def _peer_port(fd: int) -> int:

@@ -211,6 +211,23 @@ def test_a_group_of_the_user_s_own_making_is_freed_and_can_be_made_again() -> No
 
 
 @pytest.mark.torch_private
+def test_a_rank_is_freed_that_waits_to_be_connected_to(ranks: Kernel) -> None:
+    ranks.ok(SETUP)
+    ranks.ok(
+        "%%distributed\n"
+        "def make(**options):\n"
+        "    for _ in range(6):\n"
+        "        try: dist.new_group([0, 1], **options)\n"
+        "        except RuntimeError: pass"
+    )
+    # Rank 1 says where it listens, and gives up. Which of the two is to connect to the other is chance.
+    ranks.ok("%%rank 1\nfrom datetime import timedelta\nmake(timeout=timedelta(seconds=0.1))")
+    stick(ranks, "if not rank: make()", "new_group")
+    free(ranks)
+    all_is_well(ranks)
+
+
+@pytest.mark.torch_private
 def test_after_a_death_a_group_of_the_living_works_and_the_old_one_says_why_not() -> None:
     with kernel_with_ranks(3) as kernel:
         kernel.ok("%%distributed\nimport os, torch, torch.distributed as dist\npair = dist.new_group([0, 1])")

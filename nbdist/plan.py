@@ -36,7 +36,7 @@ class Plan:
         accumulate: Micro-batches for each optimizer step.
         clip_grad_norm: Largest norm of each optimizer's gradients together; None: not clipped.
         compile: Whether models are compiled (each block, under fsdp and hsdp).
-        activation_checkpointing: "none", "full" (each block), "selective" (all but the dear operations), or
+        activation_checkpointing: "none", "full" (each block), "selective" (all but the expensive operations), or
             "selective-half" (and every second matrix product of linear layers).
         comm_hook: DDP's communication hook: "none", "fp16", "bf16", "powersgd", "batched_powersgd".
         comm_hook_options: Settings of the hook, as torch names them (`matrix_approximation_rank`, ...).
@@ -185,7 +185,7 @@ class Plan:
         try:
             settings = json.loads(text)
         except ValueError as error:
-            raise UsageError(f"a plan is a JSON object like {_EXAMPLE}, and this is no JSON: {error}") from None
+            raise UsageError(f"a plan is a JSON object like {_EXAMPLE}, and this is not JSON: {error}") from None
         if not isinstance(settings, dict):
             raise UsageError(f"a plan is a JSON object like {_EXAMPLE}, not {text[:60]!r}")
         rules.refuse_unknown(settings, setting_names())
@@ -233,7 +233,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(
             f"{PLAN_VARIABLE} is {path!r}, neither JSON nor a file that can be read ({why}): "
             f"set it to {_EXAMPLE}, or to the path of a file that holds such"

@@ -171,8 +171,8 @@ class Connection:
         self._disconnect(events)
         if not self._closing:
             self.key_file.unlink(missing_ok=True)  # if its agent could not
-            how = f"(pid {self._process.pid}) has ended: {describe_exit(self._process.wait())}; and all ranks with it"
-            self.on_message(Broken(f"the session's controller {how}. `%distributed start` begins anew."))
+            how = f"(pid {self._process.pid}) has ended: {describe_exit(self._process.wait())}; all ranks ended with it"
+            self.on_message(Broken(f"the session's controller {how}. `%distributed start` starts a new one."))
 
     def _handle(self, frame: bytes) -> None:
         try:
@@ -213,7 +213,7 @@ def _explaining() -> Iterator[None]:
     try:
         yield
     except (OSError, zmq.ZMQError) as error:
-        hint = "Mend that, then type `%distributed start` again."
+        hint = "Fix that, then type `%distributed start` again."
         if error.errno in _NO_HANDLES:
             hint = "Close what the notebook has open, or type `ulimit -n 4096` in the shell before you start Jupyter."
         raise SessionBroken(f"the session could not be started: {error.strerror}. {hint}") from None

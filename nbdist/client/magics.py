@@ -303,7 +303,7 @@ class DistributedMagics(Magics):
         targets = [arguments.target or name for name in arguments.names]
         for target in targets:
             if not target.isidentifier():
-                raise UsageError(f"{target!r} is no variable name: add `--as NAME`")
+                raise UsageError(f"{target!r} is not a variable name: add `--as NAME`")
         values = [session.pull(name, ranks if single is None else single) for name in arguments.names]
         self.shell.user_ns.update(zip(targets, values, strict=True))
 

@@ -19,7 +19,7 @@ from nbdist.protocol import StartOptions
 if TYPE_CHECKING:
     from nbdist.client.session import Session
 
-_KEPT_BY_MODELS = "Models that were prepared earlier keep the old plan: prepare them anew to follow this one."
+_KEPT_BY_MODELS = "Models that were prepared earlier keep the old plan: prepare them again to use this one."
 
 _kept: Plan | None = None  # what was typed, for the sessions that are yet to start
 

@@ -79,7 +79,7 @@ class _Options(argparse.Action):
 def _option(parser: argparse.ArgumentParser, word: str) -> tuple[str, Any]:
     name, separator, value = word.partition("=")
     if not separator:
-        parser.error(f"{word!r} is no option: they look like matrix_approximation_rank=2")
+        parser.error(f"{word!r} is not an option: write NAME=VALUE, for example matrix_approximation_rank=2")
     switches = {"true": True, "on": True, "false": False, "off": False}
     return name, switches.get(value.lower(), _number(value))
 
@@ -100,7 +100,7 @@ def _strategy(text: str) -> str:
         return text
     close = difflib.get_close_matches(text, known, 1)
     hint = f": did you mean {close[0]}?" if close else "."
-    raise argparse.ArgumentTypeError(f"there is no strategy {text!r}{hint} There are {', '.join(known)}")
+    raise argparse.ArgumentTypeError(f"unknown strategy {text!r}{hint} Allowed are {', '.join(known)}")
 
 
 def _number(text: str) -> int | float | str | None:

@@ -134,7 +134,7 @@ def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
     except (OSError, zmq.ZMQError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         what = f"the session's controller did not start: {error.strerror}{where}."
-        text = f"{what} Mend that, then type `%distributed start` again."
+        text = f"{what} Fix that, then type `%distributed start` again."
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"error": text}), flush=True)
     return None
@@ -662,8 +662,9 @@ class Controller:
             self._receive_all()
         self.to_notebook(
             Broken(
-                f"the session's agent (pid {self._agent.pid}) has ended: {describe_exit(code)}; and all ranks with it. "
-                "`%distributed start` begins anew."
+                f"the session's agent (pid {self._agent.pid}) has ended: {describe_exit(code)}; "
+                "all ranks ended with it. "
+                "`%distributed start` starts a new one."
             )
         )
 

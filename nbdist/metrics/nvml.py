@@ -67,7 +67,7 @@ class Nvml:
         except Exception as error:
             self.why = _why_not(error)
             return []
-        self.why = "" if count else "the driver knows no GPU"
+        self.why = "" if count else "the driver reports no GPU"
         return [sample for index in range(count) for sample in self._gpu(index)]
 
     def _gpu(self, index: int) -> Iterator[GpuSample]:
@@ -140,10 +140,10 @@ class Nvml:
             return None
 
 
-_LOST = "it has fallen off the bus: `nvidia-smi` and the kernel's log tell more; a reboot brings it back"
+_LOST = "it has fallen off the bus: `nvidia-smi` and the kernel's log say more; a reboot brings it back"
 _WORDS = {
     "GpuIsLost": _LOST,
-    "NotSupported": "this GPU does not tell",
+    "NotSupported": "this GPU does not report it",
     "NoPermission": "the driver does not let this user read it",
 }
 

@@ -193,7 +193,7 @@ def _rows(account: Account) -> list[tuple[str, int | None, str]]:
 
 
 def _advice(account: Account) -> list[str]:
-    found = ["what the traceback above and Out hold comes back with `%distributed free`"]
+    found = ["what the traceback above and Out hold is freed by `%distributed free`"]
     fragmented = account.cached is not None and account.asked is not None and account.cached >= account.asked
     if fragmented:
         found.append(

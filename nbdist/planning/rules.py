@@ -298,8 +298,8 @@ def refuse_impossible(
     sharded = plan.strategy in SHARDED
     if plan.precision == "fp16" and sharded and on_cpu:
         raise UsageError(
-            f"precision 'fp16' under {plan.strategy} is for GPUs: whole blocks are computed in float16 then, in which "
-            "PyTorch lacks operations on the CPU, and is no faster there than in float32. Set precision to 'bf16'"
+            f"precision 'fp16' under {plan.strategy} is for GPUs: whole blocks are then computed in float16, for which "
+            "PyTorch lacks operations on the CPU, and which is no faster there than float32. Set precision to 'bf16'"
         )
     if plan.precision == "fp8":
         _refuse_fp8(on_cpu, capability)

@@ -105,7 +105,9 @@ def _compile(plan: Plan, kind: str) -> str:
 def _checkpointing(plan: Plan, kind: str) -> str:
     if plan.activation_checkpointing == "full":
         return "blocks keep only their inputs and compute the rest again in backward: less memory, more work"
-    kept = "dear operations" if plan.activation_checkpointing == "selective" else "attention and every second product"
+    kept = (
+        "expensive operations" if plan.activation_checkpointing == "selective" else "attention and every second product"
+    )
     return f"blocks keep the results of {kept} and compute the others again in backward"
 
 

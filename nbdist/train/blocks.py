@@ -161,7 +161,7 @@ def refuse_without_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None
     if not blocks:
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks, so activation checkpointing has nothing to work on: "
-            f'name what to checkpoint, as with shard_by="Block" (its classes are {_classes(model)})'
+            f'name what to checkpoint, for example shard_by="Block" (its classes are {_classes(model)})'
         )
 
 

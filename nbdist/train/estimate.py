@@ -198,7 +198,7 @@ def estimate_each(
         raise UsageError(f"world_size={world_size!r} must be a number of ranks, 1 or more")
     for plan in plans:
         if not isinstance(plan, Plan):
-            raise UsageError(f"plan={plan!r} is no plan: type plan=nbdist.Plan(strategy='fsdp')")
+            raise UsageError(f"plan={plan!r} is not a plan: pass plan=nbdist.Plan(strategy='fsdp')")
         plan.check(world_size=ranks)
         _refuse_unusable(model, optimizer, plan)
     device = training.default_device()

@@ -318,7 +318,7 @@ def _part(function: str, thing: Any, label: str, parameters: Mapping[int, str], 
     if tensors and all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         return _Tensors(label, {f"{label}.{key}": ("parameter", tensor) for key, tensor in tensors.items()})
     raise UsageError(
-        f"{function} knows nothing of {type(thing).__name__!r}: give it models, tensors, "
+        f"{function} can't handle {type(thing).__name__!r} objects: give it models, tensors, "
         "or what has state_dict() and load_state_dict(), as optimizers and schedulers"
     )
 

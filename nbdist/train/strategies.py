@@ -316,7 +316,7 @@ def make_mesh(plan: Plan, device: torch.device) -> Any:
     replicas = plan.replicas or _nodes(ranks)
     if ranks % replicas:
         raise UsageError(
-            f"{ranks} ranks can't be divided into {replicas} replicas of the model: type replicas= with one of "
+            f"{ranks} ranks can't be divided into {replicas} replicas of the model: pass replicas= one of "
             f"{', '.join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)}"
         )
     return dist.init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))

@@ -256,7 +256,7 @@ ALIEN = torch.optim.SGD([torch.zeros(2)])
         (lambda: estimate(nn.DataParallel(Mlp(8)), (8, 8)), "wrapped in DataParallel already"),
         (lambda: estimate(locked(), (8, 8)), "give a function that makes the model"),
         (lambda: estimate(Mlp, (8, 8), optimizer=ALIEN), "give a class, as optimizer=torch.optim.SGD"),
-        (lambda: estimate(Mlp(8), (8, 8), plan="fsdp"), "plan='fsdp' is no plan"),
+        (lambda: estimate(Mlp(8), (8, 8), plan="fsdp"), "plan='fsdp' is not a plan"),
         (lambda: estimate(Mlp(8), (8, 8), world_size=0), "world_size=0 must be a number of ranks"),
         (lambda: estimate(Mlp(8), (8, 8), optimizer="sgd"), "optimizer is a str: give a class"),
     ],

@@ -431,7 +431,7 @@ def test_who_initialised_cuda_is_named_instead_of_forking(kernel_with_cuda: Kern
 def test_a_preflight_says_what_it_has_checked(kernel_with_cuda: Kernel) -> None:
     kernel_with_cuda.ok("os.environ['ACCELERATE_DEBUG_MODE'] = 'yes'\ntorch = sys.modules['torch']")
     shown = kernel_with_cuda.ok(fork("return 1", "num_processes=2, gpus=[]"))
-    assert "who initialised CUDA: nobody has initialised CUDA in this process.\n" in shown.stdout
+    assert "who initialised CUDA: CUDA is not initialised in this process.\n" in shown.stdout
     assert "a forked process could use CUDA\n" in shown.stdout
     assert "GPU memory: the kernel holds none\n" in shown.stdout
 

@@ -522,8 +522,8 @@ def test_ranks_that_bring_different_objects_are_told_so(ranks: Kernel) -> None:
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Kernel) -> None:
     code = "try: nbdist.prepare('net' if rank else Net())\nexcept nbdist.UsageError as error: print(error)"
     told = ranks.ok(f"%%distributed\n{code}").lines
-    assert told[0][0].startswith("rank 1: prepare knows nothing of 'str'")
-    assert told[1][0].startswith("prepare knows nothing of 'str'")
+    assert told[0][0].startswith("rank 1: prepare can't handle 'str' objects")
+    assert told[1][0].startswith("prepare can't handle 'str' objects")
 
 
 def test_sync_batchnorm_without_gpus_is_refused(ranks: Kernel) -> None:

@@ -38,23 +38,23 @@ def test_help_is_shown_whatever_else_stands_there(parser: MagicParser, line: str
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("-n 0", "'0' is no number of ranks"),
-        ("-n 1.5", "'1.5' is no number of ranks"),
-        ("-n ²", "'²' is no number of ranks"),
-        ("--limit 0", "'0' is no time"),
-        ("--limit nan", "'nan' is no time"),
-        ("--limit inf", "'inf' is no time"),
-        ("--limit -1", "'-1' is no time"),
-        ("--as a-b", "'a-b' is no variable name"),
-        ("--as class", "'class' is no variable name"),
+        ("-n 0", "'0' is not a number of ranks"),
+        ("-n 1.5", "'1.5' is not a number of ranks"),
+        ("-n ²", "'²' is not a number of ranks"),
+        ("--limit 0", "'0' is not a time"),
+        ("--limit nan", "'nan' is not a time"),
+        ("--limit inf", "'inf' is not a time"),
+        ("--limit -1", "'-1' is not a time"),
+        ("--as a-b", "'a-b' is not a variable name"),
+        ("--as class", "'class' is not a variable name"),
         ("sideways", "sideways"),
         ("--fas", "did you mean --fast"),
         ("--fats", "did you mean --fast"),
-        ("-n 3 --number=4", "-n stands twice"),
-        ("--fast --fast", "--fast stands twice"),
+        ("-n 3 --number=4", "-n is given twice"),
+        ("--fast --fast", "--fast is given twice"),
         ("--n 3", "did you mean -n?"),
         ("up 3", "did you mean `%distributed fly -n 3`?"),
-        ("up ''", "'' is one word too many."),
+        ("up ''", "'' is an unexpected argument."),
         ("-n 'x", "No closing quotation"),
     ],
 )
@@ -86,9 +86,9 @@ def test_what_may_come_next_is_suggested(parser: MagicParser, typed: str, offere
 
 def test_an_unknown_verb_suggests_the_nearest_and_lists_all() -> None:
     assert suggest_verb("stats", ["start", "status"]) == (
-        "%distributed knows no 'stats': did you mean `%distributed status`? Its verbs are start, status."
+        "%distributed has no verb 'stats': did you mean `%distributed status`? Its verbs are start, status."
     )
-    assert suggest_verb("xyzzy", ["start"]) == "%distributed knows no 'xyzzy'. Its verbs are start."
+    assert suggest_verb("xyzzy", ["start"]) == "%distributed has no verb 'xyzzy'. Its verbs are start."
 
 
 def test_a_table_aligns_words_left_and_numbers_right() -> None:

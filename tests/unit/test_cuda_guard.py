@@ -16,7 +16,7 @@ from nbdist.errors import RankError
 from tests.pretend_cuda import write_packages
 
 ROOT = Path(__file__).resolve().parents[2]
-NOBODY = "nobody has initialised CUDA in this process."
+NOBODY = "CUDA is not initialised in this process."
 NO_GPU: tuple[()] = ()
 
 

@@ -52,7 +52,7 @@ def test_mig_instances_stand_in_place_of_their_gpu() -> None:
     assert [sample.used for sample in samples[:2]] == [0, GIB]
     assert samples[0].power == 200.0
     assert samples[0].utilization is None
-    assert samples[0].why == "no utilization: this GPU does not tell"
+    assert samples[0].why == "no utilization: this GPU does not report it"
 
 
 def test_a_gpu_older_than_mig_is_read_as_a_whole() -> None:
@@ -110,7 +110,7 @@ def test_without_a_driver_that_works_there_are_no_gpus_and_a_reason(error: str, 
 def test_a_driver_without_gpus_says_so() -> None:
     nvml = Nvml(FakeNvml(machine(0)))
     assert nvml.read() == []
-    assert nvml.why == "the driver knows no GPU"
+    assert nvml.why == "the driver reports no GPU"
 
 
 def test_other_processes_can_be_given_the_same_gpus(tmp_path: Path) -> None:

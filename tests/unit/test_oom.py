@@ -100,7 +100,7 @@ def test_the_account_of_a_gpu_tells_who_has_what() -> None:
         "  this process        2.0 GiB  outside torch: context, kernels, libraries",
         "  other processes     7.0 GiB",
         "  largest tensors     9.0 GiB  cache[3] (float32, 9 x 1024)",
-        "  what the traceback above and Out hold comes back with `%distributed free`",
+        "  what the traceback above and Out hold is freed by `%distributed free`",
     ]
 
 

@@ -326,7 +326,7 @@ def test_a_function_is_no_json_and_the_error_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fsdp", "this is no JSON"),
+        ("fsdp", "this is not JSON"),
         ('"fsdp"', "a plan is a JSON object"),
         ('{"stategy": "fsdp"}', "a plan has no setting 'stategy': did you mean 'strategy'?"),
         ('{"precision": "bf61"}', "did you mean 'bf16'?"),
@@ -423,12 +423,15 @@ def test_every_setting_can_be_typed(name: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("fsp", "there is no strategy 'fsp': did you mean fsdp?"),
+        ("fsp", "unknown strategy 'fsp': did you mean fsdp?"),
         ("--precision bf61", "precision 'bf61' is unknown: did you mean 'bf16'?"),
-        ("--acumulate 3", "%distributed plan knows no --acumulate: did you mean --accumulate?"),
-        ("--comm-hook-options rank", "'rank' is no option: they look like matrix_approximation_rank=2"),
+        ("--acumulate 3", "%distributed plan: unknown option --acumulate: did you mean --accumulate?"),
+        (
+            "--comm-hook-options rank",
+            "'rank' is not an option: write NAME=VALUE, for example matrix_approximation_rank=2",
+        ),
         ("--tf32 maybe", "invalid choice: 'maybe'"),
-        ("--compile yes", "there is no strategy 'yes'"),
+        ("--compile yes", "unknown strategy 'yes'"),
     ],
 )
 def test_what_is_typed_wrong_is_one_error(line: str, message: str) -> None:

@@ -468,9 +468,9 @@ def test_without_speed_only_memory_is_drawn() -> None:
     assert len(plot([Point(0.0, GIB, GIB, GIB, None)]).axes) == 1
 
 
-def test_a_plot_of_nothing_says_what_to_do(source: Source) -> None:
+def test_a_plot_of_nothing_says_what_to_do() -> None:
     with pytest.raises(UsageError, match="%distributed panel"):
-        nbdist.Panel(source=source).plot()
+        plot([])
 
 
 def test_what_a_page_loads_is_small() -> None:

@@ -439,7 +439,7 @@ class Rank:
 
     def _current_names(self) -> list[str]:
         names, hidden = self._shell.user_ns, self._shell.user_ns_hidden
-        try:  # most are IPython's, `_i7` and the like, so what is left of them is looked at last
+        try:
             return [name for name in names if name[:1] != "_" and name not in hidden and isinstance(name, str)]
         except TypeError:  # `globals()` takes any key
             texts = [name for name in names if isinstance(name, str)]

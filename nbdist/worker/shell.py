@@ -25,6 +25,7 @@ from IPython.core import page
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
+from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
@@ -62,6 +63,19 @@ class CellCompiler(CachingCompiler):
     def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> Any:
         padding = "\n" * self.offset if filename == self._current else ""
         return super().ast_parse(padding + source, filename, symbol)
+
+
+class RankHistory(HistoryManager):
+    """Keeps `In`, and no name `_i7` for each cell beside it: sessions run cells by the ten thousand."""
+
+    shell: Any
+
+    def store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
+        """As of `HistoryManager`."""
+        super().store_inputs(line_num, source, source_raw)
+        self.db_input_cache.clear()  # there is no database
+        for names in (self.shell.user_ns, self.shell.user_ns_hidden):
+            names.pop(f"_i{line_num}", None)
 
 
 class RankDisplayHook(DisplayHook):
@@ -149,6 +163,11 @@ class RankShell(InteractiveShell):
         refuse_keyboard()
         _refuse_magics(shell)
         return shell
+
+    def init_history(self) -> None:
+        """The history of one process, on no disk."""
+        self.history_manager = RankHistory(shell=self, parent=self)
+        self.configurables.append(self.history_manager)
 
     def init_prompts(self) -> None:
         """Set no `sys.ps1`: libraries take it for a person at a prompt, and refuse to train distributed."""

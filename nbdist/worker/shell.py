@@ -36,6 +36,7 @@ from nbdist.worker import failures
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.interrupts import CellLoop, run_command
 from nbdist.worker.launched import is_plain_exit
+from nbdist.worker.scripts import ScriptFolders
 
 _NO_INPUT = (
     "input() can't ask anybody on a rank. Ask in a local cell, then send the answer: "
@@ -119,6 +120,7 @@ class RankShell(InteractiveShell):
     own_names: Mapping[str, Any] = {}  # `rank`, `world_size`, ...: there again after `%reset`
     caught: bool = False  # whether a failure came out of the middle of a training step
     _loop: CellLoop
+    _scripts: ScriptFolders
     _failures: list[tuple[BaseException, Failure]]  # what has failed since the last `forget_failure`, the first first
     explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
 
@@ -130,6 +132,7 @@ class RankShell(InteractiveShell):
         config.IPCompleter.use_jedi = False  # too slow to answer while Tab is held
         shell: RankShell = cls.instance(config=config)
         shell._failures = []
+        shell._scripts = ScriptFolders()
         failures.keep_last_comments()
         return shell
 
@@ -256,6 +259,7 @@ class RankShell(InteractiveShell):
 
     def safe_execfile(self, fname: Any, *where: Any, exit_ignore: bool = False, **keywords: Any) -> None:
         """What `%run` calls. An error ends the cell there: going on would leave ranks at different places."""
+        self._scripts.enter(Path(fname))
         try:
             super().safe_execfile(fname, *where, **keywords | {"raise_exceptions": True})  # type: ignore[no-untyped-call]
         except SystemExit as end:

@@ -177,7 +177,7 @@ class RankShell(InteractiveShell):
         result = super().run_cell(code, store_history=True)  # type: ignore[no-untyped-call]
         error = result.error_before_exec or result.error_in_exec
         if error is not None and not self._is_known(error):  # an exception handler of the user's has dealt with it
-            self._add_failure(error, self._rendered(error, error.__traceback__))
+            self._add_failure(error, error.__traceback__)
         failure = self.failure
         return failure, self.displayhook.result_text if failure is None else None
 
@@ -203,7 +203,7 @@ class RankShell(InteractiveShell):
 
     def fail(self, error: BaseException) -> Failure:
         """The failure to send for an exception that was raised outside `run`."""
-        self._add_failure(error, self._rendered(error, error.__traceback__))
+        self._add_failure(error, error.__traceback__)
         assert self.failure is not None
         return self.failure
 
@@ -251,7 +251,7 @@ class RankShell(InteractiveShell):
         if not in_cell or failures.is_users_code(sys._getframe(1).f_code):
             print(self._rendered(error, traceback, compiled=running_compiled_code), file=sys.stderr)
         elif not is_plain_exit(error) and len(self._failures) < _KEPT:
-            self._add_failure(error, self._rendered(error, traceback, compiled=running_compiled_code))
+            self._add_failure(error, traceback, compiled=running_compiled_code)
 
     def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
         """As `showtraceback`."""
@@ -289,8 +289,12 @@ class RankShell(InteractiveShell):
         explained = oom.explain(error, self.user_ns)
         return f"{rendered}\n{explained}" if explained else rendered
 
-    def _add_failure(self, error: BaseException, rendered: str) -> None:
+    def _add_failure(self, error: BaseException, traceback: Any, *, compiled: bool = True) -> None:
         """Keep it; in place of what it came from, which its traceback shows as well."""
+        interrupt = failures.answered_by_exit(error)
+        if interrupt is not None:
+            error, traceback = interrupt, interrupt.__traceback__
+        rendered = self._rendered(error, traceback, compiled=compiled)
         self.caught = self.caught or failures.passed_through_step(error)
         failure = failures.describe(self.explain(error) or error, rendered)
         parts = shells.chain(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import keyword
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from typing import Any, NoReturn
 from nbdist.errors import UsageError
 from nbdist.protocol import LONGEST
 from nbdist.ranks import parse_ranks
+
+_QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(?P<comment>\#)""")
 
 
 class HelpShown(Exception):
@@ -40,7 +43,7 @@ class MagicParser(argparse.ArgumentParser):
             HelpShown: It asks for help.
         """
         try:
-            words = shlex.split(line)
+            words = shlex.split(without_comment(line))
         except ValueError as error:
             raise UsageError(f"{self.prog}: {error} in {line!r}. `{self.prog} --help` shows what is allowed.") from None
         if "-h" in words or "--help" in words:
@@ -92,6 +95,12 @@ class MagicParser(argparse.ArgumentParser):
         close = short or difflib.get_close_matches(typed, known, 1)
         hint = f": did you mean {close[0]}?" if close else "."
         return f"{self.prog}: unknown option {word}{hint} Its flags are {', '.join(known)}."
+
+
+def without_comment(line: str) -> str:
+    """A line of a magic without the `# comment` at its end. A # inside a word or quotes begins none."""
+    comment = next((found for found in _QUOTED_OR_COMMENT.finditer(line) if found["comment"]), None)
+    return line if comment is None else line[: comment.start()].rstrip()
 
 
 class _Help(argparse.HelpFormatter):

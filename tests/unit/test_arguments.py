@@ -29,6 +29,17 @@ def test_flags_and_values_are_read_as_a_shell_would(parser: MagicParser) -> None
     assert (read.target, read.fast) == ("loss", True)
 
 
+def test_a_comment_at_the_end_of_a_line_is_not_read(parser: MagicParser) -> None:
+    assert parser.read("-n 3  # that's enough").number == 3
+    assert parser.read("# nothing").number is None
+
+
+def test_a_number_sign_inside_a_word_or_quotes_begins_no_comment(parser: MagicParser) -> None:
+    with pytest.raises(UsageError, match="'a#b' is no variable name"):
+        parser.read("--as a#b")
+    assert parser.read("--names 'a, #b'").names == ["a", "#b"]
+
+
 @pytest.mark.parametrize("line", ["--help", "-h", "-n 3 --help", "--nonsense -h"])
 def test_help_is_shown_whatever_else_stands_there(parser: MagicParser, line: str) -> None:
     with pytest.raises(HelpShown, match="Fly somewhere"):

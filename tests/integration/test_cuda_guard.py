@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Kernel
-from tests.pretend_cuda import write_packages
+from tests.stand_ins.guard import write_packages
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.harness import Kernel, both, lines_by_rank
-from tests.pretend_cuda import write_packages
+from tests.stand_ins.guard import write_packages
 
 SETUP = """
 import os, signal, sys, threading, time

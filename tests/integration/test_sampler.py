@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.fake_nvml import GIB, as_module, machine
 from tests.harness import Kernel, kernel_with_ranks, wait_until
+from tests.stand_ins.nvml import GIB, as_module, machine
 
 FOR_EVER = 1e6
 NO_DRIVER_THREADS = "the agent's threads that look to end"

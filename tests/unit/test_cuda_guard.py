@@ -13,7 +13,7 @@ import pytest
 
 from nbdist import cuda_guard
 from nbdist.errors import RankError
-from tests.pretend_cuda import write_packages
+from tests.stand_ins.guard import write_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "nobody has initialised CUDA in this process."

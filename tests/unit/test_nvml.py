@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.metrics.nvml import Nvml
 from nbdist.metrics.sample import GpuSample
-from tests.fake_nvml import GIB, FakeNvml, as_module, gpu, machine
+from tests.stand_ins.nvml import GIB, FakeNvml, as_module, gpu, machine
 
 
 def read(state: dict[str, Any]) -> list[GpuSample]:

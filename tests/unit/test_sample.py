@@ -13,7 +13,7 @@ import torch
 from nbdist.metrics import device
 from nbdist.metrics.nvml import Nvml
 from nbdist.metrics.sample import GpuSample, NodeSample, RankSample, gpu_of, non_torch
-from tests.fake_nvml import GIB, FakeNvml, gpu, machine
+from tests.stand_ins.nvml import GIB, FakeNvml, gpu, machine
 
 
 class TorchCuda:

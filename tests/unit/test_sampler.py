@@ -15,8 +15,8 @@ import pytest
 from nbdist.agent.sampler import FASTEST, Sampler
 from nbdist.metrics.nvml import Nvml
 from nbdist.metrics.sample import NodeSample
-from tests.fake_nvml import GIB, FakeNvml, machine
 from tests.harness import wait_until
+from tests.stand_ins.nvml import GIB, FakeNvml, machine
 
 LIMIT = 20.0
 FOR_EVER = 1e6

@@ -147,7 +147,7 @@ def as_module(folder: Path, state: dict[str, Any]) -> Path:
     """
     source = folder / "gpus.json"
     source.write_text(json.dumps(state))
-    here, real = Path(__file__).parent.parent, Path(pynvml.__file__).parent
+    here, real = Path(__file__), Path(pynvml.__file__).parent
     (folder / "pynvml.py").write_text(
         f"import importlib.util, sys\nfrom pathlib import Path\n"
         f"spec = importlib.util.spec_from_file_location('pynvml', {str(real / 'pynvml.py')!r})\n"
@@ -156,7 +156,7 @@ def as_module(folder: Path, state: dict[str, Any]) -> Path:
         "spec.loader.exec_module(real)\n"
         "sys.modules[__name__] = this\n"
         "globals().update({k: v for k, v in vars(real).items() if not k.startswith('__')})\n"
-        f"spec = importlib.util.spec_from_file_location('fake_nvml', {str(here / 'tests' / 'fake_nvml.py')!r})\n"
+        f"spec = importlib.util.spec_from_file_location('stand_in', {str(here)!r})\n"
         "fake = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(fake)\n"
         f"fake = fake.FakeNvml(Path({str(source)!r}))\n"
         "globals().update({k: getattr(fake, k) for k in dir(fake) if k.startswith('nvml')})\n"

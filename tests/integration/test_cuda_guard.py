@@ -17,7 +17,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel with nbdist loaded in its first cell, and a torch that takes itself for one with CUDA in its second."""
     write_packages(tmp_path)
     path = os.pathsep.join([str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-    with Kernel(PYTHONPATH=path, PRETEND_GPUS="[null]", NBDIST_PREWARM="0") as kernel:
+    with Kernel(PYTHONPATH=path, NBDIST_PREWARM="0") as kernel:
         kernel.ok("%load_ext nbdist")
         kernel.ok("import pretend, nbdist.cuda_guard")
         yield kernel

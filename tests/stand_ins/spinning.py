@@ -1,4 +1,10 @@
-"""A call into C that waits by spinning, as CUDA does."""
+"""Calls that wait by spinning for what another thread does meanwhile, as CUDA's do for a kernel.
+
+A collective of NCCL's returns when its kernel is queued (`WorkNCCL::wait` only blocks the stream:
+torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). What waits for the kernel is `.item()`, `synchronize()`, or any
+operation once the queue is full: one call into C that no signal interrupts, without the GIL, and that uses a whole
+processor where there are fewer contexts than processors (CUDA Driver API, `cuCtxCreate`: CU_CTX_SCHED_AUTO).
+"""
 
 from __future__ import annotations
 

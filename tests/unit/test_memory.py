@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nbdist.metrics import memory, units, watermarks
 from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage, resolution
 from nbdist.metrics.watermarks import Peaks, SharedDevices, SharedStats, Watermark
-from tests.stand_ins.cuda import Allocator, TorchWithGpus
+from tests.stand_ins.cuda import Allocator, Torch
 
 PAGE = 4096
 MIB = 1 << 20
@@ -264,8 +264,9 @@ def test_the_user_reads_the_peak_that_there_would_be_without_meters(actions: lis
 
 
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchWithGpus]:
-    stand_in = TorchWithGpus()
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
+    """One with two GPUs of 80 bytes, the second without a context of this process."""
+    stand_in = Torch("GPU-uuid-0", "GPU-uuid-1")
     monkeypatch.setitem(sys.modules, "torch", stand_in)  # type: ignore[arg-type]
     monkeypatch.setattr(watermarks, "_shared", None)
     memory._uuid.cache_clear()
@@ -273,7 +274,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchWithGpus]:
     memory._uuid.cache_clear()
 
 
-def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_device_has(torch: TorchWithGpus) -> None:
+def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_device_has(torch: Torch) -> None:
     gpu = torch.gpus[0]
     gpu.allocate(10)
     with Meter() as meter:
@@ -287,7 +288,7 @@ def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_d
     }
 
 
-def test_the_users_own_peaks_do_not_see_a_meter(torch: TorchWithGpus) -> None:
+def test_the_users_own_peaks_do_not_see_a_meter(torch: Torch) -> None:
     gpu = torch.gpus[0]
     with Meter():
         gpu.allocate(30)
@@ -299,7 +300,7 @@ def test_the_users_own_peaks_do_not_see_a_meter(torch: TorchWithGpus) -> None:
         assert torch.max_memory_allocated() == 5
 
 
-def test_a_meter_does_not_see_the_users_resets(torch: TorchWithGpus) -> None:
+def test_a_meter_does_not_see_the_users_resets(torch: Torch) -> None:
     with Meter() as meter:
         torch.gpus[0].allocate(30)
         torch.gpus[0].free(30)
@@ -307,7 +308,7 @@ def test_a_meter_does_not_see_the_users_resets(torch: TorchWithGpus) -> None:
     assert meter.data["devices"]["cuda:0"]["allocated"]["peak"] == 30
 
 
-def test_a_gpu_that_is_used_for_the_first_time_within_is_measured_from_nothing(torch: TorchWithGpus) -> None:
+def test_a_gpu_that_is_used_for_the_first_time_within_is_measured_from_nothing(torch: Torch) -> None:
     torch.initialized = False
     with Meter() as meter:
         torch.initialized = True
@@ -317,22 +318,22 @@ def test_a_gpu_that_is_used_for_the_first_time_within_is_measured_from_nothing(t
     assert meter.data["devices"]["cuda:0"]["device"] is None
 
 
-def test_a_gpu_that_this_process_does_not_use_is_left_out(torch: TorchWithGpus) -> None:
+def test_a_gpu_that_this_process_does_not_use_is_left_out(torch: Torch) -> None:
     torch.gpus[0].allocate(1)
     with Meter() as meter:
         pass
     assert list(meter.data["devices"]) == ["cuda:0"]
 
 
-def test_a_broken_gpu_costs_the_figures_not_the_cell(torch: TorchWithGpus) -> None:
+def test_a_broken_gpu_costs_the_figures_not_the_cell(torch: Torch) -> None:
     with Meter() as meter:
         torch.gpus[0].allocate(1)
-        torch.broken = True
+        torch.lose_context()
     assert meter.data["devices"] == {}
-    assert meter.data["why"] == "GPU memory n/a: RuntimeError: CUDA error: device-side assert triggered"
+    assert meter.data["why"] == "GPU memory n/a: AcceleratorError: CUDA error: device-side assert triggered"
 
 
-def test_a_torch_without_these_counters_says_so(torch: TorchWithGpus) -> None:
+def test_a_torch_without_these_counters_says_so(torch: Torch) -> None:
     del torch._C._cuda_resetPeakMemoryStats
     with Meter() as meter:
         torch.gpus[0].allocate(1)
@@ -340,7 +341,7 @@ def test_a_torch_without_these_counters_says_so(torch: TorchWithGpus) -> None:
     assert "no peak counters" in meter.data["why"]
 
 
-def test_torchs_other_functions_for_the_same_counters_are_shared_too(torch: TorchWithGpus) -> None:
+def test_torchs_other_functions_for_the_same_counters_are_shared_too(torch: Torch) -> None:
     torch._C._accelerator_getDeviceStats = torch._C._cuda_memoryStats
     torch._C._accelerator_resetPeakStats = torch._C._cuda_resetPeakMemoryStats
     SharedDevices(torch._C).of(0).watermark.begin()

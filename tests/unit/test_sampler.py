@@ -188,8 +188,8 @@ def test_without_a_driver_there_is_a_reason(node: Watched) -> None:
 
 
 def test_an_answer_that_makes_no_sense_ends_nothing(node: Watched) -> None:
-    node.state["gpus"][0]["used"] = "much"
+    node.state["gpus"][0]["utilization"] = "much"
     node.sampler.watch(FASTEST)
     assert "makes no sense" in node.next().why
-    node.state["gpus"][0]["used"] = GIB
-    assert node.until(lambda sample: sample.gpus).gpus[0].used == GIB
+    node.state["gpus"][0]["utilization"] = 55
+    assert node.until(lambda sample: sample.gpus).gpus[0].utilization == 0.55

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbdist.errors import StaleGroupError
+from nbdist.worker import collectives as module
 from nbdist.worker.collectives import Collectives
 from tests.native_errors import from_native_code
 from tests.stand_ins.nccl import Group, NcclBackend
@@ -52,16 +53,26 @@ def test_an_nccl_group_is_aborted_and_gets_a_new_backend_in_the_same_object(
 
 
 def test_an_abort_that_takes_its_time_does_not_hold_up_the_thread_that_asks_for_it(
+    group: Group, collectives: Collectives
+) -> None:
+    old = group._backend
+    old.abort_can_end.clear()
+    assert collectives.cut() == ["0"]
+    assert collectives.cut() == ["0"]
+    old.abort_can_end.set()
+    collectives.renew(2, ["0"], [], 1)
+    assert threading.get_ident() not in old.aborting and len(old.aborting) <= 2
+
+
+def test_a_group_is_renewed_although_its_abort_does_not_end(
     group: Group, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[int] = []
-    finish = threading.Event()
-    monkeypatch.setattr(group._backend, "abort", lambda: begun.append(threading.get_ident()) or finish.wait())
-    assert collectives.cut() == ["0"]
-    assert collectives.cut() == ["0"]
-    finish.set()
+    monkeypatch.setattr(module, "_RENEWAL_LIMIT", timedelta(seconds=0.1))
+    old = group._backend
+    old.abort_can_end.clear()
     collectives.renew(2, ["0"], [], 1)
-    assert threading.get_ident() not in begun and len(begun) <= 2
+    assert group._backend is not old and old.aborted
+    old.abort_can_end.set()
 
 
 def test_each_renewal_takes_a_slot_of_its_own(group: Group, collectives: Collectives) -> None:

@@ -6,6 +6,8 @@ Knows nothing of ranks; who maps them to GPUs does so by UUID.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ _THROTTLED = {
     0x0000000000000080: "power brake",
 }
 _MIG_ENABLED = 1
+_PATIENCE = 2.0  # seconds that who looks once waits for the driver
 
 
 class Nvml:
@@ -155,6 +158,29 @@ class Nvml:
             return function(*arguments)
         except Exception:
             return None
+
+
+def read_once() -> list[GpuSample]:
+    """One look at all GPUs by who keeps no driver open; empty if the driver has not answered within a moment.
+
+    A driver that hangs can't be interrupted: a thread waits for it, and ends when it answers.
+    """
+    answer: queue.SimpleQueue[list[GpuSample]] = queue.SimpleQueue()
+    threading.Thread(target=_read_into, args=(answer,), name="nbdist-driver-once", daemon=True).start()
+    try:
+        return answer.get(timeout=_PATIENCE)
+    except queue.Empty:
+        return []
+
+
+def _read_into(answer: queue.SimpleQueue[list[GpuSample]]) -> None:
+    driver = Nvml()
+    try:
+        answer.put(driver.read())
+    except Exception:  # a driver of tomorrow may answer in ways that nobody knows
+        answer.put([])
+    finally:
+        driver.close()
 
 
 _LOST = "it has fallen off the bus: `nvidia-smi` and the kernel's log tell more; a reboot brings it back"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from nbdist.metrics import device, host, tensors, units, watermarks
-from nbdist.metrics.nvml import Nvml
+from nbdist.metrics.nvml import read_once
 from nbdist.metrics.sample import GpuSample, gpu_among
 from nbdist.metrics.tensors import Block
 
@@ -120,7 +120,7 @@ def _account(where: str, asked: int | None) -> Account:
     cuda, index = sys.modules["torch"].cuda, int(where.partition(":")[2])
     free, total = cuda.mem_get_info(index)
     allocated, reserved = cuda.memory_allocated(index), cuda.memory_reserved(index)
-    outside, others = share(_driver(device.uuid(cuda, index)), os.getpid(), total - free, reserved)
+    outside, others = share(gpu_among(device.uuid(cuda, index), read_once()), os.getpid(), total - free, reserved)
     return Account(
         device=where,
         asked=asked,
@@ -131,15 +131,6 @@ def _account(where: str, asked: int | None) -> Account:
         outside=outside,
         others=others,
     )
-
-
-def _driver(uuid: str) -> GpuSample | None:
-    """What the driver says of a GPU."""
-    driver = Nvml()
-    try:
-        return gpu_among(uuid, driver.read())
-    finally:
-        driver.close()
 
 
 def share(gpu: GpuSample | None, pid: int, used: int, reserved: int) -> tuple[int | None, int | None]:

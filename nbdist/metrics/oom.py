@@ -24,6 +24,7 @@ _ASKED = (
     re.compile(r"[Tt]ried to allocate (?P<amount>[\d.]+) ?(?P<unit>[KMGTPE]?i?B|bytes)"),  # torch
     re.compile(r"Unable to allocate (?P<amount>[\d.]+) ?(?P<unit>[KMGTPE]?i?B|bytes)"),  # numpy
 )
+_CUDA_MEMORY = 2  # cudaErrorMemoryAllocation
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _POWERS = {"B": 0, "bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
 _CPU_WORDS = ("can't allocate memory", "not enough memory")  # torch's DefaultCPUAllocator: a plain RuntimeError
@@ -82,6 +83,8 @@ def device_of(error: BaseException) -> str:
     if type(error).__name__ == "OutOfMemoryError" and ("CUDA" in text or "HIP" in text):
         found = _GPU.search(text)
         return f"cuda:{found[1] if found else 0}"
+    if getattr(error, "error_code", None) == _CUDA_MEMORY and type(error).__name__ == "AcceleratorError":
+        return f"cuda:{sys.modules['torch'].cuda.current_device()}"  # past the allocator: a context, a library, NCCL
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text and any(word in text for word in _CPU_WORDS)
     ):

@@ -25,7 +25,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import AcceleratorError
 
@@ -33,7 +33,7 @@ from tests.stand_ins.spinning import spin, spinning_until
 
 _RECURSIVE = 1  # PTHREAD_MUTEX_RECURSIVE of Linux
 _ROOM = 64  # bytes: a pthread_mutex_t has 40 on x86-64 and 48 on aarch64
-_ASSERTED = 710  # cudaErrorAssert
+ASSERTED, OUT_OF_MEMORY = 710, 2  # cudaErrorAssert, cudaErrorMemoryAllocation
 
 
 class Lock:
@@ -120,7 +120,7 @@ class Torch:
         self.initialized = bool(uuids)
         self.on_look: Callable[[], object] = lambda: None
         self._uuids, self._total, self._taken = uuids, total, taken
-        self._error = ""
+        self._error: AcceleratorError | None = None
         self._C = SimpleNamespace(
             _cuda_getDeviceCount=lambda: len(uuids),
             _cuda_hasPrimaryContext=lambda index: index == 0 or self._reserved(index) > 0,
@@ -139,9 +139,9 @@ class Torch:
             synchronize=self._check,
         )
 
-    def lose_context(self, error: str = "device-side assert triggered") -> None:
+    def lose_context(self) -> None:
         """A kernel has failed, and nobody has noticed yet."""
-        self._error = f"CUDA error: {error}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+        self._error = accelerator_error("device-side assert triggered", "cudaErrorAssert", ASSERTED)
 
     def max_memory_allocated(self) -> int:
         return int(self._C._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"])
@@ -158,14 +158,26 @@ class Torch:
         return self._total - self._taken - self.gpus[index].now["reserved_bytes"], self._total
 
     def _check(self, _: object = None) -> None:
-        if self._error:
-            _raise_accelerator_error(self._error)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
 
-def _raise_accelerator_error(text: str) -> NoReturn:
-    error = AcceleratorError(text)
-    error.error_code = _ASSERTED  # as torch/csrc/Exceptions.cpp sets it
-    raise error
+def accelerator_error(words: str, name: str, code: int) -> AcceleratorError:
+    """An error of the CUDA runtime's, as torch 2.13 raises it.
+
+    Args:
+        words: What cudaGetErrorString says of it.
+        name: Its name.
+        code: Its number (cudaError_t).
+    """
+    error = AcceleratorError(
+        f"CUDA error: {words}\nSearch for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/"
+        "group__CUDART__TYPES.html for more information.\nCUDA kernel errors might be asynchronously reported at some "
+        "other API call, so the stacktrace below might be incorrect.\nFor debugging consider passing "
+        "CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+    error.error_code = code
+    return error
 
 
 def _flat(stats: dict[str, Any], path: Sequence[str] = ()) -> Iterator[tuple[str, int]]:

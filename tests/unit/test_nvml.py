@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 
 from nbdist.metrics.nvml import Nvml
@@ -137,6 +138,10 @@ def test_a_driver_without_gpus_says_so() -> None:
     nvml = Nvml(FakeNvml(machine(0)))
     assert nvml.read() == []
     assert nvml.why == "the driver knows no GPU"
+
+
+def test_the_stand_in_has_no_function_that_pynvml_lacks() -> None:
+    assert {name for name in dir(FakeNvml) if name.startswith("nvml")} <= set(dir(pynvml))
 
 
 def test_other_processes_can_be_given_the_same_gpus(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from nbdist.metrics.oom import Account
 from nbdist.metrics.sample import GpuSample
 from nbdist.metrics.tensors import Block
 from tests.harness import wait_until
-from tests.stand_ins.cuda import Torch
+from tests.stand_ins.cuda import ASSERTED, OUT_OF_MEMORY, Torch, accelerator_error
 from tests.stand_ins.nvml import FakeNvml, machine
 
 GIB = 1 << 30
@@ -150,6 +150,14 @@ def explained() -> list[str]:
 def test_the_driver_tells_what_is_this_process_s_outside_torch(driver: FakeNvml) -> None:
     assert "this process 2.0 GiB outside torch: context, kernels, libraries" in explained()
     assert "other processes 10.0 GiB" in explained()
+
+
+def test_memory_that_cuda_itself_could_not_have_is_explained_too(driver: FakeNvml) -> None:
+    """For a context, a library or NCCL, past torch's allocator: on the GPU that is in use."""
+    torch.cuda.current_device = lambda: 1  # type: ignore[method-assign]
+    error = accelerator_error("out of memory", "cudaErrorMemoryAllocation", OUT_OF_MEMORY)
+    assert oom.explain(error, {}).startswith("nbdist: out of memory on cuda:1")
+    assert oom.explain(accelerator_error("device-side assert triggered", "cudaErrorAssert", ASSERTED), {}) == ""
 
 
 def test_a_driver_that_never_answers_holds_up_no_explanation(driver: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ class Watched:
         return sample
 
     def free(self) -> None:
+        self.state["seconds"] = 0.0
         for gpu in self.state["gpus"]:
             gpu["seconds"] = 0.0
 
@@ -159,6 +160,14 @@ def test_a_driver_that_answers_after_all_is_believed(node: Watched) -> None:
     node.sampler.watch(FASTEST)
     assert node.next().why
     node.free()
+    assert node.until(lambda sample: sample.gpus).why == ""
+
+
+def test_a_driver_that_is_not_ready_yet_delays_no_look(node: Watched) -> None:
+    node.state["seconds"] = FOR_EVER
+    node.sampler.watch(FASTEST)
+    assert "has not answered" in node.next().why
+    node.state["seconds"] = 0.0
     assert node.until(lambda sample: sample.gpus).why == ""
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.harness import Kernel, both, lines_by_rank
-from tests.pretend_cuda import write_packages
+from tests.stand_ins.guard import write_packages
 
 SETUP = """
 import os, signal, sys, threading, time
@@ -413,7 +413,7 @@ def kernel_with_cuda(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel whose torch takes itself for one with CUDA."""
     write_packages(tmp_path)
     path = os.pathsep.join([str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-    with Kernel(PYTHONPATH=path, PRETEND_GPUS="[null]", NBDIST_PREWARM="0") as kernel:
+    with Kernel(PYTHONPATH=path, NBDIST_PREWARM="0") as kernel:
         kernel.ok(SETUP)
         kernel.ok("import pretend")
         yield kernel

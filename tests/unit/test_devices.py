@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from nbdist.devices import visible_gpus
+from nbdist.devices import nccl_variables, visible_gpus
 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the stand-in answers: "gpus", and "fails" with the name of a call that raises."""
-    state: dict[str, Any] = {"gpus": 4, "fails": "", "open": 0}
+    state: dict[str, Any] = {"gpus": 4, "fails": "", "open": 0, "name": "NVIDIA H100", "driver": "535.104.05"}
     module = types.ModuleType("pynvml")
 
     def call(name: str, answer: Any = None, opens: int = 0) -> None:
@@ -29,6 +29,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     call("nvmlInit", opens=1)
     call("nvmlShutdown", opens=-1)
     call("nvmlDeviceGetCount", lambda: state["gpus"])
+    call("nvmlSystemGetDriverVersion", lambda: state["driver"])
+    module.nvmlDeviceGetHandleByIndex = lambda index: index  # type: ignore[attr-defined]
+    module.nvmlDeviceGetName = lambda handle: state["name"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", module)
     return state
 
@@ -77,3 +80,26 @@ def test_nvml_is_left_as_it_was_found(nvml: dict[str, Any]) -> None:
 def test_without_the_module_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert visible_gpus({}) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "driver", "expected"),
+    [
+        (2, "NVIDIA GeForce RTX 4090", "535.104.05", ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"]),
+        (2, "NVIDIA GeForce RTX 4090", "550.40.06", ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"]),
+        (2, "NVIDIA GeForce RTX 4090", "550.40.07", []),
+        (2, "NVIDIA GeForce RTX 4090", "560.28.03", []),
+        (1, "NVIDIA GeForce RTX 4090", "535.104.05", []),
+        (2, "NVIDIA H100 80GB HBM3", "535.104.05", []),
+    ],
+)
+def test_nccl_leaves_links_alone_that_only_an_old_driver_offers(
+    nvml: dict[str, Any], gpus: int, name: str, driver: str, expected: list[str]
+) -> None:
+    nvml.update(gpus=gpus, name=name, driver=driver)
+    assert sorted(nccl_variables({})) == expected
+
+
+def test_what_the_user_has_said_of_links_stays(nvml: dict[str, Any]) -> None:
+    nvml["name"] = "NVIDIA GeForce RTX 4090"
+    assert list(nccl_variables({"NCCL_P2P_DISABLE": "0"})) == ["NCCL_IB_DISABLE"]

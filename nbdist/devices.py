@@ -1,10 +1,21 @@
-"""The GPUs of this machine, found without initialising CUDA. Knows nothing of ranks."""
+"""The GPUs of this machine, found without initialising CUDA in this process. Knows nothing of ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
+
+_DEVICES = Path("/dev")
+_FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu", "kfd")  # of NVIDIA's driver, of WSL, Jetson, ROCm
+_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_COUNT = "import torch; print(torch.cuda.device_count())"
+_COUNT_LIMIT = 120.0  # seconds: torch may come over a slow network
 
 _T = TypeVar("_T")
 
@@ -59,8 +70,36 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+def unusable_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Device files of GPUs that PyTorch can't use; empty where it can, and where there are none or they are hidden."""
+    hidden = any(name in environment for name in _LISTS)
+    return [] if hidden or _count() else [str(path) for path in _device_files()]
+
+
+def _device_files() -> list[Path]:
+    return sorted(path for pattern in _FILES for path in _DEVICES.glob(pattern))
+
+
 def _count() -> int:
-    return _ask_driver(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0)
+    """The GPUs of this machine.
+
+    The management library is missing in containers without the driver's "utility" capability, on Jetson and with ROCm.
+    """
+    count = _ask_driver(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0)
+    return count if count or not _device_files() else _count_by_torch()
+
+
+@functools.cache
+def _count_by_torch() -> int:
+    """What PyTorch counts, in a process of its own, since counting initialises CUDA; 0 if it can't."""
+    environment = {name: value for name, value in os.environ.items() if name not in _LISTS}
+    command = [sys.executable, "-c", _COUNT]
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, env=environment, cwd="/", capture_output=True, text=True, timeout=_COUNT_LIMIT, check=False
+        )
+        return int(done.stdout.split()[-1])
+    return 0
 
 
 def _ask_driver(question: Callable[[Any], _T], otherwise: _T) -> _T:

@@ -94,7 +94,8 @@ def _gpu_count(setup: RankSetup) -> int:
     """The GPUs that this torch can use."""
     import torch
 
-    return setup.gpu_count if torch.backends.cuda.is_built() else 0
+    built = torch.backends.cuda.is_built() or torch.version.hip is not None
+    return setup.gpu_count if built else 0
 
 
 def backend_for(options: StartOptions, gpu_count: int) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nbdist.devices import nccl_variables, visible_gpus
+from nbdist import devices
+from nbdist.devices import nccl_variables, unusable_gpus, visible_gpus
 
 
 @pytest.fixture
@@ -103,3 +106,54 @@ def test_nccl_leaves_links_alone_that_only_an_old_driver_offers(
 def test_what_the_user_has_said_of_links_stays(nvml: dict[str, Any]) -> None:
     nvml["name"] = "NVIDIA GeForce RTX 4090"
     assert list(nccl_variables({"NCCL_P2P_DISABLE": "0"})) == ["NCCL_IB_DISABLE"]
+
+
+@pytest.fixture
+def device_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a machine's device files. In it is a PyTorch, too, which counts as many GPUs as `count` says."""
+    monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+    (tmp_path / "torch.py").write_text(
+        "import os, pathlib, types\n"
+        "counted = int((pathlib.Path(__file__).parent / 'count').read_text())\n"
+        "cuda = types.SimpleNamespace(device_count=lambda: 0 if 'CUDA_VISIBLE_DEVICES' in os.environ else counted)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    devices._count_by_torch.cache_clear()
+    yield tmp_path
+    devices._count_by_torch.cache_clear()
+
+
+@pytest.mark.parametrize("file", ["nvidia0", "dxg", "kfd", "nvhost-gpu"])
+def test_gpus_that_the_management_library_does_not_see_are_counted_by_torch(
+    nvml: dict[str, Any], device_files: Path, file: str
+) -> None:
+    nvml["fails"] = "nvmlInit"
+    (device_files / file).touch()
+    (device_files / "count").write_text("2")
+    assert visible_gpus({}) == ["0", "1"] and unusable_gpus({}) == []
+
+
+def test_a_list_of_visible_gpus_does_not_change_how_many_there_are(
+    nvml: dict[str, Any], device_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml["fails"] = "nvmlInit"
+    (device_files / "nvidia0").touch()
+    (device_files / "count").write_text("4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert visible_gpus() == ["3"]
+
+
+@pytest.mark.parametrize("count", ["0", "no number"])
+def test_gpus_that_torch_can_not_use_are_named(nvml: dict[str, Any], device_files: Path, count: str) -> None:
+    nvml["fails"] = "nvmlInit"
+    (device_files / "nvidia0").touch()
+    (device_files / "nvidiactl").touch()
+    (device_files / "count").write_text(count)
+    assert visible_gpus({}) == [] and unusable_gpus({}) == [str(device_files / "nvidia0")]
+    assert unusable_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+def test_without_device_files_torch_is_not_asked(nvml: dict[str, Any], device_files: Path) -> None:
+    nvml["gpus"] = 0
+    (device_files / "count").write_text("2")
+    assert visible_gpus({}) == []

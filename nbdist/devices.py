@@ -1,9 +1,27 @@
-"""The GPUs of this machine, found without initialising CUDA. Knows nothing of ranks."""
+"""The GPUs of this machine, found without initialising CUDA in this process. Knows nothing of ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+_DEVICES = Path("/dev")
+_FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu", "kfd")  # of NVIDIA's driver, of WSL, Jetson, ROCm
+_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_COUNT = "import torch; print(torch.cuda.device_count())"
+_COUNT_LIMIT = 120.0  # seconds: torch may come over a slow network
+
+_T = TypeVar("_T")
+
+_WITHOUT_PEER_ACCESS = "RTX 40"
+_FIRST_DRIVER = (550, 40, 7)  # the first that does not offer these GPUs what they lack
+_WITHOUT_DIRECT_LINKS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -24,14 +42,75 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
     return names if count else []
 
 
+def nccl_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What NCCL must be told of this machine's GPUs, unless the user has told it.
+
+    Drivers before 550.40.07 offer GeForce RTX 40 direct access to each other, which hangs; `accelerate launch` sets the
+    same, and `Accelerator()` refuses to work without.
+
+    Returns:
+        Environment variables for ranks; empty for other GPUs and newer drivers.
+    """
+    unknown: tuple[list[str], str] = ([], "")
+    names, driver = _ask_driver(_names_and_version, unknown)
+    if len(names) < 2 or not any(_WITHOUT_PEER_ACCESS in name for name in names):
+        return {}
+    parts = tuple(int(part) for part in driver.split(".") if part.isdigit())
+    if not parts or parts >= _FIRST_DRIVER:
+        return {}
+    return {name: value for name, value in _WITHOUT_DIRECT_LINKS.items() if name not in environment}
+
+
+def _names_and_version(nvml: Any) -> tuple[list[str], str]:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(int(nvml.nvmlDeviceGetCount()))]
+    return [_text(nvml.nvmlDeviceGetName(handle)) for handle in handles], _text(nvml.nvmlSystemGetDriverVersion())
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def unusable_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Device files of GPUs that PyTorch can't use; empty where it can, and where there are none or they are hidden."""
+    hidden = any(name in environment for name in _LISTS)
+    return [] if hidden or _count() else [str(path) for path in _device_files()]
+
+
+def _device_files() -> list[Path]:
+    return sorted(path for pattern in _FILES for path in _DEVICES.glob(pattern))
+
+
 def _count() -> int:
+    """The GPUs of this machine.
+
+    The management library is missing in containers without the driver's "utility" capability, on Jetson and with ROCm.
+    """
+    count = _ask_driver(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0)
+    return count if count or not _device_files() else _count_by_torch()
+
+
+@functools.cache
+def _count_by_torch() -> int:
+    """What PyTorch counts, in a process of its own, since counting initialises CUDA; 0 if it can't."""
+    environment = {name: value for name, value in os.environ.items() if name not in _LISTS}
+    command = [sys.executable, "-c", _COUNT]
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, env=environment, cwd="/", capture_output=True, text=True, timeout=_COUNT_LIMIT, check=False
+        )
+        return int(done.stdout.split()[-1])
+    return 0
+
+
+def _ask_driver(question: Callable[[Any], _T], otherwise: _T) -> _T:
+    """The driver's answer; `otherwise` without a driver, or from one that does not work."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         try:
-            return int(pynvml.nvmlDeviceGetCount())
+            return question(pynvml)
         finally:
             pynvml.nvmlShutdown()
-    except Exception:  # no driver, or one that does not work
-        return 0
+    except Exception:
+        return otherwise

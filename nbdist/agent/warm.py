@@ -25,6 +25,7 @@ _LATCHED_PREFIXES = (
     "LD_",
     "PYTHON",
     "TORCH",
+    "PYTORCH_",
     "OMP_",
     "GOMP_",
     "KMP_",

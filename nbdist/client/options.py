@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbdist.client.arguments import names
-from nbdist.devices import visible_gpus
+from nbdist.devices import nccl_variables, visible_gpus
 from nbdist.errors import UsageError
 from nbdist.protocol import LONGEST, PATIENCE_VARIABLE, StartOptions
 
@@ -49,7 +49,7 @@ class Arguments:
         check_seconds("timeout", self.timeout)
         return StartOptions(
             count=count,
-            environment=dict(os.environ),
+            environment={**os.environ, **(nccl_variables() if len(gpus[:count]) > 1 else {})},
             cwd=_current_folder(),
             sys_path=list(sys.path),
             argv=_arguments(),

@@ -19,6 +19,7 @@ from nbdist.protocol import StartOptions
 if TYPE_CHECKING:
     from nbdist.client.session import Session
 
+_WORTH_A_WORD = 1 << 30  # bytes that others hold of a GPU: what ranks hold beside torch is only known about
 _KEPT_BY_MODELS = "Models that were prepared earlier keep the old plan: prepare them again to use this one."
 
 _kept: Plan | None = None  # what was typed, for the sessions that are yet to start
@@ -157,6 +158,8 @@ def _propose(session: Session | None, plan: Plan, arguments: argparse.Namespace)
     found = _ask_for_proposal(session, plan, arguments.model, arguments.batch)
     rows = [(name, size(total), f"{total / found['memory']:.0%}") for name, total in found["tried"]]
     shown = table(rows, ("strategy", "memory per rank", f"of {size(found['memory'])}"))
+    if found["taken"] > _WORTH_A_WORD:
+        shown += f"\nOther processes hold {size(found['taken'])} of the GPU: `nvidia-smi` lists them."
     if found["plan"] is None:
         return f"{shown}\nNone of them fits: take more ranks, a smaller batch, or --precision bf16."
     proposed = Plan.from_json(found["plan"])

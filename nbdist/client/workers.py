@@ -25,6 +25,7 @@ from nbdist.client.options import check_seconds
 from nbdist.client.report import describe_death
 from nbdist.client.task import Task
 from nbdist.client.traffic import Traffic
+from nbdist.devices import unusable_gpus
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
 from nbdist.protocol import (
     Ask,
@@ -229,6 +230,11 @@ class Workers:
         elif options.gpus and len(options.gpus) < options.count:
             plural = "s" if len(options.gpus) != 1 else ""
             progress(f"{options.count} ranks share {len(options.gpus)} GPU{plural}, so their group uses {self.backend}")
+        elif not options.gpus and (files := unusable_gpus(options.environment)):
+            progress(
+                f"this machine has GPUs ({', '.join(files)}) that PyTorch can't use, so the ranks use the CPU. "
+                "`!python -c 'import torch; torch.zeros(1).cuda()'` shows why"
+            )
 
     def _await_life(
         self, kinds: tuple[type[Message], ...], limit: float | None, progress: Callable[[str], None] = lambda text: None

@@ -27,6 +27,7 @@ _ASKED = (
 _CUDA_MEMORY = 2  # cudaErrorMemoryAllocation
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _POWERS = {"B": 0, "bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
+_ALLOCATOR, _EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True"
 _CPU_WORDS = ("can't allocate memory", "not enough memory")  # torch's DefaultCPUAllocator: a plain RuntimeError
 
 
@@ -189,8 +190,6 @@ def _rows(account: Account) -> list[tuple[str, int | None, str]]:
 def _advice(account: Account) -> list[str]:
     found = ["what the traceback above and Out hold is freed by `%distributed free`"]
     fragmented = account.cached is not None and account.asked is not None and account.cached >= account.asked
-    if fragmented:
-        found.append(
-            "enough is cached, but in pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start"
-        )
+    if fragmented and not any(_EXPANDABLE in os.environ.get(name, "") for name in _ALLOCATOR):
+        found.append(f"enough is cached, but in pieces: set {_ALLOCATOR[0]}={_EXPANDABLE} before the start")
     return found

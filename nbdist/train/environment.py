@@ -12,7 +12,7 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from nbdist.train import state as training
 
 _SYSFS = Path("/sys")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
+_DEFAULT = 0  # MPOL_DEFAULT
 _PREFERRED = 1  # MPOL_PREFERRED: other nodes' memory is still used when this one's is full
 
 _undo: list[Callable[[], object]] = []  # what the plan in effect has changed, the last first
@@ -91,7 +92,10 @@ def set_seed(seed: int, *, per_rank: bool = False) -> None:
 
 
 def bind_to_numa_node(device: torch.device, sysfs: Path = _SYSFS) -> int | None:
-    """Bind this process to the cores and the memory that are next to its GPU. Linux only.
+    """Bind this process to the cores and the memory that are next to its GPU, until the next plan. Linux only.
+
+    Threads that are there already are bound as well, for example those of autograd. Only this one's memory policy can
+    be set: the others' memory is near their cores, as that of pages is which a thread touches first.
 
     Args:
         device: This rank's device.
@@ -109,9 +113,36 @@ def bind_to_numa_node(device: torch.device, sysfs: Path = _SYSFS) -> int | None:
     cores = cores_of_node(node, sysfs) & os.sched_getaffinity(0)
     if not cores:  # a container may own none of them
         return None
-    os.sched_setaffinity(0, cores)
+    bind_threads(cores)
     _prefer_memory(node)
     return node
+
+
+def bind_threads(cores: set[int]) -> None:
+    """Let all threads of this process run on these cores only, until the next plan. What they start inherits it."""
+    usual, before = os.sched_getaffinity(0), _cores_by_thread()
+    _undo.append(partial(_unbind_threads, before, usual))
+    for thread, allowed in before.items():
+        _bind(thread, allowed & cores or allowed)
+
+
+def _unbind_threads(before: Mapping[int, set[int]], usual: set[int]) -> None:
+    """Give each thread its cores back; those that were started meanwhile get the usual ones."""
+    for thread in _cores_by_thread():
+        _bind(thread, before.get(thread, usual))
+
+
+def _cores_by_thread() -> dict[int, set[int]]:
+    found = {}
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            found[int(name)] = os.sched_getaffinity(int(name))
+    return found
+
+
+def _bind(thread: int, cores: set[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.sched_setaffinity(thread, cores)
 
 
 def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
@@ -134,11 +165,16 @@ def cores_of_node(node: int, sysfs: Path = _SYSFS) -> set[int]:
 
 
 def _prefer_memory(node: int) -> None:
-    number = _SET_MEMPOLICY.get(platform.machine())
-    if number is None:
-        return
+    """Have this thread, and those that it starts, take memory from a NUMA node, until the next plan."""
     words = node // 64 + 1
     mask = (ctypes.c_uint64 * words)()
     mask[node // 64] = 1 << (node % 64)
+    _undo.append(partial(_set_memory_policy, _DEFAULT, None, 0))
+    _set_memory_policy(_PREFERRED, mask, words * 64 + 1)
+
+
+def _set_memory_policy(policy: int, mask: Any, bits: int) -> None:
+    number = _SET_MEMPOLICY.get(platform.machine())
     # A container may forbid it. Cores are bound all the same, and memory is taken where these first touch it.
-    ctypes.CDLL(None).syscall(number, _PREFERRED, mask, words * 64 + 1)
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, policy, mask, bits)

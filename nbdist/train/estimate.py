@@ -222,13 +222,18 @@ def _judged(
         notes = [*notes, "counted with the CPU's kernels; workspaces of cuBLAS and cuDNN are not"]
     return Estimate(
         **held,
-        outside_torch=(_CUDA_CONTEXT + (_NCCL if setting.world_size > 1 else 0)) if on_gpu else 0,
+        outside_torch=outside_torch(setting.world_size) if on_gpu else 0,
         offloaded=offloaded,
         device=torch.cuda.get_device_name(device) if on_gpu else "this machine's memory",
         device_memory=memory,
         setting=_in_words(plan, setting.world_size),
         notes=tuple(notes),
     )
+
+
+def outside_torch(world_size: int) -> int:
+    """Bytes that a rank takes on its GPU beside what torch counts: CUDA context and NCCL, an order of magnitude."""
+    return _CUDA_CONTEXT + (_NCCL if world_size > 1 else 0)
 
 
 def _refuse_unusable(model: Any, optimizer: Any, plan: Plan) -> None:

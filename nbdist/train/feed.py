@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ class DeviceFeed:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device if device is not None and device.type != "cpu" else None
         cuda = self._device is not None and self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if cuda else None
+        self._stream = _copy_stream(self._device) if cuda else None
 
     def send(self, batch: Any) -> Any:
         """Begin to copy a batch."""
@@ -47,6 +48,12 @@ class DeviceFeed:
         pin = self._stream is not None and thing.device.type == "cpu" and thing.layout == torch.strided
         with torch.cuda.stream(self._stream):  # does nothing if there is none
             return (thing.pin_memory() if pin else thing).to(self._device, non_blocking=True)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of this process's copies to a device: memory freed on one stream is used again on that one only."""
+    return torch.cuda.Stream(device)
 
 
 def _has_to(value: Any) -> bool:

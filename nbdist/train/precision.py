@@ -166,8 +166,7 @@ def scaled_step(
     """
     record = state.records[optimizer]
     unscale(state, optimizer)
-    before, made = state.scaler.get_scale(), False
-    steps_itself = getattr(optimizer, "_step_supports_amp_scaling", False)  # a fused one looks at the scaler by itself
+    made = False
 
     def real_step() -> None:
         nonlocal made
@@ -180,9 +179,10 @@ def scaled_step(
     finally:
         record.inside = None
     record.phase = "stepped"
+    if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one is called, and skips the step by itself
+        made = made and not any(found.item() for found in state.scaler._found_inf_per_device(optimizer).values())
     if len(state.optimizers) == 1:
         renew_scale(state)
-        made = made and not (steps_itself and state.scaler.get_scale() < before)
     if not made:
         _note_skipped(state)
     return made

@@ -24,11 +24,11 @@ def propose(
         plan: All other settings; JSON will do.
         world_size: Number of ranks.
         sharing: How many of them share this rank's memory.
-        memory: Bytes that each rank has; None: those of its GPU, else those that are free here.
+        memory: Bytes that each rank has; None: those of its GPU that others leave, else those that are free here.
 
     Returns:
-        "plan": the first that fits, as JSON, or None; "memory": bytes for each rank; "tried": for each strategy its
-        name and its bytes per rank.
+        "plan": the first that fits, as JSON, or None; "memory": bytes for each rank; "taken": bytes of its GPU that
+        others hold; "tried": for each strategy its name and its bytes per rank.
 
     Raises:
         UsageError: Such ranks can't follow one of them, or the estimate can't be made; the text says why.
@@ -37,7 +37,7 @@ def propose(
 
     if isinstance(plan, str):
         plan = Plan.from_json(plan)
-    limit = memory if memory is not None else memory_of_device() // sharing
+    limit, taken = (memory, 0) if memory is not None else memory_of_device(world_size, sharing)
     tried = []
     candidates = list(_candidates(plan, world_size, has_gpu()))
     with closing(estimate_each(model, batch, candidates, world_size=world_size)) as estimates:
@@ -46,18 +46,31 @@ def propose(
             total = next(estimates).total
             tried.append((_name(candidate), total))
             if total <= limit * (1 - _SPARE):
-                return {"plan": candidate.to_json(), "memory": limit, "tried": tried}
-    return {"plan": None, "memory": limit, "tried": tried}
+                return {"plan": candidate.to_json(), "memory": limit, "taken": taken, "tried": tried}
+    return {"plan": None, "memory": limit, "taken": taken, "tried": tried}
 
 
-def memory_of_device() -> int:
-    """Bytes of this rank's GPU, else those that are free on this machine, or in its container."""
-    if has_gpu():
-        import torch
+def memory_of_device(world_size: int, sharing: int) -> tuple[int, int]:
+    """What a rank may use: of its GPU, else of what is free on this machine or in its container.
 
-        return int(torch.cuda.mem_get_info()[1])
-    whole, used = host.memory()
-    return whole - used
+    Args:
+        world_size: Number of ranks.
+        sharing: How many of them share it. Each is taken to hold as much as this one.
+
+    Returns:
+        Bytes for each rank, and bytes of its GPU that are not theirs.
+    """
+    if not has_gpu():
+        whole, used = host.memory()
+        return (whole - used) // sharing, 0
+    import torch
+
+    from nbdist.train.estimate import outside_torch
+
+    free, whole = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved() + outside_torch(world_size)
+    taken = max(0, whole - free - sharing * own)
+    return (whole - taken) // sharing, taken
 
 
 def has_gpu() -> bool:

@@ -16,6 +16,7 @@ While a group is made, a rank may wait for a peer to connect: this rank then con
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import struct
@@ -479,14 +480,18 @@ def _make_backend(old: Any, store: Any, group: Any) -> Any:
         if timeout is not None:
             backend._set_default_timeout(timeout)
     elif kind == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        if timeout is not None:
-            options._timeout = timeout
-        backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+        backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), _nccl_options(old))
     else:
         raise RuntimeError(f"a {kind} group can't be renewed; gloo and nccl can")
     backend._set_sequence_number_for_group()  # without, the counting stops
     return backend
+
+
+def _nccl_options(old: Any) -> Any:
+    """The options of a backend, for another that takes its place: its connections come from no other group's."""
+    options = copy.deepcopy(old.options)
+    options.split_from, options.split_color = None, type(options)().split_color
+    return options
 
 
 def _order(name: str) -> tuple[bool, int, str]:

@@ -19,6 +19,7 @@ from typing import Any
 from nbdist.errors import NbdistError, TransferError
 from nbdist.protocol import Failure
 from nbdist.shells import chain
+from nbdist.worker import lost_context
 from nbdist.worker.steps import StepStop
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -102,7 +103,9 @@ def _raises(place: types.TracebackType) -> bool:
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about a GPU that a forked process can't use; empty for any other error."""
+    """What to do about a GPU that a forked process can't use, or that this one has lost; empty for any other error."""
+    if lost := lost_context.advice(error):
+        return f"\nnbdist: {lost}"
     if not any("forked subprocess" in _message(part) for part in chain(error)):
         return ""
     from nbdist import cuda_guard

@@ -16,13 +16,14 @@ from datetime import timedelta
 from typing import Any
 
 from nbdist.protocol import Place, RankSetup, StartOptions
+from nbdist.worker.gpu_defaults import gpu_defaults
 
 _LOOPBACK = "lo"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # whether a rendezvous only connects to a store that is there
 
 
 def environment(setup: RankSetup) -> dict[str, str]:
-    """Torchrun's variables for this rank."""
+    """Torchrun's variables for this rank, and what libraries are to find there unless the user has set it."""
     place = setup.options.place or Place()
     world, rank = str(setup.world_size), str(setup.rank)
     variables = {
@@ -52,6 +53,7 @@ def environment(setup: RankSetup) -> dict[str, str]:
         defaults |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
     if setup.options.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.options.gpus)
+        defaults |= gpu_defaults(setup.options.environment)
     return {name: value for name, value in defaults.items() if name not in setup.options.environment} | variables
 
 
@@ -77,16 +79,23 @@ def device(setup: RankSetup) -> Any:
 
     if _gpu_count(setup) == 0:
         return torch.device("cpu")
-    local = torch.device("cuda", setup.local_rank % setup.gpu_count)
+    local = _gpu(setup)
     torch.cuda.set_device(local)
     return local
+
+
+def _gpu(setup: RankSetup) -> Any:
+    import torch
+
+    return torch.device("cuda", setup.local_rank % setup.gpu_count)
 
 
 def _gpu_count(setup: RankSetup) -> int:
     """The GPUs that this torch can use."""
     import torch
 
-    return setup.gpu_count if torch.backends.cuda.is_built() else 0
+    built = torch.backends.cuda.is_built() or torch.version.hip is not None
+    return setup.gpu_count if built else 0
 
 
 def backend_for(options: StartOptions, gpu_count: int) -> str:
@@ -94,6 +103,15 @@ def backend_for(options: StartOptions, gpu_count: int) -> str:
     if options.backend is not None:
         return options.backend
     return "cpu:gloo,cuda:nccl" if gpu_count >= options.count else "gloo"
+
+
+def bound_device(setup: RankSetup, backend: str) -> Any:
+    """The device to connect to the other ranks at once, so that no first collective pays for it; None: none.
+
+    Only where each rank has a GPU of its own: NCCL refuses a GPU that several ranks connect.
+    """
+    own = _gpu_count(setup) >= setup.options.count
+    return _gpu(setup) if own and "nccl" in backend else None
 
 
 def join(setup: RankSetup, store: Any, attempt: int = 0) -> str:
@@ -110,14 +128,30 @@ def join(setup: RankSetup, store: Any, attempt: int = 0) -> str:
     import torch.distributed as dist
 
     backend = backend_for(setup.options, _gpu_count(setup))
+    bound = bound_device(setup, backend)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"nbdist/{setup.epoch}/{attempt}", store),
         rank=setup.rank,
         world_size=setup.options.count,
         timeout=timedelta(seconds=setup.options.timeout),
+        device_id=bound,
     )
+    if bound is not None:
+        _let_groups_connect_by_themselves()
     return backend
+
+
+def _let_groups_connect_by_themselves() -> None:
+    """Have later groups make connections of their own instead of splitting those of the default group.
+
+    A split takes part of all ranks. It would wait for ranks that have died, that are not called for a group of gloo, or
+    whose connections were cut and renewed: torch knows none of that.
+    """
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    group.bound_device_id = None
 
 
 def separate_rendezvous(

@@ -40,3 +40,12 @@ def test_a_fork_is_refused_after_the_notebook_has_used_the_gpu(kernel: Kernel) -
     kernel.ok("x = torch.ones(1).cuda()")
     outcome = kernel.run("nbdist.notebook_launcher(lambda: 1, num_processes=2, start_method='fork')")
     assert outcome.status == "error" and "CUDA was initialised" in outcome.evalue and "cell 2" in outcome.evalue
+
+
+def test_a_rank_with_a_gpu_of_its_own_is_connected_before_its_first_collective(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("no GPU")
+    with nbdist.Session(1) as session:
+        code = "import torch.distributed as dist\ndist.group.WORLD._get_backend(device)._is_initialized()"
+        assert value(session, code) is True
+        assert value(session, "import torch.distributed as dist\ndist.group.WORLD.bound_device_id is None") is True

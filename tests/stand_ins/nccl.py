@@ -46,6 +46,8 @@ class Options:
         self.is_high_priority_stream = is_high_priority_stream
         self.global_ranks_in_group: list[int] = []
         self.group_name = ""
+        self.split_from: Any = None
+        self.split_color = -2  # NCCL_SPLIT_NOCOLOR - 1: not set
 
 
 class _Abort:

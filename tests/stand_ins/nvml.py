@@ -69,6 +69,7 @@ def machine(count: int = 1, **changes: Any) -> dict[str, Any]:
         "init": None,
         "count": None,
         "shutdown": None,
+        "driver": "580.65.06",
         "seconds": 0.0,
         "gpus": [gpu(index, **changes) for index in range(count)],
     }
@@ -104,6 +105,11 @@ class FakeNvml:
         self._check_open()
         _check(self.state.get("shutdown"))
         self.opened -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        self._check_open()
+        version: str = self.state["driver"]
+        return version
 
     def nvmlDeviceGetCount(self) -> int:
         self._check_open()

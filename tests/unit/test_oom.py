@@ -113,6 +113,12 @@ def test_enough_memory_in_pieces_is_called_that() -> None:
     assert "expandable_segments:True" in oom.render(account)
 
 
+def test_what_is_set_already_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    account = Account(device="cuda:0", asked=2 * GIB, total=80 * GIB, free=GIB, allocated=60 * GIB, cached=5 * GIB)
+    assert "expandable_segments" not in oom.render(account)
+
+
 def test_where_the_driver_hides_processes_what_is_outside_torch_is_one_figure() -> None:
     assert oom.share(GpuSample("GPU-1", 0), pid=7, used=30, reserved=20) == (None, 10)
     assert oom.share(None, pid=7, used=30, reserved=20) == (None, 10)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,3 +127,33 @@ def test_a_machine_that_does_not_tell_its_nodes_is_left_alone(tmp_path: Path, te
 
 def test_without_a_gpu_nothing_is_bound() -> None:
     assert environment.bind_to_numa_node(CPU) is None
+
+
+def test_all_threads_are_bound_and_the_next_plan_gives_them_their_cores_back() -> None:
+    """In a process of its own: threads of the tests keep their cores. Threads stay until the program ends."""
+    program = """
+import os, threading
+import torch
+from nbdist.plan import Plan
+from nbdist.train import environment
+
+def start():
+    ready = threading.Event()
+    threading.Thread(target=lambda: (ready.set(), threading.Event().wait()), daemon=True).start()
+    ready.wait()
+
+def cores():
+    return {frozenset(os.sched_getaffinity(int(name))) for name in os.listdir("/proc/self/task")}
+
+usual = cores()
+assert len(usual) == 1
+one = {min(next(iter(usual)))}
+start()
+environment.bind_threads(one)
+start()
+assert cores() == {frozenset(one)}, cores()
+environment.apply(Plan(), torch.device("cpu"))
+assert cores() == usual, cores()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from nbdist.plan import Plan
 from nbdist.train import state
 from nbdist.train.batches import map_tensors
 from nbdist.train.data import prepare_loader, skip_first_batches
-from nbdist.train.feed import LoadingWatch
+from nbdist.train.feed import DeviceFeed, LoadingWatch
 from tests.train_data import Numbers, Pair, PlacedStream, Stream, all_ranks, flat, lists, maker, real, rounds
 
 # Loops that do nothing with their data do wait for it.
@@ -255,6 +255,16 @@ def test_batches_go_to_the_device_as_a_whole() -> None:
     own, sequence = found["own"]
     assert {str(one.device) for one in (found["tensors"][0], own, sequence.data)} == {"meta"}
     assert sequence.batch_sizes.tolist() == [2, 2, 1]  # which belong on the CPU
+
+
+def test_all_epochs_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator keeps the memory of each stream apart, so a stream for each epoch would hold an epoch's batches."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", made.append)
+    device = torch.device("cuda", 77)
+    for _ in range(3):
+        DeviceFeed(device)
+    assert made == [device]
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from nbdist.protocol import StartOptions
         "PYTHONPATH",
         "PYTHONWARNINGS",
         "TORCH_LOGS",
+        "PYTORCH_CUDA_ALLOC_CONF",
         "MKL_NUM_THREADS",
         "MALLOC_ARENA_MAX",
     ],

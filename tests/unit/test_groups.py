@@ -1,0 +1,31 @@
+"""How a rank gets into its first group on GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nbdist.protocol import RankSetup, StartOptions
+from nbdist.worker import groups
+
+
+def setup(count: int, gpus: int, rank: int = 0) -> RankSetup:
+    options = StartOptions(count, {}, "/", [], [], 0o022, 1024)
+    return RankSetup(1, rank, "", b"", b"", b"", b"", 0, gpus, 1, options)
+
+
+@pytest.fixture(autouse=True)
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+
+
+def test_a_rank_with_a_gpu_of_its_own_connects_it_at_once() -> None:
+    assert groups.bound_device(setup(2, 2, rank=1), "cpu:gloo,cuda:nccl") == torch.device("cuda", 1)
+
+
+def test_ranks_that_share_a_gpu_do_not_connect_it() -> None:
+    assert groups.bound_device(setup(2, 1, rank=1), "cpu:gloo,cuda:nccl") is None
+
+
+def test_gloo_connects_no_gpu() -> None:
+    assert groups.bound_device(setup(2, 2), "gloo") is None

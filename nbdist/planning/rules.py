@@ -23,7 +23,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "comm_hook": ("none", "fp16", "bf16", "powersgd", "batched_powersgd"),
 }
 SWITCHES = (
-    "compile",
+    "compile_fullgraph",
     "find_unused_parameters",
     "static_graph",
     "gradient_as_bucket_view",
@@ -35,7 +35,12 @@ SWITCHES = (
     "dispatch",
     "even_batches",
 )
-OPTIONAL_SWITCHES = ("reshard", "tf32")
+OPTIONAL_SWITCHES = ("compile_dynamic", "reshard", "tf32")
+# What a setting that is on or off may name beside these: how it is on.
+WAYS: Mapping[str, Sequence[str]] = {
+    "compile": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+}
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that use them
 SHARDED = ("fsdp", "hsdp")
 
 _COUNTS = {"accumulate": 1, "prefetch": 0, "local_sgd_steps": 0, "gc_interval": 0}  # and the least they may be
@@ -47,6 +52,7 @@ _LIMIT = 2**31
 OWNERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "comm_hook": (("ddp",), "only DDP has communication hooks"),
     "bucket_mb": (("ddp",), "only DDP has buckets"),
+    "compile_fullgraph": (("none", *SHARDED), "torch.compile can't trace DDP's own forward: it breaks the graph"),
     "find_unused_parameters": (("ddp",), "only DDP waits for the gradient of every parameter"),
     "static_graph": (("ddp",), "only DDP has an order of gradients to learn"),
     "gradient_as_bucket_view": (("ddp",), "only DDP has buckets"),
@@ -58,6 +64,15 @@ OWNERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "exchange": (SHARDED, "whole gradients are kept otherwise, whenever they are exchanged"),
     "offload": (SHARDED, "PyTorch moves only shards to the CPU"),
     "replicas": (("hsdp",), "only hsdp has groups of ranks that hold the whole model"),
+}
+
+
+# Settings that only say more of another one, and when that one is on.
+_PARTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "fp8_recipe": ("precision", lambda precision: precision == "fp8"),
+    "compile_dynamic": ("compile", bool),
+    "compile_fullgraph": ("compile", bool),
+    "comm_hook_options": ("comm_hook", lambda hook: "powersgd" in hook),
 }
 
 
@@ -103,6 +118,7 @@ def refined(plan: Plan) -> dict[str, Any]:
     values: dict[str, Any] = {name: choose(name, getattr(plan, name)) for name in CHOICES}
     for name in SWITCHES:
         _expect(name, getattr(plan, name), _is_switch, "True or False")
+    values |= {name: choose_way(name, getattr(plan, name)) for name in WAYS}
     for name in OPTIONAL_SWITCHES:
         _expect(name, getattr(plan, name), lambda value: value is None or _is_switch(value), "True, False or None")
     for name, least in (_COUNTS | _OPTIONAL_COUNTS).items():
@@ -128,6 +144,19 @@ def choose(name: str, value: object) -> str:
     raise UsageError(_unknown(name, value, allowed))
 
 
+def choose_way(name: str, value: object) -> bool | str:
+    """The value of a setting that is on or off, or on in one of several ways; "default" is plainly on.
+
+    Raises:
+        UsageError: It is none of them; the text names the nearest.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value in WAYS[name]:
+        return value == "default" or value
+    raise UsageError(_unknown(name, value, (True, False, *WAYS[name])))
+
+
 def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
     """Refuse settings that no plan has.
 
@@ -141,8 +170,9 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
             raise UsageError(f"a plan has no setting {name!r}{hint} It has {', '.join(known)}")
 
 
-def _unknown(name: str, value: object, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(value).lower(), allowed, 1)
+def _unknown(name: str, value: object, allowed: Sequence[object]) -> str:
+    words = [word for word in allowed if isinstance(word, str)]
+    close = difflib.get_close_matches(str(value).lower(), words, 1)
     hint = f": did you mean {close[0]!r}?" if close else "."
     return f"{name} {value!r} is unknown{hint} Allowed are {', '.join(map(repr, allowed))}"
 
@@ -215,6 +245,7 @@ def refuse_contradictions(plan: Plan) -> None:
             f"fp8_recipe {plan.fp8_recipe!r} is for precision 'fp8', and precision is {plan.precision!r}: set "
             f"precision to 'fp8', or fp8_recipe to {default_of(plan, 'fp8_recipe')!r}"
         )
+    _refuse_compilation(plan)
     if plan.comm_hook_options and "powersgd" not in plan.comm_hook:
         raise UsageError(
             f"comm_hook {plan.comm_hook!r} has no options: leave comm_hook_options empty, "
@@ -234,6 +265,37 @@ def refuse_contradictions(plan: Plan) -> None:
         )
     if plan.seed_per_rank and plan.seed is None:
         raise UsageError("seed_per_rank adds the rank to the seed, and there is none: set seed, for example to 0")
+
+
+def _refuse_compilation(plan: Plan) -> None:
+    for name in ("compile_dynamic", "compile_fullgraph"):
+        if not plan.compile and (value := getattr(plan, name)) != default_of(plan, name):
+            raise UsageError(
+                f"{name} ({value!r}) is for compiled models, and compile is off: set compile to True, or {name} to "
+                f"{default_of(plan, name)!r}"
+            )
+    if plan.compile in _CUDA_GRAPHS and plan.accumulate > 1:
+        raise UsageError(
+            f"compile {plan.compile!r} excludes accumulate ({plan.accumulate}): gradients of one micro-batch live in "
+            "memory that CUDA graphs overwrite in the next (pytorch/pytorch#169545). Set compile to True or "
+            "'max-autotune-no-cudagraphs', or accumulate to 1"
+        )
+    if plan.compile in _CUDA_GRAPHS and plan.compile_dynamic:
+        raise UsageError(
+            f"compile {plan.compile!r} excludes compile_dynamic (True): CUDA graphs have fixed shapes, so each new one "
+            "is recorded, with memory of its own. Set compile_dynamic to None, or compile to True"
+        )
+
+
+def uncompiled(plan: Plan) -> dict[str, Any]:
+    """The changes that take a plan to one that compiles nothing."""
+    return with_parts_dropped(plan, {"compile": False})
+
+
+def with_parts_dropped(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes to a plan, and with a setting that they turn off what only says more of it, back to its default."""
+    parts = [name for name, (whole, is_on) in _PARTS.items() if whole in changes and not is_on(changes[whole])]
+    return {name: default_of(plan, name) for name in parts} | dict(changes)
 
 
 def own_settings(plan: Plan, strategy: str) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Plan:
         fp8_recipe: torchao's recipe for fp8: "tensorwise" (fastest), "rowwise", or "rowwise_with_gw_hp" (most exact).
         accumulate: Micro-batches for each optimizer step.
         clip_grad_norm: Largest norm of each optimizer's gradients together; None: not clipped.
+        ema: How much of the averaged weights stays in each optimizer step, such as 0.999; None: none are kept.
         compile: Whether models are compiled (each block, under fsdp and hsdp): False, True, or a mode of
             `torch.compile`: "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs" ("default" is True).
         compile_dynamic: `torch.compile`'s `dynamic`: whether shapes are symbols; None: once they have changed.
@@ -75,6 +76,7 @@ class Plan:
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     accumulate: int = 1
     clip_grad_norm: float | None = None
+    ema: float | None = None
     compile: bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = False
     compile_dynamic: bool | None = None
     compile_fullgraph: bool = False

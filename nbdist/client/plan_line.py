@@ -189,6 +189,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "fp8_recipe": ("", "how fp8 scales: tensorwise is fastest"),
         "accumulate": ("N", "micro-batches for each optimizer step"),
         "clip_grad_norm": ("NORM", "largest norm of the gradients, or none"),
+        "ema": ("DECAY", "average the weights of all steps, such as 0.999, or none"),
         "compile": ("MODE", f"compile models: {', '.join(rules.WAYS['compile'])}"),
         "compile_dynamic": ("", "sizes of inputs are symbols"),
         "compile_fullgraph": ("", "a break of the graph is an error"),

@@ -124,6 +124,7 @@ def refined(plan: Plan) -> dict[str, Any]:
     for name, least in (_COUNTS | _OPTIONAL_COUNTS).items():
         _refuse_count(name, getattr(plan, name), least)
     values["clip_grad_norm"] = _amount("clip_grad_norm", plan.clip_grad_norm)
+    values["ema"] = _decay(plan.ema)
     values["bucket_mb"] = _amount("bucket_mb", plan.bucket_mb)
     values["shard_by"] = _blocks(plan.shard_by)
     values["comm_hook_options"] = _hook_options(plan.comm_hook_options)
@@ -203,6 +204,14 @@ def _amount(name: str, value: object) -> float | None:
     return float(value)
 
 
+def _decay(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or not _is_number(value) or not 0 < value < 1:
+        raise UsageError(f"ema must be a number between 0 and 1, such as 0.999, or None, not {value!r}")
+    return value
+
+
 def _blocks(value: object) -> Any:
     names = [value] if isinstance(value, str) else value
     if isinstance(names, (list, tuple)):
@@ -252,6 +261,11 @@ def refuse_contradictions(plan: Plan) -> None:
             "or set comm_hook to 'powersgd' or 'batched_powersgd'"
         )
     _refuse_early_compression(plan)
+    if plan.ema is not None and plan.local_sgd_steps:
+        raise UsageError(
+            f"ema ({plan.ema:g}) excludes local SGD ({plan.local_sgd_steps}): each rank would average weights of its "
+            "own. Set ema to None, or local_sgd_steps to 0"
+        )
     if plan.static_graph and (plan.accumulate > 1 or plan.local_sgd_steps):
         other = f"accumulate ({plan.accumulate})" if plan.accumulate > 1 else f"local SGD ({plan.local_sgd_steps})"
         raise UsageError(

@@ -96,6 +96,10 @@ def _clip(plan: Plan, kind: str) -> str:
     return f"before each step gradients are scaled down to this norm{whole}, if theirs is larger"
 
 
+def _ema(plan: Plan, kind: str) -> str:
+    return "each step is averaged into a second copy of the weights, which `with nbdist.averaged(model):` swaps in"
+
+
 def _compile(plan: Plan, kind: str) -> str:
     what = "each block is compiled; equal blocks share the code"
     if plan.strategy not in SHARDED:
@@ -176,6 +180,7 @@ def _on_gpus(tell: str | Teller) -> Teller:
 _TELLERS: dict[str, str | Teller] = {
     "accumulate": _accumulate,
     "clip_grad_norm": _clip,
+    "ema": _ema,
     "compile": _compile,
     "compile_dynamic": _dynamic,
     "compile_fullgraph": "what would break the graph in two is an error",

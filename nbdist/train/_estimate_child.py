@@ -141,6 +141,7 @@ def _watched(step: Step) -> dict[str, int]:
         "gradients": by_kind["Gradient"],
         "gradients_whole": _bytes(step.gradients),
         "optimizer": optimizer,
+        "averages": _bytes(step.state.averages.values()),
         "activations": by_kind["Activation"] + by_kind["Other"],
         "temporary": by_kind["Temp"] + gathered + of_step,
     }
@@ -163,6 +164,7 @@ def _added_up(step: Step) -> dict[str, int]:
         "gradients": gradients,
         "gradients_whole": gradients,
         "optimizer": _bytes(step.optimizer_state),
+        "averages": _bytes(step.state.averages.values()),
         "activations": _bytes(saved),
         "temporary": 0,
     }

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from nbdist.panel import Panel
     from nbdist.plan import Plan
     from nbdist.shells import experiment
+    from nbdist.train.averages import averaged
     from nbdist.train.checkpoint import latest_state, load_state, register_for_checkpointing, save_state
     from nbdist.train.collectives import (
         broadcast,
@@ -126,6 +127,7 @@ __all__ = [  # not `print`: a star import would take Python's away; nor what is 
     "UsageError",
     "accumulate",
     "autocast",
+    "averaged",
     "backward",
     "broadcast",
     "broadcast_object_list",
@@ -196,6 +198,7 @@ _MODULES = {
     "nbdist.panel": ("Panel",),
     "nbdist.plan": ("Plan",),
     "nbdist.shells": ("experiment",),
+    "nbdist.train.averages": ("averaged",),
     "nbdist.train.checkpoint": (
         "latest_state",
         "load_state",

@@ -29,7 +29,7 @@ FLOAT = 4  # bytes
 MIB = 2**20
 SETTINGS = [
     {"strategy": "ddp"},
-    {"strategy": "fsdp"},
+    {"strategy": "fsdp", "ema": 0.99},
     {"strategy": "fsdp", "precision": "bf16", "activation_checkpointing": "full", "accumulate": 2},
     {"strategy": "fsdp", "accumulate": 2, "exchange": "each"},
 ]
@@ -220,6 +220,10 @@ def test_it_is_told_as_a_table_and_a_bar(shown: Estimate) -> None:
 def test_a_notebook_shows_it_with_the_same_words(shown: Estimate) -> None:
     page = shown._repr_html_()
     assert "width:10%" in page and "fits: 20.0 of 200.0 MiB, 10 % of a GPU" in page and "8.0 MiB" in page
+
+
+def test_averaged_weights_have_a_line_of_their_own_if_there_are_any(shown: Estimate) -> None:
+    assert "averages        3.0 MiB   13 %  of the weights" in str(replace(shown, averages=3 * MIB))
 
 
 def test_what_does_not_fit_is_said(shown: Estimate) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.cells import on_ranks, refused, value
 from tests.harness import Kernel
@@ -433,6 +434,26 @@ for _ in range(3): step(model, optimizer)
 choose(None)
 type(nbdist.unwrap(model)).__name__.removeprefix("FSDP"), torch.allclose(values(model), plain, rtol=1e-5)"""
     assert value(ranks, code) == "('Net', True)"
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="this torch has inductor only")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_compiler_gets_the_mode_and_what_the_plan_says_of_sizes(ranks: Kernel, strategy: str) -> None:
+    code = f"""
+from torch._dynamo.backends.debugging import aot_eager
+modes, symbols = set(), set()
+def spy(graph, inputs, mode=None):
+    modes.add(mode)
+    symbols.add(any(isinstance(each, torch.SymInt) for each in inputs))
+    return aot_eager(graph, inputs)
+torch._dynamo.reset()
+if "spy" not in torch._dynamo.list_backends(): torch._dynamo.register_backend(spy, name="spy")
+torch.compiler.set_default_backend("spy")
+plain = trained({strategy!r})
+same = torch.allclose(trained({strategy!r}, compile="max-autotune", compile_dynamic=False), plain, rtol=1e-5)
+torch.compiler.set_default_backend(None)
+modes, symbols, same"""
+    assert value(ranks, code) == "({'max-autotune'}, {False}, True)"
 
 
 @pytest.mark.parametrize(("hook", "bound"), [("fp16", 2**-10), ("powersgd", 0.5)])

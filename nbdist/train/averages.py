@@ -69,12 +69,12 @@ def refuse_without_average(model: nn.Module, state: State) -> None:
     name = type(unwrap(model)).__name__.removeprefix("FSDP")
     if state.plan.ema is None:
         raise UsageError(
-            f"no averaged weights of the {name} are kept, as the plan has no ema: type `%distributed plan --ema 0.999` "
-            "or plan=nbdist.Plan(ema=0.999), and prepare the model under it"
+            f"no averaged weights of the {name} are kept, because the plan has no ema: type `%distributed plan --ema 0.999` "
+            "or pass plan=nbdist.Plan(ema=0.999), and prepare the model under it"
         )
     if all(unwrap(model) is not unwrap(known) for known in state.models):
         raise UsageError(
-            f"no averaged weights of the {name} are kept, as it was not prepared under this plan: type "
+            f"no averaged weights of the {name} are kept, because it was not prepared under this plan: write "
             "model, optimizer = nbdist.prepare(model, optimizer) first"
         )
     if any(unwrap(model) is unwrap(other) for other in state.averaged):
@@ -88,7 +88,7 @@ def refuse_inside(function: str, state: State) -> None:
         UsageError: Some model does.
     """
     if state.averaged:
-        raise UsageError(f"inside nbdist.averaged the model holds its averaged weights: call {function} behind it")
+        raise UsageError(f"inside nbdist.averaged the model holds its averaged weights: call {function} after it")
 
 
 @torch.no_grad()

@@ -22,18 +22,9 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from nbdist.client.interrupts import HEED
 from nbdist.errors import SessionBroken
+from nbdist.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
 from nbdist.processes import describe_exit, python_command
-from nbdist.protocol import (
-    CLIENT_COMMANDS,
-    CLIENT_EVENTS,
-    Broken,
-    Message,
-    Shutdown,
-    connect,
-    decode,
-    encode,
-    read_key_file,
-)
+from nbdist.protocol import Broken, Message, Shutdown, decode, encode
 
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 _END_LIMIT = 3.0

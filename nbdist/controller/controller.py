@@ -31,17 +31,24 @@ from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank import Rank
-from nbdist.processes import describe_exit, end_descendants
-from nbdist.protocol import (
+from nbdist.lanes import (
     AGENT_CONTROL,
     CLIENT_EVENTS,
     HANDSHAKE_LIMIT,
     LANES,
     LARGEST_FRAME,
-    PATIENCE_VARIABLE,
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
+    Keys,
+    lane,
+    parse_lane,
+    whole,
+    write_key_file,
+)
+from nbdist.processes import describe_exit, end_descendants
+from nbdist.protocol import (
+    PATIENCE_VARIABLE,
     SERIALS,
     VERSION,
     Answer,
@@ -57,7 +64,6 @@ from nbdist.protocol import (
     Hello,
     InOrder,
     Interrupt,
-    Keys,
     Kill,
     LogPart,
     Look,
@@ -86,11 +92,7 @@ from nbdist.protocol import (
     WidgetMessage,
     decode,
     encode,
-    lane,
-    parse_lane,
     sequence_of,
-    whole,
-    write_key_file,
 )
 from nbdist.ranks import describe_ranks
 

@@ -69,8 +69,8 @@ def refuse_without_average(model: nn.Module, state: State) -> None:
     name = type(unwrap(model)).__name__.removeprefix("FSDP")
     if state.plan.ema is None:
         raise UsageError(
-            f"no averaged weights of the {name} are kept, because the plan has no ema: type `%distributed plan --ema 0.999` "
-            "or pass plan=nbdist.Plan(ema=0.999), and prepare the model under it"
+            f"no averaged weights of the {name} are kept, because the plan has no ema: type "
+            "`%distributed plan --ema 0.999` or pass plan=nbdist.Plan(ema=0.999), and prepare the model under it"
         )
     if all(unwrap(model) is not unwrap(known) for known in state.models):
         raise UsageError(

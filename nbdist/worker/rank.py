@@ -27,20 +27,17 @@ import zmq
 
 import nbdist
 from nbdist import shells, transfer
+from nbdist.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, connect, lane
 from nbdist.metrics.memory import Meter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
 from nbdist.protocol import (
     END,
     PLAIN_END,
-    RANK_CELL,
-    RANK_CONTROL,
-    RANK_DISPLAY,
     SERIALS,
     Execute,
     Failure,
     InOrder,
-    Keys,
     Message,
     Quit,
     RankSetup,
@@ -48,10 +45,8 @@ from nbdist.protocol import (
     Recover,
     Reply,
     WidgetMessage,
-    connect,
     decode,
     encode,
-    lane,
 )
 from nbdist.train import participants
 from nbdist.worker import accelerate_state, failures, groups, launched, spawning, streams

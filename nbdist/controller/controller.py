@@ -12,10 +12,8 @@ import itertools
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -24,27 +22,23 @@ from typing import Any
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.controller.cells import Cells
 from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank import Rank
+from nbdist.controller.switchboard import Switchboard
 from nbdist.lanes import (
     AGENT_CONTROL,
     CLIENT_EVENTS,
-    HANDSHAKE_LIMIT,
     LANES,
-    LARGEST_FRAME,
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
-    Keys,
     lane,
     parse_lane,
     whole,
-    write_key_file,
 )
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.protocol import (
@@ -99,7 +93,6 @@ from nbdist.ranks import describe_ranks
 _QUIT_GRACE = 1.0
 _TICK_PAUSE = 1.0  # seconds, after an error
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
-_ENVELOPE = 1 << 10  # bytes that encryption adds to a frame, and more
 
 
 class ControllerSetup(msgspec.Struct, frozen=True):
@@ -168,70 +161,45 @@ class Controller:
         self._kernel = kernel
         self._agent = agent
         self._agent_end = os.pidfd_open(agent.pid)
-        self._key_file = Path(setup.runtime_folder) / f"nbdist-{secrets.token_hex(8)}.json"
-        self._key_folder: Path | None = None  # of our own, where Jupyter's can't be written
         self._set: _Set | None = None
         self._epoch = 0
         self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
         self._pending: Start | None = None
-        self._connected: set[bytes] = set()
         self._news: list[bytes] = []  # for the notebook
         self._alone = False  # the notebook has gone
         self._ledger = Ledger()
         self._unreadable: set[bytes] = set()  # lanes of which the notebook knows that a message was lost
-        self._waiting: dict[bytes, list[bytes]] = {}  # for a lane that has not connected yet
         log = OutputLog()
-        self._log_folder = log.folder
         self._log = LogWriter(log, lambda text: self.to_notebook(Notice(text)))
         self._leave_at: float | None = None
         self._shut_down = False  # the notebook wants everything to end
         self._linger = 0.0
-        try:
-            self._listen()
-        except Exception:
-            self._remove_files()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._log.close)
+            self._switchboard = Switchboard(Path(setup.runtime_folder))
+            undo.callback(self._switchboard.remove_files)
+            self._introduce(log.folder)
+            undo.pop_all()
 
-    def _listen(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        public, secret = zmq.curve_keypair()
-        client, node = zmq.curve_keypair(), zmq.curve_keypair()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _Whitelist({client[0], node[0]}))
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.linger = 500
-        self._socket.maxmsgsize = LARGEST_FRAME + _ENVELOPE
-        self._socket.handshake_ivl = int(HANDSHAKE_LIMIT * 1000)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        url = f"tcp://127.0.0.1:{port}"
-        self._write_key_file(Keys(url, public, *client))
-        leftovers = [str(path) for path in (self._key_file, self._key_folder, self._log_folder) if path is not None]
-        token = b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode()
-        folder = str(self._log_folder) if self._log_folder is not None else ""
-        line = {"keys": Keys(url, public, *node), "token": token, "leftovers": leftovers, "folder": folder}
+    def _introduce(self, log_folder: Path | None) -> None:
+        """Let the agent and the notebook know where to connect."""
+        files = [*self._switchboard.files, *([log_folder] if log_folder is not None else [])]
+        line = {
+            "keys": self._switchboard.node_keys,
+            "token": b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode(),
+            "leftovers": [str(path) for path in files],
+            "folder": str(log_folder or ""),
+        }
         assert self._agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
             self._agent.stdin.write(msgspec.json.encode(line) + b"\n")
             self._agent.stdin.close()
-        print(json.dumps(str(self._key_file)), flush=True)
-
-    def _write_key_file(self, keys: Keys) -> None:
-        try:
-            self._key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_key_file(self._key_file, keys)
-        except OSError:  # a home that is read-only, or full: our own notebook finds it elsewhere too
-            self._key_folder = Path(tempfile.mkdtemp(prefix="nbdist-keys-"))
-            self._key_file = self._key_folder / self._key_file.name
-            write_key_file(self._key_file, keys)
+        print(json.dumps(str(self._switchboard.key_file)), flush=True)
 
     def run(self) -> None:
         """Serve until the notebook has gone or says so."""
         poller = zmq.Poller()
-        for source in (self._socket, self._kernel, self._agent_end, self._log.fileno()):
+        for source in (self._switchboard.socket, self._kernel, self._agent_end, self._log.fileno()):
             poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(self._patience()))
@@ -243,7 +211,7 @@ class Controller:
                 self._notebook_left()
             if self._leave_at is not None and time.monotonic() >= self._leave_at:
                 return
-            if self._socket in ready and not self._receive_all():
+            if self._switchboard.socket in ready and not self._receive_all():
                 return
             if self._log.fileno() in ready:
                 self._log.finish()
@@ -254,21 +222,14 @@ class Controller:
 
     def close(self) -> None:
         """End everything that this controller has started, and leave nothing behind."""
-        self._send(AGENT_CONTROL, Shutdown())
+        self._switchboard.send(AGENT_CONTROL, Shutdown())
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.wait(1)
         end_descendants()
         self._deliver_news()
-        self._remove_files()
-        self._socket.close(linger=500)
-        self._authenticator.stop()
-        self._context.term()
-
-    def _remove_files(self) -> None:
         self._log.close()
-        self._key_file.unlink(missing_ok=True)
-        if self._key_folder is not None:
-            shutil.rmtree(self._key_folder, ignore_errors=True)
+        self._switchboard.remove_files()
+        self._switchboard.close()
 
     def _patience(self) -> int | None:
         dues = []
@@ -287,11 +248,7 @@ class Controller:
 
     def _receive_all(self) -> bool:
         """Handle what has come. False: the notebook wants everything to end."""
-        for _ in range(256):  # then look at the other sources again
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
+        for identity, frames in self._switchboard.received(256):  # then look at the other sources again
             for frame in whole(frames):
                 try:
                     self._handle(identity, decode(frame))
@@ -336,34 +293,23 @@ class Controller:
     def _hello(self, identity: bytes, message: Hello) -> None:
         if message.version != VERSION:
             raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
-        self._connected.add(identity)
         if identity == CLIENT_EVENTS:
             self._alone = False
-        for frame in self._waiting.pop(identity, []):
-            self._socket.send_multipart([identity, frame])
-
-    def _send(self, identity: bytes, message: Message) -> None:
-        self._forward(identity, encode(message))
-
-    def _forward(self, identity: bytes, frame: bytes) -> None:
-        if identity in self._connected:
-            self._socket.send_multipart([identity, frame])
-        else:
-            self._waiting.setdefault(identity, []).append(frame)
+        self._switchboard.connect(identity)
 
     def _notebook_left(self) -> None:
         """Ranks go on without it, as long as it wanted them to."""
         self._alone = True
-        self._connected.discard(CLIENT_EVENTS)
+        self._switchboard.disconnect(CLIENT_EVENTS)
         self._news.clear()
         for credit in self._ledger.settle():
             self._pay(credit)
-        self._send(AGENT_CONTROL, Watch(0.0))
+        self._switchboard.send(AGENT_CONTROL, Watch(0.0))
         self._leave_at = time.monotonic() + (self._linger if self._set is not None else 0.0)
 
     def _deliver_news(self) -> None:
-        if self._news and CLIENT_EVENTS in self._connected:
-            self._socket.send_multipart([CLIENT_EVENTS, *self._news])
+        if self._news and self._switchboard.is_connected(CLIENT_EVENTS):
+            self._switchboard.send_together(CLIENT_EVENTS, self._news)
             self._news.clear()
 
     # --- from the notebook
@@ -390,14 +336,14 @@ class Controller:
         elif isinstance(message, WidgetMessage):
             self.to_rank(RANK_CELL, message.rank, message)
         elif isinstance(message, Watch):
-            self._send(AGENT_CONTROL, message)
+            self._switchboard.send(AGENT_CONTROL, message)
         elif isinstance(message, Start):
             self._start(message)
         elif isinstance(message, Shutdown):
             self._shut_down = True
         elif isinstance(message, Stop):
             self._pending = None
-            self._send(AGENT_CONTROL, Watch(0.0))  # for another session the agent is asked anew
+            self._switchboard.send(AGENT_CONTROL, Watch(0.0))  # for another session the agent is asked anew
             self._end_set(message.grace)
 
     def _execute(self, message: Execute) -> None:
@@ -416,7 +362,7 @@ class Controller:
                 group.cells.died(msgspec.structs.replace(rank.dead, serial=message.serial), now)
                 continue
             rank.begin(message.serial, message.number)
-            self._forward(lane(RANK_CELL, group.epoch, number), frame)
+            self._switchboard.forward(lane(RANK_CELL, group.epoch, number), frame)
 
     def _ask(self, message: Ask) -> None:
         if message.request < 0:
@@ -432,7 +378,7 @@ class Controller:
     def to_rank(self, name: str, rank: int, message: Message) -> None:
         """Send to a rank, if it lives."""
         if self._set is not None and rank in self._set.ranks and not self._set.ranks[rank].dead:
-            self._send(lane(name, self._set.epoch, rank), message)
+            self._switchboard.send(lane(name, self._set.epoch, rank), message)
 
     def to_notebook(self, message: Message) -> None:
         """Tell the notebook, together with all else of this round. Without one only the log keeps what ranks print."""
@@ -452,7 +398,7 @@ class Controller:
         if credit.items:
             self.to_rank(RANK_DISPLAY, credit.rank, credit)
         else:
-            self._send(AGENT_CONTROL, credit)
+            self._switchboard.send(AGENT_CONTROL, credit)
 
     def idle(self) -> list[int]:
         """Living ranks that run nothing."""
@@ -504,7 +450,7 @@ class Controller:
         ranks = {n: Rank(n, self.to_notebook, self._keep, self._part_ended) for n in message.options.ranks}
         self._set = _Set(self._epoch, message.options, ranks, time.monotonic())
         self._set.cells = Cells(self, self._execute)
-        self._send(AGENT_CONTROL, Spawn(self._epoch, message.options))
+        self._switchboard.send(AGENT_CONTROL, Spawn(self._epoch, message.options))
 
     def _end_set(self, grace: float = _QUIT_GRACE) -> None:
         group = self._set
@@ -519,7 +465,7 @@ class Controller:
                 self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
             if rank.ready:
                 self.to_rank(RANK_CELL, rank.rank, Quit())
-        self._send(AGENT_CONTROL, Kill(group.epoch, grace if group.up else 0.0))
+        self._switchboard.send(AGENT_CONTROL, Kill(group.epoch, grace if group.up else 0.0))
 
     def _start_failed(self, text: str) -> None:
         group = self._set
@@ -648,8 +594,7 @@ class Controller:
 
     def _gone(self) -> None:
         self._set = None
-        self._connected = {identity for identity in self._connected if not identity.startswith(b"rank")}
-        self._waiting = {lane: frames for lane, frames in self._waiting.items() if not lane.startswith(b"rank")}
+        self._switchboard.forget(b"rank")
         if self._pending is not None:
             start, self._pending = self._pending, None
             self._start(start)
@@ -660,13 +605,13 @@ class Controller:
     def _agent_died(self) -> None:
         code = self._agent.wait()
         end_descendants()  # its ranks have come to us
-        if CLIENT_EVENTS not in self._connected and self._socket.poll(int(_HELLO_GRACE * 1000)):
+        connected = self._switchboard.is_connected(CLIENT_EVENTS)
+        if not connected and self._switchboard.socket.poll(int(_HELLO_GRACE * 1000)):
             self._receive_all()
         self.to_notebook(
             Broken(
                 f"the session's agent (pid {self._agent.pid}) has ended: {describe_exit(code)}; "
-                "all ranks ended with it. "
-                "`%distributed start` starts a new one."
+                "all ranks ended with it. `%distributed start` starts a new one."
             )
         )
 
@@ -706,13 +651,3 @@ class Controller:
         """A cell is over on a rank."""
         if self._set is not None:
             self._set.cells.ended(reply, time.monotonic())
-
-
-class _Whitelist:
-    """Admits exactly these public keys."""
-
-    def __init__(self, keys: set[bytes]) -> None:
-        self._keys = keys
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys

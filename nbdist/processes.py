@@ -129,12 +129,14 @@ def describe_exit(code: int) -> str:
 def python_command(module: str, *arguments: str) -> list[str]:
     """Command that runs `main()` of one of our modules in a fresh interpreter, whatever lies in the current folder.
 
-    `-m` and scripts put folders of the user's on `sys.path`, where a `random.py` would shadow the library's.
+    `-m` and scripts put folders of the user's on `sys.path`, where a `random.py` would shadow the library's. It is the
+    nbdist of this process, also where another one is installed.
     """
     here = str(Path(nbdist.__file__).resolve().parent.parent)
     code = (
-        "import sys; sys.path[:] = [p for p in sys.path if p]; "
-        f"sys.path.append({here!r}); "
+        "import sys; from importlib import machinery, util; sys.path[:] = [p for p in sys.path if p]; "
+        f"sys.path.append({here!r}); spec = machinery.PathFinder.find_spec('nbdist', [{here!r}]); "
+        "sys.modules['nbdist'] = util.module_from_spec(spec); spec.loader.exec_module(sys.modules['nbdist']); "
         f"from {module} import main; main()"
     )
     return [sys.executable, "-c", code, *arguments]

@@ -313,7 +313,7 @@ def page(run: Run) -> str:
         parts.append(table(["part", "check", "result", "s", "figures"], rows))
     for each in run.results.values():
         if each.lines:
-            parts += [f"### {each.name}: {each.status}", "```\n" + "\n".join(each.lines) + "\n```"]
+            parts += [f"### {each.name}: {each.status}", "```text\n" + "\n".join(each.lines) + "\n```"]
     return "\n\n".join(parts) + "\n"
 
 

@@ -22,7 +22,9 @@ from nbdist.shells import chain
 from nbdist.worker import lost_context
 from nbdist.worker.steps import StepStop
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+# By name: `pip install --user` and the system's packages below a virtual environment have other prefixes than Python.
+_PACKAGES = ("/site-packages/", "/dist-packages/")
 _OURS = __file__.rsplit("/", 2)[0]
 _CELL = re.compile(r'File "<ipython-input-(\d+)-\w+>", line')
 # Where torch's own frames are while a step is under way.
@@ -236,7 +238,9 @@ def is_users_code(code: types.CodeType) -> bool:
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith((*_LIBRARIES, "<frozen"))
+    if filename.startswith((*_STANDARD_LIBRARY, "<frozen")):
+        return False
+    return not any(folder in filename for folder in _PACKAGES)
 
 
 def _message(error: BaseException) -> str:

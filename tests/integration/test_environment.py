@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import nbdist
 from tests.harness import Kernel, both
 from tests.roles import find
 
@@ -180,3 +182,11 @@ def test_a_package_that_was_replaced_gives_a_cold_start_that_says_why(tmp_path: 
             "Metadata-Version: 2.1\nName: numpy\nVersion: 99.9\n"
         )
         assert "was replaced by 99.9" in restart(own)
+
+
+def test_ranks_run_the_notebooks_nbdist_where_another_one_is_installed(tmp_path: Path) -> None:
+    shutil.copytree(Path(nbdist.__file__).parent, tmp_path / "nbdist", ignore=shutil.ignore_patterns("__pycache__"))
+    with Kernel() as own:
+        own.ok(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n%load_ext nbdist")
+        own.ok("%distributed start -n 1", HANG)
+        assert on_ranks(own, "__import__('nbdist').__file__") == [str(tmp_path / "nbdist" / "__init__.py")]

@@ -216,6 +216,15 @@ def test_a_program_for_accelerate_counts_each_sample_once(ranks: Kernel, tmp_pat
         assert run(ranks, f"with_accelerate.py --folder {tmp_path}")[0][-1].endswith("of 50 right on 2 processes")
 
 
+@pytest.mark.slow
+def test_a_program_with_features_of_accelerate_trains_as_under_torchrun(ranks: Kernel) -> None:
+    program = PROGRAMS / "accelerate_features.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
+    done = subprocess.run(torchrun, capture_output=True, text=True, check=True)
+    for _ in range(2):
+        assert run(ranks, program.name) == {0: [done.stdout.strip()]}
+
+
 def test_each_program_finds_the_modules_beside_itself(ranks: Kernel, tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name / "parts").mkdir(parents=True)

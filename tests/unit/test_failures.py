@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -28,6 +29,22 @@ def test_a_stop_between_two_steps_is_known_by_its_type() -> None:
     assert kind(raised(StepStop("stopped after step 9"))) == "stopped"
     assert kind(raised(KeyboardInterrupt("stopped after step 9"))) == "interrupted"
     assert kind(raised(RuntimeError("stopped after step 9"))) == "raised"
+
+
+@pytest.mark.parametrize(
+    ("filename", "users"),
+    [
+        ("/home/somebody/train.py", True),
+        ("<ipython-input-3-5d41402abc4b>", True),
+        (json.__file__, False),
+        (dist.__file__, False),
+        ("/home/somebody/.local/lib/python3.11/site-packages/IPython/core/interactiveshell.py", False),
+        ("/usr/lib/python3/dist-packages/IPython/core/interactiveshell.py", False),
+        (failures.__file__, False),
+    ],
+)
+def test_libraries_are_not_the_users_code_wherever_they_are_installed(filename: str, users: bool) -> None:
+    assert failures.is_users_code(compile("", filename, "exec")) is users
 
 
 def test_an_interrupt_is_known_by_its_type() -> None:

@@ -38,8 +38,8 @@ def advice(error: BaseException) -> str:
         return ""
     words = (
         f"this rank has lost its GPU (CUDA error {code}, {_STICKY[code]}): whatever it does there fails from now on, "
-        "and its tensors on the GPU are gone. Type `%distributed restart` for fresh ranks (what is in CPU memory can be "
-        "pulled before), or launch again."
+        "and its tensors on the GPU are gone. Type `%distributed restart` for fresh ranks (what is in CPU memory can "
+        "be pulled before), or launch again."
     )
     if code not in _OF_CODE:
         return words

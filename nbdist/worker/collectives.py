@@ -488,7 +488,10 @@ def _make_backend(old: Any, store: Any, group: Any) -> Any:
 def _nccl_options(old: Any) -> Any:
     """The options of a backend, for another that takes its place: its connections come from no other group's."""
     options = copy.deepcopy(old.options)
-    options.split_from, options.split_color = None, type(options)().split_color
+    fresh = type(options)()
+    for name in ("split_from", "split_color"):
+        if hasattr(fresh, name):
+            setattr(options, name, getattr(fresh, name))
     return options
 
 

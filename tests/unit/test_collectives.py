@@ -25,9 +25,6 @@ class NcclBackend:
 
     class Options:
         _timeout = timedelta(seconds=600)
-        is_high_priority_stream = False
-        split_from: Any = None
-        split_color = -2
 
     def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
         self.store, self.options = store, options or self.Options()
@@ -108,17 +105,6 @@ def test_an_nccl_group_is_aborted_and_gets_a_new_backend_in_the_same_object(
     new = group._backend
     assert old.aborted and new is not old and new.counts and new.options._timeout == timedelta(seconds=42)
     assert not collectives.state(current=True)["groups"]["0"][2]
-
-
-def test_a_renewed_nccl_backend_has_the_options_of_the_old_one_but_for_the_group_it_was_split_from(
-    group: Group, collectives: Collectives
-) -> None:
-    before = group._get_backend(torch.device("cuda")).options
-    before.is_high_priority_stream, before.split_from, before.split_color = True, object(), 7
-    collectives.renew(1, ["0"], [], 1)
-    after = group._get_backend(torch.device("cuda")).options
-    assert after.is_high_priority_stream and after._timeout == before._timeout
-    assert after.split_from is None and after.split_color == -2
 
 
 def test_an_abort_that_takes_its_time_does_not_hold_up_the_thread_that_asks_for_it(

@@ -22,7 +22,7 @@ def main() -> None:
     _tools.prepare()
     from nbdist.client.monitor import Monitor
     from nbdist.client.session import Session
-    from tests.fake_nvml import as_module, machine
+    from tests.stand_ins.nvml import as_module, machine
 
     with tempfile.TemporaryDirectory() as folder:
         as_module(Path(folder), machine(GPUS))

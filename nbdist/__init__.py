@@ -40,6 +40,8 @@ from nbdist.errors import (
 )
 
 if TYPE_CHECKING:
+    from nbdist import cuda_guard as cuda_guard
+    from nbdist import metrics as metrics
     from nbdist.client.history import history
     from nbdist.client.magics import load_ipython_extension as load_ipython_extension
     from nbdist.client.session import Session, get_session
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from nbdist.panel import Panel
     from nbdist.plan import Plan
     from nbdist.shells import experiment
+    from nbdist.train.averages import averaged
     from nbdist.train.checkpoint import latest_state, load_state, register_for_checkpointing, save_state
     from nbdist.train.collectives import (
         broadcast,
@@ -124,6 +127,7 @@ __all__ = [  # not `print`: a star import would take Python's away; nor what is 
     "UsageError",
     "accumulate",
     "autocast",
+    "averaged",
     "backward",
     "broadcast",
     "broadcast_object_list",
@@ -194,6 +198,7 @@ _MODULES = {
     "nbdist.panel": ("Panel",),
     "nbdist.plan": ("Plan",),
     "nbdist.shells": ("experiment",),
+    "nbdist.train.averages": ("averaged",),
     "nbdist.train.checkpoint": (
         "latest_state",
         "load_state",
@@ -276,13 +281,16 @@ _MODULES = {
     ),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
+_MODULES_FOR_USERS = ("cuda_guard", "metrics")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_MODULES_FOR_USERS})
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES_FOR_USERS:
+        return importlib.import_module(f"nbdist.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)

@@ -124,9 +124,9 @@ def describe() -> str:
     if not _can_watch():
         return (
             "It is not known whether CUDA was initialised in this process: this version of torch has no "
-            "`torch.cuda._queued_calls`, by which nbdist is told. `nbdist.cuda_guard.safe_to_fork()` can tell."
+            "`torch.cuda._queued_calls`, which nbdist needs to see it. `nbdist.cuda_guard.safe_to_fork()` can tell."
         )
-    return "nobody has initialised CUDA in this process."
+    return "CUDA is not initialised in this process."
 
 
 def report() -> None:

@@ -62,7 +62,7 @@ class SessionClosed(SessionError):
 class SessionBroken(SessionError):
     """A process that the session can't do without has ended, or its ranks could not be brought up.
 
-    Every rank is gone, and their variables with them. `%distributed start` begins anew, without a kernel restart.
+    Every rank is gone, and their variables with them. `%distributed start` starts a new one, without a kernel restart.
     """
 
 

@@ -35,8 +35,12 @@ class Plan:
         fp8_recipe: torchao's recipe for fp8: "tensorwise" (fastest), "rowwise", or "rowwise_with_gw_hp" (most exact).
         accumulate: Micro-batches for each optimizer step.
         clip_grad_norm: Largest norm of each optimizer's gradients together; None: not clipped.
-        compile: Whether models are compiled (each block, under fsdp and hsdp).
-        activation_checkpointing: "none", "full" (each block), "selective" (all but the dear operations), or
+        ema: How much of the averaged weights stays in each optimizer step, such as 0.999; None: none are kept.
+        compile: Whether models are compiled (each block, under fsdp and hsdp): False, True, or a mode of
+            `torch.compile`: "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs" ("default" is True).
+        compile_dynamic: `torch.compile`'s `dynamic`: whether shapes are symbols; None: once they have changed.
+        compile_fullgraph: `torch.compile`'s `fullgraph`: whether what would break the graph is an error.
+        activation_checkpointing: "none", "full" (each block), "selective" (all but the expensive operations), or
             "selective-half" (and every second matrix product of linear layers).
         comm_hook: DDP's communication hook: "none", "fp16", "bf16", "powersgd", "batched_powersgd".
         comm_hook_options: Settings of the hook, as torch names them (`matrix_approximation_rank`, ...).
@@ -72,7 +76,10 @@ class Plan:
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     accumulate: int = 1
     clip_grad_norm: float | None = None
-    compile: bool = False
+    ema: float | None = None
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = False
+    compile_dynamic: bool | None = None
+    compile_fullgraph: bool = False
     activation_checkpointing: Literal["none", "full", "selective", "selective-half"] = "none"
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "batched_powersgd"] = "none"
     comm_hook_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -185,7 +192,7 @@ class Plan:
         try:
             settings = json.loads(text)
         except ValueError as error:
-            raise UsageError(f"a plan is a JSON object like {_EXAMPLE}, and this is no JSON: {error}") from None
+            raise UsageError(f"a plan is a JSON object like {_EXAMPLE}, and this is not JSON: {error}") from None
         if not isinstance(settings, dict):
             raise UsageError(f"a plan is a JSON object like {_EXAMPLE}, not {text[:60]!r}")
         rules.refuse_unknown(settings, setting_names())
@@ -233,7 +240,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(
             f"{PLAN_VARIABLE} is {path!r}, neither JSON nor a file that can be read ({why}): "
             f"set it to {_EXAMPLE}, or to the path of a file that holds such"

@@ -34,10 +34,13 @@ step() {
 }
 
 # use_torch VERSION: from here on the environment is one for this version of torch, below build/, and stays there.
+# VERSION+cuda: the build for CUDA, which is the one that PyPI calls VERSION, whatever builds lie on this machine: `===`
+# matches no other. It is tested without a GPU too.
 use_torch() {
-    local folder="$root/build/torch-$1"
+    local folder="$root/build/torch-$1" wanted="==$1"
+    [[ $1 != *+cuda ]] || wanted="===${1%+cuda}"
     mkdir -p "$folder"
-    sed "s/^torch==[^ ]*/torch==$1/" "$constraints" >"$folder/constraints.txt"
+    sed "s/^torch==[^ ]*/torch$wanted/" "$constraints" >"$folder/constraints.txt"
     venv="$folder/venv"
     python="$venv/bin/python"
     constraints="$folder/constraints.txt"

@@ -94,7 +94,7 @@ def written(page: str, results: Mapping[str, Sequence[str]], here: str, known: C
     usual = max(machines, key=lambda where: (machines[where], where))  # of two as frequent always the same
     parts = [BEGIN, usual]
     for name, (where, lines) in sorted(blocks.items()):
-        parts += [f"### {name}", *([where] if where != usual else []), f"```\n{lines}\n```"]
+        parts += [f"### {name}", *([where] if where != usual else []), f"```text\n{lines}\n```"]
     return f"{before.rstrip()}\n\n" + "\n\n".join([*parts, END]) + (after or "\n")
 
 
@@ -104,6 +104,7 @@ def blocks_in(text: str) -> dict[str, tuple[str, str]]:
     found = {}
     for block in blocks:
         head, lines, _ = block.split("```")
+        lines = lines.removeprefix("text\n")
         name, _, where = head.partition("\n")
         found[name.strip()] = where.strip() or usual.strip(), lines.strip("\n")
     return found

@@ -36,7 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Without a GPU what needs one is skipped, before any of its fixtures is made."""
+    """Without a GPU what needs one is skipped, before any of its fixtures is made; so it is where torch is for CPUs."""
+    if item.get_closest_marker("cuda_build") is not None and not built_for_cuda():
+        pytest.skip("this torch is built for CPUs")
     if item.get_closest_marker("gpu") is None or gpu_works():
         return
     if not os.environ.get(REHEARSAL) or "device" not in item.fixturenames:  # type: ignore[attr-defined]
@@ -46,19 +48,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @functools.cache
 def gpu_works() -> bool:
     """Whether this machine has an NVIDIA GPU and this torch is built for it. Imports no torch: that takes seconds."""
+    return bool(visible_gpus()) and built_for_cuda()
+
+
+def built_for_cuda() -> bool:
+    """Whether this torch is. Imports none."""
     torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None or not visible_gpus():
+    if torch is None or torch.origin is None:
         return False
     return runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"] is not None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """In CI a test that was skipped for anything but a missing GPU is a failure."""
+    """In CI a test that was skipped for anything but a missing GPU, or torch's build, is a failure."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("CI") != "true" or reporter is None or exitstatus != 0:
         return
-    skipped = [report for report in reporter.stats.get("skipped", []) if "gpu" not in report.keywords]
+    skipped = [
+        report for report in reporter.stats.get("skipped", []) if not {"gpu", "cuda_build"} & report.keywords.keys()
+    ]
     if skipped:
         reporter.write_line(f"{len(skipped)} tests were skipped, which CI counts as a failure", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

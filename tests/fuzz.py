@@ -18,7 +18,7 @@ import zmq
 
 import nbdist
 from nbdist import Session, protocol
-from nbdist.protocol import Keys
+from nbdist.lanes import Keys, read_key_file
 from nbdist.worker.display import DisplayLane
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + b"\0" * 47
@@ -159,7 +159,7 @@ def tell(seed: int, session: Session, count: int) -> None:
     """Tell `count` lies of each kind, the same for the same seed."""
     rng = random.Random(seed)
     connection = session._connection
-    keys = protocol.read_key_file(connection.key_file)
+    keys = read_key_file(connection.key_file)
     port = int(keys.url.rpartition(":")[2])
     for _ in range(count):
         tell_as_a_stranger(rng, port)

@@ -23,7 +23,7 @@ from nbdist.client.results import CellResult
 
 _LIMIT = 30.0  # seconds after which a cell counts as hanging
 _GRACE = 0.3
-_LATE = (1.1, 1.5)  # seconds for which a rank does not answer: more than it has
+_LATE = (0.5, 5.0)  # seconds for which a rank does not answer: in most cases more than it has
 
 _SETUP = """
 import ctypes, itertools, threading, time, torch, torch.distributed as dist

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbdist
@@ -91,6 +92,13 @@ def shares(plan: Plan) -> int:
 def train_alone(plan: Plan, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
     """One process, without nbdist, each step on all that the ranks see in a window."""
     model, optimizer, scheduler = make(dtype)
+    for _ in steps_alone(plan, dtype, model, optimizer, scheduler):
+        pass
+    return model, optimizer
+
+
+def steps_alone(plan: Plan, dtype: torch.dtype, model: nn.Module, optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """The steps of one process, one after the other."""
     size = plan.accumulate * BATCH * shares(plan)
     for x, y in DataLoader(data(plan.accumulate, dtype, shares(plan)), size):
         F.mse_loss(model(x), y).backward()
@@ -99,7 +107,21 @@ def train_alone(plan: Plan, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return model, optimizer
+        yield
+
+
+def averages_apart(plan: Plan, dtype: str) -> float:
+    """How far averaged weights are from those that torch's AveragedModel keeps in one process."""
+    kind = getattr(torch, dtype)
+    model, _ = train(plan, kind)
+    alone, optimizer, scheduler = make(kind)
+    reference = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(plan.ema))
+    for _ in steps_alone(plan, kind, alone, optimizer, scheduler):
+        reference.update_parameters(alone)
+    theirs = {name: whole(tensor) for name, tensor in reference.module.named_parameters()}
+    with nbdist.averaged(model):
+        mine = {name: whole(tensor) for name, tensor in nbdist.unwrap(model).named_parameters()}
+    return distance(mine, theirs)
 
 
 def train_by_hand(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:

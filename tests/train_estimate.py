@@ -118,6 +118,7 @@ class Trained:
         return {
             "parameters": _bytes([*parameters, *self.model.buffers()]),
             "gradients_whole": _bytes(one.grad for one in parameters if one.grad is not None),
+            "averages": _bytes(state.current().averages.values()),
             "optimizer": _bytes(value for value in states if isinstance(value, torch.Tensor)),
         }
 

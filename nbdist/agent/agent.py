@@ -23,16 +23,14 @@ import zmq
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.sampler import Sampler
 from nbdist.agent.warm import WarmTemplate, find_torch
+from nbdist.lanes import AGENT_CONTROL, AGENT_OUTPUT, Keys, connect
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
 from nbdist.protocol import (
-    AGENT_CONTROL,
-    AGENT_OUTPUT,
     STDERR,
     STDOUT,
     Credit,
     Exited,
     Gone,
-    Keys,
     Kill,
     Look,
     Message,
@@ -45,7 +43,6 @@ from nbdist.protocol import (
     Spawning,
     StartOptions,
     Watch,
-    connect,
     decode,
     encode,
 )

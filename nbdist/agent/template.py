@@ -104,9 +104,7 @@ def _describe_import_failure(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return f"PyTorch is not installed for {sys.executable}. Type `%pip install torch`, then {_AGAIN}"
     last = traceback.format_exception_only(error)[-1].strip()
-    return (
-        f"the ranks' imports failed: {last}. Mend the installation for {sys.executable} (`%pip check`), then {_AGAIN}"
-    )
+    return f"the ranks' imports failed: {last}. Fix the installation for {sys.executable} (`%pip check`), then {_AGAIN}"
 
 
 class Template:

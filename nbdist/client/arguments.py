@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import keyword
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from typing import Any, NoReturn
 from nbdist.errors import UsageError
 from nbdist.protocol import LONGEST
 from nbdist.ranks import parse_ranks
+
+_QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(?P<comment>\#)""")
 
 
 class HelpShown(Exception):
@@ -40,7 +43,7 @@ class MagicParser(argparse.ArgumentParser):
             HelpShown: It asks for help.
         """
         try:
-            words = shlex.split(line)
+            words = shlex.split(without_comment(line))
         except ValueError as error:
             raise UsageError(f"{self.prog}: {error} in {line!r}. `{self.prog} --help` shows what is allowed.") from None
         if "-h" in words or "--help" in words:
@@ -78,20 +81,26 @@ class MagicParser(argparse.ArgumentParser):
         for action in actions:
             if action is not None and actions.count(action) > 1:
                 flag = action.option_strings[0]
-                raise UsageError(f"{self.prog}: {flag} stands twice; give it once: `{self.prog} --help` shows how.")
+                raise UsageError(f"{self.prog}: {flag} is given twice; give it once: `{self.prog} --help` shows how.")
 
     def _explain_unknown(self, word: str) -> str:
         if not word.startswith("-"):
             flag = self._number if word[:1].isdigit() else ""
             meant = f": did you mean `{self.prog} {flag} {word}`?" if flag else "."
-            return f"{self.prog}: {word!r} is one word too many{meant} `{self.prog} --help` shows what is allowed."
+            return f"{self.prog}: {word!r} is an unexpected argument{meant} `{self.prog} --help` shows what is allowed."
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         known = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
         typed = word.split("=", maxsplit=1)[0]
         short = [flag for flag in self._option_string_actions if flag == typed[1:]]
         close = short or difflib.get_close_matches(typed, known, 1)
         hint = f": did you mean {close[0]}?" if close else "."
-        return f"{self.prog} knows no {word}{hint} Its flags are {', '.join(known)}."
+        return f"{self.prog}: unknown option {word}{hint} Its flags are {', '.join(known)}."
+
+
+def without_comment(line: str) -> str:
+    """A line of a magic without the `# comment` at its end. A # inside a word or quotes begins none."""
+    comment = next((found for found in _QUOTED_OR_COMMENT.finditer(line) if found["comment"]), None)
+    return line if comment is None else line[: comment.start()].rstrip()
 
 
 class _Help(argparse.HelpFormatter):
@@ -104,14 +113,14 @@ class _Help(argparse.HelpFormatter):
 def count(text: str) -> int:
     """A number of ranks."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: it is 1 or more, for example -n 2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: give 1 or more, for example -n 2")
     return int(text)
 
 
 def number(text: str) -> int:
     """A number of something else: lines, or of a cell."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number: give 1 or more")
     return int(text)
 
 
@@ -119,7 +128,7 @@ def seconds(text: str) -> float:
     """A time span of more than nothing."""
     value = _float(text)
     if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: it is in seconds and more than 0, for example 60")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, more than 0, for example 60")
     return value
 
 
@@ -169,7 +178,7 @@ def item(text: str) -> str:
 def variable(text: str) -> str:
     """A Python name."""
     if not text.isidentifier() or keyword.iskeyword(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no variable name")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a variable name")
     return text
 
 
@@ -177,7 +186,7 @@ def suggest_verb(verb: str, verbs: Sequence[str]) -> str:
     """What to say of a verb that does not exist."""
     close = difflib.get_close_matches(verb, verbs, 1)
     hint = f": did you mean `%distributed {close[0]}`?" if close else "."
-    return f"%distributed knows no {verb!r}{hint} Its verbs are {', '.join(verbs)}."
+    return f"%distributed has no verb {verb!r}{hint} Its verbs are {', '.join(verbs)}."
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:

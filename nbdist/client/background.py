@@ -52,7 +52,7 @@ class BackgroundCell:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise RankTimeout(
-                f"{self._task.describe()} is not done after {timeout:g} s; it goes on. `.interrupt()` stops it."
+                f"{self._task.describe()} is not done after {timeout:g} s and still runs. `.interrupt()` stops it."
             )
         if self._task.error is not None:
             raise self._task.error

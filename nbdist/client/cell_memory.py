@@ -24,7 +24,7 @@ from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage
 from nbdist.metrics.sample import GpuSample, Sample, gpu_among
 
 MODES = ("on", "compact", "off")
-MARK = re.compile(r"%%memory[ \t]*(on|compact)?[ \t]*(?=[\r\n]|$)")
+MARK = re.compile(r"%%memory[ \t]*(on|compact)?[ \t]*(?:(?<=[ \t])#[^\r\n]*)?(?=[\r\n]|$)")
 _NO_WORK = re.compile(r"(%dist(ributed)?\b.*|#.*)?")  # a line
 _GROWTH = 1 << 20  # bytes that a cell has to keep each time until it looks like a leak
 _TIMES = 3

@@ -22,18 +22,9 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from nbdist.client.interrupts import HEED
 from nbdist.errors import SessionBroken
+from nbdist.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
 from nbdist.processes import describe_exit, python_command
-from nbdist.protocol import (
-    CLIENT_COMMANDS,
-    CLIENT_EVENTS,
-    Broken,
-    Message,
-    Shutdown,
-    connect,
-    decode,
-    encode,
-    read_key_file,
-)
+from nbdist.protocol import Broken, Message, Shutdown, decode, encode
 
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 _END_LIMIT = 3.0
@@ -171,8 +162,8 @@ class Connection:
         self._disconnect(events)
         if not self._closing:
             self.key_file.unlink(missing_ok=True)  # if its agent could not
-            how = f"(pid {self._process.pid}) has ended: {describe_exit(self._process.wait())}; and all ranks with it"
-            self.on_message(Broken(f"the session's controller {how}. `%distributed start` begins anew."))
+            how = f"(pid {self._process.pid}) has ended: {describe_exit(self._process.wait())}; all ranks ended with it"
+            self.on_message(Broken(f"the session's controller {how}. `%distributed start` starts a new one."))
 
     def _handle(self, frame: bytes) -> None:
         try:
@@ -213,7 +204,7 @@ def _explaining() -> Iterator[None]:
     try:
         yield
     except (OSError, zmq.ZMQError) as error:
-        hint = "Mend that, then type `%distributed start` again."
+        hint = "Fix that, then type `%distributed start` again."
         if error.errno in _NO_HANDLES:
             hint = "Close what the notebook has open, or type `ulimit -n 4096` in the shell before you start Jupyter."
         raise SessionBroken(f"the session could not be started: {error.strerror}. {hint}") from None

@@ -140,6 +140,6 @@ def _with_prefix(rank: int, texts: Iterable[str]) -> Iterator[str]:
 
 def _explain_nothing(cell: int | CellResult | None) -> str:
     if cell is None:
-        return "no cell has printed anything on ranks yet, so there is no log"
+        return "no cell has printed anything on ranks yet: the log is empty"
     name = f"cell {cell}" if isinstance(cell, int) else "this cell"
     return f"{name} printed nothing on ranks, or the log has it no longer; `%distributed logs` shows the newest"

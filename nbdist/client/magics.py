@@ -22,7 +22,7 @@ from nbdist import cuda_guard
 from nbdist.client import history, interrupts, parsers, stacks
 from nbdist.client import plan as plans
 from nbdist.client import session as sessions
-from nbdist.client.arguments import HelpShown, ranks_among, size, suggest_verb, table
+from nbdist.client.arguments import HelpShown, ranks_among, size, suggest_verb, table, without_comment
 from nbdist.client.background import BackgroundCell
 from nbdist.client.cell_memory import parse_mark
 from nbdist.client.completion import install_completion
@@ -106,7 +106,7 @@ class DistributedMagics(Magics):
     @cell_magic
     def rank(self, line: str, cell: str) -> Any:
         """`%%rank 0,2`: run a cell on these ranks."""
-        ranks, *flags = re.split(r"\s+(?=-\D)", line.strip(), maxsplit=1)
+        ranks, *flags = re.split(r"\s+(?=-\D)", without_comment(line).strip(), maxsplit=1)
         if not ranks or ranks.startswith("-"):
             raise UsageError("%%rank needs ranks: `%%rank 0`, `%%rank 0,2-3`")
         return self._respond(" ".join([f"-r {shlex.quote(ranks)}", *flags]), cell)
@@ -114,7 +114,7 @@ class DistributedMagics(Magics):
     @cell_magic
     def local(self, line: str, cell: str) -> None:
         """Run a cell in the notebook itself, also while `%distributed auto on`."""
-        if line.strip():
+        if without_comment(line).strip():
             raise UsageError(
                 f"%%local takes nothing, and {line.strip()!r} was given: `%%local` alone on the first line"
             )
@@ -192,7 +192,7 @@ class DistributedMagics(Magics):
     # --- verbs
 
     def _do(self, line: str) -> Any:
-        verb, _, rest = line.strip().partition(" ")
+        verb, _, rest = without_comment(line).strip().partition(" ")
         if verb in ("", "-h", "--help", "help"):
             asked = self.verb_parsers.get(rest.strip())
             raise HelpShown(asked.format_help() if asked is not None else self._overview())
@@ -303,7 +303,7 @@ class DistributedMagics(Magics):
         targets = [arguments.target or name for name in arguments.names]
         for target in targets:
             if not target.isidentifier():
-                raise UsageError(f"{target!r} is no variable name: add `--as NAME`")
+                raise UsageError(f"{target!r} is not a variable name: add `--as NAME`")
         values = [session.pull(name, ranks if single is None else single) for name in arguments.names]
         self.shell.user_ns.update(zip(targets, values, strict=True))
 

@@ -13,6 +13,7 @@ from nbdist.client.plan_line import flags, named_settings
 from nbdist.errors import RankError, UsageError
 from nbdist.plan import PLAN_VARIABLE, Plan
 from nbdist.planning.follow import follow
+from nbdist.planning.rules import with_parts_dropped
 from nbdist.planning.variables import NAMES
 from nbdist.protocol import StartOptions
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from nbdist.client.session import Session
 
 _WORTH_A_WORD = 1 << 30  # bytes that others hold of a GPU: what ranks hold beside torch is only known about
-_KEPT_BY_MODELS = "Models that were prepared earlier keep the old plan: prepare them anew to follow this one."
+_KEPT_BY_MODELS = "Models that were prepared earlier keep the old plan: prepare them again to use this one."
 
 _kept: Plan | None = None  # what was typed, for the sessions that are yet to start
 
@@ -128,10 +129,7 @@ def _current(session: Session | None) -> Plan:
 
 
 def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
-    changes = named_settings(arguments)
-    if "powersgd" not in changes.get("comm_hook", "powersgd"):
-        changes.setdefault("comm_hook_options", {})
-    return plan.replace(**changes)
+    return plan.replace(**with_parts_dropped(plan, named_settings(arguments)))
 
 
 def _describe(session: Session | None, plan: Plan) -> str:

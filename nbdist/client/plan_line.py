@@ -13,18 +13,19 @@ from nbdist.plan import Plan, setting_names
 from nbdist.planning import rules
 
 _TRISTATE = {"on": True, "off": False, "default": None}
+_STRATEGIES = (*rules.CHOICES["strategy"], "auto")
 
 
 def plan_parser() -> MagicParser:
     """Reads `%distributed plan`. Only the settings that were typed are in what it gives."""
-    parser = MagicParser("%distributed plan", "Show the plan, or change what is named in it.")
+    parser = _PlanParser("%distributed plan", "Show the plan, or change what is named in it.")
     parser.formatter_class = _Help
     parser.usage = "%(prog)s [none | ddp | fsdp | hsdp | auto] [SETTING ...]"
     parser.add_argument(
         "strategy",
         nargs="?",
         type=_strategy,
-        choices=(*rules.CHOICES["strategy"], "auto"),
+        choices=_STRATEGIES,
         help="how models are spread; auto: propose the first that fits the memory",
     )
     parser.add_argument("--reset", action="store_true", help="begin from the default plan")
@@ -38,11 +39,25 @@ def plan_parser() -> MagicParser:
     return parser
 
 
+class _PlanParser(MagicParser):
+    """A strategy behind a setting whose value may be left out is the strategy: `--compile fsdp`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does, which would take the strategy for the setting's value."""
+        words = list(args)
+        for number, word in enumerate(words[:-1]):
+            if isinstance(self._option_string_actions.get(word), _Way) and words[number + 1] in _STRATEGIES:
+                words[number] = f"{word}=on"
+        return super().parse_known_args(words, namespace)
+
+
 def _how_to_read(name: str, metavar: str) -> dict[str, Any]:
     if name in rules.SWITCHES:
         return {"action": argparse.BooleanOptionalAction}
     if name in rules.OPTIONAL_SWITCHES:
         return {"action": _Tristate, "choices": tuple(_TRISTATE)}
+    if name in rules.WAYS:
+        return {"action": _Way, "metavar": metavar}
     if name in rules.CHOICES:
         return {"type": _chooser(name), "choices": rules.CHOICES[name]}
     if name == "comm_hook_options":
@@ -57,8 +72,9 @@ class _Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=72, width=140)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if isinstance(action, argparse.BooleanOptionalAction):
-            return action.option_strings[0].replace("--", "--[no-]")
+        if isinstance(action, argparse.BooleanOptionalAction | _Way):
+            value = f" [{action.metavar}]" if isinstance(action, _Way) else ""
+            return action.option_strings[0].replace("--", "--[no-]") + value
         return super()._format_action_invocation(action)
 
 
@@ -67,6 +83,23 @@ class _Tristate(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, _TRISTATE[values])
+
+
+class _Way(argparse.Action):
+    """`--setting`, `--setting WAY` or `--no-setting`."""
+
+    def __init__(self, option_strings: list[str], dest: str, **others: Any) -> None:
+        both = [*option_strings, *(flag.replace("--", "--no-") for flag in option_strings)]
+        super().__init__(both, dest, nargs="?", **others)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        is_off = option_string.startswith("--no-")
+        if values in (None, "on"):
+            setattr(namespace, self.dest, not is_off)
+        elif is_off:
+            parser.error(f"{option_string} takes no value, and {values!r} follows it")
+        else:
+            setattr(namespace, self.dest, rules.choose_way(self.dest, values))
 
 
 class _Options(argparse.Action):
@@ -79,7 +112,7 @@ class _Options(argparse.Action):
 def _option(parser: argparse.ArgumentParser, word: str) -> tuple[str, Any]:
     name, separator, value = word.partition("=")
     if not separator:
-        parser.error(f"{word!r} is no option: they look like matrix_approximation_rank=2")
+        parser.error(f"{word!r} is not an option: write NAME=VALUE, for example matrix_approximation_rank=2")
     switches = {"true": True, "on": True, "false": False, "off": False}
     return name, switches.get(value.lower(), _number(value))
 
@@ -95,12 +128,11 @@ def _chooser(name: str) -> Callable[[str], str]:
 
 
 def _strategy(text: str) -> str:
-    known = (*rules.CHOICES["strategy"], "auto")
-    if text in known:
+    if text in _STRATEGIES:
         return text
-    close = difflib.get_close_matches(text, known, 1)
+    close = difflib.get_close_matches(text, _STRATEGIES, 1)
     hint = f": did you mean {close[0]}?" if close else "."
-    raise argparse.ArgumentTypeError(f"there is no strategy {text!r}{hint} There are {', '.join(known)}")
+    raise argparse.ArgumentTypeError(f"unknown strategy {text!r}{hint} Allowed are {', '.join(_STRATEGIES)}")
 
 
 def _number(text: str) -> int | float | str | None:
@@ -136,7 +168,7 @@ def flags(before: Plan, after: Plan) -> str:
         if name == "strategy" or value == getattr(before, name):
             continue
         flag = name.replace("_", "-")
-        if name in rules.SWITCHES:
+        if isinstance(value, bool) and name in (*rules.SWITCHES, *rules.WAYS):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif name in rules.OPTIONAL_SWITCHES:
             words.append(f"--{flag} {_word_of(value)}")
@@ -157,7 +189,10 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "fp8_recipe": ("", "how fp8 scales: tensorwise is fastest"),
         "accumulate": ("N", "micro-batches for each optimizer step"),
         "clip_grad_norm": ("NORM", "largest norm of the gradients, or none"),
-        "compile": ("", "compile models"),
+        "ema": ("DECAY", "average the weights of all steps, such as 0.999, or none"),
+        "compile": ("MODE", f"compile models: {', '.join(rules.WAYS['compile'])}"),
+        "compile_dynamic": ("", "sizes of inputs are symbols"),
+        "compile_fullgraph": ("", "a break of the graph is an error"),
         "activation_checkpointing": ("", "what is computed again in backward"),
         "sync_batchnorm": ("", "BatchNorm over all ranks"),
     },

@@ -56,7 +56,7 @@ class CellProfile:
                 if reply.payload
             ]
             if not summaries:
-                return "nbdist: no rank has ended, so there is no profile"
+                return "nbdist: no rank finished, so there is no profile"
             written = merge(summaries, self._target) if any(summary.trace for summary in summaries) else 0
         lines = [render(summaries)]
         if written:

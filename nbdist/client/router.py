@@ -10,6 +10,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist.client.arguments import without_comment
 from nbdist.client.cell_memory import strip_mark
 
 _AUTO_LINE = "%%distributed --auto\n"
@@ -68,7 +69,7 @@ class CellRouter:
         first = next((at for at, line in enumerate(lines) if line.strip()), None)
         if self._running or first is None:
             return lines
-        if lines[first].strip() == "%%local":
+        if without_comment(lines[first]).strip() == "%%local":
             return [*lines[:first], "\n", *lines[first + 1 :]]
         code = (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
         line = next(code, "%dist")

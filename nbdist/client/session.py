@@ -269,14 +269,14 @@ class Session(Workers):
         """Set variables on ranks. Tensors arrive on the CPU; each rank's copy is its own.
 
         Raises:
-            UsageError: A name is no variable name.
+            UsageError: A name is not a variable name.
             TransferError: A value can't travel; the text names the part that can't.
         """
         if not isinstance(values, Mapping):
             raise UsageError(f"push takes names and values, not a {type(values).__name__}: `session.push({{'x': x}})`")
         for name in values:
             if not isinstance(name, str) or not name.isidentifier():
-                raise UsageError(f"{name!r} is no variable name: `session.push({{'x': x}})`")
+                raise UsageError(f"{name!r} is not a variable name: `session.push({{'x': x}})`")
         with contextlib.ExitStack() as stack:
             packed = stack.enter_context(_pack_named(values))
             payload = msgspec.msgpack.encode(packed.parcel)

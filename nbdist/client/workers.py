@@ -209,7 +209,7 @@ class Workers:
                 started = self._await_life((Started, StartFailed), None, progress)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
-                why = "the start was interrupted; `%distributed start` begins anew"
+                why = "the start was interrupted; `%distributed start` starts a new one"
                 self.broken = why if interrupted else str(error) or type(error).__name__
                 self._connection.close()  # and with it whatever has come up
                 raise
@@ -256,7 +256,9 @@ class Workers:
             except queue.Empty:
                 if left > 0:
                     continue
-                raise SessionBroken("the session does not answer; type `%distributed start` to begin anew") from None
+                raise SessionBroken(
+                    "the session does not answer; type `%distributed start` to start a new one"
+                ) from None
             if isinstance(message, kinds):
                 return message
             if message is KeyboardInterrupt and Started in kinds:

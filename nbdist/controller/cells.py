@@ -14,19 +14,8 @@ from nbdist.controller.ladder import Ladder
 from nbdist.controller.recovery import FailedCell
 from nbdist.controller.repairs import Handler, Repairs, Wires
 from nbdist.controller.watch import Watch
-from nbdist.protocol import (
-    RANK_CONTROL,
-    Answer,
-    Ask,
-    Died,
-    Execute,
-    InOrder,
-    Interrupt,
-    Message,
-    Remark,
-    Reply,
-    Returned,
-)
+from nbdist.lanes import RANK_CONTROL
+from nbdist.protocol import Answer, Ask, Died, Execute, InOrder, Interrupt, Message, Remark, Reply, Returned
 
 _DEATH_GRACE = 0.03  # seconds until the survivors of a death count as stuck
 

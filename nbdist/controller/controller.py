@@ -31,17 +31,24 @@ from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank import Rank
-from nbdist.processes import describe_exit, end_descendants
-from nbdist.protocol import (
+from nbdist.lanes import (
     AGENT_CONTROL,
     CLIENT_EVENTS,
     HANDSHAKE_LIMIT,
     LANES,
     LARGEST_FRAME,
-    PATIENCE_VARIABLE,
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
+    Keys,
+    lane,
+    parse_lane,
+    whole,
+    write_key_file,
+)
+from nbdist.processes import describe_exit, end_descendants
+from nbdist.protocol import (
+    PATIENCE_VARIABLE,
     SERIALS,
     VERSION,
     Answer,
@@ -57,7 +64,6 @@ from nbdist.protocol import (
     Hello,
     InOrder,
     Interrupt,
-    Keys,
     Kill,
     LogPart,
     Look,
@@ -86,11 +92,7 @@ from nbdist.protocol import (
     WidgetMessage,
     decode,
     encode,
-    lane,
-    parse_lane,
     sequence_of,
-    whole,
-    write_key_file,
 )
 from nbdist.ranks import describe_ranks
 
@@ -134,7 +136,7 @@ def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
     except (OSError, zmq.ZMQError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         what = f"the session's controller did not start: {error.strerror}{where}."
-        text = f"{what} Mend that, then type `%distributed start` again."
+        text = f"{what} Fix that, then type `%distributed start` again."
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"error": text}), flush=True)
     return None
@@ -662,8 +664,9 @@ class Controller:
             self._receive_all()
         self.to_notebook(
             Broken(
-                f"the session's agent (pid {self._agent.pid}) has ended: {describe_exit(code)}; and all ranks with it. "
-                "`%distributed start` begins anew."
+                f"the session's agent (pid {self._agent.pid}) has ended: {describe_exit(code)}; "
+                "all ranks ended with it. "
+                "`%distributed start` starts a new one."
             )
         )
 

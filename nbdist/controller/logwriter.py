@@ -150,4 +150,4 @@ class LogWriter:
             self._log.miss(serial, number, size)
         if gap.told:
             lost = sum(gap.sizes.values()) / 1e6
-            self._answer(functools.partial(self._say, f"the output log goes on; {lost:.1f} MB are missing from it"))
+            self._answer(functools.partial(self._say, f"the output log continues; {lost:.1f} MB are missing from it"))

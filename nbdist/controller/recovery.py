@@ -305,7 +305,7 @@ class Recovery:
         failures = sorted({report.failure for report in self._reports.values() if report.failure})
         if self.missing:
             who = describe_ranks(sorted(self.missing))
-            parts.append(f"{who} did not come to renew the process groups; `%distributed restart`")
+            parts.append(f"{who} did not join to rebuild the process groups; `%distributed restart`")
         elif failures:
             parts.append(f"process groups could not be renewed ({failures[0]}): `%distributed restart`")
         elif found.renew:

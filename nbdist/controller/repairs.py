@@ -17,18 +17,8 @@ from typing import Any, Protocol
 import msgspec
 
 from nbdist.controller.recovery import FailedCell, Recovery
-from nbdist.protocol import (
-    RANK_CELL,
-    Execute,
-    Failure,
-    InOrder,
-    Interrupt,
-    Message,
-    Recover,
-    Recovered,
-    Remark,
-    Reply,
-)
+from nbdist.lanes import RANK_CELL
+from nbdist.protocol import Execute, Failure, InOrder, Interrupt, Message, Recover, Recovered, Remark, Reply
 from nbdist.ranks import describe_ranks
 
 _EXPLAIN_EVERY = 1.0  # seconds that a cell waits for ranks before that is said, and between updates of the line

@@ -43,7 +43,7 @@ def launch(request: Request) -> list[Any]:
     if threads:
         _say_once(
             f"this kernel runs {threads}, of which its forks have none: what waits for one of them there, or for a "
-            "lock that one holds, waits for ever"
+            "lock that one holds, never returns"
         )
     for restart in range(request.max_restarts):
         try:
@@ -84,7 +84,7 @@ def _check(request: Request) -> None:
         raise UsageError(
             "this notebook has made an `Accelerator`, which forked ranks would take for theirs: make it inside of the "
             f"function only, and restart the notebook; or leave start_method out, and {request.name} runs on ranks "
-            "that know nothing of it"
+            "without one"
         )
     cuda_guard.check_fork()
 

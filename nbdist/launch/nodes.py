@@ -272,7 +272,7 @@ class Nodes:
     def _stranger(self) -> UsageError:
         owner = describe_owner(self.port) if _is_local(self.host) else ""
         return UsageError(
-            f"what listens at {self.address} is no launch of nbdist{owner and f', but opened{owner}'}: start "
+            f"what listens at {self.address} is not an nbdist launch{owner and f', but opened{owner}'}: start "
             "`notebook_launcher` on the node with that address first, or name another port on all (`use_port='29501'`)"
         )
 
@@ -390,7 +390,7 @@ class Nodes:
         if met.add(mine, 1) > 1:
             met.add(mine, -1)
             raise UsageError(
-                f"another node has come with node_rank={request.node_rank}: "
+                f"another node has joined with node_rank={request.node_rank}: "
                 f"give each its own, 0 to {request.num_nodes - 1}, and run this cell again on all of them"
             )
         met.add("came", 1)

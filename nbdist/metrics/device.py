@@ -53,7 +53,7 @@ def look_at_gpu(gpu: int) -> dict[str, Any]:
     try:
         return _gpu(cuda, in_use(cuda, gpu))
     except Exception as error:  # after a failed kernel torch refuses whatever it is asked
-        why = f"torch does not tell of its GPU: {type(error).__name__}: {error}".splitlines()[0]
+        why = f"torch does not report on its GPU: {type(error).__name__}: {error}".splitlines()[0]
         return {"device": f"cuda:{gpu}", "why": why}
 
 

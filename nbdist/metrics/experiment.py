@@ -228,7 +228,7 @@ def _names(names: Iterable[str]) -> set[str]:
     """The names, checked.
 
     Raises:
-        UsageError: One of them is no variable name.
+        UsageError: One of them is not a variable name.
     """
     if not isinstance(names, Iterable):
         raise UsageError(f"keep takes names of variables as text, not {names!r}: `keep=['model']`")

@@ -124,7 +124,9 @@ class Counting:
 
     def __init__(self) -> None:
         if not hasattr(torch._C, "_current_graph_task_id"):
-            raise UsageError(f"PyTorch {torch.__version__} can't tell backward passes from forward ones: use another")
+            raise UsageError(
+                f"PyTorch {torch.__version__} can't tell backward passes from forward ones: use another version"
+            )
         self.without_autograd = 0
         self.in_optimizer = False
         self.device: torch.device | None = None

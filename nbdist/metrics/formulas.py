@@ -328,7 +328,7 @@ def _packet(operation: Any) -> Any:
     found = getattr(found, "overloadpacket", found)  # of an overload
     if not isinstance(found, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
         raise UsageError(
-            f"{operation!r} is no operation: give its name, such as 'mylib::gemm', torch.ops.mylib.gemm, "
+            f"{operation!r} is not an operation: give its name, such as 'mylib::gemm', torch.ops.mylib.gemm, "
             "or what torch.library.custom_op returned"
         )
     return found

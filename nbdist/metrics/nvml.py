@@ -6,6 +6,8 @@ Knows nothing of ranks; who maps them to GPUs does so by UUID.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ _THROTTLED = {
     0x0000000000000080: "power brake",
 }
 _MIG_ENABLED = 1
+_PATIENCE = 2.0  # seconds that who looks once waits for the driver
 
 
 class Nvml:
@@ -67,7 +70,7 @@ class Nvml:
         except Exception as error:
             self.why = _why_not(error)
             return []
-        self.why = "" if count else "the driver knows no GPU"
+        self.why = "" if count else "the driver reports no GPU"
         return [sample for index in range(count) for sample in self._gpu(index)]
 
     def _gpu(self, index: int) -> Iterator[GpuSample]:
@@ -101,8 +104,8 @@ class Nvml:
             uuid=_text(uuid or ""),
             index=index,
             name=_text(missing.try_to("name", nvml.nvmlDeviceGetName, handle) or ""),
-            total=None if memory is None else int(memory.total),
-            used=None if memory is None else int(memory.used),
+            total=None if memory is None else memory[0],
+            used=None if memory is None else memory[1],
             by_pid=missing.try_to("processes", self._by_pid, handle) or {},
             utilization=None if busy is None else busy.gpu / 100,
             temperature=missing.try_to("temperature", nvml.nvmlDeviceGetTemperature, chip, 0),
@@ -112,25 +115,42 @@ class Nvml:
             why=missing.words(),
         )
 
-    def _memory(self, handle: Any) -> Any:
-        """Memory without what the driver keeps for itself, which only the second version of the call tells apart."""
+    def _memory(self, handle: Any) -> tuple[int, int]:
+        """Bytes that processes can have, and that they have: without what the driver keeps for itself, as CUDA counts.
+
+        Only the second version of the call tells that apart; the first counts it as used.
+        """
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         if version is not None:
             try:
-                return self._nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+                found = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+                return int(found.total - found.reserved), int(found.used)
             except Exception as error:
                 if _failure(error) == _LOST:
                     raise
-        return self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        found = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(found.total), int(found.used)
 
     def _by_pid(self, handle: Any) -> dict[int, int]:
+        """Memory by process; empty where the driver numbers processes otherwise than this system does.
+
+        In a container it may use the host's numbers, and one of them may be another process's here.
+        """
+        import psutil
+
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        # In a container or on a desktop a process's share may be hidden.
-        return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory is not None}
+        if not all(psutil.pid_exists(int(each.pid)) for each in processes):
+            return {}
+        # A share may be hidden, or in containers 0: every process here has at least a context.
+        return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory}
 
     def _throttled(self, handle: Any) -> list[str]:
-        ask = getattr(self._nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-        bits = (ask or self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)
+        try:
+            bits = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        except Exception as error:  # before 535 the driver knows the function by its old name only
+            if _kind(error) != "FunctionNotFound":
+                raise
+            bits = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return [word for bit, word in _THROTTLED.items() if bits & bit]
 
     def _ask(self, function: Callable[..., _T], *arguments: Any) -> _T | None:
@@ -140,10 +160,33 @@ class Nvml:
             return None
 
 
-_LOST = "it has fallen off the bus: `nvidia-smi` and the kernel's log tell more; a reboot brings it back"
+def read_once() -> list[GpuSample]:
+    """One look at all GPUs by who keeps no driver open; empty if the driver has not answered within a moment.
+
+    A driver that hangs can't be interrupted: a thread waits for it, and ends when it answers.
+    """
+    answer: queue.SimpleQueue[list[GpuSample]] = queue.SimpleQueue()
+    threading.Thread(target=_read_into, args=(answer,), name="nbdist-driver-once", daemon=True).start()
+    try:
+        return answer.get(timeout=_PATIENCE)
+    except queue.Empty:
+        return []
+
+
+def _read_into(answer: queue.SimpleQueue[list[GpuSample]]) -> None:
+    driver = Nvml()
+    try:
+        answer.put(driver.read())
+    except Exception:  # a driver of tomorrow may answer in ways that nobody knows
+        answer.put([])
+    finally:
+        driver.close()
+
+
+_LOST = "it has fallen off the bus: `nvidia-smi` and the kernel's log say more; a reboot brings it back"
 _WORDS = {
     "GpuIsLost": _LOST,
-    "NotSupported": "this GPU does not tell",
+    "NotSupported": "this GPU does not report it",
     "NoPermission": "the driver does not let this user read it",
 }
 
@@ -170,14 +213,18 @@ class _Missing:
 
 
 def _failure(error: Exception) -> str:
-    kind = type(error).__name__.rpartition("_")[2]
+    kind = _kind(error)
     return _WORDS.get(kind, str(error) or kind)
+
+
+def _kind(error: Exception) -> str:
+    """What NVML calls an error: pynvml makes a class for each ("NVMLError_GpuIsLost")."""
+    return type(error).__name__.rpartition("_")[2]
 
 
 def _why_not(error: Exception) -> str:
     if isinstance(error, ImportError):
         return "the package nvidia-ml-py is not installed: `%pip install nvidia-ml-py`"
-    kind = type(error).__name__.rpartition("_")[2]
     words = {
         "LibraryNotFound": "this machine has no NVIDIA driver",
         "DriverNotLoaded": "the NVIDIA driver is not loaded",
@@ -185,7 +232,7 @@ def _why_not(error: Exception) -> str:
         "FunctionNotFound": "the NVIDIA driver is too old for this: a newer one is needed",
         "LibRmVersionMismatch": "the NVIDIA driver was updated while it was loaded: a reboot is needed",
     }
-    return words.get(kind, f"the NVIDIA driver does not answer: {error}")
+    return words.get(_kind(error), f"the NVIDIA driver does not answer: {error}")
 
 
 def _text(value: str | bytes) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from nbdist.metrics import device, host, tensors, units, watermarks
-from nbdist.metrics.nvml import Nvml
+from nbdist.metrics.nvml import read_once
 from nbdist.metrics.sample import GpuSample, gpu_among
 from nbdist.metrics.tensors import Block
 
@@ -24,6 +24,7 @@ _ASKED = (
     re.compile(r"[Tt]ried to allocate (?P<amount>[\d.]+) ?(?P<unit>[KMGTPE]?i?B|bytes)"),  # torch
     re.compile(r"Unable to allocate (?P<amount>[\d.]+) ?(?P<unit>[KMGTPE]?i?B|bytes)"),  # numpy
 )
+_CUDA_MEMORY = 2  # cudaErrorMemoryAllocation
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _POWERS = {"B": 0, "bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
 _ALLOCATOR, _EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True"
@@ -83,6 +84,8 @@ def device_of(error: BaseException) -> str:
     if type(error).__name__ == "OutOfMemoryError" and ("CUDA" in text or "HIP" in text):
         found = _GPU.search(text)
         return f"cuda:{found[1] if found else 0}"
+    if getattr(error, "error_code", None) == _CUDA_MEMORY and type(error).__name__ == "AcceleratorError":
+        return f"cuda:{sys.modules['torch'].cuda.current_device()}"  # past the allocator: a context, a library, NCCL
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text and any(word in text for word in _CPU_WORDS)
     ):
@@ -121,7 +124,7 @@ def _account(where: str, asked: int | None) -> Account:
     cuda, index = sys.modules["torch"].cuda, int(where.partition(":")[2])
     free, total = cuda.mem_get_info(index)
     allocated, reserved = cuda.memory_allocated(index), cuda.memory_reserved(index)
-    outside, others = share(_driver(device.uuid(cuda, index)), os.getpid(), total - free, reserved)
+    outside, others = share(gpu_among(device.uuid(cuda, index), read_once()), os.getpid(), total - free, reserved)
     return Account(
         device=where,
         asked=asked,
@@ -132,15 +135,6 @@ def _account(where: str, asked: int | None) -> Account:
         outside=outside,
         others=others,
     )
-
-
-def _driver(uuid: str) -> GpuSample | None:
-    """What the driver says of a GPU."""
-    driver = Nvml()
-    try:
-        return gpu_among(uuid, driver.read())
-    finally:
-        driver.close()
 
 
 def share(gpu: GpuSample | None, pid: int, used: int, reserved: int) -> tuple[int | None, int | None]:
@@ -194,7 +188,7 @@ def _rows(account: Account) -> list[tuple[str, int | None, str]]:
 
 
 def _advice(account: Account) -> list[str]:
-    found = ["what the traceback above and Out hold comes back with `%distributed free`"]
+    found = ["what the traceback above and Out hold is freed by `%distributed free`"]
     fragmented = account.cached is not None and account.asked is not None and account.cached >= account.asked
     if fragmented and not any(_EXPANDABLE in os.environ.get(name, "") for name in _ALLOCATOR):
         found.append(f"enough is cached, but in pieces: set {_ALLOCATOR[0]}={_EXPANDABLE} before the start")

@@ -239,7 +239,7 @@ def short(dtype: str) -> str:
     """
     found = _NAMES.get(dtype.removeprefix("torch."))
     if found is None:
-        raise UsageError(f"{dtype!r} is no dtype of products: {', '.join(DTYPES)}")
+        raise UsageError(f"{dtype!r} is not a dtype that matrix products are measured in: {', '.join(DTYPES)}")
     return found
 
 

@@ -18,9 +18,9 @@ class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True):
         uuid: What names it everywhere.
         index: As `nvidia-smi` counts.
         name: Of the device, as its maker writes it.
-        total: Memory of the device.
+        total: Memory of the device, without what its driver keeps for itself.
         used: Memory in use, by anybody.
-        by_pid: Memory in use by process, as far as the driver tells.
+        by_pid: Memory in use by process, as far as the driver tells, and numbers processes as this system does.
         utilization: Share of the last period in which a kernel ran.
         temperature: Of the chip.
         power: Drawn now.

@@ -206,8 +206,8 @@ def _no_gpu(rank: RankSample, machine: NodeSample | None) -> str:
     if rank.state == "dead" or rank.why:
         return rank.why
     if not rank.gpu:
-        return "this rank has used its GPU for nothing yet"
-    return (machine.why if machine else "") or "the driver has not told of this GPU yet"
+        return "this rank has not used its GPU yet"
+    return (machine.why if machine else "") or "the driver has not reported this GPU yet"
 
 
 def _badges(

@@ -23,7 +23,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "comm_hook": ("none", "fp16", "bf16", "powersgd", "batched_powersgd"),
 }
 SWITCHES = (
-    "compile",
+    "compile_fullgraph",
     "find_unused_parameters",
     "static_graph",
     "gradient_as_bucket_view",
@@ -35,7 +35,12 @@ SWITCHES = (
     "dispatch",
     "even_batches",
 )
-OPTIONAL_SWITCHES = ("reshard", "tf32")
+OPTIONAL_SWITCHES = ("compile_dynamic", "reshard", "tf32")
+# What a setting that is on or off may name beside these: how it is on.
+WAYS: Mapping[str, Sequence[str]] = {
+    "compile": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+}
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that use them
 SHARDED = ("fsdp", "hsdp")
 
 _COUNTS = {"accumulate": 1, "prefetch": 0, "local_sgd_steps": 0, "gc_interval": 0}  # and the least they may be
@@ -47,6 +52,7 @@ _LIMIT = 2**31
 OWNERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "comm_hook": (("ddp",), "only DDP has communication hooks"),
     "bucket_mb": (("ddp",), "only DDP has buckets"),
+    "compile_fullgraph": (("none", *SHARDED), "torch.compile can't trace DDP's own forward: it breaks the graph"),
     "find_unused_parameters": (("ddp",), "only DDP waits for the gradient of every parameter"),
     "static_graph": (("ddp",), "only DDP has an order of gradients to learn"),
     "gradient_as_bucket_view": (("ddp",), "only DDP has buckets"),
@@ -58,6 +64,15 @@ OWNERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "exchange": (SHARDED, "whole gradients are kept otherwise, whenever they are exchanged"),
     "offload": (SHARDED, "PyTorch moves only shards to the CPU"),
     "replicas": (("hsdp",), "only hsdp has groups of ranks that hold the whole model"),
+}
+
+
+# Settings that only say more of another one, and when that one is on.
+_PARTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "fp8_recipe": ("precision", lambda precision: precision == "fp8"),
+    "compile_dynamic": ("compile", bool),
+    "compile_fullgraph": ("compile", bool),
+    "comm_hook_options": ("comm_hook", lambda hook: "powersgd" in hook),
 }
 
 
@@ -103,11 +118,13 @@ def refined(plan: Plan) -> dict[str, Any]:
     values: dict[str, Any] = {name: choose(name, getattr(plan, name)) for name in CHOICES}
     for name in SWITCHES:
         _expect(name, getattr(plan, name), _is_switch, "True or False")
+    values |= {name: choose_way(name, getattr(plan, name)) for name in WAYS}
     for name in OPTIONAL_SWITCHES:
         _expect(name, getattr(plan, name), lambda value: value is None or _is_switch(value), "True, False or None")
     for name, least in (_COUNTS | _OPTIONAL_COUNTS).items():
         _refuse_count(name, getattr(plan, name), least)
     values["clip_grad_norm"] = _amount("clip_grad_norm", plan.clip_grad_norm)
+    values["ema"] = _decay(plan.ema)
     values["bucket_mb"] = _amount("bucket_mb", plan.bucket_mb)
     values["shard_by"] = _blocks(plan.shard_by)
     values["comm_hook_options"] = _hook_options(plan.comm_hook_options)
@@ -128,6 +145,19 @@ def choose(name: str, value: object) -> str:
     raise UsageError(_unknown(name, value, allowed))
 
 
+def choose_way(name: str, value: object) -> bool | str:
+    """The value of a setting that is on or off, or on in one of several ways; "default" is plainly on.
+
+    Raises:
+        UsageError: It is none of them; the text names the nearest.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value in WAYS[name]:
+        return value == "default" or value
+    raise UsageError(_unknown(name, value, (True, False, *WAYS[name])))
+
+
 def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
     """Refuse settings that no plan has.
 
@@ -141,8 +171,9 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
             raise UsageError(f"a plan has no setting {name!r}{hint} It has {', '.join(known)}")
 
 
-def _unknown(name: str, value: object, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(value).lower(), allowed, 1)
+def _unknown(name: str, value: object, allowed: Sequence[object]) -> str:
+    words = [word for word in allowed if isinstance(word, str)]
+    close = difflib.get_close_matches(str(value).lower(), words, 1)
     hint = f": did you mean {close[0]!r}?" if close else "."
     return f"{name} {value!r} is unknown{hint} Allowed are {', '.join(map(repr, allowed))}"
 
@@ -171,6 +202,14 @@ def _amount(name: str, value: object) -> float | None:
             f"{name} must be a number of more than 0{', or None' if name == 'clip_grad_norm' else ''}, not {value!r}"
         )
     return float(value)
+
+
+def _decay(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or not _is_number(value) or not 0 < value < 1:
+        raise UsageError(f"ema must be a number between 0 and 1, such as 0.999, or None, not {value!r}")
+    return value
 
 
 def _blocks(value: object) -> Any:
@@ -215,12 +254,18 @@ def refuse_contradictions(plan: Plan) -> None:
             f"fp8_recipe {plan.fp8_recipe!r} is for precision 'fp8', and precision is {plan.precision!r}: set "
             f"precision to 'fp8', or fp8_recipe to {default_of(plan, 'fp8_recipe')!r}"
         )
+    _refuse_compilation(plan)
     if plan.comm_hook_options and "powersgd" not in plan.comm_hook:
         raise UsageError(
             f"comm_hook {plan.comm_hook!r} has no options: leave comm_hook_options empty, "
             "or set comm_hook to 'powersgd' or 'batched_powersgd'"
         )
     _refuse_early_compression(plan)
+    if plan.ema is not None and plan.local_sgd_steps:
+        raise UsageError(
+            f"ema ({plan.ema:g}) excludes local SGD ({plan.local_sgd_steps}): each rank would average weights of its "
+            "own. Set ema to None, or local_sgd_steps to 0"
+        )
     if plan.static_graph and (plan.accumulate > 1 or plan.local_sgd_steps):
         other = f"accumulate ({plan.accumulate})" if plan.accumulate > 1 else f"local SGD ({plan.local_sgd_steps})"
         raise UsageError(
@@ -234,6 +279,37 @@ def refuse_contradictions(plan: Plan) -> None:
         )
     if plan.seed_per_rank and plan.seed is None:
         raise UsageError("seed_per_rank adds the rank to the seed, and there is none: set seed, for example to 0")
+
+
+def _refuse_compilation(plan: Plan) -> None:
+    for name in ("compile_dynamic", "compile_fullgraph"):
+        if not plan.compile and (value := getattr(plan, name)) != default_of(plan, name):
+            raise UsageError(
+                f"{name} ({value!r}) is for compiled models, and compile is off: set compile to True, or {name} to "
+                f"{default_of(plan, name)!r}"
+            )
+    if plan.compile in _CUDA_GRAPHS and plan.accumulate > 1:
+        raise UsageError(
+            f"compile {plan.compile!r} excludes accumulate ({plan.accumulate}): gradients of one micro-batch live in "
+            "memory that CUDA graphs overwrite in the next (pytorch/pytorch#169545). Set compile to True or "
+            "'max-autotune-no-cudagraphs', or accumulate to 1"
+        )
+    if plan.compile in _CUDA_GRAPHS and plan.compile_dynamic:
+        raise UsageError(
+            f"compile {plan.compile!r} excludes compile_dynamic (True): CUDA graphs have fixed shapes, so each new one "
+            "is recorded, with memory of its own. Set compile_dynamic to None, or compile to True"
+        )
+
+
+def uncompiled(plan: Plan) -> dict[str, Any]:
+    """The changes that take a plan to one that compiles nothing."""
+    return with_parts_dropped(plan, {"compile": False})
+
+
+def with_parts_dropped(plan: Plan, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes to a plan, and with a setting that they turn off what only says more of it, back to its default."""
+    parts = [name for name, (whole, is_on) in _PARTS.items() if whole in changes and not is_on(changes[whole])]
+    return {name: default_of(plan, name) for name in parts} | dict(changes)
 
 
 def own_settings(plan: Plan, strategy: str) -> dict[str, Any]:
@@ -298,8 +374,8 @@ def refuse_impossible(
     sharded = plan.strategy in SHARDED
     if plan.precision == "fp16" and sharded and on_cpu:
         raise UsageError(
-            f"precision 'fp16' under {plan.strategy} is for GPUs: whole blocks are computed in float16 then, in which "
-            "PyTorch lacks operations on the CPU, and is no faster there than in float32. Set precision to 'bf16'"
+            f"precision 'fp16' under {plan.strategy} is for GPUs: whole blocks are then computed in float16, for which "
+            "PyTorch lacks operations on the CPU, and which is no faster there than float32. Set precision to 'bf16'"
         )
     if plan.precision == "fp8":
         _refuse_fp8(on_cpu, capability)

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 # All that `environment` may hold: who sets one plan after another removes these first.
 NAMES = (
     "ACCELERATE_DYNAMO_BACKEND",
+    "ACCELERATE_DYNAMO_MODE",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH",
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
     "ACCELERATE_FP8_BACKEND",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -36,7 +39,7 @@ def environment(plan: Plan, world_size: int, device: object) -> dict[str, str]:
     if plan.accumulate > 1:  # even a 1 here would win over the argument of `Accelerator`
         found["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(plan.accumulate)
     if plan.compile:
-        found["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
+        found |= _compilation(plan)
     on_cpu = str(device).split(":")[0] == "cpu"
     if on_cpu and world_size > 1:  # else Accelerate looks for GPUs, and takes a rank without for a single process
         found["ACCELERATE_USE_CPU"] = "true"
@@ -48,6 +51,17 @@ def environment(plan: Plan, world_size: int, device: object) -> dict[str, str]:
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(plan.replicas),
             "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(world_size // plan.replicas),
         }
+    return found
+
+
+def _compilation(plan: Plan) -> dict[str, str]:
+    found = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+    if isinstance(plan.compile, str):
+        found["ACCELERATE_DYNAMO_MODE"] = plan.compile
+    if plan.compile_dynamic is not None:
+        found["ACCELERATE_DYNAMO_USE_DYNAMIC"] = _flag(plan.compile_dynamic)
+    if plan.compile_fullgraph:
+        found["ACCELERATE_DYNAMO_USE_FULLGRAPH"] = "true"
     return found
 
 

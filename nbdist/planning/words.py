@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from nbdist.planning.rules import SHARDED, default_of
@@ -96,16 +96,36 @@ def _clip(plan: Plan, kind: str) -> str:
     return f"before each step gradients are scaled down to this norm{whole}, if theirs is larger"
 
 
+def _ema(plan: Plan, kind: str) -> str:
+    return "each step is averaged into a second copy of the weights, which `with nbdist.averaged(model):` swaps in"
+
+
 def _compile(plan: Plan, kind: str) -> str:
-    if plan.strategy in SHARDED:
-        return "each block is compiled; equal blocks share the code"
-    return "the whole model is compiled, in its first step"
+    what = "each block is compiled; equal blocks share the code"
+    if plan.strategy not in SHARDED:
+        what = "the whole model is compiled, in its first step"
+    return what + _MODES.get(plan.compile, "")
+
+
+_MODES: Mapping[bool | str, str] = {
+    "reduce-overhead": "; CUDA graphs spare the launching of kernels, for more memory",
+    "max-autotune": "; kernels are timed against each other, which takes minutes, and CUDA graphs launch them",
+    "max-autotune-no-cudagraphs": "; kernels are timed against each other, which takes minutes",
+}
+
+
+def _dynamic(plan: Plan, kind: str) -> str:
+    if plan.compile_dynamic:
+        return "sizes are symbols from the first step on: one code for all of them, a slower one"
+    return "each new size of inputs is compiled by itself"
 
 
 def _checkpointing(plan: Plan, kind: str) -> str:
     if plan.activation_checkpointing == "full":
         return "blocks keep only their inputs and compute the rest again in backward: less memory, more work"
-    kept = "dear operations" if plan.activation_checkpointing == "selective" else "attention and every second product"
+    kept = (
+        "expensive operations" if plan.activation_checkpointing == "selective" else "attention and every second product"
+    )
     return f"blocks keep the results of {kept} and compute the others again in backward"
 
 
@@ -162,7 +182,10 @@ def _on_gpus(tell: str | Teller) -> Teller:
 _TELLERS: dict[str, str | Teller] = {
     "accumulate": _accumulate,
     "clip_grad_norm": _clip,
+    "ema": _ema,
     "compile": _compile,
+    "compile_dynamic": _dynamic,
+    "compile_fullgraph": "what would break the graph in two is an error",
     "activation_checkpointing": _checkpointing,
     "comm_hook": _hook,
     "find_unused_parameters": "each backward looks for parameters without a gradient, which takes time",

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import UsageError
-from nbdist.planning.rules import own_settings
+from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
 from nbdist.train import state as training
 from nbdist.train import strategies
 from nbdist.train._estimate_step import CPU, KernelsOfGpu, Setting, Step, make_step, nothing_moves
@@ -99,10 +99,10 @@ def _begin(setting: Setting, notes: list[str]) -> training.State:
         notes.append("torch.compile is not modelled: it frees or fuses some activations away")
     if plan.precision == "fp8":
         notes.append("fp8 is counted as bf16")
-        plan = plan.replace(precision="bf16", fp8_recipe="tensorwise")
+        plan = plan.replace(**with_parts_dropped(plan, {"precision": "bf16"}))
     if plan.strategy == "ddp":
         plan = plan.replace(**own_settings(plan, "none"))
-    state = training.State(plan.replace(compile=False, sync_batchnorm=False), CPU)
+    state = training.State(plan.replace(**uncompiled(plan), sync_batchnorm=False), CPU)
     if strategies.strategy_in_effect(plan) in ("fsdp", "hsdp"):
         state.mesh = strategies.make_mesh(plan, CPU)  # it looks at ranks' numbers, which must be real
     return state
@@ -141,6 +141,7 @@ def _watched(step: Step) -> dict[str, int]:
         "gradients": by_kind["Gradient"],
         "gradients_whole": _bytes(step.gradients),
         "optimizer": optimizer,
+        "averages": _bytes(step.state.averages.values()),
         "activations": by_kind["Activation"] + by_kind["Other"],
         "temporary": by_kind["Temp"] + gathered + of_step,
     }
@@ -163,6 +164,7 @@ def _added_up(step: Step) -> dict[str, int]:
         "gradients": gradients,
         "gradients_whole": gradients,
         "optimizer": _bytes(step.optimizer_state),
+        "averages": _bytes(step.state.averages.values()),
         "activations": _bytes(saved),
         "temporary": 0,
     }

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
+from nbdist.train import averages, strategies
 from nbdist.train import state as training
-from nbdist.train import strategies
 from nbdist.train.gradients import parameters_of
 
 CPU = torch.device("cpu")
@@ -74,6 +74,7 @@ class Step:
         micro_batches: How often forward and backward are made in a step.
         exchanges_each: Whether gradients are exchanged in each of them.
         keeps_gradients: Whether gradients stay between steps.
+        state: Keeps the averaged weights, if the plan has them.
         between: Called between two micro-batches.
     """
 
@@ -84,6 +85,7 @@ class Step:
     micro_batches: int
     exchanges_each: bool
     keeps_gradients: bool
+    state: training.State
     between: Callable[[], object] = field(default=lambda: None)
 
     def __call__(self) -> None:
@@ -94,6 +96,7 @@ class Step:
                 self.model.set_requires_gradient_sync(self.exchanges_each or number == self.micro_batches - 1)
             self.forward().backward()
         self.optimizer.step()
+        averages.update(self.state, self.optimizer)
 
     def forward(self) -> torch.Tensor:
         """The loss."""
@@ -144,6 +147,7 @@ def make_step(task: Task, state: training.State, setting: Setting) -> Step:
         micro_batches=min(plan.accumulate, 2),  # one that finds no gradients, and one that does
         exchanges_each=plan.exchange == "each",
         keeps_gradients=strategies.strategy_in_effect(plan) == "ddp" and plan.gradient_as_bucket_view,
+        state=state,
     )
 
 

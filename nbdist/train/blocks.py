@@ -6,7 +6,7 @@ Knows nothing of ranks, sharding or training loops.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -161,7 +161,7 @@ def refuse_without_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None
     if not blocks:
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks, so activation checkpointing has nothing to work on: "
-            f'name what to checkpoint, as with shard_by="Block" (its classes are {_classes(model)})'
+            f'name what to checkpoint, for example shard_by="Block" (its classes are {_classes(model)})'
         )
 
 
@@ -203,7 +203,13 @@ _CONTEXTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def compile_blocks(model: nn.Module, shard_by: ShardBy = None) -> None:
-    """Compile each block in place, so that its class stays; the whole model if it has no blocks."""
+def compile_blocks(model: nn.Module, options: Mapping[str, Any], shard_by: ShardBy = None) -> None:
+    """Compile each block in place, so that its class stays; the whole model if it has no blocks.
+
+    Args:
+        model: The whole model.
+        options: As for `torch.compile`.
+        shard_by: What is a block, as with `find_blocks`.
+    """
     for block in find_blocks(model, shard_by) or [model]:
-        block.compile()
+        block.compile(**options)

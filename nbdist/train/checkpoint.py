@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 import nbdist
 from nbdist.errors import CheckpointError, UsageError
-from nbdist.train import meeting
+from nbdist.train import averages, meeting
 from nbdist.train.checkpoint_folder import Draft, check_files, find, is_previous, latest, partials, read_manifest
 from nbdist.train.generators import random_digests
 from nbdist.train.saving import Save, Writing, file_of, wait_for_saves_of_all, without_group_warning
@@ -200,7 +200,13 @@ def latest_state(path: str | os.PathLike[str] = _FOLDER) -> Path | None:
 
 
 def _come_to_rest(state: State) -> None:
-    """Wait for the save that is running, and let go of models that were replaced."""
+    """Wait for the save that is running, and let go of models that were replaced.
+
+    Raises:
+        UsageError: A model holds its averaged weights.
+    """
+    with meeting.together():
+        averages.refuse_inside("save_state or load_state", state)
     if not wait_for_saves_of_all():
         state.copies = {}
     state.tidy()

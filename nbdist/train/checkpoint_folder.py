@@ -146,9 +146,7 @@ def find(path: Path) -> Path:
     if found is not None:
         return found
     if path.name.endswith(PARTIAL) or (path.is_dir() and (path / _LOCK).exists()):
-        raise UsageError(
-            f"{path} is a save that did not come to its end: load_state({str(path.parent)!r}) finds the newest"
-        )
+        raise UsageError(f"{path} is a save that did not finish: load_state({str(path.parent)!r}) finds the newest")
     if partial_folder(path).exists():
         raise UsageError(
             f"{path} was never completed, there is only {partial_folder(path)}: load an earlier checkpoint"
@@ -168,9 +166,9 @@ def keep_newest(folder: Path, count: int) -> None:
 
 def _refuse_name(path: Path) -> None:
     if path.name in ("", "..") or path.name.endswith((PARTIAL, _PREVIOUS)):
-        raise UsageError(f"{str(path)!r} is no name for a checkpoint: give one such as 'checkpoints/step-100'")
+        raise UsageError(f"{str(path)!r} is not a name for a checkpoint: give one such as 'checkpoints/step-100'")
     if path.exists() and read_manifest(path) is None:
-        raise UsageError(f"{path} exists and is no checkpoint: give a name inside it, such as '{path}/step-100'")
+        raise UsageError(f"{path} exists and is not a checkpoint: give a name inside it, such as '{path}/step-100'")
 
 
 def _tidy(path: Path) -> None:

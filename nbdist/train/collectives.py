@@ -339,7 +339,7 @@ def _refuse_differences(function: str, told: Sequence[tuple[str, str]]) -> NoRet
         _refuse_settings(function, [given[1] for given in told])
     raise UsageError(
         f"ranks called {function} with different tensors: rank 0 with {tensors[0] or 'none'}; "
-        f"rank {other} with {tensors[other] or 'none'}. Make them alike, as with pad_across_processes"
+        f"rank {other} with {tensors[other] or 'none'}. Make their shapes equal, for example with pad_across_processes"
     )
 
 
@@ -459,5 +459,5 @@ def _unknown_rank(function: str, source: int) -> str:
     ensure_group()
     ranks = training.world_size()
     if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < ranks:
-        return f"{function}: from_process={source!r} is no rank: there are ranks 0-{ranks - 1}"
+        return f"{function}: from_process={source!r} is not a rank: there are ranks 0-{ranks - 1}"
     return ""

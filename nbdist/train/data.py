@@ -61,7 +61,7 @@ def prepare_loader(
     if not isinstance(loader, DataLoader):
         raise UsageError(
             f"prepare_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}: "
-            "put the data into one, as in DataLoader(dataset, batch_size=8)"
+            "put the data into one, for example DataLoader(dataset, batch_size=8)"
         )
     plan = state.current().plan if plan is None else plan
     device = state.current().device if device is None else torch.device(device)
@@ -138,7 +138,8 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
         return state.rank(), state.world_size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise UsageError(
-            f"rank={rank} with world_size={world_size} names no share: give both, as in rank=0, world_size=2, or none"
+            f"rank={rank} with world_size={world_size} is not a share: give both, for example rank=0, world_size=2, "
+            "or neither"
         )
     return rank, world_size
 
@@ -180,5 +181,5 @@ def _wrong_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> str:
         return ""
     return (
         f"the loader's {type(sampler).__name__} is made for rank {sampler.rank} of {sampler.num_replicas}, and this is "
-        f"rank {rank} of {world_size}: leave it out, as prepare gives each rank its share, or make it anew"
+        f"rank {rank} of {world_size}: leave it out, as prepare gives each rank its share, or make it again"
     )

@@ -83,7 +83,7 @@ def set_seed(seed: int, *, per_rank: bool = False) -> None:
         UsageError: The seed is no such number.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise UsageError(f"seed={seed!r} is no seed: give a whole number from 0 on, such as 42")
+        raise UsageError(f"seed={seed!r} is not a seed: give an integer of 0 or more, for example 42")
     seed += training.rank() if per_rank else 0
     random.seed(seed)
     torch.manual_seed(seed)

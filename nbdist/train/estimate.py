@@ -40,6 +40,7 @@ _NCCL = 512 * _MIB
 _BAR = 40  # characters
 _CHILD = "from nbdist.train._estimate_child import main; main()"
 _SHARDED = ("fsdp", "hsdp")
+_OFFLOADED = ("parameters", "gradients", "optimizer", "averages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class Estimate:
         gradients: Gradients that are there at that moment, whole ones included that FSDP has not reduced yet.
         gradients_whole: Gradients after backward.
         optimizer: The optimizer's state.
+        averages: Averaged weights, if the plan has `ema`.
         activations: What forward keeps for backward, and the batch.
         temporary: All else: gradients of activations, parameters that FSDP has gathered, buckets of DDP.
         outside_torch: CUDA context and NCCL, which torch's counters don't show; an order of magnitude. 0 on the CPU.
@@ -67,6 +69,7 @@ class Estimate:
     optimizer: int
     activations: int
     temporary: int
+    averages: int = 0
     outside_torch: int = 0
     offloaded: int = 0
     device: str = "cpu"
@@ -89,6 +92,8 @@ class Estimate:
         yield "parameters", self.parameters, ""
         yield "gradients", self.gradients, whole
         yield "optimizer", self.optimizer, ""
+        if self.averages:
+            yield "averages", self.averages, "of the weights"
         yield "activations", self.activations, ""
         yield "temporary", self.temporary, ""
         yield "outside torch", self.outside_torch, "CUDA context, NCCL: about" if self.outside_torch else ""
@@ -99,7 +104,7 @@ class Estimate:
         return f"{word}: {_size_of(self.total, self.device_memory)}, {share} of {self.device}"
 
     def _remarks(self) -> list[str]:
-        kept = f"kept in CPU memory: {_size(self.offloaded)} (parameters, gradients, optimizer)"
+        kept = f"kept in CPU memory: {_size(self.offloaded)} ({', '.join(_OFFLOADED)})"
         return [*([kept] if self.offloaded else []), *self.notes]
 
     def __str__(self) -> str:
@@ -198,7 +203,7 @@ def estimate_each(
         raise UsageError(f"world_size={world_size!r} must be a number of ranks, 1 or more")
     for plan in plans:
         if not isinstance(plan, Plan):
-            raise UsageError(f"plan={plan!r} is no plan: type plan=nbdist.Plan(strategy='fsdp')")
+            raise UsageError(f"plan={plan!r} is not a plan: pass plan=nbdist.Plan(strategy='fsdp')")
         plan.check(world_size=ranks)
         _refuse_unusable(model, optimizer, plan)
     device = training.default_device()
@@ -216,8 +221,8 @@ def _judged(
     """What the step holds where."""
     plan, on_gpu, offloaded = setting.plan, setting.on_gpu, 0
     if plan.offload and on_gpu and plan.strategy in _SHARDED:
-        offloaded = held["parameters"] + held["gradients_whole"] + held["optimizer"]
-        held = held | dict.fromkeys(("parameters", "gradients", "gradients_whole", "optimizer"), 0)
+        offloaded = sum(held["gradients_whole" if name == "gradients" else name] for name in _OFFLOADED)
+        held = held | dict.fromkeys((*_OFFLOADED, "gradients_whole"), 0)
     if on_gpu:
         notes = [*notes, "counted with the CPU's kernels; workspaces of cuBLAS and cuDNN are not"]
     return Estimate(

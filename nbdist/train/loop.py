@@ -58,7 +58,9 @@ def backward(loss: torch.Tensor, **kwargs: Any) -> None:
         UsageError: The loss is no tensor.
     """
     if not isinstance(loss, torch.Tensor):
-        raise UsageError(f"backward takes a loss that is a tensor, not {type(loss).__name__}: as in backward(loss)")
+        raise UsageError(
+            f"backward takes a loss that is a tensor, not {type(loss).__name__}, for example backward(loss)"
+        )
     state = training.current()
     state.backward_made = True
     if state.window > 1:

@@ -156,7 +156,7 @@ def _come(store: Any, function: str, limit: float) -> None:
     present = [other for other in range(world_size()) if other not in absent]
     raise UsageError(
         f"{function} was called on {describe_ranks(present)} only ({describe_ranks(sorted(absent))} "
-        f"{'has' if len(absent) == 1 else 'have'} not come in {limit:g} s): call it on all ranks, not under "
+        f"{'has' if len(absent) == 1 else 'have'} not arrived within {limit:g} s): call it on all ranks, not under "
         "`if is_main_process()`; if they only take longer, give more seconds with limit="
     )
 

@@ -95,7 +95,7 @@ def find_executable_batch_size(
             if size >= before:
                 raise UsageError(
                     f"reduce_batch_size_fn gave {size} for {before}, which did not fit: let it return a smaller one, "
-                    "as with lambda size: size // 2"
+                    "for example lambda size: size // 2"
                 )
         raise UsageError(f"not even a batch of 1 fits into memory, starting from {starting_batch_size}")
 

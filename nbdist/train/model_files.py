@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import UsageError
-from nbdist.train import meeting
+from nbdist.train import averages, meeting
 from nbdist.train.safetensors_folder import ModelDraft, ModelFolder, parse_size, split
 from nbdist.train.snapshot import listed
-from nbdist.train.state import default_device, rank
+from nbdist.train.state import current, default_device, rank
 from nbdist.train.weight_sources import SafetensorsFiles
 from nbdist.train.weights import ModelTensors, fit, give_storage, set_buffers
 
@@ -30,6 +30,7 @@ def save_model(
     *,
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
+    averaged: bool = False,
     limit: float | None = None,
 ) -> Path:
     """Save the weights of a model as safetensors, which `transformers` and others read. To be called on all ranks.
@@ -46,6 +47,7 @@ def save_model(
         folder: Where to; made if it is not there.
         max_shard_size: Most bytes of a file, as a number or a text such as "5GB".
         metadata: Texts to put into the files.
+        averaged: Save the averaged weights (`ema` in the plan) of a prepared model instead of the last ones.
         limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else as long as a
             collective may take (`--timeout` of the session). Who is missing is said after 30 s.
 
@@ -57,7 +59,17 @@ def save_model(
         CheckpointError: It could not be written, as when the disk is full. What was there before is whole.
     """
     target = Path(folder)
-    meeting.meet("save_model", {"folder": str(target), "max_shard_size": max_shard_size}, limit)
+    arguments = {"folder": str(target), "max_shard_size": max_shard_size, "averaged": averaged}
+    meeting.meet("save_model", arguments, limit)
+    if not averaged:
+        return _save(model, target, max_shard_size, metadata)
+    with meeting.together():
+        averages.refuse_without_average(model, current())
+    with averages.averaged(model):
+        return _save(model, target, max_shard_size, metadata)
+
+
+def _save(model: nn.Module, target: Path, max_shard_size: int | str, metadata: Mapping[str, str] | None) -> Path:
     draft: ModelDraft | None = None
     with meeting.together():
         weights = ModelTensors.of(model)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import UsageError
+from nbdist.train import state as training
+from nbdist.train.averages import averages_of
 from nbdist.train.participants import refuse_partial
 
 _CHUNK = 64 << 20  # bytes that are hashed or sent at once
@@ -27,7 +29,7 @@ class Entry:
     """What a rank tells the others of one tensor or value.
 
     Attributes:
-        kind: "parameter", "buffer" or "value of state".
+        kind: "parameter", "average" (of a parameter), "buffer" or "value of state".
         digest: Hash of its bytes.
         form: Type and shape of a tensor; tensors of the same form can be copied into each other. "value" for others.
         device: Type of the tensor's device.
@@ -318,7 +320,7 @@ def _part(function: str, thing: Any, label: str, parameters: Mapping[int, str], 
     if tensors and all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         return _Tensors(label, {f"{label}.{key}": ("parameter", tensor) for key, tensor in tensors.items()})
     raise UsageError(
-        f"{function} knows nothing of {type(thing).__name__!r}: give it models, tensors, "
+        f"{function} can't handle {type(thing).__name__!r} objects: give it models, tensors, "
         "or what has state_dict() and load_state_dict(), as optimizers and schedulers"
     )
 
@@ -344,7 +346,12 @@ def _of_module(module: torch.nn.Module, prefix: str) -> dict[str, tuple[str, tor
         for part in module.modules():
             if isinstance(part, sharded):
                 part.reshard()  # after a forward the outermost may still hold whole parameters
-    parameters = {f"{prefix}{name}": ("parameter", tensor) for name, tensor in module.named_parameters()}
+    parameters: dict[str, tuple[str, torch.Tensor]] = {
+        f"{prefix}{name}": ("parameter", tensor) for name, tensor in module.named_parameters()
+    }
+    if training.is_begun():
+        for name, average in averages_of(module.named_parameters(), training.current()):
+            parameters[f"{prefix}{name} (averaged)"] = ("average", average)
     return parameters | {f"{prefix}{name}": ("buffer", tensor) for name, tensor in module.named_buffers()}
 
 

@@ -48,7 +48,7 @@ def _current_precision() -> tuple[str, torch.device]:
         return state.plan.precision, state.device
     precision = os.environ[_LAUNCHERS_VARIABLE]
     if precision not in _TYPES:
-        raise UsageError(f"{_LAUNCHERS_VARIABLE}={precision} is no precision: allowed are no, bf16, fp16 and fp8")
+        raise UsageError(f"{_LAUNCHERS_VARIABLE}={precision} is not a precision: allowed are no, bf16, fp16 and fp8")
     return precision, training.default_device()
 
 
@@ -213,12 +213,12 @@ def _note_skipped(state: training.State) -> None:
         return
     if count == 1:
         text = (
-            "fp16: an optimizer step was skipped, as a gradient was infinite or no number. That is usual in the first "
+            "fp16: an optimizer step was skipped, because a gradient was inf or NaN. That is usual in the first "
             "steps, until the scale of the loss is found; `nbdist.train.state.current().skipped_steps` counts them"
         )
     else:
         text = (
-            f"fp16: {count:,} optimizer steps were skipped, beside {state.steps:,} that were made, as a gradient was "
-            "infinite or no number. If that goes on look at the loss, or plan precision bf16"
+            f"fp16: {count:,} optimizer steps were skipped, beside {state.steps:,} that were made, because a gradient "
+            "was inf or NaN. If that continues, look at the loss, or plan precision bf16"
         )
     warnings.warn(text, RuntimeWarning, stacklevel=5)  # where the user called optimizer.step()

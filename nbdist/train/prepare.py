@@ -189,9 +189,9 @@ def _prepared_loader(loader: DataLoader[Any], state: State) -> Any:
 
 def _check(objects: Sequence[Any], plan: Plan, weights: Any) -> None:
     if not isinstance(plan, Plan):
-        raise UsageError(f"plan={plan!r} is no plan: type plan=nbdist.Plan(strategy='fsdp')")
+        raise UsageError(f"plan={plan!r} is not a plan: pass plan=nbdist.Plan(strategy='fsdp')")
     if not objects:
-        raise UsageError("prepare was given nothing: type model, optimizer = nbdist.prepare(model, optimizer)")
+        raise UsageError("prepare was given nothing: write model, optimizer = nbdist.prepare(model, optimizer)")
     now = training.current() if training.is_begun() else State(plan, _NO_DEVICE)
     known = now if now.plan == plan else State(plan, _NO_DEVICE)
     plan.check(**_surroundings())
@@ -248,7 +248,7 @@ def _refuse_unknown(thing: Any) -> None:
     if isinstance(thing, torch.amp.GradScaler):
         raise UsageError("prepare makes the GradScaler itself: leave it out, and set precision='fp16' in the plan")
     raise UsageError(
-        f"prepare knows nothing of {type(thing).__name__!r}: give it models, optimizers, DataLoaders and schedulers"
+        f"prepare can't handle {type(thing).__name__!r} objects: give it models, optimizers, DataLoaders and schedulers"
     )
 
 

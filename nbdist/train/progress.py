@@ -45,7 +45,7 @@ class Place:
         missing = ", ".join(sorted(_KEYS - set(state)))
         if missing or len(state["generators"]) != generators:
             why = f"it lacks {missing}" if missing else "it belongs to one with another sampler"
-            raise UsageError(f"this is no state of this loader, as {why}: give what its state_dict() has returned")
+            raise UsageError(f"this is not a state of this loader, because {why}: give what its state_dict() returned")
         place = cls(state["epoch"], state["batches"], tuple(state["generators"]))
         before, now = (state["world_size"], state.get("batch_size", batch_size)), (world_size, batch_size)
         if before == now:

@@ -166,7 +166,7 @@ def sync(*objects: Any, src: int = 0, group: dist.ProcessGroup | None = None) ->
     """
     team = Team.of(group, "sync")
     if src not in team.ranks:
-        raise UsageError(f"src={src!r} is not one of {describe_ranks(team.ranks)}: type src={team.ranks[0]}")
+        raise UsageError(f"src={src!r} is not one of {describe_ranks(team.ranks)}: pass src={team.ranks[0]}")
     parts, described = _exchange("sync", objects, src, team)
     _refuse_other_models(described)
     warning = _refuse_torn_shards(described, src)
@@ -281,9 +281,9 @@ def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
     whole = [rank for rank in described if len({described[mate].steps for mate in _replica(described, rank)}) == 1]
     furthest = max(whole, key=lambda rank: described[rank].steps or 0, default=None)
     advice = (
-        f"type src={furthest}: its replica is whole"
+        f"pass src={furthest}: its replica is whole"
         if furthest is not None
-        else "load a checkpoint on all ranks, as with torch.distributed.checkpoint.load"
+        else "load a checkpoint on all ranks, for example with torch.distributed.checkpoint.load"
     )
     raise UsageError(f"each of these ranks holds shards that no other has, and {told}: {advice}")
 

@@ -294,7 +294,7 @@ def _only_worker(dataset: IterableDataset[Any], seed: int) -> Iterator[None]:
     if known is not info:
         raise UsageError(
             "this version of torch does not let nbdist share an iterable dataset out between workers: "
-            "type num_workers=0, or let the dataset share itself out and say sharded=True"
+            "pass num_workers=0, or let the dataset shard itself and pass sharded=True"
         )
     alone = type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
     module._worker_info = alone

@@ -7,7 +7,7 @@ generators and the position in the data, is a tree of plain values that belongs 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import UsageError
+from nbdist.train.averages import averages_of, empty_average
 from nbdist.train.generators import restore_random, take_random
 from nbdist.train.gradients import parameters_of
 from nbdist.train.shadow import Shadow
@@ -29,6 +30,7 @@ _WRAPPERS = (
     "_checkpoint_wrapped_module",
 )  # what torch.compile and activation checkpointing put into names
 _COUNTERS = ("steps", "skipped_steps")
+_AVERAGES = "averages"  # what the names of averaged weights begin with, before those of the weights
 _SHOWN = 5
 
 
@@ -62,6 +64,7 @@ def take(state: State) -> Snapshot:
         snapshot.buffers |= {name: _digest(model.tensors()[name]) for name in model.buffers()}
         snapshot.models[model.prefix] = hashlib.blake2b(repr(model.shapes()).encode(), digest_size=8).hexdigest()
     names = {key: name for model in models for key, name in model.parameters.items()}
+    snapshot.tensors |= _averages(models, state)
     optimizers = []
     for number, optimizer in enumerate(state.optimizers):
         tensors, values = _take_optimizer(f"optimizers.{number}", optimizer, names)
@@ -108,7 +111,18 @@ class Restoring:
         slots = {name: tensor for model in self._models for name, tensor in model.tensors().items()}
         for optimizer in self._optimizers:
             slots |= optimizer.slots(types)
-        return slots
+        return slots | {name: slot for name, (_, slot) in self._averages(types).items()}
+
+    def _averages(self, names: Container[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The parameters whose averages are in the checkpoint, and what these are read into."""
+        if self._state.plan.ema is None:
+            return {}
+        return {
+            name: (parameter, self._state.averages.get(parameter, empty_average(parameter)))
+            for model in self._models
+            for own, parameter in model.trained()
+            if (name := f"{_AVERAGES}.{own}") in names
+        }
 
     def finish(self, slots: Mapping[str, torch.Tensor], seed: str | None, shared: Sequence[str]) -> None:
         """Put everything in its place.
@@ -130,6 +144,9 @@ class Restoring:
                     thing.load_state_dict(value)
         for name in _COUNTERS:
             setattr(self._state, name, self._values["counters"][name])
+        self._state.averages.clear()
+        for name, (parameter, _) in self._averages(slots).items():
+            self._state.averages[parameter] = slots[name]
         self._state.abandon_window()
         restore_random(self._values["random"], self._state.device, seed, shared)  # last: the others may draw
 
@@ -163,6 +180,11 @@ class _Model:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._tensors
+
+    def trained(self) -> list[tuple[str, torch.Tensor]]:
+        """Its parameters under their names, each once."""
+        own = {id(parameter): parameter for parameter in self.module.parameters()}
+        return [(name, own[key]) for key, name in self.parameters.items() if key in own]
 
     def shapes(self) -> dict[str, torch.Size]:
         """Of its tensors, by the names that they have in the module."""
@@ -200,6 +222,10 @@ class _Model:
         set_model_state_dict(self.module, full)
         for parameter in self.module.parameters():
             parameter.grad = None  # of a step that belongs to what was there before
+
+
+def _averages(models: Iterable[_Model], state: State) -> dict[str, torch.Tensor]:
+    return {f"{_AVERAGES}.{name}": average for model in models for name, average in averages_of(model.trained(), state)}
 
 
 class _OptimizerSlots:

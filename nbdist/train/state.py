@@ -124,6 +124,8 @@ class State:
         records: What is known of each optimizer.
         sharded_parts: FSDP's modules in each sharded model.
         replaced: The parameters that now stand for those a model had before it was prepared.
+        averages: The averaged weights of each parameter that an optimizer has stepped, if the plan has `ema`.
+        averaged: Models that hold their averaged weights at the moment.
         copies: The tensors of the last asynchronous save, in CPU memory that the next one uses again.
     """
 
@@ -150,6 +152,8 @@ class State:
     records: Any = field(default_factory=weakref.WeakKeyDictionary)
     sharded_parts: Any = field(default_factory=weakref.WeakKeyDictionary)
     replaced: Any = field(default_factory=WeakIdKeyDictionary)
+    averages: Any = field(default_factory=WeakIdKeyDictionary)
+    averaged: list[nn.Module] = field(default_factory=list)
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

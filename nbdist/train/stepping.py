@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from nbdist.errors import UsageError
-from nbdist.train import float8, precision
+from nbdist.train import averages, float8, precision
 from nbdist.train.gradients import clip_by_norm, finish_window, parameters_of
 from nbdist.train.local_sgd import average_parameters
 from nbdist.train.shadow import shadow
@@ -73,6 +73,7 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
         return record.inside()
     if not state.sync_gradients:
         return None
+    averages.refuse_inside("step()", state)
     if closure is not None:
         _refuse_closure(state)
     finish_window(state)
@@ -85,6 +86,8 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
         record.skipped = not precision.scaled_step(state, optimizer, original)
     else:
         result = original(optimizer) if closure is None else original(optimizer, closure)
+    if not record.skipped:
+        averages.update(state, optimizer)
     record.consumed = True
     record.attempts += 1
     if optimizer is state.optimizers[-1]:

@@ -124,12 +124,18 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
             weights.fill(model)
         distributed = _replicate(model, plan, state.device) if strategy == "ddp" else model
         if plan.compile:
-            distributed.compile()  # DDP compiled around cuts the graph at its buckets
+            distributed.compile(**_compile_options(plan))  # DDP compiled around cuts the graph at its buckets
     after = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in before.items():
         if after.get(name) is not parameter and name in after:
             state.replaced[parameter] = after[name]
     return distributed
+
+
+def _compile_options(plan: Plan) -> dict[str, Any]:
+    """The arguments of `torch.compile`."""
+    mode = plan.compile if isinstance(plan.compile, str) else None
+    return {"mode": mode, "dynamic": plan.compile_dynamic, "fullgraph": plan.compile_fullgraph}
 
 
 def _with_other_layers(model: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
@@ -209,7 +215,7 @@ def _shard(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module
         state.mesh = meshes.kept((device.type, plan.strategy, plan.replicas), lambda: make_mesh(plan, device))
     blocks = _separable(model, find_blocks(model, plan.shard_by))
     if plan.compile:
-        compile_blocks(model, plan.shard_by)
+        compile_blocks(model, _compile_options(plan), plan.shard_by)
     block_policy, root_policy = precision.fsdp_policies(plan)
     options: dict[str, Any] = {"mesh": state.mesh}
     if plan.reshard is not None:
@@ -334,7 +340,7 @@ def make_mesh(plan: Plan, device: torch.device) -> Any:
     replicas = plan.replicas or _nodes(ranks)
     if ranks % replicas:
         raise UsageError(
-            f"{ranks} ranks can't be divided into {replicas} replicas of the model: type replicas= with one of "
+            f"{ranks} ranks can't be divided into {replicas} replicas of the model: pass replicas= one of "
             f"{', '.join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)}"
         )
     return dist.init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))

@@ -44,7 +44,9 @@ class _Csv:
         try:
             self._log = CsvLog(path, ["step"])
         except ValueError as error:
-            raise UsageError(f"{path} is no log that can be continued: {error}; give the run another name") from error
+            raise UsageError(
+                f"{path} is not a log that can be continued: {error}; give the run another name"
+            ) from error
         self.tracker = self._log
         if config:
             text = json.dumps(dict(config), indent=1, default=str)
@@ -152,7 +154,7 @@ def init_trackers(
     for kind in wanted:
         _refuse_unknown(kind)
     if not name or "/" in name:
-        raise UsageError(f"{name!r} is no name for a run: give a word such as 'gpt-small'")
+        raise UsageError(f"{name!r} is not a name for a run: give one such as 'gpt-small'")
     _close()
     _told.clear()
     begun: list[Tracker] = []
@@ -271,10 +273,10 @@ def _library(module: str) -> Any:
 def _refuse_unknown(kind: Any) -> None:
     if not isinstance(kind, str):
         if not (callable(getattr(kind, "log", None)) and callable(getattr(kind, "close", None))):
-            raise UsageError(f"{kind!r} is no tracker: give one of {_ALLOWED}, or an object with log() and close()")
+            raise UsageError(f"{kind!r} is not a tracker: give one of {_ALLOWED}, or an object with log() and close()")
         return
     if kind not in _KINDS:
-        raise UsageError(f"{kind!r} is no tracker: give one of {_ALLOWED}")
+        raise UsageError(f"{kind!r} is not a tracker: give one of {_ALLOWED}")
     _, module, package = _KINDS[kind]
     if importlib.util.find_spec(module) is None:
         raise UsageError(f"{kind} needs a library that is not installed: type `%pip install {package}`")

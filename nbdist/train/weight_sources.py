@@ -190,7 +190,7 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
         if isinstance(found, dict) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise UsageError(f"{path} is no state dict of a model: give a file that maps names to tensors")
+        raise UsageError(f"{path} is not a state dict of a model: give a file that maps names to tensors")
     return dict(found)
 
 
@@ -292,7 +292,7 @@ class StateOfRank0:
         strange = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
         if strange or not tensors:
             what = f"{strange[0]!r} is {type(tensors[strange[0]]).__name__}" if strange else "it is empty"
-            raise UsageError(f"weights on rank 0 are no state dict of a model, names to tensors: {what}")
+            raise UsageError(f"weights on rank 0 are not a state dict of a model (names to tensors): {what}")
 
     def shapes(self) -> Shapes | None:
         """None on other ranks."""

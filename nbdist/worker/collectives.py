@@ -19,27 +19,23 @@ import contextlib
 import copy
 import os
 import re
-import resource
-import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
-from nbdist.worker import failures, stacks
+from nbdist.worker import descriptors, failures, stacks
 from nbdist.worker.record import Record
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
 _RENEWAL_LIMIT = timedelta(seconds=10)  # all members are idle and come at once; more means that one has gone
-_CALL_LIMIT = 1.0  # seconds in which a listener of this process accepts a connection
 _STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
-_TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
 
 
@@ -49,7 +45,11 @@ class _Creation:
 
     size: int  # how many ranks it has
     before: dict[int, str]  # epoll sets that there were when it began, with the inodes of their listeners
-    answered: set[str] = field(default_factory=set)  # inodes of the listeners that have had a caller for each peer
+    called: set[str] = field(default_factory=set)  # inodes of the listeners that have had a caller for each peer
+
+    def new_epolls(self, links: Mapping[int, str]) -> dict[int, str]:
+        """Epoll sets that have appeared since it began, with the inodes of their listeners."""
+        return {fd: inode for fd, inode in descriptors.epolls(links).items() if self.before.get(fd) != inode}
 
 
 @dataclass
@@ -125,31 +125,35 @@ class Collectives:
     @contextlib.contextmanager
     def connecting(self, port: int) -> Iterator[None]:
         """While the body runs, connections to this port are those of a store that serves a rendezvous."""
-        entry = (port, {inode for _, inode in _sockets()})
+        entry = (port, {inode for _, inode in descriptors.sockets()})
         self._connecting.append(entry)
         try:
             yield
         finally:
             self._connecting.remove(entry)
-            new = {fd: inode for fd, inode in _sockets() if inode not in entry[1] and _peer_port(fd) == port}
+            new = {
+                fd: inode
+                for fd, inode in descriptors.sockets()
+                if inode not in entry[1] and descriptors.peer_port(fd) == port
+            }
             self._clients |= set(new.values())
-            _keep_from_children(new)
+            descriptors.keep_from_children(new)
 
     @contextlib.contextmanager
     def _created(self, name: str, size: int) -> Iterator[None]:
         """While the body runs, a group is made; epoll sets that appear are those of its gloo devices."""
-        before = dict(_links())
-        creation = _Creation(size, _epolls(before))
+        before = dict(descriptors.links())
+        creation = _Creation(size, descriptors.epolls(before))
         self._creating.append(creation)
         try:
             yield
         finally:
             self._creating.remove(creation)
-            after = dict(_links())
-            new = {fd: inode for fd, inode in _epolls(after).items() if creation.before.get(fd) != inode and inode}
+            after = dict(descriptors.links())
+            new = {fd: inode for fd, inode in creation.new_epolls(after).items() if inode}
             if new:
                 self._groups.setdefault(name, _Group()).epolls.update(new)
-            _keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
+            descriptors.keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
 
     def name_of(self, group: Any) -> str:
         """The name that torch has given a group (None: the default one); "" for none that it knows."""
@@ -208,9 +212,9 @@ class Collectives:
         """
         names = [name for name, group in _living().items() if self._abort(name, group)]
         for creation in list(self._creating):
-            for fd in [fd for fd, inode in _epolls(dict(_links())).items() if creation.before.get(fd) != inode]:
-                self._silence(_targets(fd))
-                _answer_for_peers(creation, *_listening(fd))
+            for fd in creation.new_epolls(dict(descriptors.links())):
+                self._silence(fd)
+                _call_as_peers(creation, *descriptors.listening(fd))
         if self.creating:
             self._cut_store()
         self._cut |= set(names)
@@ -227,8 +231,8 @@ class Collectives:
                 aborted = True
         known = self._groups.get(name)
         for fd, listener in known.epolls.items() if known is not None else ():
-            if _listener(fd) == listener:  # else the descriptor has become somebody else's
-                self._silence(_targets(fd))
+            if descriptors.listening(fd)[1] == listener:  # else the descriptor has become somebody else's
+                self._silence(fd)
                 aborted = True
         return aborted
 
@@ -246,19 +250,17 @@ class Collectives:
             thread.start()
         return thread
 
-    def _silence(self, descriptors: Sequence[int]) -> None:
-        """Let gloo see the end of these connections, and nobody else. Never a listener: gloo would end the process."""
-        for fd in descriptors:
-            with contextlib.suppress(OSError), _socket(fd) as found:
-                if found.type == socket.SOCK_STREAM and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    self._copies.append(os.dup(fd))
-                    found.shutdown(socket.SHUT_RD)
+    def _silence(self, epoll: int) -> None:
+        """Let gloo see the end of the connections in an epoll set; not of the listener, or gloo ends the process."""
+        self._copies += descriptors.stop_reading(descriptors.targets(epoll))
 
     def _cut_store(self) -> None:
-        waiting = [fd for fd, inode in _sockets() if inode in self._clients]
+        waiting = [fd for fd, inode in descriptors.sockets() if inode in self._clients]
         for port, before in list(self._connecting):
-            waiting += [fd for fd, inode in _sockets() if inode not in before and _peer_port(fd) == port]
-        _shut_down(waiting)
+            waiting += [
+                fd for fd, inode in descriptors.sockets() if inode not in before and descriptors.peer_port(fd) == port
+            ]
+        descriptors.shut_down(waiting)
         self._store_cut = True
 
     # --- renewing
@@ -286,7 +288,7 @@ class Collectives:
         chosen = [name for name in sorted(groups, key=_order) if name in living]
         if not chosen:
             return
-        _make_room()
+        descriptors.make_room()  # backends of before keep theirs for as long as the group lives
         self._cut |= set(chosen)  # until they are renewed, should that fail
         base = self.store()
         for name in chosen:
@@ -488,10 +490,7 @@ def _make_backend(old: Any, store: Any, group: Any) -> Any:
 def _nccl_options(old: Any) -> Any:
     """The options of a backend, for another that takes its place: its connections come from no other group's."""
     options = copy.deepcopy(old.options)
-    fresh = type(options)()
-    for name in ("split_from", "split_color"):
-        if hasattr(fresh, name):
-            setattr(options, name, getattr(fresh, name))
+    options.split_from, options.split_color = None, type(options)().split_color
     return options
 
 
@@ -500,114 +499,17 @@ def _order(name: str) -> tuple[bool, int, str]:
     return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
 
 
-# --- the system's side
-
-_listeners: dict[int, tuple[int, str]] = {}  # of epoll sets: the listening socket of each, and its inode
+# --- gloo's side
 
 
-def _links() -> Iterator[tuple[int, str]]:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            yield int(name), os.readlink(f"/proc/self/fd/{name}")
-
-
-def _sockets() -> list[tuple[int, str]]:
-    """Descriptors of sockets, with their inodes."""
-    return [(fd, link) for fd, link in _links() if link.startswith("socket:")]
-
-
-def _epolls(links: Mapping[int, str]) -> dict[int, str]:
-    """Descriptors of epoll sets, with the inode of the listening socket in each ("" for none).
-
-    Args:
-        links: Of all descriptors. What many renewals have left stays open, so nothing is looked up twice.
-    """
-    found = {}
-    for fd in [fd for fd, link in links.items() if link == "anon_inode:[eventpoll]"]:
-        listener, inode = _listeners.get(fd, (-1, ""))
-        if not inode or links.get(listener) != inode:
-            listener, inode = _listeners[fd] = _listening(fd)
-        found[fd] = inode
-    return found
-
-
-def _targets(epoll: int) -> list[int]:
-    """The descriptors in an epoll set."""
-    try:
-        with open(f"/proc/self/fdinfo/{epoll}") as file:
-            return [int(fd) for fd in _TARGET.findall(file.read())]
-    except OSError:
-        return []
-
-
-def _listener(epoll: int) -> str:
-    return _listening(epoll)[1]
-
-
-def _listening(epoll: int) -> tuple[int, str]:
-    """The listening socket in an epoll set, and its inode; -1 and "" if it has none."""
-    for fd in _targets(epoll):
-        with contextlib.suppress(OSError), _socket(fd) as found:
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return fd, os.readlink(f"/proc/self/fd/{fd}")
-    return -1, ""
-
-
-def _answer_for_peers(creation: _Creation, listener: int, inode: str) -> None:
+def _call_as_peers(creation: _Creation, listener: int, inode: str) -> None:
     """Connect to a gloo listener as each of its peers would, and hang up: a peer that was freed first never comes.
 
     The side that listens waits for its peer without a socket of its own that could be shut down. A peer says which
     pair it belongs to by a number below the size of the group (gloo/transport/tcp/listener.cc).
     """
-    if not inode or inode in creation.answered:
+    if not inode or inode in creation.called:
         return
-    creation.answered.add(inode)
-    with contextlib.suppress(OSError), _socket(listener) as found:
-        family, address = found.family, found.getsockname()
-        for pair in range(creation.size):
-            with socket.socket(family) as peer:
-                peer.settimeout(_CALL_LIMIT)
-                peer.connect(address)
-                peer.sendall(struct.pack("=q", pair))
-
-
-def _peer_port(fd: int) -> int:
-    with contextlib.suppress(OSError, IndexError, TypeError), _socket(fd) as found:
-        if found.family in (socket.AF_INET, socket.AF_INET6):
-            return int(found.getpeername()[1])
-    return 0
-
-
-def _keep_from_children(descriptors: Iterable[int]) -> None:
-    """Programs that a cell starts must not hold a group's connections: its peers would not notice this rank's end."""
-    for fd in descriptors:
-        with contextlib.suppress(OSError):
-            os.set_inheritable(fd, False)
-
-
-def _shut_down(descriptors: Sequence[int]) -> None:
-    """End connections."""
-    for fd in descriptors:
-        with contextlib.suppress(OSError), _socket(fd) as found:
-            found.shutdown(socket.SHUT_RDWR)
-
-
-def _make_room() -> None:
-    """Backends of before keep their descriptors for as long as the group lives; let there be enough of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 2 * len(os.listdir("/proc/self/fd")) > soft != resource.RLIM_INFINITY:
-        wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-@contextlib.contextmanager
-def _socket(fd: int) -> Iterator[socket.socket]:
-    """A descriptor as a socket, for a moment. Raises OSError where it is none."""
-    copy = os.dup(fd)
-    try:
-        found = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with found:
-        yield found
+    creation.called.add(inode)
+    for pair in range(creation.size):
+        descriptors.call(listener, struct.pack("=q", pair))

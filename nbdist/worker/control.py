@@ -119,4 +119,4 @@ class ControlThread:
 
 
 def _unknown(**_: Any) -> NoReturn:
-    raise ValueError("ranks know no such question")
+    raise ValueError("unknown question")

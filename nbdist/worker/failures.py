@@ -55,6 +55,13 @@ def describe(error: BaseException, traceback: str) -> Failure:
     )
 
 
+def answered_by_exit(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt after which a program has called `sys.exit(1)`, as Lightning does: it has been interrupted."""
+    if not isinstance(error, SystemExit):
+        return None
+    return next((part for part in chain(error) if isinstance(part, KeyboardInterrupt)), None)
+
+
 def _kind(error: BaseException) -> str:
     if isinstance(error, StepStop):
         return "stopped"

@@ -27,20 +27,17 @@ import zmq
 
 import nbdist
 from nbdist import shells, transfer
+from nbdist.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, connect, lane
 from nbdist.metrics.memory import Meter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
 from nbdist.protocol import (
     END,
     PLAIN_END,
-    RANK_CELL,
-    RANK_CONTROL,
-    RANK_DISPLAY,
     SERIALS,
     Execute,
     Failure,
     InOrder,
-    Keys,
     Message,
     Quit,
     RankSetup,
@@ -48,10 +45,8 @@ from nbdist.protocol import (
     Recover,
     Reply,
     WidgetMessage,
-    connect,
     decode,
     encode,
-    lane,
 )
 from nbdist.train import participants
 from nbdist.worker import accelerate_state, failures, groups, launched, spawning, streams
@@ -439,7 +434,7 @@ class Rank:
 
     def _current_names(self) -> list[str]:
         names, hidden = self._shell.user_ns, self._shell.user_ns_hidden
-        try:  # most are IPython's, `_i7` and the like, so what is left of them is looked at last
+        try:
             return [name for name in names if name[:1] != "_" and name not in hidden and isinstance(name, str)]
         except TypeError:  # `globals()` takes any key
             texts = [name for name in names if isinstance(name, str)]

@@ -25,6 +25,7 @@ from IPython.core import page
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
+from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
@@ -36,6 +37,7 @@ from nbdist.worker import failures
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.interrupts import CellLoop, run_command
 from nbdist.worker.launched import is_plain_exit
+from nbdist.worker.scripts import ScriptFolders
 
 _NO_INPUT = (
     "input() can't ask anybody on a rank. Ask in a local cell, then send the answer: "
@@ -62,6 +64,19 @@ class CellCompiler(CachingCompiler):
     def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> Any:
         padding = "\n" * self.offset if filename == self._current else ""
         return super().ast_parse(padding + source, filename, symbol)
+
+
+class RankHistory(HistoryManager):
+    """Keeps `In`, and no name `_i7` for each cell beside it: sessions run cells by the ten thousand."""
+
+    shell: Any
+
+    def store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
+        """As of `HistoryManager`."""
+        super().store_inputs(line_num, source, source_raw)
+        self.db_input_cache.clear()  # there is no database
+        for names in (self.shell.user_ns, self.shell.user_ns_hidden):
+            names.pop(f"_i{line_num}", None)
 
 
 class RankDisplayHook(DisplayHook):
@@ -119,6 +134,7 @@ class RankShell(InteractiveShell):
     own_names: Mapping[str, Any] = {}  # `rank`, `world_size`, ...: there again after `%reset`
     caught: bool = False  # whether a failure came out of the middle of a training step
     _loop: CellLoop
+    _scripts: ScriptFolders
     _failures: list[tuple[BaseException, Failure]]  # what has failed since the last `forget_failure`, the first first
     explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
 
@@ -130,6 +146,7 @@ class RankShell(InteractiveShell):
         config.IPCompleter.use_jedi = False  # too slow to answer while Tab is held
         shell: RankShell = cls.instance(config=config)
         shell._failures = []
+        shell._scripts = ScriptFolders()
         failures.keep_last_comments()
         return shell
 
@@ -149,6 +166,11 @@ class RankShell(InteractiveShell):
         refuse_keyboard()
         _refuse_magics(shell)
         return shell
+
+    def init_history(self) -> None:
+        """The history of one process, on no disk."""
+        self.history_manager = RankHistory(shell=self, parent=self)
+        self.configurables.append(self.history_manager)
 
     def init_prompts(self) -> None:
         """Set no `sys.ps1`: libraries take it for a person at a prompt, and refuse to train distributed."""
@@ -174,7 +196,7 @@ class RankShell(InteractiveShell):
         result = super().run_cell(code, store_history=True)  # type: ignore[no-untyped-call]
         error = result.error_before_exec or result.error_in_exec
         if error is not None and not self._is_known(error):  # an exception handler of the user's has dealt with it
-            self._add_failure(error, self._rendered(error, error.__traceback__))
+            self._add_failure(error, error.__traceback__)
         failure = self.failure
         return failure, self.displayhook.result_text if failure is None else None
 
@@ -200,7 +222,7 @@ class RankShell(InteractiveShell):
 
     def fail(self, error: BaseException) -> Failure:
         """The failure to send for an exception that was raised outside `run`."""
-        self._add_failure(error, self._rendered(error, error.__traceback__))
+        self._add_failure(error, error.__traceback__)
         assert self.failure is not None
         return self.failure
 
@@ -248,7 +270,7 @@ class RankShell(InteractiveShell):
         if not in_cell or failures.is_users_code(sys._getframe(1).f_code):
             print(self._rendered(error, traceback, compiled=running_compiled_code), file=sys.stderr)
         elif not is_plain_exit(error) and len(self._failures) < _KEPT:
-            self._add_failure(error, self._rendered(error, traceback, compiled=running_compiled_code))
+            self._add_failure(error, traceback, compiled=running_compiled_code)
 
     def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
         """As `showtraceback`."""
@@ -256,6 +278,7 @@ class RankShell(InteractiveShell):
 
     def safe_execfile(self, fname: Any, *where: Any, exit_ignore: bool = False, **keywords: Any) -> None:
         """What `%run` calls. An error ends the cell there: going on would leave ranks at different places."""
+        self._scripts.enter(Path(fname))
         try:
             super().safe_execfile(fname, *where, **keywords | {"raise_exceptions": True})  # type: ignore[no-untyped-call]
         except SystemExit as end:
@@ -285,8 +308,12 @@ class RankShell(InteractiveShell):
         explained = oom.explain(error, self.user_ns)
         return f"{rendered}\n{explained}" if explained else rendered
 
-    def _add_failure(self, error: BaseException, rendered: str) -> None:
+    def _add_failure(self, error: BaseException, traceback: Any, *, compiled: bool = True) -> None:
         """Keep it; in place of what it came from, which its traceback shows as well."""
+        interrupt = failures.answered_by_exit(error)
+        if interrupt is not None:
+            error, traceback = interrupt, interrupt.__traceback__
+        rendered = self._rendered(error, traceback, compiled=compiled)
         self.caught = self.caught or failures.passed_through_step(error)
         failure = failures.describe(self.explain(error) or error, rendered)
         parts = shells.chain(error)

@@ -103,6 +103,15 @@ def test_in_and_out_are_indexed_by_the_numbers_that_the_notebook_shows(ranks: Ke
     assert shown == ["[0] (100, 'rank + 100', 100)\n[1] (101, 'rank + 100', 101)"]
 
 
+def test_a_rank_s_names_do_not_grow_with_its_cells(ranks: Kernel) -> None:
+    run_twenty = "import nbdist\nfor _ in range(20): nbdist.get_session().run('pass')"
+    names = []
+    for _ in range(2):
+        ranks.ok(run_twenty)
+        names.append(on_ranks(ranks, "len(globals()) - len(Out)").plain)  # each value has a name of its own
+    assert names[0] == names[1]
+
+
 def test_cells_run_in_main(ranks: Kernel) -> None:
     code = "import sys\nmine = 1\n__name__, sys.modules['__main__'].mine"
     assert on_ranks(ranks, code).plain == ["[0-1] ('__main__', 1)"]

@@ -342,7 +342,7 @@ def test_a_save_beside_training_that_lost_its_connection_does_not_keep_the_next_
 def test_a_call_on_one_rank_only_is_refused_and_the_next_one_works(two: Kernel, tmp_path: Path, function: str) -> None:
     on_ranks(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
     text = refused(two, f"if rank == 0: {function}('{tmp_path}/a', limit=0.2)")
-    assert f"{function} was called on rank 0 only (rank 1 has not come in 0.2 s): call it on all ranks" in text
+    assert f"{function} was called on rank 0 only (rank 1 has not arrived within 0.2 s): call it on all ranks" in text
     assert on_ranks(two, f"{function}('{tmp_path}/a').path.name") == "[0-1] 'a'"
 
 
@@ -354,7 +354,7 @@ def test_a_call_that_was_interrupted_is_not_waited_for_later(two: Kernel, tmp_pa
     two.interrupt()
     assert alone.finish().status == "error"
     text = refused(two, f"if rank == 1: save_state('{tmp_path}/a', limit=0.2)")
-    assert "save_state was called on rank 1 only (rank 0 has not come in 0.2 s)" in text
+    assert "save_state was called on rank 1 only (rank 0 has not arrived within 0.2 s)" in text
     assert on_ranks(two, f"save_state('{tmp_path}/a').path.name") == "[0-1] 'a'"
 
 
@@ -419,8 +419,8 @@ def test_a_missing_file_is_named_before_anything_is_loaded(two: Kernel, tmp_path
     [
         ("load_state('{0}/none')", "there is no"),
         ("load_state('{0}')", "is not a checkpoint of save_state and holds none: it has no checkpoint.json"),
-        ("save_state('{0}')", "exists and is no checkpoint: give a name inside it"),
-        ("save_state('{0}/a.partial')", "is no name for a checkpoint"),
+        ("save_state('{0}')", "exists and is not a checkpoint: give a name inside it"),
+        ("save_state('{0}/a.partial')", "is not a name for a checkpoint"),
         ("save_state(f'{0}/{{rank}}')", "ranks called save_state with path="),
         ("save_state('{0}/a') if rank else load_state('{0}/a')", "rank 0 called load_state, rank 1 save_state"),
         ("save_state('{0}/a', keep=0)", "keep=0: give how many checkpoints may stay, at least 1"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Kernel
-from tests.pretend_cuda import write_packages
+from tests.stand_ins.guard import write_packages
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel with nbdist loaded in its first cell, and a torch that takes itself for one with CUDA in its second."""
     write_packages(tmp_path)
     path = os.pathsep.join([str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-    with Kernel(PYTHONPATH=path, PRETEND_GPUS="[null]", NBDIST_PREWARM="0") as kernel:
+    with Kernel(PYTHONPATH=path, NBDIST_PREWARM="0") as kernel:
         kernel.ok("%load_ext nbdist")
         kernel.ok("import pretend, nbdist.cuda_guard")
         yield kernel

@@ -29,7 +29,7 @@ FLOAT = 4  # bytes
 MIB = 2**20
 SETTINGS = [
     {"strategy": "ddp"},
-    {"strategy": "fsdp"},
+    {"strategy": "fsdp", "ema": 0.99},
     {"strategy": "fsdp", "precision": "bf16", "activation_checkpointing": "full", "accumulate": 2},
     {"strategy": "fsdp", "accumulate": 2, "exchange": "each"},
 ]
@@ -222,6 +222,10 @@ def test_a_notebook_shows_it_with_the_same_words(shown: Estimate) -> None:
     assert "width:10%" in page and "fits: 20.0 of 200.0 MiB, 10 % of a GPU" in page and "8.0 MiB" in page
 
 
+def test_averaged_weights_have_a_line_of_their_own_if_there_are_any(shown: Estimate) -> None:
+    assert "averages        3.0 MiB   13 %  of the weights" in str(replace(shown, averages=3 * MIB))
+
+
 def test_what_does_not_fit_is_said(shown: Estimate) -> None:
     small = replace(shown, device_memory=10 * MIB)
     assert not small.fits and "does not fit: 20.0 of 10.0 MiB, 200 % of a GPU" in str(small)
@@ -256,7 +260,7 @@ ALIEN = torch.optim.SGD([torch.zeros(2)])
         (lambda: estimate(nn.DataParallel(Mlp(8)), (8, 8)), "wrapped in DataParallel already"),
         (lambda: estimate(locked(), (8, 8)), "give a function that makes the model"),
         (lambda: estimate(Mlp, (8, 8), optimizer=ALIEN), "give a class, as optimizer=torch.optim.SGD"),
-        (lambda: estimate(Mlp(8), (8, 8), plan="fsdp"), "plan='fsdp' is no plan"),
+        (lambda: estimate(Mlp(8), (8, 8), plan="fsdp"), "plan='fsdp' is not a plan"),
         (lambda: estimate(Mlp(8), (8, 8), world_size=0), "world_size=0 must be a number of ranks"),
         (lambda: estimate(Mlp(8), (8, 8), optimizer="sgd"), "optimizer is a str: give a class"),
     ],

@@ -31,6 +31,7 @@ PYTHON = {
     "torch_calls": "import torch\nx = torch.rand(300, 300)\nwhile True: x = (x @ x).softmax(0)",
     "an_autograd_hook": "import torch, time\nx = torch.ones(3, requires_grad=True)\ny = x * 2\n"
     "y.register_hook(lambda grad: time.sleep(60))\ny.sum().backward()",
+    "a_program_that_exits": "import sys, time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(1)",
     "a_finally_block": "import time\ntry: time.sleep(60)\nfinally: cleaned = True",
 }
 

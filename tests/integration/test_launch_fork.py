@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.harness import Kernel, both, lines_by_rank
-from tests.pretend_cuda import write_packages
+from tests.stand_ins.guard import write_packages
 
 SETUP = """
 import os, signal, sys, threading, time
@@ -413,7 +413,7 @@ def kernel_with_cuda(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel whose torch takes itself for one with CUDA."""
     write_packages(tmp_path)
     path = os.pathsep.join([str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-    with Kernel(PYTHONPATH=path, PRETEND_GPUS="[null]", NBDIST_PREWARM="0") as kernel:
+    with Kernel(PYTHONPATH=path, NBDIST_PREWARM="0") as kernel:
         kernel.ok(SETUP)
         kernel.ok("import pretend")
         yield kernel
@@ -431,7 +431,7 @@ def test_who_initialised_cuda_is_named_instead_of_forking(kernel_with_cuda: Kern
 def test_a_preflight_says_what_it_has_checked(kernel_with_cuda: Kernel) -> None:
     kernel_with_cuda.ok("os.environ['ACCELERATE_DEBUG_MODE'] = 'yes'\ntorch = sys.modules['torch']")
     shown = kernel_with_cuda.ok(fork("return 1", "num_processes=2, gpus=[]"))
-    assert "who initialised CUDA: nobody has initialised CUDA in this process.\n" in shown.stdout
+    assert "who initialised CUDA: CUDA is not initialised in this process.\n" in shown.stdout
     assert "a forked process could use CUDA\n" in shown.stdout
     assert "GPU memory: the kernel holds none\n" in shown.stdout
 

@@ -10,17 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from nbdist.protocol import (
-    CLIENT_COMMANDS,
-    CLIENT_EVENTS,
-    LogPart,
-    ReadLog,
-    Shutdown,
-    connect,
-    decode,
-    encode,
-    read_key_file,
-)
+from nbdist.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
+from nbdist.protocol import LogPart, ReadLog, Shutdown, decode, encode
 from tests.harness import Kernel, files_of_sessions, kernel_with_ranks, wait_until
 from tests.roles import await_end, family
 

@@ -339,7 +339,7 @@ try: inside()
 except nbdist.UsageError as error: told.append(str(error))
 finally: del os.environ["ACCELERATE_MIXED_PRECISION"]
 for line in told: print(str(line).removeprefix("torch."))"""
-    refusal = "ACCELERATE_MIXED_PRECISION=bf61 is no precision: allowed are no, bf16, fp16 and fp8"
+    refusal = "ACCELERATE_MIXED_PRECISION=bf61 is not a precision: allowed are no, bf16, fp16 and fp8"
     lines = ["float32", "bfloat16", "float32", "bfloat16", refusal]
     assert ranks.ok(f"%%distributed\n{code}").lines == {0: lines, 1: lines}
 
@@ -688,7 +688,7 @@ nbdist.broadcast(mine, from_process=1)
 told, flags, mine.item(), nbdist.broadcast_object_list([rank, "a"], from_process=1)"""
     assert value(ranks, code) == "((2.0, 0.5, True), ([1, 2], 0.5), 1.0, [1, 'a'])"
     assert "is unknown: allowed are" in refused(ranks, "nbdist.reduce(torch.ones(1), 'max')")
-    assert "from_process=2 is no rank: there are ranks 0-1" in refused(ranks, "nbdist.broadcast(torch.ones(1), 2)")
+    assert "from_process=2 is not a rank: there are ranks 0-1" in refused(ranks, "nbdist.broadcast(torch.ones(1), 2)")
 
 
 # --- turns

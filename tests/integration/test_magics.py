@@ -32,6 +32,8 @@ def auto(ranks: Kernel) -> Iterator[Kernel]:
         ("%%rank 1", "[1] 1"),
         ("%%rank 0, 1", "[0] 0\n[1] 1"),
         ("%%rank 0 --timeout 60", "[0] 0"),
+        ("%%distributed -r 1  # that's the second", "[1] 1"),
+        ("%%rank 1  # the second", "[1] 1"),
     ],
 )
 def test_a_cell_runs_on_the_ranks_that_were_named(ranks: Kernel, magic: str, shown: str) -> None:
@@ -141,6 +143,10 @@ def test_with_auto_on_the_session_s_own_magics_stay_in_the_notebook(auto: Kernel
 def test_local_runs_a_cell_in_the_notebook_while_auto_is_on(auto: Kernel) -> None:
     assert auto.ok("%%local\nstayed = 'here'\nstayed, 'rank' in globals()").plain == ["('here', False)"]
     assert auto.value("stayed") == "here"
+
+
+def test_local_may_have_a_comment(auto: Kernel) -> None:
+    assert auto.ok("%%local  # not on ranks\n'rank' in globals()").plain == ["False"]
 
 
 def test_nothing_inside_a_local_cell_goes_to_the_ranks(auto: Kernel) -> None:

@@ -115,7 +115,7 @@ def test_what_fails_half_way_leaves_the_model_that_was_there(two: Kernel, tmp_pa
 
 def test_a_call_on_one_rank_only_is_refused(two: Kernel, tmp_path: Path) -> None:
     outcome = two.run(f"%%distributed\nif rank == 0: save_model(Net(), '{tmp_path}', limit=0.2)")
-    assert "save_model was called on rank 0 only (rank 1 has not come in 0.2 s)" in outcome.traceback
+    assert "save_model was called on rank 0 only (rank 1 has not arrived within 0.2 s)" in outcome.traceback
 
 
 def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_options_of_a_hook_go_with_it(plain: Kernel) -> None:
         ("--sync-batchnorm", "sync_batchnorm is for GPUs"),
         ("--model m --batch b", "`%distributed plan auto` needs a model and a batch, and only it does"),
         ("auto", "--model model --batch batch"),
-        ("--seed 3 --nonsense", "knows no --nonsense"),
+        ("--seed 3 --nonsense", "unknown option --nonsense"),
     ],
 )
 def test_what_is_refused_changes_nothing_anywhere(plain: Kernel, line: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.cells import on_ranks, refused, value
 from tests.harness import Kernel
@@ -484,6 +485,26 @@ type(nbdist.unwrap(model)).__name__.removeprefix("FSDP"), torch.allclose(values(
     assert value(ranks, code) == "('Net', True)"
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="this torch has inductor only")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_compiler_gets_the_mode_and_what_the_plan_says_of_sizes(ranks: Kernel, strategy: str) -> None:
+    code = f"""
+from torch._dynamo.backends.debugging import aot_eager
+modes, symbols = set(), set()
+def spy(graph, inputs, mode=None):
+    modes.add(mode)
+    symbols.add(any(isinstance(each, torch.SymInt) for each in inputs))
+    return aot_eager(graph, inputs)
+torch._dynamo.reset()
+if "spy" not in torch._dynamo.list_backends(): torch._dynamo.register_backend(spy, name="spy")
+torch.compiler.set_default_backend("spy")
+plain = trained({strategy!r})
+same = torch.allclose(trained({strategy!r}, compile="max-autotune", compile_dynamic=False), plain, rtol=1e-5)
+torch.compiler.set_default_backend(None)
+modes, symbols, same"""
+    assert value(ranks, code) == "({'max-autotune'}, {False}, True)"
+
+
 @pytest.mark.parametrize(("hook", "bound"), [("fp16", 2**-10), ("powersgd", 0.5)])
 def test_comm_hooks_stay_within_their_error(ranks: Kernel, hook: str, bound: float) -> None:
     """Half precisions round each gradient; low-rank ones lose more of it, and make up for it in later steps."""
@@ -571,8 +592,8 @@ def test_ranks_that_bring_different_objects_are_told_so(ranks: Kernel) -> None:
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Kernel) -> None:
     code = "try: nbdist.prepare('net' if rank else Net())\nexcept nbdist.UsageError as error: print(error)"
     told = ranks.ok(f"%%distributed\n{code}").lines
-    assert told[0][0].startswith("rank 1: prepare knows nothing of 'str'")
-    assert told[1][0].startswith("prepare knows nothing of 'str'")
+    assert told[0][0].startswith("rank 1: prepare can't handle 'str' objects")
+    assert told[1][0].startswith("prepare can't handle 'str' objects")
 
 
 def test_sync_batchnorm_without_gpus_is_refused(ranks: Kernel) -> None:

@@ -98,19 +98,12 @@ def test_a_question_that_does_not_exist_is_answered(busy: Kernel) -> None:
 
 
 PRETEND_CUDA = """%%distributed
-import sys, types
-allocator, askers, own_cuda = threading.RLock(), [], sys.modules['torch.cuda']
-def memory_stats(index):
-    with allocator:
-        askers.append(threading.current_thread().name)
-        return {'reserved_bytes.all.current': 5}
-sys.modules['torch.cuda'] = types.SimpleNamespace(
-    is_initialized=lambda: True,
-    device_count=lambda: 1,
-    memory_stats=memory_stats,
-    memory_reserved=lambda index: memory_stats(index)['reserved_bytes.all.current'],
-    get_device_properties=lambda index: types.SimpleNamespace(uuid='GPU-1'),
-)
+import sys, threading, time
+from tests.stand_ins.cuda import Torch
+askers, stand_in, own_cuda = [], Torch("GPU-1"), sys.modules['torch.cuda']
+stand_in.gpus[0].allocate(5)
+stand_in.on_look = lambda: askers.append(threading.current_thread().name)
+sys.modules['torch.cuda'] = stand_in.cuda
 """
 
 
@@ -128,10 +121,3 @@ def test_while_a_cell_runs_only_the_main_thread_asks_cuda_s_allocator(pretending
         pretending.ok(f"while not all(rank.get('reserved') == 5 for rank in ask('{question}').values()): pass")
     stop(pretending)
     assert pretending.ok("%%distributed\nprint(*set(askers))").lines == both("MainThread")
-
-
-def test_a_rank_that_is_stuck_in_cuda_s_allocator_hears_interrupts(pretending: Kernel) -> None:
-    run(pretending, "with allocator:\n    print('go')\n    time.sleep(600)")
-    assert sorted(pretending.value("ask('metrics')")) == [0, 1]
-    assert sorted(pretending.value("ask('stack')")) == [0, 1]
-    stop(pretending)

@@ -129,13 +129,13 @@ def test_ranks_that_agree_are_left_alone(ranks: Kernel) -> None:
 @pytest.mark.parametrize(
     ("call", "advice"),
     [
-        ("nbdist.sync(model, src=7)", "src=7 is not one of ranks 0-1: type src=0"),
+        ("nbdist.sync(model, src=7)", "src=7 is not one of ranks 0-1: pass src=0"),
         ("nbdist.sync(model, src=rank)", "give all ranks the same"),
         ("nbdist.sync()", "type nbdist.sync(model, optimizer)"),
-        ("nbdist.check('model')", "check knows nothing of 'str'"),
+        ("nbdist.check('model')", "check can't handle 'str' objects"),
         ("nbdist.check(*[model, optimizer][:rank + 1])", "ranks called check with different arguments"),
         ("nbdist.sync(torch.nn.Linear(3, rank + 1))", "weight is float32[1, 3] on rank 0, float32[2, 3] on rank 1"),
-        ("nbdist.sync(model if rank else 3)", "rank 0: sync knows nothing of 'int'"),
+        ("nbdist.sync(model if rank else 3)", "rank 0: sync can't handle 'int' objects"),
     ],
 )
 def test_bad_input_is_one_error_on_all_ranks(ranks: Kernel, call: str, advice: str) -> None:
@@ -169,7 +169,7 @@ def test_shards_are_taken_from_the_replica_of_the_source(four_ranks: Kernel) -> 
 
 def test_a_torn_replica_is_refused_and_a_whole_one_named(four_ranks: Kernel) -> None:
     on_ranks(four_ranks, "shape = (2, 2)" + FSDP + "if rank == 1: optimizer.step()")
-    assert "type src=2: its replica is whole" in refused(four_ranks, "nbdist.sync(model, optimizer)")
+    assert "pass src=2: its replica is whole" in refused(four_ranks, "nbdist.sync(model, optimizer)")
     on_ranks(four_ranks, "nbdist.sync(model, optimizer, src=2)")
     assert on_ranks(four_ranks, "nbdist.check(model, optimizer).equal") == ["[0-3] True"]
 

@@ -17,10 +17,11 @@ import psutil
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.fake_nvml import GIB, as_module, machine
 from tests.harness import Kernel, kernel_with_ranks, wait_until
+from tests.stand_ins.nvml import GIB, as_module, machine
 
 FOR_EVER = 1e6
+NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22
 NO_DRIVER_THREADS = "the agent's threads that look to end"
 IN_KERNEL = """
 import nbdist, time
@@ -186,12 +187,11 @@ def test_a_driver_that_goes_away_leaves_a_reason(node: Node) -> None:
     assert node.value("sample.nodes[0].memory_used > 0")
 
 
-def test_in_a_container_where_processes_have_other_numbers_they_are_nobodys(node: Node) -> None:
-    node.set(processes={"999999999": GIB})
+def test_in_a_container_where_processes_have_the_hosts_numbers_memory_is_nobodys(node: Node) -> None:
+    of_a_rank, of_nobody = node.kernel.rank_pids()[0], NO_PROCESS
+    node.set(processes={str(of_a_rank): 3 * GIB, str(of_nobody): GIB})
     node.ok("watch()", "sample = until(gpus)")
-    assert node.value("gpus(sample)[0].by_pid") == {999999999: GIB}
-    node.ok("from nbdist.metrics.sample import non_torch")
-    assert node.value("[non_torch(rank, gpus(sample)[0]) for rank in sample.ranks]") == [None, None]
+    assert node.value("(gpus(sample)[0].used, gpus(sample)[0].by_pid)") == (10 * GIB, {})
 
 
 def test_a_rank_whose_python_can_not_answer_says_so_and_the_other_is_seen(node: Node) -> None:

@@ -216,6 +216,29 @@ def test_a_program_for_accelerate_counts_each_sample_once(ranks: Kernel, tmp_pat
         assert run(ranks, f"with_accelerate.py --folder {tmp_path}")[0][-1].endswith("of 50 right on 2 processes")
 
 
+def test_each_program_finds_the_modules_beside_itself(ranks: Kernel, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name / "parts").mkdir(parents=True)
+        (tmp_path / name / "beside.py").write_text(f"NAME = '{name}'")
+        (tmp_path / name / "parts" / "deep.py").write_text(f"NAME = '{name}'")
+        program = "import beside, parts.deep\nprint(beside.NAME, parts.deep.NAME)"
+        (tmp_path / name / "train.py").write_text(program)
+    for name in ("first", "second", "first"):
+        assert ranks.ok(f"%%distributed\n%run {tmp_path}/{name}/train.py").lines == both(f"{name} {name}")
+
+
+def test_a_module_that_no_other_program_has_stays_for_pickle(ranks: Kernel, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "first" / "only_here.py").write_text("class Model: pass")
+    (tmp_path / "first" / "train.py").write_text("import only_here\nmodel = only_here.Model()")
+    (tmp_path / "second" / "train.py").write_text("pass")
+    ranks.ok(f"%%distributed\n%run {tmp_path}/first/train.py")
+    ranks.ok(f"%%distributed\n%run {tmp_path}/second/train.py")
+    outcome = ranks.ok("%%distributed\nimport pickle\nprint(type(pickle.loads(pickle.dumps(model))) is type(model))")
+    assert outcome.lines == both("True")
+
+
 @pytest.mark.torch_private
 def test_a_group_that_is_made_again_after_a_failure_is_whole(ranks: Kernel) -> None:
     """Nothing that was known of the destroyed group, which had been cut, holds for the new one."""

@@ -16,18 +16,8 @@ from tests.harness import Kernel
 pytestmark = pytest.mark.torch_private
 
 SETUP = """%%distributed
-import contextlib, ctypes, os, threading, time, torch, torch.distributed as dist
-libc = ctypes.CDLL(None)
-
-def spinning_until(over):
-    lock = ctypes.c_int()
-    libc.pthread_spin_init(ctypes.byref(lock), 0)
-    libc.pthread_spin_lock(ctypes.byref(lock))
-    def unlock():
-        with contextlib.suppress(RuntimeError): over()
-        libc.pthread_spin_unlock(ctypes.byref(lock))
-    threading.Thread(target=unlock, daemon=True).start()
-    return ctypes.byref(lock)
+import os, time, torch, torch.distributed as dist
+from tests.stand_ins.spinning import spin, spinning_until
 
 def start():
     return spinning_until(dist.all_reduce(torch.ones(1), async_op=True).wait)
@@ -36,7 +26,7 @@ def opened(path):
     while not os.path.exists(path): time.sleep(0.01)
 """
 
-SPIN = "libc.pthread_spin_lock(wait)"
+SPIN = "spin(wait)"
 
 
 @pytest.fixture(scope="module")

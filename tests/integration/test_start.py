@@ -12,6 +12,7 @@ import torch
 
 from tests.harness import Kernel, both
 from tests.roles import alive, family, find, listening
+from tests.stand_ins.nvml import as_module, machine
 
 HANG = 30.0
 cpu_torch = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a stand-in for GPUs that this torch would try")
@@ -142,9 +143,7 @@ def test_the_store_and_the_controller_listen_once_each(session: Kernel) -> None:
 @pytest.fixture
 def gpus(ranks: Kernel, tmp_path: Path) -> Iterator[Kernel]:
     """The shared kernel, without a session, with two GPUs that only NVML's stand-in knows."""
-    (tmp_path / "pynvml.py").write_text(
-        "def nvmlInit(): pass\nnvmlShutdown = nvmlInit\ndef nvmlDeviceGetCount(): return 2\n"
-    )
+    as_module(tmp_path, machine(2))
     ranks.run("%distributed stop")
     ranks.ok(f"import sys; real = sys.modules.pop('pynvml', None); sys.path.insert(0, {str(tmp_path)!r})")
     yield ranks

@@ -45,6 +45,16 @@ def test_ranks_that_exchange_gradients_in_each_micro_batch_train_as_one_process_
     assert max(on_ranks(some_ranks, "distance_from_one_process", f"{plan}, 'float64'")) < 1e-12
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 1e-6)])
+def test_averaged_weights_are_those_of_one_process(
+    some_ranks: Kernel, dtype: str, limit: float, strategy: str, accumulate: int
+) -> None:
+    plan = f"equality.plan_of({strategy!r}, {accumulate}, True, ema=0.9)"
+    assert max(on_ranks(some_ranks, "averages_apart", f"{plan}, {dtype!r}")) < limit
+
+
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -224,7 +224,7 @@ def test_run_with_a_timeout_interrupts_the_ranks(ranks: Kernel) -> None:
     [
         ("session.run('1', ranks=[5])", "rank 5 isn't in this session"),
         ("session.run('1', ranks=[])", "an empty set isn't in this session"),
-        ("session.push({'no name': 1})", "'no name' is no variable name"),
+        ("session.push({'no name': 1})", "'no name' is not a variable name"),
     ],
 )
 def test_the_session_refuses_what_can_not_be_done(ranks: Kernel, code: str, part: str) -> None:

@@ -175,10 +175,10 @@ peak({str(tmp_path)!r}) <= shard + largest + around"""
             "'nobody/nothing' is neither a folder here nor a complete model in the hub's cache, and downloading it",
         ),
         ("3", "invalid weights of type int: give a folder, the name of a model on the Hugging Face hub"),
-        ("{}", "weights on rank 0 are no state dict of a model, names to tensors: it is empty"),
+        ("{}", "weights on rank 0 are not a state dict of a model (names to tensors): it is empty"),
         (
             "{} if rank else {'lm_head': 3}",
-            "weights on rank 0 are no state dict of a model, names to tensors: 'lm_head'",
+            "weights on rank 0 are not a state dict of a model (names to tensors): 'lm_head'",
         ),
         ("'tiny/half'", "'tiny/half' is neither a folder here nor a complete model in the hub's cache"),
     ],

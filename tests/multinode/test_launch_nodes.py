@@ -296,7 +296,7 @@ def test_two_nodes_with_the_same_number_are_told(nodes: list[Kernel], port: int)
     nodes[1].interrupt()
     for cell in outcomes:
         cell.finish()
-    assert "another node has come with node_rank=1" in outcome.evalue, str(outcome)
+    assert "another node has joined with node_rank=1" in outcome.evalue, str(outcome)
 
 
 def test_a_port_that_is_taken_on_node_0_is_named_with_its_owner(nodes: list[Kernel], port: int) -> None:
@@ -313,7 +313,7 @@ def test_another_program_where_node_0_is_sought_is_named(nodes: list[Kernel], po
     outcome = launch(nodes[1], 1, port).finish()
     nodes[0].ok("listener.close()")
     assert outcome.ename == "UsageError"
-    assert f"is no launch of nbdist, but opened by process {nodes[0].pid}" in outcome.evalue, str(outcome)
+    assert f"is not an nbdist launch, but opened by process {nodes[0].pid}" in outcome.evalue, str(outcome)
 
 
 # --- on hosts of their own

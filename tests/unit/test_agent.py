@@ -13,12 +13,11 @@ import msgspec
 import pytest
 import zmq
 
+from nbdist.lanes import AGENT_CONTROL, Keys, whole
 from nbdist.protocol import (
-    AGENT_CONTROL,
     AnyMessage,
     Gone,
     Hello,
-    Keys,
     Kill,
     Message,
     Shutdown,
@@ -28,7 +27,6 @@ from nbdist.protocol import (
     StartOptions,
     decode,
     encode,
-    whole,
 )
 
 LIMIT_MS = 30_000

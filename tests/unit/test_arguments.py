@@ -29,6 +29,17 @@ def test_flags_and_values_are_read_as_a_shell_would(parser: MagicParser) -> None
     assert (read.target, read.fast) == ("loss", True)
 
 
+def test_a_comment_at_the_end_of_a_line_is_not_read(parser: MagicParser) -> None:
+    assert parser.read("-n 3  # that's enough").number == 3
+    assert parser.read("# nothing").number is None
+
+
+def test_a_number_sign_inside_a_word_or_quotes_begins_no_comment(parser: MagicParser) -> None:
+    with pytest.raises(UsageError, match="'a#b' is no variable name"):
+        parser.read("--as a#b")
+    assert parser.read("--names 'a, #b'").names == ["a", "#b"]
+
+
 @pytest.mark.parametrize("line", ["--help", "-h", "-n 3 --help", "--nonsense -h"])
 def test_help_is_shown_whatever_else_stands_there(parser: MagicParser, line: str) -> None:
     with pytest.raises(HelpShown, match="Fly somewhere"):
@@ -38,23 +49,23 @@ def test_help_is_shown_whatever_else_stands_there(parser: MagicParser, line: str
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("-n 0", "'0' is no number of ranks"),
-        ("-n 1.5", "'1.5' is no number of ranks"),
-        ("-n ²", "'²' is no number of ranks"),
-        ("--limit 0", "'0' is no time"),
-        ("--limit nan", "'nan' is no time"),
-        ("--limit inf", "'inf' is no time"),
-        ("--limit -1", "'-1' is no time"),
-        ("--as a-b", "'a-b' is no variable name"),
-        ("--as class", "'class' is no variable name"),
+        ("-n 0", "'0' is not a number of ranks"),
+        ("-n 1.5", "'1.5' is not a number of ranks"),
+        ("-n ²", "'²' is not a number of ranks"),
+        ("--limit 0", "'0' is not a time"),
+        ("--limit nan", "'nan' is not a time"),
+        ("--limit inf", "'inf' is not a time"),
+        ("--limit -1", "'-1' is not a time"),
+        ("--as a-b", "'a-b' is not a variable name"),
+        ("--as class", "'class' is not a variable name"),
         ("sideways", "sideways"),
         ("--fas", "did you mean --fast"),
         ("--fats", "did you mean --fast"),
-        ("-n 3 --number=4", "-n stands twice"),
-        ("--fast --fast", "--fast stands twice"),
+        ("-n 3 --number=4", "-n is given twice"),
+        ("--fast --fast", "--fast is given twice"),
         ("--n 3", "did you mean -n?"),
         ("up 3", "did you mean `%distributed fly -n 3`?"),
-        ("up ''", "'' is one word too many."),
+        ("up ''", "'' is an unexpected argument."),
         ("-n 'x", "No closing quotation"),
     ],
 )
@@ -86,9 +97,9 @@ def test_what_may_come_next_is_suggested(parser: MagicParser, typed: str, offere
 
 def test_an_unknown_verb_suggests_the_nearest_and_lists_all() -> None:
     assert suggest_verb("stats", ["start", "status"]) == (
-        "%distributed knows no 'stats': did you mean `%distributed status`? Its verbs are start, status."
+        "%distributed has no verb 'stats': did you mean `%distributed status`? Its verbs are start, status."
     )
-    assert suggest_verb("xyzzy", ["start"]) == "%distributed knows no 'xyzzy'. Its verbs are start."
+    assert suggest_verb("xyzzy", ["start"]) == "%distributed has no verb 'xyzzy'. Its verbs are start."
 
 
 def test_a_table_aligns_words_left_and_numbers_right() -> None:

@@ -26,7 +26,7 @@ def test_all_results_of_a_run_stand_below_what_they_were_measured_on(script: Mod
     page = script.written(PAGE, {"start": ["2 s"], "death": ["1 s", "3 s"]}, "Measured here.", KNOWN)
     assert page == (
         f"{PAGE}\n{script.BEGIN}\n\nMeasured here.\n\n"
-        f"### death\n\n```\n1 s\n3 s\n```\n\n### start\n\n```\n2 s\n```\n\n{script.END}\n"
+        f"### death\n\n```text\n1 s\n3 s\n```\n\n### start\n\n```text\n2 s\n```\n\n{script.END}\n"
     )
 
 
@@ -42,7 +42,7 @@ def test_a_run_of_one_keeps_the_results_of_the_others(script: ModuleType) -> Non
 def test_what_was_measured_elsewhere_says_so_itself(script: ModuleType) -> None:
     page = script.written(PAGE, {"start": ["2 s"], "death": ["1 s"]}, "Measured here.", KNOWN)
     page = script.written(page, {"lines": ["5 s"]}, "Measured there.", KNOWN)
-    assert "### lines\n\nMeasured there.\n\n```" in page and page.count("Measured here.") == 1
+    assert "### lines\n\nMeasured there.\n\n```text\n" in page and page.count("Measured here.") == 1
     page = script.written(page, {"start": ["6 s"], "death": ["7 s"]}, "Measured there.", KNOWN)
     assert "Measured here." not in page and page.count("Measured there.") == 1
 

@@ -84,7 +84,7 @@ def test_a_partial_one_is_not_taken(tmp_path: Path) -> None:
     writing = Draft(tmp_path / "a")
     with pytest.raises(UsageError, match=r"holds partial ones only \(a\.partial\)"):
         find(tmp_path)
-    with pytest.raises(UsageError, match="is a save that did not come to its end"):
+    with pytest.raises(UsageError, match="is a save that did not finish"):
         find(tmp_path / "a.partial")
     writing.discard()
     assert list(tmp_path.iterdir()) == []

@@ -6,73 +6,18 @@ import socket
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbdist.errors import StaleGroupError
+from nbdist.worker import collectives as module
 from nbdist.worker.collectives import Collectives
 from tests.native_errors import from_native_code
+from tests.stand_ins.nccl import Group, NcclBackend
 
 pytestmark = pytest.mark.torch_private
-
-
-class NcclBackend:
-    """What ProcessGroupNCCL offers, as far as it is used."""
-
-    class Options:
-        _timeout = timedelta(seconds=600)
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
-        self.store, self.options = store, options or self.Options()
-        self.number, self.aborted, self.counts = 0, False, False
-
-    def name(self) -> str:
-        return "nccl"
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def _set_sequence_number_for_group(self) -> None:
-        self.counts = True
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.number
-
-
-class Group:
-    """What ProcessGroup offers, as far as it is used: a slot is taken once and for all."""
-
-    class BackendType(int): ...
-
-    group_name, group_desc = "0", "default_pg"
-
-    def _set_group_name(self, name: str) -> None:
-        self.group_name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self.group_desc = description
-
-    def __init__(self, backend: NcclBackend) -> None:
-        self._slots: dict[int, Any] = {6: backend}
-        self._backend = backend
-        self._device_types = [torch.device("cuda")]
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def _get_backend(self, device: Any) -> NcclBackend:
-        assert device.type == "cuda"
-        return self._backend
-
-    def _register_backend(self, device: Any, slot: int, backend: NcclBackend) -> None:
-        self._backend = self._slots.setdefault(slot, backend)
 
 
 @pytest.fixture
@@ -107,17 +52,38 @@ def test_an_nccl_group_is_aborted_and_gets_a_new_backend_in_the_same_object(
     assert not collectives.state(current=True)["groups"]["0"][2]
 
 
+def test_a_renewed_nccl_backend_has_the_options_of_the_old_one_but_for_the_group_it_was_split_from(
+    group: Group, collectives: Collectives
+) -> None:
+    before = group._backend.options
+    before.is_high_priority_stream, before.split_from, before.split_color = True, object(), 7
+    collectives.renew(1, ["0"], [], 1)
+    after = group._backend.options
+    assert after.is_high_priority_stream and after._timeout == before._timeout
+    assert after.split_from is None and after.split_color == -2
+
+
 def test_an_abort_that_takes_its_time_does_not_hold_up_the_thread_that_asks_for_it(
+    group: Group, collectives: Collectives
+) -> None:
+    old = group._backend
+    old.abort_can_end.clear()
+    assert collectives.cut() == ["0"]
+    assert collectives.cut() == ["0"]
+    old.abort_can_end.set()
+    collectives.renew(2, ["0"], [], 1)
+    assert threading.get_ident() not in old.aborting and len(old.aborting) <= 2
+
+
+def test_a_group_is_renewed_although_its_abort_does_not_end(
     group: Group, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[int] = []
-    finish = threading.Event()
-    monkeypatch.setattr(group._backend, "abort", lambda: begun.append(threading.get_ident()) or finish.wait())
-    assert collectives.cut() == ["0"]
-    assert collectives.cut() == ["0"]
-    finish.set()
+    monkeypatch.setattr(module, "_RENEWAL_LIMIT", timedelta(seconds=0.1))
+    old = group._backend
+    old.abort_can_end.clear()
     collectives.renew(2, ["0"], [], 1)
-    assert threading.get_ident() not in begun and len(begun) <= 2
+    assert group._backend is not old and old.aborted
+    old.abort_can_end.set()
 
 
 def test_each_renewal_takes_a_slot_of_its_own(group: Group, collectives: Collectives) -> None:

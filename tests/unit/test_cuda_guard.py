@@ -13,10 +13,10 @@ import pytest
 
 from nbdist import cuda_guard
 from nbdist.errors import RankError
-from tests.pretend_cuda import write_packages
+from tests.stand_ins.guard import seen_by_nvml, write_packages
 
 ROOT = Path(__file__).resolve().parents[2]
-NOBODY = "nobody has initialised CUDA in this process."
+NOBODY = "CUDA is not initialised in this process."
 NO_GPU: tuple[()] = ()
 
 
@@ -40,8 +40,9 @@ def program(folder: Path, code: str, gpus: tuple[int | None, ...] = (None,)) -> 
     """
     file = folder / "program.py"
     file.write_text(code)
+    (folder / "gpus.json").write_text(json.dumps(seen_by_nvml(gpus)))
     path = os.pathsep.join([str(folder), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "PRETEND_GPUS": json.dumps(gpus)}
+    environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-W", "error", str(file)]
     ended = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False

@@ -233,7 +233,7 @@ def test_a_formula_that_raises_costs_the_count_and_not_the_step() -> None:
 
 @pytest.mark.parametrize("operation", ["mylib::nothing", "nothing", 7])
 def test_a_formula_for_no_operation_is_refused(operation: Any) -> None:
-    with pytest.raises(UsageError, match="is no operation"):
+    with pytest.raises(UsageError, match="is not an operation"):
         flops.register_flops(operation, lambda out_shape: 0)
 
 

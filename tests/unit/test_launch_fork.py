@@ -19,7 +19,7 @@ from nbdist.launch import in_process
 from nbdist.launch.request import Request
 from nbdist.train import state as training
 from nbdist.worker import failures
-from tests.pretend_cuda import write_packages
+from tests.stand_ins.guard import write_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 CANNOT = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ..."

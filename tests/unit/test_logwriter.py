@@ -103,7 +103,7 @@ def test_what_does_not_fit_into_memory_meanwhile_is_left_out_and_counted(hanging
     hanging.heal()
     del hanging.lines[:]
     finish_until(hanging.writer, hanging.lines)
-    assert hanging.lines == ["the output log goes on; 0.1 MB are missing from it"]
+    assert hanging.lines == ["the output log continues; 0.1 MB are missing from it"]
 
 
 def test_whose_output_is_left_out_hears_when_all_before_it_is_done(hanging: HangingDisk) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from nbdist.metrics import memory, units, watermarks
 from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage, resolution
 from nbdist.metrics.watermarks import Peaks, SharedDevices, SharedStats, Watermark
+from tests.stand_ins.cuda import Allocator, Torch
 
 PAGE = 4096
 MIB = 1 << 20
@@ -233,29 +233,6 @@ def test_a_peak_that_an_old_one_hides_is_not_known() -> None:
     assert mark.end(high).peak("it") == 12
 
 
-class Allocator:
-    """torch's statistics of one device, as far as they are read here."""
-
-    def __init__(self) -> None:
-        self.now = {"allocated_bytes": 0, "reserved_bytes": 0}
-        self.peak = dict(self.now)
-
-    def allocate(self, size: int) -> None:
-        for name in self.now:
-            self.now[name] += size
-            self.peak[name] = max(self.peak[name], self.now[name])
-
-    def free(self, size: int) -> None:
-        self.now["allocated_bytes"] -= size
-
-    def stats(self) -> dict[str, Any]:
-        leaves = {name: {"all": {"current": self.now[name], "peak": self.peak[name]}} for name in self.now}
-        return leaves | {"num_ooms": 0}
-
-    def reset(self) -> None:
-        self.peak = dict(self.now)
-
-
 def peak_for_user(shared: SharedStats) -> int:
     return int(shared.for_user()["allocated_bytes"]["all"]["peak"])
 
@@ -286,39 +263,10 @@ def test_the_user_reads_the_peak_that_there_would_be_without_meters(actions: lis
 # --- a torch with GPUs, in our hands
 
 
-class StandIn:
-    """A torch with two GPUs of 80 bytes, the second without a context of this process."""
-
-    def __init__(self) -> None:
-        self.gpus = [Allocator(), Allocator()]
-        self.initialized = True
-        self.broken = False
-        self._C = SimpleNamespace(
-            _cuda_getDeviceCount=lambda: 2,
-            _cuda_hasPrimaryContext=lambda index: index == 0 or self.gpus[index].now["reserved_bytes"] > 0,
-            _cuda_memoryStats=lambda index: self.gpus[index].stats(),
-            _cuda_resetPeakMemoryStats=lambda index: self.gpus[index].reset(),
-        )
-        self.cuda = SimpleNamespace(
-            is_initialized=lambda: self.initialized,
-            device_count=lambda: 2,
-            current_device=lambda: 0,
-            get_device_properties=lambda index: SimpleNamespace(uuid=f"uuid-{index}"),
-            mem_get_info=self._mem_get_info,
-        )
-
-    def _mem_get_info(self, index: int) -> tuple[int, int]:
-        if self.broken:
-            raise RuntimeError("CUDA error: device-side assert triggered\nmore words")
-        return 70 - self.gpus[index].now["reserved_bytes"], 80
-
-    def max_memory_allocated(self) -> int:
-        return int(self._C._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"])
-
-
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn()
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
+    """One with two GPUs of 80 bytes, the second without a context of this process."""
+    stand_in = Torch("GPU-uuid-0", "GPU-uuid-1")
     monkeypatch.setitem(sys.modules, "torch", stand_in)  # type: ignore[arg-type]
     monkeypatch.setattr(watermarks, "_shared", None)
     memory._uuid.cache_clear()
@@ -326,7 +274,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     memory._uuid.cache_clear()
 
 
-def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_device_has(torch: StandIn) -> None:
+def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_device_has(torch: Torch) -> None:
     gpu = torch.gpus[0]
     gpu.allocate(10)
     with Meter() as meter:
@@ -340,7 +288,7 @@ def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_d
     }
 
 
-def test_the_users_own_peaks_do_not_see_a_meter(torch: StandIn) -> None:
+def test_the_users_own_peaks_do_not_see_a_meter(torch: Torch) -> None:
     gpu = torch.gpus[0]
     with Meter():
         gpu.allocate(30)
@@ -352,7 +300,7 @@ def test_the_users_own_peaks_do_not_see_a_meter(torch: StandIn) -> None:
         assert torch.max_memory_allocated() == 5
 
 
-def test_a_meter_does_not_see_the_users_resets(torch: StandIn) -> None:
+def test_a_meter_does_not_see_the_users_resets(torch: Torch) -> None:
     with Meter() as meter:
         torch.gpus[0].allocate(30)
         torch.gpus[0].free(30)
@@ -360,7 +308,7 @@ def test_a_meter_does_not_see_the_users_resets(torch: StandIn) -> None:
     assert meter.data["devices"]["cuda:0"]["allocated"]["peak"] == 30
 
 
-def test_a_gpu_that_is_used_for_the_first_time_within_is_measured_from_nothing(torch: StandIn) -> None:
+def test_a_gpu_that_is_used_for_the_first_time_within_is_measured_from_nothing(torch: Torch) -> None:
     torch.initialized = False
     with Meter() as meter:
         torch.initialized = True
@@ -370,22 +318,22 @@ def test_a_gpu_that_is_used_for_the_first_time_within_is_measured_from_nothing(t
     assert meter.data["devices"]["cuda:0"]["device"] is None
 
 
-def test_a_gpu_that_this_process_does_not_use_is_left_out(torch: StandIn) -> None:
+def test_a_gpu_that_this_process_does_not_use_is_left_out(torch: Torch) -> None:
     torch.gpus[0].allocate(1)
     with Meter() as meter:
         pass
     assert list(meter.data["devices"]) == ["cuda:0"]
 
 
-def test_a_broken_gpu_costs_the_figures_not_the_cell(torch: StandIn) -> None:
+def test_a_broken_gpu_costs_the_figures_not_the_cell(torch: Torch) -> None:
     with Meter() as meter:
         torch.gpus[0].allocate(1)
-        torch.broken = True
+        torch.lose_context()
     assert meter.data["devices"] == {}
-    assert meter.data["why"] == "GPU memory n/a: RuntimeError: CUDA error: device-side assert triggered"
+    assert meter.data["why"] == "GPU memory n/a: AcceleratorError: CUDA error: device-side assert triggered"
 
 
-def test_a_torch_without_these_counters_says_so(torch: StandIn) -> None:
+def test_a_torch_without_these_counters_says_so(torch: Torch) -> None:
     del torch._C._cuda_resetPeakMemoryStats
     with Meter() as meter:
         torch.gpus[0].allocate(1)
@@ -393,7 +341,7 @@ def test_a_torch_without_these_counters_says_so(torch: StandIn) -> None:
     assert "no peak counters" in meter.data["why"]
 
 
-def test_torchs_other_functions_for_the_same_counters_are_shared_too(torch: StandIn) -> None:
+def test_torchs_other_functions_for_the_same_counters_are_shared_too(torch: Torch) -> None:
     torch._C._accelerator_getDeviceStats = torch._C._cuda_memoryStats
     torch._C._accelerator_resetPeakStats = torch._C._cuda_resetPeakMemoryStats
     SharedDevices(torch._C).of(0).watermark.begin()

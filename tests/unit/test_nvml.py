@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 
 from nbdist.metrics.nvml import Nvml
 from nbdist.metrics.sample import GpuSample
-from tests.fake_nvml import GIB, FakeNvml, as_module, gpu, machine
+from tests.stand_ins.nvml import GIB, FakeNvml, as_module, gpu, machine
+
+NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22
 
 
 def read(state: dict[str, Any]) -> list[GpuSample]:
@@ -19,14 +23,14 @@ def read(state: dict[str, Any]) -> list[GpuSample]:
 
 
 def test_a_gpu_in_good_health() -> None:
-    assert read(machine(processes={7: GIB})) == [
+    assert read(machine(processes={"self": GIB})) == [
         GpuSample(
             uuid="GPU-00000000",
             index=0,
             name="NVIDIA H100 80GB HBM3",
-            total=80 * GIB,
+            total=80 * GIB - GIB // 2,
             used=10 * GIB,
-            by_pid={7: GIB},
+            by_pid={os.getpid(): GIB},
             utilization=0.55,
             temperature=41,
             power=350.0,
@@ -37,6 +41,12 @@ def test_a_gpu_in_good_health() -> None:
 
 def test_all_gpus_of_a_machine_in_their_order() -> None:
     assert [sample.index for sample in read(machine(8))] == list(range(8))
+
+
+def test_what_the_driver_keeps_for_itself_is_neither_used_nor_free() -> None:
+    (sample,) = read(machine(total=80 * GIB, used=10 * GIB, reserved=GIB))
+    assert sample.total is not None and sample.used is not None
+    assert (sample.used, sample.total - sample.used) == (10 * GIB, 69 * GIB)
 
 
 def test_an_old_driver_counts_its_own_memory_as_used() -> None:
@@ -52,7 +62,7 @@ def test_mig_instances_stand_in_place_of_their_gpu() -> None:
     assert [sample.used for sample in samples[:2]] == [0, GIB]
     assert samples[0].power == 200.0
     assert samples[0].utilization is None
-    assert samples[0].why == "no utilization: this GPU does not tell"
+    assert samples[0].why == "no utilization: this GPU does not report it"
 
 
 def test_a_gpu_older_than_mig_is_read_as_a_whole() -> None:
@@ -75,8 +85,20 @@ def test_a_gpu_that_is_lost_before_it_is_asked() -> None:
 
 
 def test_memory_of_processes_that_may_not_be_seen_is_left_out() -> None:
-    (sample,) = read(machine(processes={1: None, 2: GIB}))
-    assert sample.by_pid == {2: GIB}
+    (sample,) = read(machine(processes={1: None, "self": GIB}))
+    assert sample.by_pid == {os.getpid(): GIB}
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        pytest.param({"self": 0}, id="the container's numbers, without memory"),
+        pytest.param({"self": 3 * GIB, str(NO_PROCESS): GIB}, id="the host's numbers, one of which is a rank's too"),
+    ],
+)
+def test_in_a_container_memory_is_nobodys(processes: dict[str, int]) -> None:
+    (sample,) = read(machine(processes=processes))
+    assert (sample.by_pid, sample.used, sample.why) == ({}, 10 * GIB, "")
 
 
 def test_what_is_forbidden_is_said_in_one_line() -> None:
@@ -88,6 +110,11 @@ def test_what_is_forbidden_is_said_in_one_line() -> None:
 def test_a_gpu_that_is_held_back_says_by_what(bits: int, words: list[str]) -> None:
     (sample,) = read(machine(clocks=bits))
     assert sample.throttled == words
+
+
+def test_a_driver_older_than_the_new_name_of_that_function_is_asked_by_the_old_one() -> None:
+    (sample,) = read(machine(clocks=0x4, event_reasons=False))
+    assert (sample.throttled, sample.why) == (["power limit"], "")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +137,11 @@ def test_without_a_driver_that_works_there_are_no_gpus_and_a_reason(error: str, 
 def test_a_driver_without_gpus_says_so() -> None:
     nvml = Nvml(FakeNvml(machine(0)))
     assert nvml.read() == []
-    assert nvml.why == "the driver knows no GPU"
+    assert nvml.why == "the driver reports no GPU"
+
+
+def test_the_stand_in_has_no_function_that_pynvml_lacks() -> None:
+    assert {name for name in dir(FakeNvml) if name.startswith("nvml")} <= set(dir(pynvml))
 
 
 def test_other_processes_can_be_given_the_same_gpus(tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nbdist.metrics import oom, tensors
+from nbdist.metrics import nvml, oom, tensors
 from nbdist.metrics.oom import Account
 from nbdist.metrics.sample import GpuSample
 from nbdist.metrics.tensors import Block
+from tests.harness import wait_until
+from tests.stand_ins.cuda import ASSERTED, OUT_OF_MEMORY, Torch, accelerator_error
+from tests.stand_ins.nvml import FakeNvml, machine
 
 GIB = 1 << 30
 
@@ -100,7 +104,7 @@ def test_the_account_of_a_gpu_tells_who_has_what() -> None:
         "  this process        2.0 GiB  outside torch: context, kernels, libraries",
         "  other processes     7.0 GiB",
         "  largest tensors     9.0 GiB  cache[3] (float32, 9 x 1024)",
-        "  what the traceback above and Out hold comes back with `%distributed free`",
+        "  what the traceback above and Out hold is freed by `%distributed free`",
     ]
 
 
@@ -125,6 +129,49 @@ def test_where_the_driver_hides_processes_what_is_outside_torch_is_one_figure() 
 def test_where_the_driver_tells_processes_apart_each_has_its_share() -> None:
     gpu = GpuSample("GPU-1", 0, by_pid={7: 24, 8: 6})
     assert oom.share(gpu, pid=7, used=30, reserved=20) == (4, 6)
+
+
+# --- the driver, on a GPU of a stand-in's
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    """A machine whose GPU 1 has 80 GiB, of which torch holds 60 here and a context takes 2."""
+    state = machine(2)
+    state["gpus"][1].update(used=72 * GIB, processes={"self": 62 * GIB, "1": 10 * GIB})
+    driver = FakeNvml(state)
+    stand_in = Torch("GPU-00000000", "GPU-00000001", total=80 * GIB, taken=12 * GIB)
+    stand_in.gpus[1].allocate(60 * GIB)
+    monkeypatch.setattr(torch, "cuda", stand_in.cuda)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    yield driver
+    state["gpus"][0]["seconds"] = 0.0
+    wait_until(lambda: not driver.opened, "the driver to be let go of")
+
+
+def explained() -> list[str]:
+    return [" ".join(line.split()) for line in oom.explain(OutOfMemoryError(CUDA_WORDS), {}).splitlines()]
+
+
+def test_the_driver_tells_what_is_this_process_s_outside_torch(driver: FakeNvml) -> None:
+    assert "this process 2.0 GiB outside torch: context, kernels, libraries" in explained()
+    assert "other processes 10.0 GiB" in explained()
+
+
+def test_memory_that_cuda_itself_could_not_have_is_explained_too(driver: FakeNvml) -> None:
+    """For a context, a library or NCCL, past torch's allocator: on the GPU that is in use."""
+    torch.cuda.current_device = lambda: 1  # type: ignore[method-assign]
+    error = accelerator_error("out of memory", "cudaErrorMemoryAllocation", OUT_OF_MEMORY)
+    assert oom.explain(error, {}).startswith("nbdist: out of memory on cuda:1")
+    assert oom.explain(accelerator_error("device-side assert triggered", "cudaErrorAssert", ASSERTED), {}) == ""
+
+
+def test_a_driver_that_never_answers_holds_up_no_explanation(driver: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "_PATIENCE", 0.1)
+    driver.state["gpus"][0]["seconds"] = 30.0
+    began = driver.calls
+    assert "outside torch 12.0 GiB contexts, libraries and other processes" in explained()
+    assert driver.opened and driver.calls > began  # it is still being asked
 
 
 # --- names

@@ -9,6 +9,8 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 import nbdist
 from nbdist import errors
 from nbdist.client.parsers import verb_parsers
@@ -28,6 +30,15 @@ def test_all_is_sorted() -> None:
 
 def test_every_name_in_all_can_be_had() -> None:
     assert [name for name in nbdist.__all__ if not hasattr(nbdist, name)] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["cuda_guard.report", "metrics.flops.count", "metrics.memory.Meter", "metrics.steps.Meter"]
+)
+def test_modules_in_the_reference_can_be_had_from_nbdist_alone(name: str) -> None:
+    program = f"import nbdist; print(callable(nbdist.{name}))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "True\n"
 
 
 def test_tab_finds_every_name_before_it_is_loaded() -> None:

@@ -68,17 +68,17 @@ def test_a_mig_instance_is_a_device_of_its_own() -> None:
 
 
 def test_what_the_driver_does_not_tell_has_its_reason() -> None:
-    row = on_gpu(GpuSample("u", 0, why="no power: this GPU does not tell"))
+    row = on_gpu(GpuSample("u", 0, why="no power: this GPU does not report it"))
     assert (row.total, row.power, row.temperature, row.utilization) == (None, None, None, None)
-    assert row.why == "no power: this GPU does not tell"
+    assert row.why == "no power: this GPU does not report it"
     assert row.allocated == 10 * GIB
 
 
 @pytest.mark.parametrize(
     ("rank", "why"),
     [
-        (RankSample(0, device="cuda:0"), "this rank has used its GPU for nothing yet"),
-        (RankSample(0, device="cuda:0", gpu="GPU-gone", allocated=1, reserved=1), "the driver has not told"),
+        (RankSample(0, device="cuda:0"), "this rank has not used its GPU yet"),
+        (RankSample(0, device="cuda:0", gpu="GPU-gone", allocated=1, reserved=1), "the driver has not reported"),
         (RankSample(0), "this rank has not answered"),
         (RankSample(0, why="a call keeps its Python"), "a call keeps its Python"),
         (RankSample(0, device="cuda:0", why="a call keeps its Python"), "a call keeps its Python"),
@@ -468,9 +468,9 @@ def test_without_speed_only_memory_is_drawn() -> None:
     assert len(plot([Point(0.0, GIB, GIB, GIB, None)]).axes) == 1
 
 
-def test_a_plot_of_nothing_says_what_to_do(source: Source) -> None:
+def test_a_plot_of_nothing_says_what_to_do() -> None:
     with pytest.raises(UsageError, match="%distributed panel"):
-        nbdist.Panel(source=source).plot()
+        plot([])
 
 
 def test_what_a_page_loads_is_small() -> None:

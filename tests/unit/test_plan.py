@@ -30,7 +30,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "fp8_recipe": {"precision": "fp8", "fp8_recipe": "rowwise"},
     "accumulate": {"accumulate": 4},
     "clip_grad_norm": {"clip_grad_norm": 1.5},
-    "compile": {"compile": True},
+    "ema": {"ema": 0.99},
+    "compile": {"compile": "max-autotune"},
+    "compile_dynamic": {"compile": True, "compile_dynamic": False},
+    "compile_fullgraph": {"strategy": "fsdp", "compile": True, "compile_fullgraph": True},
     "activation_checkpointing": {"activation_checkpointing": "selective"},
     "comm_hook": {"comm_hook": "fp16"},
     "comm_hook_options": {"comm_hook": "powersgd", "comm_hook_options": {"matrix_approximation_rank": 7}},
@@ -95,8 +98,14 @@ def refused_by_ranks(plan: Plan, **ranks: Any) -> str:
         ("seed", 2**32, "seed must be a whole number less than 4294967296"),
         ("clip_grad_norm", 0, "clip_grad_norm must be a number of more than 0, or None, not 0"),
         ("clip_grad_norm", float("nan"), "not nan"),
+        ("ema", 1, "ema must be a number between 0 and 1, such as 0.999, or None, not 1"),
+        ("ema", "0.9", "not '0.9'"),
+        ("ema", True, "not True"),
         ("bucket_mb", None, "bucket_mb must be a number of more than 0, not None"),
-        ("compile", 1, "compile must be True or False, not 1"),
+        ("compile", 1, "compile 1 is unknown. Allowed are True, False, 'default', 'reduce-overhead', 'max-autotune'"),
+        ("compile", "max-autotun", "did you mean 'max-autotune'?"),
+        ("compile_dynamic", "yes", "compile_dynamic must be True, False or None, not 'yes'"),
+        ("compile_fullgraph", 1, "compile_fullgraph must be True or False, not 1"),
         ("tf32", "yes", "tf32 must be True, False or None, not 'yes'"),
         ("shard_by", dict, "shard_by must be the name of a module's class like 'Block'"),
         ("shard_by", "not a name", "shard_by must be"),
@@ -118,6 +127,7 @@ def test_every_setting_can_have_another_value() -> None:
 
 def test_what_can_be_written_in_two_ways_is_kept_in_one() -> None:
     assert Plan(precision="no") == Plan(precision="fp32")  # type: ignore[arg-type]
+    assert Plan(compile="default") == Plan(compile=True)
     assert Plan(strategy="fsdp", shard_by=["A", "B"]).shard_by == ("A", "B")  # type: ignore[arg-type]
     assert Plan(clip_grad_norm=1).to_json() == Plan(clip_grad_norm=1.0).to_json()
 
@@ -162,7 +172,16 @@ def test_a_plan_needs_no_torch() -> None:
         ({"static_graph": True, "accumulate": 2}, "static_graph excludes accumulate (2)"),
         ({"static_graph": True, "local_sgd_steps": 2}, "static_graph excludes local SGD (2)"),
         ({"local_sgd_steps": 2, "comm_hook": "fp16"}, "local SGD exchanges none"),
+        ({"ema": 0.9, "local_sgd_steps": 2}, "ema (0.9) excludes local SGD (2)"),
         ({"seed_per_rank": True}, "there is none: set seed"),
+        (
+            {"strategy": "fsdp", "compile_fullgraph": True},
+            "compile is off: set compile to True, or compile_fullgraph to False",
+        ),
+        ({"compile": True, "compile_fullgraph": True}, "or strategy to 'none' or 'fsdp' or 'hsdp'"),
+        ({"compile_dynamic": False}, "compile_dynamic (False) is for compiled models"),
+        ({"compile": "reduce-overhead", "accumulate": 2}, "that CUDA graphs overwrite in the next"),
+        ({"compile": "max-autotune", "compile_dynamic": True}, "CUDA graphs have fixed shapes"),
     ],
 )
 def test_what_excludes_each_other_is_refused_with_the_reason(settings: dict[str, Any], message: str) -> None:
@@ -175,6 +194,8 @@ def test_what_excludes_each_other_is_refused_with_the_reason(settings: dict[str,
         {"static_graph": True, "find_unused_parameters": True},
         {"comm_hook": "powersgd", "accumulate": 3, "precision": "bf16"},
         {"strategy": "fsdp", "offload": True, "accumulate": 3, "clip_grad_norm": 1, "compile": True},
+        {"compile": "max-autotune-no-cudagraphs", "accumulate": 3, "compile_dynamic": True},
+        {"strategy": "none", "compile": "reduce-overhead", "compile_dynamic": False, "compile_fullgraph": True},
         {"activation_checkpointing": "full", "shard_by": "Block"},  # it says which blocks are computed again
         {
             "comm_hook": "powersgd",
@@ -326,7 +347,7 @@ def test_a_function_is_no_json_and_the_error_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fsdp", "this is no JSON"),
+        ("fsdp", "this is not JSON"),
         ('"fsdp"', "a plan is a JSON object"),
         ('{"stategy": "fsdp"}', "a plan has no setting 'stategy': did you mean 'strategy'?"),
         ('{"precision": "bf61"}', "did you mean 'bf16'?"),
@@ -412,6 +433,21 @@ def test_the_default_plan_leaves_accelerate_s_own_arguments_alone() -> None:
 # --- as it is typed
 
 
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        ("--compile", {"compile": True}),
+        ("--compile max-autotune", {"compile": "max-autotune"}),
+        ("--compile=max-autotune", {"compile": "max-autotune"}),
+        ("--compile fsdp", {"compile": True, "strategy": "fsdp"}),
+        ("fsdp --compile reduce-overhead --seed 1", {"compile": "reduce-overhead", "strategy": "fsdp", "seed": 1}),
+        ("--no-compile none", {"compile": False, "strategy": "none"}),
+    ],
+)
+def test_a_mode_may_follow_what_is_on_or_off(line: str, settings: dict[str, Any]) -> None:
+    assert named_settings(plan_parser().read(line)) == settings
+
+
 @EVERY_SETTING
 def test_every_setting_can_be_typed(name: str) -> None:
     plan = Plan(**OTHERS[name])
@@ -423,12 +459,17 @@ def test_every_setting_can_be_typed(name: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("fsp", "there is no strategy 'fsp': did you mean fsdp?"),
+        ("fsp", "unknown strategy 'fsp': did you mean fsdp?"),
         ("--precision bf61", "precision 'bf61' is unknown: did you mean 'bf16'?"),
-        ("--acumulate 3", "%distributed plan knows no --acumulate: did you mean --accumulate?"),
-        ("--comm-hook-options rank", "'rank' is no option: they look like matrix_approximation_rank=2"),
+        ("--acumulate 3", "%distributed plan: unknown option --acumulate: did you mean --accumulate?"),
+        (
+            "--comm-hook-options rank",
+            "'rank' is not an option: write NAME=VALUE, for example matrix_approximation_rank=2",
+        ),
         ("--tf32 maybe", "invalid choice: 'maybe'"),
-        ("--compile yes", "there is no strategy 'yes'"),
+        ("--compile yes", "compile 'yes' is unknown"),
+        ("--no-compile max-autotune", "--no-compile takes no value, and 'max-autotune' follows it"),
+        ("--compile fsp", "compile 'fsp' is unknown"),
     ],
 )
 def test_what_is_typed_wrong_is_one_error(line: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
@@ -14,23 +13,13 @@ import pytest
 
 from nbdist.worker.progress import Progress
 from tests.harness import wait_until
-
-_libc = ctypes.CDLL(None)
+from tests.stand_ins.spinning import spin, spinning_until
 
 
 def seen_from_aside(look: Callable[[], bool]) -> bool:
     """What another thread finds while this one, the main thread, spins in a call into C."""
     found: list[bool] = []
-    lock = ctypes.c_int()
-    _libc.pthread_spin_init(ctypes.byref(lock), 0)
-    _libc.pthread_spin_lock(ctypes.byref(lock))
-
-    def aside() -> None:
-        found.append(look())
-        _libc.pthread_spin_unlock(ctypes.byref(lock))
-
-    threading.Thread(target=aside).start()
-    _libc.pthread_spin_lock(ctypes.byref(lock))
+    spin(spinning_until(lambda: found.append(look())))
     return found[0]
 
 

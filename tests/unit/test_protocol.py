@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from nbdist.protocol import LARGEST_FRAME, Credit, Keys, Lane, Watch, connect, decode, encode, whole
+from nbdist.lanes import LARGEST_FRAME, Keys, Lane, connect, whole
+from nbdist.protocol import Credit, Watch, decode, encode
 
 
 class Pair:

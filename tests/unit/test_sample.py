@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,35 +11,20 @@ import torch
 from nbdist.metrics import device
 from nbdist.metrics.nvml import Nvml
 from nbdist.metrics.sample import GpuSample, NodeSample, RankSample, gpu_of, non_torch
-from tests.fake_nvml import GIB, FakeNvml, gpu, machine
+from tests.stand_ins.cuda import Torch
+from tests.stand_ins.nvml import GIB, FakeNvml, gpu, machine
 
 
-class TorchCuda:
-    """What is read of torch.cuda, in a process that sees these GPUs, in this order. CUDA writes UUIDs bare."""
-
-    def __init__(self, *uuids: str, reserved: dict[int, int] | None = None) -> None:
-        self._uuids = uuids
-        self._reserved = reserved or {}
-
-    def is_initialized(self) -> bool:
-        return bool(self._uuids)
-
-    def device_count(self) -> int:
-        return len(self._uuids)
-
-    def get_device_properties(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(uuid=self._uuids[index].partition("-")[2])
-
-    def memory_reserved(self, index: int) -> int:
-        return self._reserved.get(index, 0)
-
-    def memory_stats(self, index: int) -> dict[str, int]:
-        reserved = self._reserved.get(index, 0)
-        return {"allocated_bytes.all.current": reserved // 2, "reserved_bytes.all.current": reserved, "num_ooms": 1}
+def with_gpus(*uuids: str, reserved: dict[int, int] | None = None) -> Torch:
+    """A torch that sees these GPUs, in this order, and has reserved so much on each."""
+    found = Torch(*uuids)
+    for index, amount in (reserved or {}).items():
+        found.gpus[index].allocate(amount)
+    return found
 
 
-def look(monkeypatch: pytest.MonkeyPatch, cuda: Any, own: int = 0) -> RankSample:
-    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
+def look(monkeypatch: pytest.MonkeyPatch, torch: Torch, own: int = 0) -> RankSample:
+    monkeypatch.setitem(sys.modules, "torch.cuda", torch.cuda)  # type: ignore[arg-type]
     return device.look(3, gpu=own)
 
 
@@ -50,7 +33,7 @@ GPU = NODE.gpus[0]
 
 
 def test_a_process_without_cuda_has_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = look(monkeypatch, TorchCuda())
+    found = look(monkeypatch, with_gpus())
     assert (found.rank, found.pid, found.device, found.gpu, found.reserved) == (3, os.getpid(), "cpu", "", None)
     assert found.private
 
@@ -60,27 +43,36 @@ def test_memory_that_a_process_was_forked_with_is_not_its_own() -> None:
 
 
 def test_a_process_tells_of_its_own_gpu_whichever_thread_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = look(monkeypatch, TorchCuda("GPU-a", "GPU-b", reserved={0: GIB, 1: 4}), own=1)
-    assert (found.device, found.gpu, found.reserved, found.allocated, found.ooms) == ("cuda:1", "GPU-b", 4, 2, 1)
+    found = look(monkeypatch, with_gpus("GPU-a", "GPU-b", reserved={0: GIB, 1: 4}), own=1)
+    assert (found.device, found.gpu, found.reserved, found.allocated, found.ooms) == ("cuda:1", "GPU-b", 4, 4, 0)
 
 
 def test_a_process_that_uses_another_gpu_than_its_own_tells_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = look(monkeypatch, TorchCuda("GPU-a", "GPU-b", "GPU-c", reserved={1: 1, 2: GIB}))
+    found = look(monkeypatch, with_gpus("GPU-a", "GPU-b", "GPU-c", reserved={1: 1, 2: GIB}))
     assert found.device == "cuda:2"
 
 
 def test_a_process_that_uses_none_yet_tells_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert look(monkeypatch, TorchCuda("GPU-a", "GPU-b"), own=1).device == "cuda:1"
+    assert look(monkeypatch, with_gpus("GPU-a", "GPU-b"), own=1).device == "cuda:1"
 
 
-def test_a_torch_that_refuses_to_answer_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(TorchCuda):
-        def memory_reserved(self, index: int) -> int:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+def test_what_torch_says_instead_of_an_answer_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = with_gpus("GPU-a")
 
-    found = look(monkeypatch, Broken("GPU-a"))
-    assert found.why.endswith("RuntimeError: CUDA error: an illegal memory access was encountered")
+    def refuse(index: int) -> None:
+        raise RuntimeError("no such device\nmore")
+
+    torch.cuda.get_device_properties = refuse
+    found = look(monkeypatch, torch)
+    assert found.why.endswith("RuntimeError: no such device")
     assert found.private
+
+
+def test_after_a_kernel_has_failed_torchs_own_counters_are_still_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = with_gpus("GPU-a", reserved={0: GIB})
+    torch.lose_context()
+    found = look(monkeypatch, torch)
+    assert (found.reserved, found.why) == (GIB, "")
 
 
 @pytest.mark.parametrize(
@@ -99,13 +91,13 @@ def test_whatever_cuda_visible_devices_says_a_rank_names_its_gpu(
 ) -> None:
     """Indices are nowhere translated, so the variable does not matter: CUDA heeds it, and torch tells the UUID."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    named = [look(monkeypatch, TorchCuda(*seen), own=index).gpu for index in range(len(seen))]
+    named = [look(monkeypatch, with_gpus(*seen), own=index).gpu for index in range(len(seen))]
     assert [found.uuid for name in named if (found := gpu_of(name, [NODE]))] == seen
 
 
 def test_an_empty_cuda_visible_devices_leaves_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_of(look(monkeypatch, TorchCuda()).gpu, [NODE]) is None
+    assert gpu_of(look(monkeypatch, with_gpus()).gpu, [NODE]) is None
 
 
 def test_a_torch_that_does_not_tell_uuids_has_no_gpu_rather_than_any() -> None:
@@ -113,8 +105,8 @@ def test_a_torch_that_does_not_tell_uuids_has_no_gpu_rather_than_any() -> None:
 
 
 def test_memory_beyond_torch_is_the_processs_share_without_what_torch_holds() -> None:
-    sample = Nvml(FakeNvml({"init": None, "gpus": [gpu(processes={7: 3 * GIB})]})).read()[0]
-    assert non_torch(RankSample(0, pid=7, reserved=GIB), sample) == 2 * GIB
+    sample = Nvml(FakeNvml({"init": None, "gpus": [gpu(processes={"self": 3 * GIB})]})).read()[0]
+    assert non_torch(RankSample(0, pid=os.getpid(), reserved=GIB), sample) == 2 * GIB
 
 
 def test_in_a_container_where_the_driver_hides_processes_it_is_not_known() -> None:
@@ -122,13 +114,13 @@ def test_in_a_container_where_the_driver_hides_processes_it_is_not_known() -> No
 
 
 def test_a_process_of_the_host_with_the_same_number_is_not_taken_for_the_rank() -> None:
-    sample = Nvml(FakeNvml({"init": None, "gpus": [gpu(processes={7: GIB})]})).read()[0]
-    assert non_torch(RankSample(0, pid=7, reserved=2 * GIB), sample) is None
+    sample = Nvml(FakeNvml({"init": None, "gpus": [gpu(processes={"self": GIB})]})).read()[0]
+    assert non_torch(RankSample(0, pid=os.getpid(), reserved=2 * GIB), sample) is None
 
 
 def test_without_torchs_own_figure_it_is_not_known() -> None:
-    sample = Nvml(FakeNvml({"init": None, "gpus": [gpu(processes={7: GIB})]})).read()[0]
-    assert non_torch(RankSample(0, pid=7), sample) is None
+    sample = Nvml(FakeNvml({"init": None, "gpus": [gpu(processes={"self": GIB})]})).read()[0]
+    assert non_torch(RankSample(0, pid=os.getpid()), sample) is None
 
 
 @pytest.mark.gpu

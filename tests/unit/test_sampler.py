@@ -15,8 +15,8 @@ import pytest
 from nbdist.agent.sampler import FASTEST, Sampler
 from nbdist.metrics.nvml import Nvml
 from nbdist.metrics.sample import NodeSample
-from tests.fake_nvml import GIB, FakeNvml, machine
 from tests.harness import wait_until
+from tests.stand_ins.nvml import GIB, FakeNvml, machine
 
 LIMIT = 20.0
 FOR_EVER = 1e6
@@ -50,6 +50,7 @@ class Watched:
         return sample
 
     def free(self) -> None:
+        self.state["seconds"] = 0.0
         for gpu in self.state["gpus"]:
             gpu["seconds"] = 0.0
 
@@ -162,6 +163,14 @@ def test_a_driver_that_answers_after_all_is_believed(node: Watched) -> None:
     assert node.until(lambda sample: sample.gpus).why == ""
 
 
+def test_a_driver_that_is_not_ready_yet_delays_no_look(node: Watched) -> None:
+    node.state["seconds"] = FOR_EVER
+    node.sampler.watch(FASTEST)
+    assert "has not answered" in node.next().why
+    node.state["seconds"] = 0.0
+    assert node.until(lambda sample: sample.gpus).why == ""
+
+
 def test_a_driver_that_never_answers_holds_one_thread_however_often_it_is_asked(node: Watched) -> None:
     node.state["gpus"][0]["seconds"] = FOR_EVER
     for _ in range(3):
@@ -188,8 +197,8 @@ def test_without_a_driver_there_is_a_reason(node: Watched) -> None:
 
 
 def test_an_answer_that_makes_no_sense_ends_nothing(node: Watched) -> None:
-    node.state["gpus"][0]["used"] = "much"
+    node.state["gpus"][0]["utilization"] = "much"
     node.sampler.watch(FASTEST)
     assert "makes no sense" in node.next().why
-    node.state["gpus"][0]["used"] = GIB
-    assert node.until(lambda sample: sample.gpus).gpus[0].used == GIB
+    node.state["gpus"][0]["utilization"] = 55
+    assert node.until(lambda sample: sample.gpus).gpus[0].utilization == 0.55

@@ -73,7 +73,7 @@ def test_the_next_run_closes_the_one_before(kept: Kept) -> None:
 def test_a_run_of_which_a_tracker_cant_begin_is_not_begun(kept: Kept, tmp_path: Path) -> None:
     (tmp_path / "run.csv").write_text("a,b\n1,2\n")
     other = Kept()
-    with pytest.raises(UsageError, match="is no log that can be continued"):
+    with pytest.raises(UsageError, match="is not a log that can be continued"):
         trackers.init_trackers("run", to=[other, "csv"], folder=tmp_path)
     assert other.closed
     with pytest.raises(UsageError, match="there is nothing to log to"):
@@ -99,7 +99,9 @@ def test_before_a_run_it_says_how_to_begin_one() -> None:
 
 
 def test_unknown_trackers_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="'neptune' is no tracker: give one of csv, tensorboard, wandb, mlflow, comet"):
+    with pytest.raises(
+        UsageError, match="'neptune' is not a tracker: give one of csv, tensorboard, wandb, mlflow, comet"
+    ):
         trackers.init_trackers("run", to=["csv", "neptune"])
     with pytest.raises(UsageError, match=r"or an object with log\(\) and close\(\)"):
         trackers.init_trackers("run", to=3)  # type: ignore[arg-type]
@@ -140,7 +142,7 @@ def test_a_line_that_was_not_finished_is_removed(tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "run.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(UsageError, match="is no log that can be continued"):
+    with pytest.raises(UsageError, match="is not a log that can be continued"):
         trackers.init_trackers("run", folder=tmp_path)
     assert (tmp_path / "run.csv").read_text() == "a,b\n1,2\n"
     trackers.end_training()

@@ -48,7 +48,7 @@ def test_a_seed_is_that_of_all_generators() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "7"])
 def test_what_is_no_seed_is_refused(seed: object) -> None:
-    with pytest.raises(nbdist.UsageError, match="is no seed"):
+    with pytest.raises(nbdist.UsageError, match="is not a seed"):
         nbdist.set_seed(seed)  # type: ignore[arg-type]
 
 

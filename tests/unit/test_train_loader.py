@@ -382,7 +382,7 @@ def test_the_warning_names_the_share_and_what_to_change() -> None:
     ("call", "text"),
     [
         (lambda: prepare_loader([1, 2], plan=Plan()), "takes a torch.utils.data.DataLoader, not list: put the data"),
-        (lambda: prepare_loader(DataLoader([1]), plan=Plan(), rank=0), "give both, as in rank=0, world_size=2"),
+        (lambda: prepare_loader(DataLoader([1]), plan=Plan(), rank=0), "give both, for example rank=0, world_size=2"),
         (lambda: prepare_loader(DataLoader([1]), plan=Plan(), rank=2, world_size=2), "rank=2 with world_size=2"),
         (
             lambda: prepare_loader(DataLoader([1]), plan=Plan(dispatch=True), rank=0, world_size=2),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from tests.stand_ins.nvml import GIB, as_module, machine
 
 # The CPU build's own `_lazy_init` runs, with stand-ins for the functions that only a CUDA build has. As in that build,
 # counting devices is enough to spoil CUDA in processes forked later.
 PRETEND = """
-import json, os, types
+import os, types
 import torch
 
 spoiled = bad_fork = False
@@ -33,26 +37,6 @@ torch.cuda.get_device_properties = lambda index: types.SimpleNamespace(uuid="uui
 torch.cuda.memory_reserved = lambda index: 2**30
 """
 
-NVML = """
-import json, os, types
-
-gpus = json.loads(os.environ.get("PRETEND_GPUS", "[]"))
-
-def nvmlInit():
-    if not gpus:
-        raise RuntimeError("Driver Not Loaded")
-
-def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return len(gpus)
-def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlDeviceGetUUID(index): return f"GPU-uuid-{index}"
-
-def nvmlDeviceGetComputeRunningProcesses(index):
-    stranger = types.SimpleNamespace(pid=1, usedGpuMemory=2**33)
-    own = types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=gpus[index])
-    return [stranger] if gpus[index] is None else [stranger, own]
-"""
-
 CEXTENSION = """import torch
 
 
@@ -70,11 +54,27 @@ class Model:
 """
 
 
-def write_packages(folder: Path) -> None:
-    """Write them into a folder that is to be on the program's path."""
+def seen_by_nvml(gpus: Sequence[int | None]) -> dict[str, Any]:
+    """A machine as NVML sees it. The argument is that of `write_packages`."""
+    found = machine(len(gpus), processes={"1": 8 * GIB})
+    for index, held in enumerate(gpus):
+        found["gpus"][index]["uuid"] = f"GPU-uuid-{index}"
+        if held is not None:
+            found["gpus"][index]["processes"] = {"1": 8 * GIB, "self": held}
+    return found if gpus else {**found, "init": "DRIVER_NOT_LOADED"}
+
+
+def write_packages(folder: Path, gpus: Sequence[int | None] = (None,)) -> None:
+    """Write them into a folder that is to be on the program's path.
+
+    Args:
+        folder: The folder.
+        gpus: What NVML says of each GPU: the bytes that the program itself holds there, None if it has no context.
+            Without any there is no driver. On each there is another process, too.
+    """
+    as_module(folder, seen_by_nvml(gpus))
     for file, text in {
         "pretend.py": PRETEND,
-        "pynvml.py": NVML,
         "helper.py": HELPER,
         "bitsandbytes/__init__.py": "from . import cextension\n",
         "bitsandbytes/cextension.py": CEXTENSION,

@@ -1,0 +1,12 @@
+"""Stand-ins for what needs an NVIDIA GPU, all that there are: tests use no others.
+
+nvml       the driver's library: late, in containers, old, with reserved memory
+cuda       torch.cuda: an allocator behind a lock that is waited for with the GIL, sticky errors
+spinning   calls that wait for a kernel as CUDA does
+nccl       ProcessGroupNCCL: abort that blocks, the watchdog; in one process, and in real ranks over gloo
+guard      a torch that takes itself for one with CUDA, and libraries that initialise it
+
+Each says what it does that a naive one would not, and who says that the real one does: a file of torch's, a page of
+NVIDIA's, an issue. None does what the real one never does: tests/unit/test_cuda_build.py compares names and errors
+with a torch that is built for CUDA. What could not be known is said to be so. torch's sources are those of 2.13.
+"""

@@ -1,0 +1,41 @@
+"""Messages are plain American English: a list of turns that a reader would stumble over."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "nbdist"
+BANNED = {  # what to write instead
+    r"\b(?<!there )(?<!there's )is no (?!longer|faster|more)(?=[a-z])": "is not a ...",
+    r"\bare no (?=(state|name|number)\b)": "are not ...",
+    r"\banew\b": "again",
+    r"\bdear\b": "expensive",
+    r"\bmend\b": "fix",
+    r"\b(stands|stand) (once|twice)\b": "is given twice",
+    r"\bknows? (no|nothing)\b": "has no ..., can't handle ...",
+    r"\b(tells?|told) (of|more)\b": "report",
+    r"\bas (with|in) (?=[a-z_]+[(=.])": "for example",
+    r"\btype [a-z_]+=": "pass x=",
+    r"\bone word too many\b": "unexpected argument",
+}
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Every text in the code that is not a docstring, and where it is."""
+    for path in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+                yield f"{path.relative_to(ROOT.parent)}:{node.lineno}", node.value
+
+
+@pytest.mark.parametrize("pattern", BANNED)
+def test_no_message_has_a_turn_that_is_not_plain_english(pattern: str) -> None:
+    found = [f"{place}: {text!r}" for place, text in messages() if re.search(pattern, text, re.IGNORECASE)]
+    assert not found, f"write {BANNED[pattern]!r} instead:\n" + "\n".join(found)

@@ -17,6 +17,7 @@ from nbdist.errors import UsageError
 from nbdist.protocol import LONGEST, PATIENCE_VARIABLE, StartOptions
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL, from 2.30 on, takes several ranks on one GPU
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
 
 
@@ -131,11 +132,12 @@ def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None
         close = difflib.get_close_matches(backend, _BACKENDS, 1)
         hint = f"did you mean `--backend {close[0]}`? " if close else ""
         raise UsageError(f"backend {backend!r} is unknown: {hint}Allowed are {', '.join(_BACKENDS)}")
-    if "nccl" in backend and count > len(gpus):
+    if "nccl" in backend and count > len(gpus) and not (gpus and os.environ.get(SHARED_GPUS) == "1"):
         have = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
         fewer = f", or `-n {len(gpus)}`" if gpus else ""
+        shared = f", or `%env {SHARED_GPUS}=1` first, with NCCL 2.30 or newer" if gpus else ""
         raise UsageError(
-            f"nccl needs a GPU for each rank, and there are {count} ranks for {have}: `--backend gloo`{fewer}"
+            f"nccl needs a GPU for each rank, and there are {count} ranks for {have}: `--backend gloo`{fewer}{shared}"
         )
 
 

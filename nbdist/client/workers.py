@@ -225,16 +225,24 @@ class Workers:
         self.started_in = time.monotonic() - began
         for note in started.notes:
             progress(note)
-        if options.gpus and all(info.device == "cpu" for info in self.ranks):
-            progress("this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs")
-        elif options.gpus and len(options.gpus) < options.count:
-            plural = "s" if len(options.gpus) != 1 else ""
-            progress(f"{options.count} ranks share {len(options.gpus)} GPU{plural}, so their group uses {self.backend}")
-        elif not options.gpus and (files := unusable_gpus(options.environment)):
-            progress(
+        if remark := self._on_devices(options):
+            progress(remark)
+
+    def _on_devices(self, options: StartOptions) -> str:
+        """What is to be said of the devices that the ranks have got; empty: they have what there is."""
+        gpus = options.gpus or []
+        if gpus and all(info.device == "cpu" for info in self.ranks):
+            return "this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs"
+        if gpus and len(gpus) < options.count:
+            so = "" if "nccl" in self.backend else "so "  # it was asked for
+            plural = "s" if len(gpus) != 1 else ""
+            return f"{options.count} ranks share {len(gpus)} GPU{plural}, {so}their group uses {self.backend}"
+        if not gpus and (files := unusable_gpus(options.environment)):
+            return (
                 f"this machine has GPUs ({', '.join(files)}) that PyTorch can't use, so the ranks use the CPU. "
                 "`!python -c 'import torch; torch.zeros(1).cuda()'` shows why"
             )
+        return ""
 
     def _await_life(
         self, kinds: tuple[type[Message], ...], limit: float | None, progress: Callable[[str], None] = lambda text: None

@@ -394,10 +394,10 @@ def refuse_impossible(
             f"replicas ({plan.replicas}) must divide the number of ranks, which is {world_size}: "
             f"set replicas to {' or '.join(map(str, fitting))}"
         )
-    if plan.offload and plan.clip_grad_norm is not None and backend == "nccl":
+    if plan.offload and backend == "nccl":
         raise UsageError(
-            "offload with clip_grad_norm sums norms in CPU memory, which NCCL can't: start the ranks with the backend "
-            "cpu:gloo,cuda:nccl (the default), or leave one of the two out"
+            "offload keeps shards in CPU memory, from which NCCL can't sum norms or look for infinite gradients: start "
+            "the ranks with the backend cpu:gloo,cuda:nccl (the default), or set offload to False"
         )
 
 

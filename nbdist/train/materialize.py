@@ -17,6 +17,7 @@ from nbdist.errors import UsageError
 from nbdist.train import state as training
 
 _SHOWN = 5  # modules in a message
+_BUCKET = 32 << 20  # bytes that are copied together to be sent; what is larger is sent from where it is
 
 
 def refuse_without_initializer(model: nn.Module) -> None:
@@ -103,21 +104,26 @@ def initializer(module: nn.Module) -> Callable[[], Any] | None:
 
 @torch.no_grad()
 def take_from_rank_0(modules: Iterable[nn.Module]) -> None:
-    """Give all ranks rank 0's values of whole parameters and buffers; children are not looked at."""
+    """Give all ranks rank 0's values of whole parameters and buffers; children are not looked at.
+
+    As bytes, which every backend can send whatever the type. Small tensors go together: a model has thousands of them.
+    """
     if training.world_size() == 1:
         return
-    pending: list[Any] = []
-    for module in modules:
-        for tensor in _own(module):
-            if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():
-                pending.append(_sent(tensor.detach()))
-    for work, copy, tensor in pending:
+    tensors = [
+        tensor.detach()
+        for module in modules
+        for tensor in _own(module)
+        if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel()
+    ]
+    wholes = [tensor.contiguous() for tensor in tensors]
+    flat = [whole.reshape(-1).view(torch.uint8) for whole in wholes]
+    large = [dist.broadcast(each, src=0, async_op=True) for each in flat if each.numel() >= _BUCKET]
+    if small := [each for each in flat if each.numel() < _BUCKET]:
+        world: Any = dist.group.WORLD
+        dist._broadcast_coalesced(world, small, _BUCKET, 0)
+    for work in large:
         work.wait()
-        if copy is not tensor:
-            tensor.copy_(copy)
-
-
-def _sent(tensor: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Begin a broadcast as bytes, which every backend can send whatever the type."""
-    whole = tensor.contiguous()
-    return dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0, async_op=True), whole, tensor
+    for whole, tensor in zip(wholes, tensors, strict=True):
+        if whole is not tensor:
+            tensor.copy_(whole)

@@ -6,6 +6,7 @@ checkpointed, then compiled, then sharded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -226,10 +227,11 @@ def _shard(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module
     for norm in norms:
         _make_alike([norm], norm, materializer, device)
         fully_shard(norm, mp_policy=precision.full_precision_policy(), **options)
-    for block in blocks:
-        _make_alike([module for module in block.modules() if module not in norms], None, materializer, device)
-        fully_shard(block, mp_policy=block_policy, **options)
-    inside = {module for block in blocks for module in block.modules()} | set(norms)
+    groups = [*_input_embedding(model, blocks), *blocks]
+    for group in groups:
+        _make_alike([module for module in group.modules() if module not in norms], None, materializer, device)
+        fully_shard(group, mp_policy=block_policy, **options)
+    inside = {module for group in groups for module in group.modules()} | set(norms)
     rest = [module for module in model.modules() if module not in inside]
     _make_alike(rest, None if inside else model, materializer, device)
     fully_shard(model, mp_policy=root_policy, **options)
@@ -240,6 +242,22 @@ def _shard(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module
     if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
     return model
+
+
+def _input_embedding(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The input embedding of a model of transformers, if it can be sharded by itself.
+
+    With the rest it would be whole from the first block to the last, gigabytes for a large vocabulary. Other models may
+    use an embedding's weight without calling it, for example for their logits; `shard_by` can name it.
+    """
+    if not callable(tell := getattr(model, "get_input_embeddings", None)):
+        return []
+    with contextlib.suppress(NotImplementedError):  # of a model that has several, or none
+        found = tell()
+        inside = {module for block in blocks for module in block.modules()}
+        if isinstance(found, nn.Module) and found is not model and found not in inside:
+            return _separable(model, [found])
+    return []
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:

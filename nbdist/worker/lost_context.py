@@ -38,14 +38,14 @@ def advice(error: BaseException) -> str:
         return ""
     words = (
         f"this rank has lost its GPU (CUDA error {code}, {_STICKY[code]}): whatever it does there fails from now on, "
-        "and its tensors on the GPU are gone. What it has in CPU memory can still be pulled. Type `%distributed "
-        "restart` for fresh ranks."
+        "and its tensors on the GPU are gone. Type `%distributed restart` for fresh ranks (what is in CPU memory can "
+        "be pulled before), or launch again."
     )
     if code not in _OF_CODE:
         return words
     return (
-        f"{words} The usual cause is a label or an index that is out of range; the line that is shown may be a later "
-        "one. To see the right one type `%env CUDA_LAUNCH_BLOCKING=1` before the restart, or run the batch on the CPU."
+        f"{words} The usual cause is a label or an index that is out of range, and the line that is shown may be a "
+        "later one: type `%env CUDA_LAUNCH_BLOCKING=1` first to see the right one, or run the batch on the CPU."
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import nbdist
 from tests.gpu.conftest import Record, value, values
-from tests.harness import Kernel
+from tests.harness import Kernel, wait_until
 
 pytestmark = pytest.mark.gpu
 
@@ -42,10 +42,17 @@ def test_a_fork_is_refused_after_the_notebook_has_used_the_gpu(kernel: Kernel) -
     assert outcome.status == "error" and "CUDA was initialised" in outcome.evalue and "cell 2" in outcome.evalue
 
 
-def test_a_rank_with_a_gpu_of_its_own_is_connected_before_its_first_collective(device: str) -> None:
+def test_a_rank_with_a_gpu_of_its_own_is_connected_without_a_first_collective(device: str) -> None:
     if device == "cpu":
         pytest.skip("no GPU")
     with nbdist.Session(1) as session:
         code = "import torch.distributed as dist\ndist.group.WORLD._get_backend(device)._is_initialized()"
-        assert value(session, code) is True
-        assert value(session, "import torch.distributed as dist\ndist.group.WORLD.bound_device_id is None") is True
+        wait_until(lambda: value(session, code) is True, "NCCL to connect", 30)
+        assert value(session, "dist.group.WORLD.bound_device_id is None")
+
+
+def test_ranks_on_a_gpu_have_what_libraries_read_but_once(two: nbdist.Session) -> None:
+    if two.ranks[0].device == "cpu":
+        pytest.skip("no GPU")
+    code = "import torch\nx = torch.ones(1, device=device)\ntorch.cuda.memory._snapshot()['allocator_settings']"
+    assert value(two, code)["expandable_segments"] is True

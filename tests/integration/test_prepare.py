@@ -55,6 +55,55 @@ again[0] is model, again[1] is optimizer, optimizer.step is before, len(state.cu
     assert value(ranks, code) == "(True, True, True, 1)"
 
 
+@pytest.mark.parametrize(("tied", "apart"), [(False, True), (True, False)], ids=["", "tied"])
+def test_the_embedding_of_a_language_model_is_whole_only_while_it_is_used(
+    ranks: Kernel, tied: bool, apart: bool
+) -> None:
+    code = f"""
+from torch.distributed.fsdp import FSDPModule
+from tests.train_weights import llama
+torch.manual_seed(rank)
+model = llama(tie_word_embeddings={tied}); dist.broadcast(model.lm_head.weight.data, 0)
+copied = copy.deepcopy(model)
+for tensor in copied.state_dict().values(): dist.broadcast(tensor, 0)
+model = nbdist.prepare(model, plan=Plan(strategy="fsdp"))
+ids = torch.arange(12).reshape(2, 6)
+losses = [each(input_ids=ids, labels=ids).loss for each in (model, copied)]
+during = isinstance(model.model.embed_tokens.weight, torch.distributed.tensor.DTensor)
+nbdist.backward(losses[0]); losses[1].backward()
+gradient = model.get_input_embeddings().weight.grad.full_tensor()
+(isinstance(model.model.embed_tokens, FSDPModule), during,
+ torch.allclose(*losses), torch.allclose(gradient, copied.get_input_embeddings().weight.grad, atol=1e-6))"""
+    assert value(ranks, code) == str((apart, apart, True, True))
+
+
+def test_small_tensors_go_to_the_other_ranks_together(ranks: Kernel) -> None:
+    code = """
+torch.manual_seed(rank)
+net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(100)], nn.BatchNorm1d(8))
+entered = lambda: dist.group.WORLD._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
+before = entered()
+from nbdist.train.materialize import take_from_rank_0
+take_from_rank_0(net.modules())
+calls = entered() - before
+sums = nbdist.gather_object([[tensor.double().sum().item() for tensor in net.state_dict().values()]])
+calls < 10, sums[0] == sums[1]"""
+    assert value(ranks, code) == "(True, True)"
+
+
+def test_large_and_transposed_tensors_come_from_rank_0_too(ranks: Kernel) -> None:
+    code = """
+from nbdist.train import materialize
+torch.manual_seed(rank)
+net = nn.Linear(1024, 4 * 1024 + 1); net.weight = nn.Parameter(torch.randn(1024, 9 * 1024).t())
+net.register_buffer("flags", torch.rand(7) > 0.5)
+first = net.weight.data
+materialize.take_from_rank_0(net.modules())
+sums = nbdist.gather_object([[tensor.double().sum().item() for tensor in net.state_dict().values()]])
+first.numel() * 4 > materialize._BUCKET, sums[0] == sums[1], net.weight.data is not None and net.weight.stride()"""
+    assert value(ranks, code) == "(True, True, (1, 9216))"
+
+
 @pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp"])
 def test_tied_weights_stay_tied(ranks: Kernel, strategy: str) -> None:
     code = f"""

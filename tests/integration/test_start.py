@@ -162,6 +162,7 @@ def test_without_a_session_as_many_ranks_as_gpus_are_offered(gpus: Kernel) -> No
         ("--gpus 0,0", "names a GPU twice"),
         ("-n 3 --backend nccl", "nccl needs a GPU for each rank, and there are 3 ranks for 2 GPUs"),
         ("-n 2 --gpus 1 --backend nccl", "there are 2 ranks for 1 GPU"),
+        ("-n 2 --gpus 1 --backend nccl", "`%env NCCL_MULTI_RANK_GPU_ENABLE=1` first"),
     ],
 )
 def test_gpus_that_can_not_be_had_are_refused_with_what_there_is(gpus: Kernel, flags: str, says: str) -> None:
@@ -191,6 +192,14 @@ def test_ranks_see_the_gpus_that_were_chosen(gpus: Kernel, flags: str, before: s
     gpus.ok("os.environ.pop('CUDA_VISIBLE_DEVICES', None)")
     seen = gpus.value("__import__('nbdist').get_session().pull('__import__(\"os\").environ[\"CUDA_VISIBLE_DEVICES\"]')")
     assert set(seen) == {visible}
+
+
+@cpu_torch
+def test_ranks_may_share_a_gpu_by_nccl_where_nccl_was_told_so(gpus: Kernel) -> None:
+    gpus.ok("%env NCCL_MULTI_RANK_GPU_ENABLE=1")
+    gpus.ok("%distributed start -n 2 --gpus 1 --backend nccl --no-init", HANG)
+    gpus.ok("import os; os.environ.pop('NCCL_MULTI_RANK_GPU_ENABLE')")
+    assert len(gpus.rank_pids()) == 2
 
 
 @pytest.mark.gpu

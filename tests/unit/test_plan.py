@@ -227,7 +227,7 @@ def test_a_plan_can_be_taken_to_any_strategy_without_what_is_not_for_it(name: st
         ({"sync_batchnorm": True}, {"device": "cpu", "world_size": 2}, "sync_batchnorm is for GPUs"),
         ({"strategy": "hsdp", "replicas": 4}, {"world_size": 6}, "which is 6: set replicas to 1 or 2 or 3 or 6"),
         (
-            {"strategy": "fsdp", "offload": True, "clip_grad_norm": 1},
+            {"strategy": "fsdp", "offload": True},
             {"device": "cuda:0", "backend": "nccl"},
             "start the ranks with the backend cpu:gloo,cuda:nccl",
         ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from nbdist import cuda_guard
 from nbdist.errors import RankError
+from tests.stand_ins.driver import compiled
 from tests.stand_ins.guard import seen_by_nvml, write_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,16 +241,9 @@ def test_without_a_gpu_asking_for_one_spoils_no_fork(packages: Path) -> None:
 
 
 def test_a_driver_call_outside_torch_is_found(packages: Path) -> None:
-    compiler = shutil.which("cc")
-    if compiler is None:
+    library = compiled(packages)
+    if library is None:
         pytest.skip("the stand-in for the driver has to be compiled, and there is no C compiler")
-    source, library = packages / "driver.c", packages / "driver.so"
-    source.write_text(
-        "static int ready; int cuInit(unsigned flags) { ready = 1; return 0; }"
-        "int cuDeviceGetCount(int *count) { *count = 1; return ready ? 0 : 3; }"
-    )
-    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
-    subprocess.run(command, check=True)
     code = f"""
 import ctypes
 from nbdist import cuda_guard

@@ -408,18 +408,22 @@ def _exit_code(child: int) -> int:
 
 
 def _nvml_devices() -> list[tuple[str, int | None]]:
-    """UUID of each GPU, and the bytes that this process has on it: None where NVML does not know the process."""
-    try:
-        import pynvml
+    """UUID of each GPU, and the bytes that this process has on it: None where NVML does not know the process.
 
-        pynvml.nvmlInit()
-    except Exception:  # no driver, or one that does not work
-        return []
+    Empty without a driver that works and answers within a moment.
+    """
+    from nbdist.metrics.nvml import within_a_moment
+
+    return within_a_moment(_ask_nvml, [])
+
+
+def _ask_nvml() -> list[tuple[str, int | None]]:
+    import pynvml
+
+    pynvml.nvmlInit()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [(str(pynvml.nvmlDeviceGetUUID(handle)), _own_share(pynvml, handle)) for handle in handles]
-    except Exception:
-        return []
     finally:
         with contextlib.suppress(Exception):
             pynvml.nvmlShutdown()

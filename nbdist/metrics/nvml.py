@@ -6,7 +6,7 @@ Knows nothing of ranks; who maps them to GPUs does so by UUID.
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -160,25 +160,30 @@ class Nvml:
             return None
 
 
-def read_once() -> list[GpuSample]:
-    """One look at all GPUs by who keeps no driver open; empty if the driver has not answered within a moment.
+def within_a_moment(look: Callable[[], _T], otherwise: _T) -> _T:
+    """What a look at the driver finds, for who can't wait: a driver that hangs can't be interrupted.
 
-    A driver that hangs can't be interrupted: a thread waits for it, and ends when it answers.
+    Args:
+        look: Takes it, in a thread, which ends when the driver answers.
+        otherwise: What is returned if it has not answered in time, or the look raises.
     """
-    answer: queue.SimpleQueue[list[GpuSample]] = queue.SimpleQueue()
-    threading.Thread(target=_read_into, args=(answer,), name="nbdist-driver-once", daemon=True).start()
-    try:
-        return answer.get(timeout=_PATIENCE)
-    except queue.Empty:
-        return []
+    found: list[_T] = []
+
+    def take() -> None:
+        with contextlib.suppress(Exception):  # no driver, or one of tomorrow that answers in ways that nobody knows
+            found.append(look())
+
+    thread = threading.Thread(target=take, name="nbdist-driver-once", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    return found[0] if found else otherwise
 
 
-def _read_into(answer: queue.SimpleQueue[list[GpuSample]]) -> None:
+def read_once() -> list[GpuSample]:
+    """One look at all GPUs, by who keeps no driver open."""
     driver = Nvml()
     try:
-        answer.put(driver.read())
-    except Exception:  # a driver of tomorrow may answer in ways that nobody knows
-        answer.put([])
+        return driver.read()
     finally:
         driver.close()
 

@@ -9,7 +9,6 @@ are summed in fp32.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
+from nbdist.metrics.nvml import within_a_moment
 
 if TYPE_CHECKING:
     import torch
@@ -198,16 +198,18 @@ def _highest_clock(properties: Any) -> float:
     """Of the SMs, Hz; 0 where neither torch nor the driver tells."""
     if found := getattr(properties, "clock_rate", 0):
         return 1000.0 * float(found)
-    with contextlib.suppress(Exception):
-        import pynvml
+    return within_a_moment(lambda: _highest_clock_by_driver(f"GPU-{properties.uuid}"), 0.0)
 
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
-            return 1e6 * float(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM))
-        finally:
-            pynvml.nvmlShutdown()
-    return 0.0
+
+def _highest_clock_by_driver(uuid: str) -> float:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        return 1e6 * float(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM))
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def mixed(flops: Mapping[str, int], figures: Mapping[str, Peak | None]) -> Peak | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Kernel, both
+from tests.harness import Kernel, both, kernel_with_ranks
 
 pytestmark = pytest.mark.torch_private
 
@@ -84,3 +84,15 @@ def test_a_rank_that_is_stuck_in_cuda_s_allocator_answers_and_hears_interrupts(k
         assert sorted(kernel.value(f"ask({question!r})")) == [0, 1]
     kernel.fails("handle.interrupt(); handle.wait(30)", "KeyboardInterrupt")
     kernel.ok("%%distributed\nsys.modules['torch.cuda'] = own_cuda")
+
+
+def test_a_rank_that_nccl_s_watchdog_ends_is_named_with_the_signal_and_the_other_goes_on() -> None:
+    with kernel_with_ranks(2) as kernel:
+        kernel.ok(
+            "%%distributed\nimport os, torch\nfrom datetime import timedelta\nfrom tests.stand_ins import nccl\n"
+            "os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'] = '3'\nkept = nccl.install(timedelta(seconds=0.2))"
+        )
+        late = "%%distributed\nif rank == 0:\n    nccl.synchronize(nccl.all_reduce(torch.ones(1)))"
+        outcome = kernel.run(late, limit=60)
+        assert outcome.ename == "RankDied" and "rank 0" in outcome.evalue and "SIGABRT" in outcome.evalue, str(outcome)
+        assert kernel.ok("%%rank 1\nprint(kept.name())").stdout == "[1] nccl\n"

@@ -4,6 +4,8 @@ nvml       the driver's library: late, in containers, old, with reserved memory
 cuda       torch.cuda: an allocator behind a lock that is waited for with the GIL, sticky errors
 spinning   calls that wait for a kernel as CUDA does
 nccl       ProcessGroupNCCL: abort that blocks, the watchdog; in one process, and in real ranks over gloo
+driver     CUDA's driver before and after cuInit, compiled
+sysfs      what Linux says of a GPU's place
 guard      a torch that takes itself for one with CUDA, and libraries that initialise it
 
 Each says what it does that a naive one would not, and who says that the real one does: a file of torch's, a page of

@@ -1,4 +1,10 @@
-"""Packages for tests of the CUDA guard: a torch that takes itself for one with CUDA, and libraries that use it."""
+"""Packages for tests of the CUDA guard: a torch that takes itself for one with CUDA, and libraries that use it.
+
+- Counting devices is enough to spoil CUDA in processes forked later (torch/csrc/cuda/Module.cpp: `poison_fork`, which
+  `THCPModule_getDeviceCount_wrap` calls, too), and `_cuda_isInBadFork` says so in the child alone.
+- Everything else of the initialisation is torch's own: `torch.cuda._lazy_init` runs as it is.
+- NVML shows another process on each GPU, and this one where it has a context.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,7 @@ from typing import Any
 
 from tests.stand_ins.nvml import GIB, as_module, machine
 
-# The CPU build's own `_lazy_init` runs, with stand-ins for the functions that only a CUDA build has. As in that build,
-# counting devices is enough to spoil CUDA in processes forked later.
+# The CPU build's own `_lazy_init` runs, with stand-ins for the functions that only a CUDA build has.
 PRETEND = """
 import os, types
 import torch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,11 @@ import pytest
 
 from nbdist import cuda_guard
 from nbdist.errors import RankError
+from nbdist.metrics import nvml
+from tests.harness import wait_until
+from tests.stand_ins.driver import compiled
 from tests.stand_ins.guard import seen_by_nvml, write_packages
+from tests.stand_ins.nvml import FakeNvml
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "CUDA is not initialised in this process."
@@ -241,16 +244,9 @@ def test_without_a_gpu_asking_for_one_spoils_no_fork(packages: Path) -> None:
 
 
 def test_a_driver_call_outside_torch_is_found(packages: Path) -> None:
-    compiler = shutil.which("cc")
-    if compiler is None:
+    library = compiled(packages)
+    if library is None:
         pytest.skip("the stand-in for the driver has to be compiled, and there is no C compiler")
-    source, library = packages / "driver.c", packages / "driver.so"
-    source.write_text(
-        "static int ready; int cuInit(unsigned flags) { ready = 1; return 0; }"
-        "int cuDeviceGetCount(int *count) { *count = 1; return ready ? 0 : 3; }"
-    )
-    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
-    subprocess.run(command, check=True)
     code = f"""
 import ctypes
 from nbdist import cuda_guard
@@ -317,6 +313,16 @@ def test_held_memory_is_what_torch_has_reserved_where_nvml_tells_less(packages: 
 
 def test_who_holds_no_memory_is_not_warned(packages: Path) -> None:
     assert program(packages, "from nbdist import cuda_guard\nprint(cuda_guard.memory_warning())") == ["None"]
+
+
+def test_a_driver_that_never_answers_holds_up_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = seen_by_nvml([2**30])
+    state["seconds"], driver = 1e6, FakeNvml(state)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    monkeypatch.setattr(nvml, "_PATIENCE", 0.1)
+    assert cuda_guard.memory_warning() is None
+    state["seconds"] = 0.0  # now it answers: who has asked gets it late
+    wait_until(lambda: driver.calls > 0 and not driver.opened, "the driver to be let go of")
 
 
 # --- preflight and advice

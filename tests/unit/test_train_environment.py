@@ -16,6 +16,7 @@ import torch
 import nbdist
 from nbdist.plan import Plan
 from nbdist.train import environment
+from tests.stand_ins import sysfs
 
 CPU = torch.device("cpu")
 
@@ -105,21 +106,14 @@ def test_python_collects_garbage_again_under_a_plan_that_does_not() -> None:
 
 
 def test_the_cores_next_to_a_device_are_read_from_the_kernel(tmp_path: Path) -> None:
-    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text("1\n")
-    node = tmp_path / "devices/system/node/node1"
-    node.mkdir(parents=True)
-    (node / "cpulist").write_text("4-6,12\n")
+    sysfs.gpu(tmp_path, "0000:3b:00.0", node=1)
+    sysfs.node(tmp_path, 1, "4-6,12")
     assert environment.numa_node("0000:3b:00.0", tmp_path) == 1
     assert environment.cores_of_node(1, tmp_path) == {4, 5, 6, 12}
 
 
-@pytest.mark.parametrize("text", ["-1\n", ""], ids=["one node", "unreadable"])
-def test_a_machine_that_does_not_tell_its_nodes_is_left_alone(tmp_path: Path, text: str) -> None:
-    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text(text)
+def test_a_machine_that_does_not_tell_its_nodes_is_left_alone(tmp_path: Path) -> None:
+    sysfs.gpu(tmp_path, "0000:3b:00.0", node=-1)
     assert environment.numa_node("0000:3b:00.0", tmp_path) is None
     assert environment.numa_node("0000:ff:00.0", tmp_path) is None
     assert environment.cores_of_node(0, tmp_path) == set()

@@ -35,6 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "compile_dynamic": {"compile": True, "compile_dynamic": False},
     "compile_fullgraph": {"strategy": "fsdp", "compile": True, "compile_fullgraph": True},
     "activation_checkpointing": {"activation_checkpointing": "selective"},
+    "activation_budget": {"activation_budget": 0.5},
     "comm_hook": {"comm_hook": "fp16"},
     "comm_hook_options": {"comm_hook": "powersgd", "comm_hook_options": {"matrix_approximation_rank": 7}},
     "bucket_mb": {"bucket_mb": 77.0},
@@ -101,6 +102,8 @@ def refused_by_ranks(plan: Plan, **ranks: Any) -> str:
         ("ema", 1, "ema must be a number between 0 and 1, such as 0.999, or None, not 1"),
         ("ema", "0.9", "not '0.9'"),
         ("ema", True, "not True"),
+        ("activation_budget", 1, "activation_budget must be a number from 0 to less than 1, such as 0.5"),
+        ("activation_budget", -0.1, "not -0.1"),
         ("bucket_mb", None, "bucket_mb must be a number of more than 0, not None"),
         ("compile", 1, "compile 1 is unknown. Allowed are True, False, 'default', 'reduce-overhead', 'max-autotune'"),
         ("compile", "max-autotun", "did you mean 'max-autotune'?"),
@@ -172,6 +175,10 @@ def test_a_plan_needs_no_torch() -> None:
         ({"static_graph": True, "accumulate": 2}, "static_graph excludes accumulate (2)"),
         ({"static_graph": True, "local_sgd_steps": 2}, "static_graph excludes local SGD (2)"),
         ({"local_sgd_steps": 2, "comm_hook": "fp16"}, "local SGD exchanges none"),
+        (
+            {"activation_budget": 0.5, "activation_checkpointing": "full"},
+            "set activation_checkpointing to 'none', or activation_budget to None",
+        ),
         ({"ema": 0.9, "local_sgd_steps": 2}, "ema (0.9) excludes local SGD (2)"),
         ({"seed_per_rank": True}, "there is none: set seed"),
         (
@@ -196,6 +203,7 @@ def test_what_excludes_each_other_is_refused_with_the_reason(settings: dict[str,
         {"strategy": "fsdp", "offload": True, "accumulate": 3, "clip_grad_norm": 1, "compile": True},
         {"compile": "max-autotune-no-cudagraphs", "accumulate": 3, "compile_dynamic": True},
         {"strategy": "none", "compile": "reduce-overhead", "compile_dynamic": False, "compile_fullgraph": True},
+        {"activation_budget": 0, "shard_by": "Block"},
         {"activation_checkpointing": "full", "shard_by": "Block"},  # it says which blocks are computed again
         {
             "comm_hook": "powersgd",

@@ -69,7 +69,7 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
 
     Raises:
         UsageError: `shard_by` fits no module, there is nothing to checkpoint or to compute in fp8, a module on the meta
-            device can't set its values, this torch's hook is broken.
+            device can't set its values, this torch's hook is broken, torchao does not know the recipe.
     """
     blocks = find_blocks(model, plan.shard_by)
     if plan.activation_checkpointing != "none" or _budgets_blocks(plan):
@@ -77,6 +77,8 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
     if not has_weights:
         refuse_without_initializer(model)
     float8.refuse_small(model, plan)
+    if plan.precision == "fp8":
+        float8.config_of(plan)
     if plan.comm_hook == "batched_powersgd":
         _refuse_broken_hook()
 

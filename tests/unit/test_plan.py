@@ -109,6 +109,12 @@ def refused_by_ranks(plan: Plan, **ranks: Any) -> str:
         ("compile", "max-autotun", "did you mean 'max-autotune'?"),
         ("compile_dynamic", "yes", "compile_dynamic must be True, False or None, not 'yes'"),
         ("compile_fullgraph", 1, "compile_fullgraph must be True or False, not 1"),
+        (
+            "fp8_recipe",
+            "row",
+            "fp8_recipe 'row' is unknown: did you mean 'rowwise'? Allowed are 'tensorwise', 'rowwise', ",
+        ),
+        ("fp8_recipe", "mxfp8", "fp8_recipe 'mxfp8' is unknown. Allowed are 'tensorwise', 'rowwise'"),
         ("tf32", "yes", "tf32 must be True, False or None, not 'yes'"),
         ("shard_by", dict, "shard_by must be the name of a module's class like 'Block'"),
         ("shard_by", "not a name", "shard_by must be"),

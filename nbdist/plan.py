@@ -42,6 +42,8 @@ class Plan:
         compile_fullgraph: `torch.compile`'s `fullgraph`: whether what would break the graph is an error.
         activation_checkpointing: "none", "full" (each block), "selective" (all but the expensive operations), or
             "selective-half" (and every second matrix product of linear layers).
+        activation_budget: How much of the memory of activations may be kept, from 0 to less than 1; the others are
+            computed again in backward. Compiled models choose operations, others blocks; None: all are kept.
         comm_hook: DDP's communication hook: "none", "fp16", "bf16", "powersgd", "batched_powersgd".
         comm_hook_options: Settings of the hook, as torch names them (`matrix_approximation_rank`, ...).
         bucket_mb: Size of DDP's buckets, MiB.
@@ -81,6 +83,7 @@ class Plan:
     compile_dynamic: bool | None = None
     compile_fullgraph: bool = False
     activation_checkpointing: Literal["none", "full", "selective", "selective-half"] = "none"
+    activation_budget: float | None = None
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "batched_powersgd"] = "none"
     comm_hook_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     bucket_mb: float = 25.0

@@ -125,6 +125,7 @@ def refined(plan: Plan) -> dict[str, Any]:
         _refuse_count(name, getattr(plan, name), least)
     values["clip_grad_norm"] = _amount("clip_grad_norm", plan.clip_grad_norm)
     values["ema"] = _decay(plan.ema)
+    values["activation_budget"] = _share(plan.activation_budget)
     values["bucket_mb"] = _amount("bucket_mb", plan.bucket_mb)
     values["shard_by"] = _blocks(plan.shard_by)
     values["comm_hook_options"] = _hook_options(plan.comm_hook_options)
@@ -212,6 +213,16 @@ def _decay(value: object) -> float | None:
     return value
 
 
+def _share(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or not _is_number(value) or value >= 1:
+        raise UsageError(
+            f"activation_budget must be a number from 0 to less than 1, such as 0.5, or None, not {value!r}"
+        )
+    return float(value)
+
+
 def _blocks(value: object) -> Any:
     names = [value] if isinstance(value, str) else value
     if isinstance(names, (list, tuple)):
@@ -261,6 +272,12 @@ def refuse_contradictions(plan: Plan) -> None:
             "or set comm_hook to 'powersgd' or 'batched_powersgd'"
         )
     _refuse_early_compression(plan)
+    if plan.activation_budget is not None and plan.activation_checkpointing != "none":
+        raise UsageError(
+            f"activation_budget ({plan.activation_budget:g}) says how much is computed again, and so does "
+            f"activation_checkpointing ({plan.activation_checkpointing!r}): set activation_checkpointing to 'none', or "
+            "activation_budget to None"
+        )
     if plan.ema is not None and plan.local_sgd_steps:
         raise UsageError(
             f"ema ({plan.ema:g}) excludes local SGD ({plan.local_sgd_steps}): each rank would average weights of its "
@@ -327,7 +344,7 @@ def default_of(plan: Plan, name: str) -> Any:
 
 
 def _is_for(plan: Plan, name: str, strategy: str) -> bool:
-    if name == "shard_by" and plan.activation_checkpointing != "none":
+    if name == "shard_by" and (plan.activation_checkpointing != "none" or plan.activation_budget is not None):
         return True  # it says what a block is, and activation checkpointing works by blocks, too
     return strategy in OWNERS[name][0]
 

@@ -129,6 +129,14 @@ def _checkpointing(plan: Plan, kind: str) -> str:
     return f"blocks keep the results of {kept} and compute the others again in backward"
 
 
+def _budget(plan: Plan, kind: str) -> str:
+    if plan.compile:
+        return (
+            "the compiler keeps what is slowest to compute again, up to this share, and computes the rest in backward"
+        )
+    return "this share of the blocks keeps its activations; the others are computed again in backward"
+
+
 def _hook(plan: Plan, kind: str) -> str:
     if plan.comm_hook in ("fp16", "bf16"):
         return f"gradients travel as {_TYPES[plan.comm_hook]}: half the bytes of float32"
@@ -187,6 +195,7 @@ _TELLERS: dict[str, str | Teller] = {
     "compile_dynamic": _dynamic,
     "compile_fullgraph": "what would break the graph in two is an error",
     "activation_checkpointing": _checkpointing,
+    "activation_budget": _budget,
     "comm_hook": _hook,
     "find_unused_parameters": "each backward looks for parameters without a gradient, which takes time",
     "static_graph": "every step has the same graph, so DDP learns its order once",

@@ -97,6 +97,8 @@ def _begin(setting: Setting, notes: list[str]) -> training.State:
     plan = setting.plan
     if plan.compile:
         notes.append("torch.compile is not modelled: it frees or fuses some activations away")
+        if plan.activation_budget is not None:
+            notes.append("the activation budget is counted as a share of the blocks, which the compiler can better")
     if plan.precision == "fp8":
         notes.append("fp8 is counted as bf16")
         plan = plan.replace(**with_parts_dropped(plan, {"precision": "bf16"}))

@@ -17,6 +17,7 @@ from nbdist.train import float8
 from nbdist.train import state as training
 from nbdist.train.gradients import parameters_of
 from nbdist.train.loop import unwrap
+from nbdist.train.shards import gather_again
 from nbdist.train.state import State
 
 
@@ -50,7 +51,7 @@ def averaged(model: nn.Module) -> Iterator[nn.Module]:
         _put_in(model, state, kept)
         yield model
     finally:
-        _rest(model)
+        gather_again(model)
         with torch.no_grad():
             for weights, copy in kept:
                 weights.copy_(copy)
@@ -121,7 +122,7 @@ def _type_of(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _put_in(model: nn.Module, state: State, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    _rest(model)
+    gather_again(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if (average := state.averages.get(parameter)) is not None:
@@ -129,15 +130,6 @@ def _put_in(model: nn.Module, state: State, kept: list[tuple[torch.Tensor, torch
                 kept.append((weights, weights.clone()))
                 weights.copy_(_local(average))
     float8.after_step([model], state.plan)
-
-
-def _rest(model: nn.Module) -> None:
-    """Let FSDP gather parameters again: after a forward the outermost module may still hold whole ones."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

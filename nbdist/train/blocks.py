@@ -147,9 +147,33 @@ def checkpoint_blocks(model: nn.Module, kind: Kind, shard_by: ShardBy = None) ->
         return
     blocks = find_blocks(model, shard_by)
     refuse_without_blocks(model, blocks)
-    options = {"context_fn": _CONTEXTS[kind]} if kind in _CONTEXTS else {}
     for block in blocks:
-        shadow(block, "forward", partial(_checkpointed, options, CacheArguments.of(block)))
+        _checkpoint(block, kind)
+
+
+def checkpoint_share(model: nn.Module, budget: float, shard_by: ShardBy = None) -> None:
+    """Let so many blocks be checkpointed, spread evenly, that the others are this share of all at most.
+
+    Args:
+        model: The whole model.
+        budget: The share of blocks that keep their activations, from 0 to less than 1.
+        shard_by: What is a block, as with `find_blocks`.
+
+    Raises:
+        UsageError: The model has no blocks.
+    """
+    blocks = find_blocks(model, shard_by)
+    refuse_without_blocks(model, blocks)
+    kept = int(budget * len(blocks))
+    for number, block in enumerate(blocks):
+        keeps = (number + 1) * kept // len(blocks) > number * kept // len(blocks)
+        if not keeps:
+            _checkpoint(block, "full")
+
+
+def _checkpoint(block: nn.Module, kind: Kind) -> None:
+    options = {"context_fn": _CONTEXTS[kind]} if kind in _CONTEXTS else {}
+    shadow(block, "forward", partial(_checkpointed, options, CacheArguments.of(block)))
 
 
 def refuse_without_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""What a plan asks of the whole process: seeds, determinism, TF32, NUMA, garbage collection.
+"""What a plan asks of the whole process: seeds, determinism, TF32, activations of compiled code, NUMA, collection.
 
 Knows nothing of models.
 """
@@ -41,6 +41,8 @@ def apply(plan: Plan, device: torch.device) -> None:
         _choose_deterministic_algorithms()
     if plan.tf32 is not None:
         _choose_tf32(plan.tf32)
+    if plan.compile and plan.activation_budget is not None:
+        _budget_activations(plan.activation_budget)
     if plan.numa:
         bind_to_numa_node(device)
     if plan.gc_interval and gc.isenabled():
@@ -70,6 +72,14 @@ def _choose_tf32(wanted: bool) -> None:
     with contextlib.suppress(RuntimeError):  # the user has made them disagree
         _undo.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision("high" if wanted else "highest")
+
+
+def _budget_activations(share: float) -> None:
+    """For what is compiled from now on. It is no option of `torch.compile`, but a setting of the process."""
+    from torch._functorch import config
+
+    _undo.append(partial(setattr, config, "activation_memory_budget", config.activation_memory_budget))
+    config.activation_memory_budget = share
 
 
 def set_seed(seed: int, *, per_rank: bool = False) -> None:

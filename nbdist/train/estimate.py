@@ -337,6 +337,8 @@ def _in_words(plan: Plan, ranks: int) -> str:
     words = [f"{plan.strategy} on {ranks} rank{'s' * (ranks > 1)}", plan.precision]
     if plan.accumulate > 1:
         words.append(f"accumulate {plan.accumulate}{', exchanged in each' if plan.exchange == 'each' else ''}")
+    if plan.activation_budget is not None:
+        words.append(f"activation budget {plan.activation_budget:g}")
     if plan.activation_checkpointing != "none":
         words.append(f"activation checkpointing {plan.activation_checkpointing}")
     if plan.offload:

@@ -76,18 +76,33 @@ def convert(model: nn.Module, plan: Plan, device: torch.device) -> None:
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
         raise UsageError("fp8 needs a GPU of compute capability 8.9 or more (L4, H100): use precision bf16 here")
-    try:
-        from torchao.float8 import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
-    except ImportError:
-        raise UsageError("fp8 needs torchao: type `pip install torchao`, or use precision bf16") from None
-    config = Float8LinearConfig.from_recipe_name(plan.fp8_recipe)
-    if _gathers_in_fp8(plan):
-        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+    config = config_of(plan)
+    from torchao.float8 import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        convert_to_float8_training,
+    )
+
     chosen = set(chosen_layers(model, plan))
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+
+
+def config_of(plan: Plan) -> Any:
+    """The settings of torchao for a plan's recipe.
+
+    Raises:
+        UsageError: There is no torchao, or it does not know the recipe.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig
+    except ImportError:
+        raise UsageError("fp8 needs torchao: type `pip install torchao`, or use precision bf16") from None
+    try:
+        config: Any = Float8LinearConfig.from_recipe_name(plan.fp8_recipe)
+    except ValueError:
+        raise UsageError(
+            f"the torchao that is installed has no recipe {plan.fp8_recipe!r}: type `pip install -U torchao`, or set "
+            "fp8_recipe to 'tensorwise'"
+        ) from None
+    return dataclasses.replace(config, enable_fsdp_float8_all_gather=True) if _gathers_in_fp8(plan) else config
 
 
 def after_step(models: Iterable[nn.Module], plan: Plan) -> None:

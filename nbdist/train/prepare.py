@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.plan import Plan
+from nbdist.planning.rules import SHARDED
 from nbdist.train import environment
 from nbdist.train import state as training
 from nbdist.train.collectives import differing
@@ -31,6 +32,7 @@ from nbdist.train.stepping import (
     is_scheduler,
     prepare_optimizer,
     prepare_scheduler,
+    refuse_unshardable,
     strange_parameters,
 )
 from nbdist.train.strategies import distribute, refuse_unfit, refuse_wrapped, strategy_in_effect
@@ -204,10 +206,13 @@ def _check(objects: Sequence[Any], plan: Plan, weights: Any) -> None:
             refuse_unfit(thing, plan, has_weights=weights is not None)
     if strategy_in_effect(plan) == "none":
         return
+    sharded = strategy_in_effect(plan) in SHARDED
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     parameters = {id(parameter) for model in (*models, *known.models) for parameter in model.parameters()}
     for thing in objects:
         if isinstance(thing, Optimizer):
+            if sharded:
+                refuse_unshardable(thing)
             _refuse_strange(thing, strange_parameters(thing, parameters, known.replaced))
 
 

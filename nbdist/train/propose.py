@@ -82,7 +82,7 @@ def has_gpu() -> bool:
 
 def _candidates(plan: Plan, world_size: int, offloads: bool) -> Iterator[Plan]:
     """The plans to try. Without a GPU nothing can be moved to the CPU's memory: it is there."""
-    checkpointing = {"activation_checkpointing": "full"}
+    checkpointing = {"activation_checkpointing": "full", "activation_budget": None}
     if world_size == 1:
         whole = plan.replace(**own_settings(plan, "none"))
         yield from (whole, whole.replace(**checkpointing))
@@ -102,6 +102,8 @@ def _name(plan: Plan) -> str:
     extras = []
     if plan.exchange == "each":
         extras.append("gradients exchanged in each micro-batch")
+    if plan.activation_budget is not None:
+        extras.append(f"activation budget {plan.activation_budget:g}")
     if plan.activation_checkpointing != "none":
         extras.append(f"activation checkpointing {plan.activation_checkpointing}")
     if plan.offload:

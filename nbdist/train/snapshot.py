@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +21,9 @@ from nbdist.errors import UsageError
 from nbdist.train.averages import averages_of, empty_average
 from nbdist.train.generators import restore_random, take_random
 from nbdist.train.gradients import parameters_of
+from nbdist.train.quantized import is_quantized, is_signed, quantized, refuse_unquantizable, values_of
 from nbdist.train.shadow import Shadow
+from nbdist.train.shards import gather_again
 from nbdist.train.state import State
 
 _WRAPPERS = (
@@ -162,9 +163,7 @@ class _Model:
     def __init__(self, prefix: str, module: nn.Module) -> None:
         self.prefix = prefix
         self.module = module
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # after a forward the outermost may still hold whole parameters
+        gather_again(module)
         self.parameters: dict[int, str] = {}
         tied: set[str] = set()
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -237,6 +236,7 @@ class _OptimizerSlots:
         self._prefix = prefix
         self._optimizer = optimizer
         self._values = values
+        self._signs: Mapping[str, Mapping[str, bool]] = values.get("quantized", {})
         self._groups = _named_groups(prefix, optimizer, names)
         self._parameters = {
             name: parameter
@@ -245,6 +245,8 @@ class _OptimizerSlots:
         }
 
     def refuse_other(self) -> None:
+        if self._signs:
+            refuse_unquantizable(self._optimizer)
         theirs = [group["params"] for group in self._values["groups"]]
         if len(theirs) != len(self._groups):
             raise UsageError(
@@ -281,6 +283,10 @@ class _OptimizerSlots:
             for group, named in zip(self._values["groups"], self._groups, strict=True)
         ]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for name, signs in self._signs.items():
+            parameter = self._parameters[name]
+            known = self._optimizer.state[parameter]
+            known |= {key: quantized(self._optimizer, parameter, known[key], signs[key]) for key in signs}
 
 
 def _models_of(
@@ -412,7 +418,8 @@ def _plain_state(value: Any, owner: Any) -> Any:
 def _take_optimizer(
     prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Its tensors, and the rest: groups with names instead of numbers, plain values, and which tensors there are.
+    """Its tensors, and the rest: groups with names instead of numbers, plain values, which tensors there are, and which
+    of them are signed among those that it keeps quantized.
 
     Not by torch's `get_optimizer_state_dict`: that makes a step with an optimizer that has made none yet.
     """
@@ -421,6 +428,7 @@ def _take_optimizer(
     kept = optimizer.state_dict()
     tensors: dict[str, torch.Tensor] = {}
     keys: dict[str, list[str]] = {}
+    signs: dict[str, dict[str, bool]] = {}
     values: dict[str, dict[str, Any]] = {}
     for number, entries in kept["state"].items():
         name = order[number]
@@ -428,11 +436,13 @@ def _take_optimizer(
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
                 keys[name].append(key)
-                tensors[f"{prefix}.{name}.{key}"] = value
+                if is_quantized(value):
+                    signs.setdefault(name, {})[key] = is_signed(value)
+                tensors[f"{prefix}.{name}.{key}"] = values_of(value) if is_quantized(value) else value
             else:
                 values[name][key] = value
     named = [{**group, "params": own} for group, own in zip(kept["param_groups"], groups, strict=True)]
-    return tensors, {"groups": named, "tensors": keys, "values": values}
+    return tensors, {"groups": named, "tensors": keys, "quantized": signs, "values": values}
 
 
 def _named_groups(prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
@@ -448,8 +458,9 @@ def _named_groups(prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[
 
 def _slot(present: Any, parameter: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The present tensor if it fits; else a new one, sharded as the parameter is if it has its shape."""
-    if isinstance(present, torch.Tensor) and present.shape == size and present.dtype == dtype:
-        return present.detach()
+    fits = isinstance(present, torch.Tensor) and present.shape == size and present.dtype == dtype
+    if fits and not is_quantized(present):
+        return present.detach()  # type: ignore[no-any-return]
     if parameter.shape == size:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(size, dtype=dtype)

@@ -21,6 +21,7 @@ from nbdist.train import averages, float8, precision
 from nbdist.train.gradients import clip_by_norm, finish_window, parameters_of
 from nbdist.train.local_sgd import average_parameters
 from nbdist.train.shadow import shadow
+from nbdist.train.shards import gather_again
 from nbdist.train.state import State, StepRecord
 
 Original = Callable[..., Any]
@@ -41,6 +42,38 @@ def prepare_optimizer(optimizer: Optimizer, state: State) -> None:
     state.optimizers.append(optimizer)
     shadow(optimizer, "step", partial(_step, state))
     shadow(optimizer, "zero_grad", partial(_zero_grad, state))
+    for name in _MODES:
+        if callable(getattr(type(optimizer), name, None)):
+            shadow(optimizer, name, partial(_switch, state))
+
+
+_UNSHARDABLE = {  # by library and class: why
+    ("torch", "Adafactor"): "it squares norms of rows in place, which PyTorch refuses where their parts are on ranks",
+    ("transformers", "Adafactor"): "it adds its means of rows, which are whole, to those of shards",
+}
+_MODES = ("train", "eval")  # of schedule-free optimizers, which put other values into the parameters
+
+
+def _switch(state: State, original: Original, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    result = original(optimizer, *args, **kwargs)
+    for model in state.models:
+        gather_again(model)
+    return result
+
+
+def refuse_unshardable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that is known not to step shards.
+
+    Raises:
+        UsageError: With the reason, and what to take instead.
+    """
+    for kind in type(optimizer).__mro__:
+        library = kind.__module__.split(".")[0]
+        if (why := _UNSHARDABLE.get((library, kind.__name__))) is not None:
+            raise UsageError(
+                f"{library}'s {kind.__name__} can't step sharded parameters: {why}. Use torchao.optim.AdamW8bit, which "
+                "keeps a quarter of AdamW's state, or torch.optim.AdamW; or set strategy to 'ddp'"
+            )
 
 
 def take_new_parameters(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:

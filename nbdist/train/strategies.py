@@ -22,7 +22,7 @@ from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
 from nbdist.train import float8, meshes, precision
 from nbdist.train import state as training
-from nbdist.train.blocks import checkpoint_blocks, compile_blocks, find_blocks, refuse_without_blocks
+from nbdist.train.blocks import checkpoint_blocks, checkpoint_share, compile_blocks, find_blocks, refuse_without_blocks
 from nbdist.train.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.shadow import restore
 from nbdist.train.state import State
@@ -70,14 +70,16 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
 
     Raises:
         UsageError: `shard_by` fits no module, there is nothing to checkpoint or to compute in fp8, a module on the meta
-            device can't set its values, this torch's hook is broken.
+            device can't set its values, this torch's hook is broken, torchao does not know the recipe.
     """
     blocks = find_blocks(model, plan.shard_by)
-    if plan.activation_checkpointing != "none":
+    if plan.activation_checkpointing != "none" or _budgets_blocks(plan):
         refuse_without_blocks(model, blocks)
     if not has_weights:
         refuse_without_initializer(model)
     float8.refuse_small(model, plan)
+    if plan.precision == "fp8":
+        float8.config_of(plan)
     if plan.comm_hook == "batched_powersgd":
         _refuse_broken_hook()
 
@@ -110,7 +112,11 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
     for module in model.modules():
         restore(module, "forward")  # of an earlier plan
     model = _with_other_layers(model, plan, state.device)
-    checkpoint_blocks(model, plan.activation_checkpointing, plan.shard_by)
+    if _budgets_blocks(plan):
+        assert plan.activation_budget is not None
+        checkpoint_share(model, plan.activation_budget, plan.shard_by)
+    else:
+        checkpoint_blocks(model, plan.activation_checkpointing, plan.shard_by)
     if strategy in ("fsdp", "hsdp"):
         distributed = _shard(model, state, weights)
     else:
@@ -130,6 +136,11 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
         if after.get(name) is not parameter and name in after:
             state.replaced[parameter] = after[name]
     return distributed
+
+
+def _budgets_blocks(plan: Plan) -> bool:
+    """Whether blocks make up the budget of activations; in compiled models torch's partitioner keeps to it."""
+    return plan.activation_budget is not None and not plan.compile
 
 
 def _compile_options(plan: Plan) -> dict[str, Any]:

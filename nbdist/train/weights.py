@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import UsageError
 from nbdist.train import meeting
 from nbdist.train.materialize import initializer
+from nbdist.train.shards import gather_again
 from nbdist.train.snapshot import listed, plain_name
 from nbdist.train.weight_sources import Shapes, Source
 
@@ -42,9 +42,7 @@ class ModelTensors:
     @classmethod
     def of(cls, model: nn.Module) -> ModelTensors:
         """The tensors of a model, whatever it is wrapped in."""
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # after a forward the outermost may still hold whole parameters
+        gather_again(model)
         first: dict[int, str] = {}
         tied: dict[str, str] = {}
         for name, tensor in [

@@ -109,6 +109,12 @@ def test_checkpointed_models_of_transformers_keep_less_the_less_is_saved() -> No
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(kinds)
 
 
+def test_a_budget_of_activations_is_between_all_and_none_of_them() -> None:
+    plans = [NONE, NONE.replace(activation_budget=0.5), NONE.replace(activation_checkpointing="full")]
+    totals = [found.total for found in estimate_each(Gpt(), SHAPES[Gpt], plans)]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 3
+
+
 def test_gradients_that_are_exchanged_in_each_micro_batch_are_kept_as_shards() -> None:
     plans = [Plan(strategy="fsdp", accumulate=4, exchange=exchange) for exchange in ("last", "each")]  # type: ignore[arg-type]
     last, each = estimate_each(Mlp(256, 8), (8, 256), plans, world_size=8)

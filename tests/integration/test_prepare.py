@@ -485,6 +485,14 @@ type(nbdist.unwrap(model)).__name__.removeprefix("FSDP"), torch.allclose(values(
     assert value(ranks, code) == "('Net', True)"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_a_budget_of_activations_changes_no_bit_of_the_result(ranks: Kernel, strategy: str) -> None:
+    code = f"""
+plain, lean = trained({strategy!r}, accumulate=2), trained({strategy!r}, accumulate=2, activation_budget=0.5)
+torch.equal(plain, lean)"""
+    assert value(ranks, code) == "True"
+
+
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="this torch has inductor only")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_compiler_gets_the_mode_and_what_the_plan_says_of_sizes(ranks: Kernel, strategy: str) -> None:

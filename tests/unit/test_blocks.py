@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbdist.train.blocks import checkpoint_blocks
+from nbdist.train.blocks import checkpoint_blocks, checkpoint_share
 
 KINDS = ["full", "selective", "selective-half"]
 BATCH = torch.arange(12).view(2, 6)
@@ -61,6 +61,39 @@ def test_models_of_transformers_have_the_gradients_of_the_model_as_it_comes(
 ) -> None:
     expected, found = gradients(made(make)), gradients(made(make, kind))
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What forward keeps for backward, each storage once, but for the parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(BATCH, labels=BATCH).loss
+    loss.backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(("budget", "checkpointed"), [(0.0, 4), (0.2, 4), (0.25, 3), (0.5, 2), (0.99, 1)])
+def test_a_budget_is_met_by_the_fewest_blocks_with_the_same_gradients(budget: float, checkpointed: int) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def four() -> nn.Module:
+        return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=64, n_positions=32))
+
+    plain, model = made(four), made(four)
+    checkpoint_share(model, budget)
+    assert sum("forward" in block.__dict__ for block in model.transformer.h) == checkpointed
+    expected, found = gradients(plain), gradients(model)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    every = made(four, "full")
+    assert saved_bytes(model) - saved_bytes(every) <= budget * (saved_bytes(plain) - saved_bytes(every))
 
 
 @MODELS

@@ -9,8 +9,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
+from nbdist.planning.rules import CHOICES
 from nbdist.train import strategies
-from nbdist.train.float8 import chosen_layers
+from nbdist.train.float8 import chosen_layers, config_of
 from nbdist.train.precision import warn_of_emulation
 
 FP8 = Plan(precision="fp8")
@@ -49,6 +50,14 @@ def test_the_output_layer_and_small_layers_are_left_out(recipe: str) -> None:
     if recipe == "rowwise":
         expected = [name for name in expected if "up" in name]
     assert chosen_layers(Model(), FP8.replace(fp8_recipe=recipe)) == [*expected, "middle"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("recipe", CHOICES["fp8_recipe"])
+def test_every_recipe_is_one_of_torchao(recipe: str, strategy: str) -> None:
+    pytest.importorskip("torchao")
+    config = config_of(FP8.replace(fp8_recipe=recipe, strategy=strategy))
+    assert config.enable_fsdp_float8_all_gather == (recipe == "tensorwise" and strategy == "fsdp")
 
 
 def test_tied_weights_are_left_out_so_that_they_stay_tied() -> None:

@@ -34,6 +34,7 @@ from tests.stand_ins.spinning import spin, spinning_until
 
 _TEARS_DOWN = ("1", "3")
 _LOOK = 0.1  # seconds between two looks of the watchdog
+_MEETING = timedelta(seconds=30)
 _SLOT = 200  # of the backend that `install` makes: nbdist takes them from 16 upward
 _CPU = torch.device("cpu")
 
@@ -155,7 +156,9 @@ class NcclOverGloo(dist.ProcessGroupGloo):  # type: ignore[misc]
 
     def __init__(self, store: Any, rank: int, size: int, options: Options | None = None) -> None:
         self._options = options or Options()
-        super().__init__(store, rank, size, timeout=timedelta(hours=1))  # it is the watchdog that NCCL's is heeded by
+        # gloo of the same group meets its peers in the same store, under keys that NCCL does not use.
+        super().__init__(dist.PrefixStore("nccl", store), rank, size, timeout=_MEETING)
+        self._set_default_timeout(timedelta(hours=1))  # it is the watchdog that ends what takes too long
         self._tears_down = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in _TEARS_DOWN
         self._abort = _Abort()
         self.kept.append(self)

@@ -50,6 +50,13 @@ class _PlanParser(MagicParser):
                 words[number] = f"{word}=on"
         return super().parse_known_args(words, namespace)
 
+    def suggest(self, typed: str) -> list[str]:
+        """The ways of a setting first, where one may follow."""
+        words = typed.split() if typed[-1:].isspace() else typed.split()[:-1]
+        is_open = bool(words) and isinstance(self._option_string_actions.get(words[-1]), _Way)
+        ways = rules.WAYS[self._option_string_actions[words[-1]].dest] if is_open else ()
+        return [*ways, *super().suggest(typed)]
+
 
 def _how_to_read(name: str, metavar: str) -> dict[str, Any]:
     if name in rules.SWITCHES:

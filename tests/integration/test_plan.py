@@ -146,7 +146,7 @@ def test_tab_completes_settings_and_their_values(plain: Kernel) -> None:
     assert offered("%distributed plan fs") == ["fsdp"]
     assert offered("%distributed plan fsdp --prec") == ["--precision"]
     assert offered("%distributed plan --precision b") == ["bf16"]
-    assert offered("%dist plan --no-comp") == ["--no-compile"]
+    assert offered("%dist plan --no-comp") == ["--no-compile", "--no-compile-fullgraph"]
 
 
 def test_help_has_a_line_for_every_setting(plain: Kernel) -> None:

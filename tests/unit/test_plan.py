@@ -499,6 +499,7 @@ def test_what_is_typed_wrong_is_one_error(line: str, message: str) -> None:
         ("fsdp --precision ", {"fp32", "bf16"}),
         ("--tf32 ", {"on", "off", "default"}),
         ("--comm-hook ", {"powersgd", "none"}),
+        ("--compile ", {"reduce-overhead", "max-autotune", "fsdp", "--precision"}),
     ],
 )
 def test_what_may_come_next_is_offered(typed: str, offered: set[str]) -> None:

@@ -12,7 +12,7 @@
 #   metrics/      what cells, steps and machines cost; works in any process
 #   protocol.py   the only module that knows the wire; transfer/: how values travel
 #   shells.py     what IPython shells keep alive, in the notebook and on ranks
-#   errors.py     the error tree; cuda_guard.py: who initialised CUDA in the notebook
+#   errors.py     the error tree; cuda_guard.py: who initialized CUDA in the notebook
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who initialised CUDA in this process: file, line, cell and import chain. Importing this module arms it.
+"""Who initialized CUDA in this process: file, line, cell and import chain. Importing this module arms it.
 
-Once CUDA is initialised, processes that are forked from this one can't use it. This module owns the callback in torch's
-lazy initialisation that notes the culprit, and the questions asked before a fork. It never imports torch or initialises
+Once CUDA is initialized, processes that are forked from this one can't use it. This module owns the callback in torch's
+lazy initialization that notes the culprit, and the questions asked before a fork. It never imports torch or initializes
 CUDA itself, and knows nothing of sessions, ranks or launchers.
 """
 
@@ -25,15 +25,15 @@ from nbdist.errors import UsageError
 from nbdist.imports import after_import
 
 _SYMPTOM = "Cannot re-initialize CUDA in forked subprocess"
-_AT_IMPORT = ("bitsandbytes", "cudf", "pycuda.autoinit")  # libraries that initialise CUDA when they are imported
+_AT_IMPORT = ("bitsandbytes", "cudf", "pycuda.autoinit")  # libraries that initialize CUDA when they are imported
 _TRUE = ("1", "true", "yes", "on", "y", "t")
 _DRIVER = "libcuda.so.1"
 _PROBE_LIMIT = 5.0  # seconds; it takes milliseconds
 
 
 @dataclass(frozen=True)
-class Initialisation:
-    """The moment at which CUDA was initialised in a process. As text: one sentence that names the culprit.
+class Initialization:
+    """The moment at which CUDA was initialized in a process. As text: one sentence that names the culprit.
 
     Attributes:
         file: The file of the innermost code outside torch, None when nobody saw it.
@@ -59,7 +59,7 @@ class Initialisation:
     before_guard: bool = False
 
     def __str__(self) -> str:
-        return f"CUDA was initialised {self._by()}"
+        return f"CUDA was initialized {self._by()}"
 
     def _by(self) -> str:
         if self.before_guard:
@@ -86,51 +86,51 @@ class Initialisation:
             yield f"{amount} after the {_kind_of_process()}'s start"
 
 
-_seen: Initialisation | None = None
+_seen: Initialization | None = None
 
 
 def arm() -> None:
-    """Watch for the first initialisation of CUDA by torch, which may be imported already or later. Idempotent.
+    """Watch for the first initialization of CUDA by torch, which may be imported already or later. Idempotent.
 
-    Takes microseconds. What was initialised before is known as such, but not by whom.
+    Takes microseconds. What was initialized before is known as such, but not by whom.
     """
     after_import("torch.cuda", _watch)
 
 
-def first() -> Initialisation | None:
-    """Who initialised CUDA in this process by way of torch, or in the one that it was forked from.
+def first() -> Initialization | None:
+    """Who initialized CUDA in this process by way of torch, or in the one that it was forked from.
 
     Returns:
         None if nobody did, as far as torch knows: `safe_to_fork` asks the driver, too.
     """
     arm()
-    if _seen is None and _torch_is_initialised():
-        return Initialisation(before_guard=True)
+    if _seen is None and _torch_is_initialized():
+        return Initialization(before_guard=True)
     return _seen
 
 
 def describe() -> str:
-    """Who initialised CUDA, in one sentence. Asks the driver and NVML when torch knows of nobody; forks nothing."""
-    initialisation = first()
-    if initialisation is not None:
-        return f"{initialisation}."
+    """Who initialized CUDA, in one sentence. Asks the driver and NVML when torch knows of nobody; forks nothing."""
+    initialization = first()
+    if initialization is not None:
+        return f"{initialization}."
     devices = context_outside_torch()
-    if devices or _driver_is_initialised():
+    if devices or _driver_is_initialized():
         where = f" on GPU {', '.join(map(str, devices))}" if devices else ""
         return (
-            f"CUDA was initialised{where} past torch's own initialisation, so by whom is not known: "
+            f"CUDA was initialized{where} past torch's own initialization, so by whom is not known: "
             f"`torch.cuda.is_available()` and `device_count()` do that, and code that calls CUDA itself{_suspects()}."
         )
     if not _can_watch():
         return (
-            "It is not known whether CUDA was initialised in this process: this version of torch has no "
+            "It is not known whether CUDA was initialized in this process: this version of torch has no "
             "`torch.cuda._queued_calls`, which nbdist needs to see it. `nbdist.cuda_guard.safe_to_fork()` can tell."
         )
-    return "CUDA is not initialised in this process."
+    return "CUDA is not initialized in this process."
 
 
 def report() -> None:
-    """Print who initialised CUDA in this process, and the import chain that led there."""
+    """Print who initialized CUDA in this process, and the import chain that led there."""
     print(describe())
     chain = _seen.chain if _seen is not None else ()
     if len(chain) > 1:
@@ -141,8 +141,8 @@ def context_outside_torch() -> list[int]:
     """The GPUs, as nvidia-smi numbers them, on which this process has a context that torch did not make.
 
     Returns:
-        Empty without NVML, when torch itself has initialised CUDA (its contexts look the same), and in containers
-        with process numbers of their own, in which NVML can't recognise a process.
+        Empty without NVML, when torch itself has initialized CUDA (its contexts look the same), and in containers
+        with process numbers of their own, in which NVML can't recognize a process.
     """
     if first() is not None:
         return []
@@ -150,11 +150,11 @@ def context_outside_torch() -> list[int]:
 
 
 def safe_to_fork() -> bool:
-    """Whether processes forked from this one could use CUDA. Never initialises it here; costs a fork of milliseconds.
+    """Whether processes forked from this one could use CUDA. Never initializes it here; costs a fork of milliseconds.
 
     True on machines without GPUs, whatever has asked for them.
     """
-    if first() is not None or _driver_is_initialised():
+    if first() is not None or _driver_is_initialized():
         return False
     return not _torch_refuses_in_child() or not visible_gpus({})
 
@@ -163,7 +163,7 @@ def check_fork() -> None:
     """Refuse a fork whose child could not use CUDA.
 
     Raises:
-        UsageError: Names who initialised CUDA, and the way out.
+        UsageError: Names who initialized CUDA, and the way out.
     """
     if not safe_to_fork():
         raise UsageError(f"{_culprit()}, and processes forked from here can't use it: {_way_out()}")
@@ -204,7 +204,7 @@ def preflight_asked() -> bool:
 
 def preflight() -> None:
     """Print what stands in the way of a fork, and what was checked to find it."""
-    print(f"who initialised CUDA: {describe()}")
+    print(f"who initialized CUDA: {describe()}")
     print(f"a forked process {'could' if safe_to_fork() else 'could not'} use CUDA")
     print(f"GPU memory: {memory_warning() or f'the {_kind_of_process()} holds none'}")
 
@@ -240,7 +240,7 @@ def advice_for(error: BaseException | str) -> str | None:
 def _watch(cuda: ModuleType) -> None:
     queued = getattr(cuda, "_queued_calls", None)
     call: tuple[Callable[[], None], list[str]] = (_note, [])
-    # In front: the calls of others may raise, when the driver has been initialised already.
+    # In front: the calls of others may raise, when the driver has been initialized already.
     if isinstance(queued, list) and call not in queued:
         queued.insert(0, call)
 
@@ -251,17 +251,17 @@ def _can_watch() -> bool:
 
 
 def _note() -> None:
-    """Called by torch while it initialises CUDA, which would fail if this raised."""
+    """Called by torch while it initializes CUDA, which would fail if this raised."""
     global _seen
     if _seen is not None:
         return
     try:
         _seen = _look(list(_outwards(sys._getframe(1))))
     except Exception:
-        _seen = Initialisation(time=time.time())
+        _seen = Initialization(time=time.time())
 
 
-def _look(frames: list[FrameType]) -> Initialisation:
+def _look(frames: list[FrameType]) -> Initialization:
     """Read the culprit and the way to it from the stack, innermost frame first."""
     cells = [at for at, frame in enumerate(frames) if _cell(frame)]
     if cells:
@@ -275,7 +275,7 @@ def _look(frames: list[FrameType]) -> Initialisation:
     if cells and frames[-1] not in chain:
         chain.append(frames[-1])
     now = time.time()
-    return Initialisation(
+    return Initialization(
         file=culprit.f_code.co_filename,
         line=culprit.f_lineno,
         function=getattr(culprit.f_code, "co_qualname", culprit.f_code.co_name),  # from Python 3.11 on
@@ -355,16 +355,16 @@ def _seconds_since_start(now: float) -> float | None:
 # --- asking
 
 
-def _torch_is_initialised() -> bool:
+def _torch_is_initialized() -> bool:
     return bool(getattr(sys.modules.get("torch.cuda"), "is_initialized", lambda: False)())
 
 
 def _is_bad_fork() -> bool:
-    """Whether this process was forked from one that had initialised CUDA, as torch has seen it."""
+    """Whether this process was forked from one that had initialized CUDA, as torch has seen it."""
     return bool(getattr(sys.modules.get("torch.cuda"), "_is_in_bad_fork", lambda: False)())
 
 
-def _driver_is_initialised() -> bool:
+def _driver_is_initialized() -> bool:
     """Ask the driver, if it is loaded: until somebody has called `cuInit`, counting devices fails."""
     try:
         driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -438,7 +438,7 @@ def _own_share(nvml: Any, handle: Any) -> int | None:
 
 def _reserved_by_torch() -> list[tuple[str, int]]:
     """UUID as NVML has it, and reserved bytes, of each GPU that torch sees."""
-    if not _torch_is_initialised():
+    if not _torch_is_initialized():
         return []
     cuda: Any = sys.modules["torch.cuda"]
     try:
@@ -454,15 +454,15 @@ def _reserved_by_torch() -> list[tuple[str, int]]:
 
 
 def _culprit() -> str:
-    initialisation = first()
-    if initialisation is not None:
-        return str(initialisation)
-    return f"CUDA was initialised by a call that was not seen, in torch or in a library{_suspects()}"
+    initialization = first()
+    if initialization is not None:
+        return str(initialization)
+    return f"CUDA was initialized by a call that was not seen, in torch or in a library{_suspects()}"
 
 
 def _way_out() -> str:
     """What to do so that forked processes can use CUDA."""
-    seen = first() or Initialisation()
+    seen = first() or Initialization()
     what = "the import" if seen.imported else "that call" if seen.chain else "what does it"
     hint = "" if seen.chain else ". `%load_ext nbdist` in the first cell watches who does it"
     return (

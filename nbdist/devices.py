@@ -1,4 +1,4 @@
-"""The GPUs of this machine, found without initialising CUDA in this process. Knows nothing of ranks."""
+"""The GPUs of this machine, found without initializing CUDA in this process. Knows nothing of ranks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _count() -> int:
 
 @functools.cache
 def _count_by_torch() -> int:
-    """What PyTorch counts, in a process of its own, since counting initialises CUDA; 0 if it can't."""
+    """What PyTorch counts, in a process of its own, since counting initializes CUDA; 0 if it can't."""
     environment = {name: value for name, value in os.environ.items() if name not in _LISTS}
     command = [sys.executable, "-c", _COUNT]
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.TimeoutExpired):

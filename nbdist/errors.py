@@ -115,7 +115,7 @@ class RankFailure:
         kind: "raised", "died", "interrupted", "running" (did not end in time) or "ended" (with a launch that failed).
         name: Name of the exception's class, or of the signal that ended the process.
         text: The exception's message.
-        traceback: The rank's traceback as the notebook would show it (may hold ANSI colours).
+        traceback: The rank's traceback as the notebook would show it (may hold ANSI colors).
         when: Seconds on the machine's monotonic clock.
         pickled: The pickled exception, if it could be pickled.
         exit_code: Of a process that has ended; negative: the signal that ended it.

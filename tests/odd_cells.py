@@ -334,8 +334,8 @@ _ERRORS = [
     OddCell("exit-with-code", "calls `sys.exit(3)`", "import sys\nsys.exit(3)", FAILS, shown="SystemExit"),
     OddCell("exit", "calls `sys.exit()`", "import sys\nsys.exit()", silent=True),
     OddCell(
-        "finaliser",
-        "leaves an object whose finaliser raises",
+        "finalizer",
+        "leaves an object whose finalizer raises",
         "class Late:\n    def __del__(self):\n        raise ValueError('late')\nlate = Late()\ndel late",
     ),
     OddCell(

@@ -143,7 +143,7 @@ class Connection:
             self._thread.join(_END_LIMIT)
 
     def let_go(self) -> None:
-        """End the controller, whose agent then ends the ranks. Waits for nothing, so that a finaliser may call it."""
+        """End the controller, whose agent then ends the ranks. Waits for nothing, so that a finalizer may call it."""
         self._process.terminate()
 
     def _listen(self, events: zmq.Socket[bytes], end: int) -> None:

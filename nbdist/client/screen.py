@@ -1,4 +1,4 @@
-"""What one cell shows: the ranks' text merged, their displays grouped and labelled, their last values in one output.
+"""What one cell shows: the ranks' text merged, their displays grouped and labeled, their last values in one output.
 
 Knows what ranks send; knows nothing of cells' ends, errors or interrupts.
 """
@@ -170,7 +170,7 @@ class Screen:
     def _publish_item(self, ranks: tuple[int, ...], item: Display) -> None:
         display_id = f"{item.display_id}-rank{item.rank}" if item.display_id else ""
         if _is_text(item):
-            data = {"text/plain": _labelled(ranks, item.data["text/plain"])}
+            data = {"text/plain": _labeled(ranks, item.data["text/plain"])}
             self._publisher.item("update" if item.kind == "update" else "display", data, item.metadata, display_id)
             return
         if item.kind == "update":
@@ -187,7 +187,7 @@ class Screen:
         self._clear(wait=True)
         if self._results:
             self.silent = False
-            lines = "\n".join(_labelled(ranks, item.data["text/plain"]) for ranks, item in _grouped(self._results))
+            lines = "\n".join(_labeled(ranks, item.data["text/plain"]) for ranks, item in _grouped(self._results))
             kind: Kind = "update" if self._results_shown else "display"
             self._results_shown = True
             self._publisher.item(kind, {"text/plain": lines}, {}, self._results_id)
@@ -207,6 +207,6 @@ def _is_text(item: Display) -> bool:
     return set(item.data) == {"text/plain"}
 
 
-def _labelled(ranks: Iterable[int], text: str) -> str:
+def _labeled(ranks: Iterable[int], text: str) -> str:
     label = f"[{format_ranks(ranks)}] "
     return "\n".join(label + line for line in str(text).split("\n"))

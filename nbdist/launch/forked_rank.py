@@ -106,7 +106,7 @@ def main(start: Start) -> None:
     os.setsid()
     die_with_parent(start.parent)
     adopt_orphans()  # what its children leave behind stays below it, and so is found when it ends
-    gc.freeze()  # the notebook's objects are the notebook's: nothing of them is to be finalised here
+    gc.freeze()  # the notebook's objects are the notebook's: nothing of them is to be finalized here
     for other in start.others:
         other.close()
     _take_signals()

@@ -1,6 +1,6 @@
 """This process, as a RankSample: its memory, and what torch knows of its GPU.
 
-Reads counters only: nothing is initialised by it, and it costs microseconds.
+Reads counters only: nothing is initialized by it, and it costs microseconds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def in_use(cuda: Any, own: int) -> int:
     """The GPU that this process uses: its own, or, if torch holds nothing there, the one where it holds the most.
 
     Args:
-        cuda: `torch.cuda`, initialised.
+        cuda: `torch.cuda`, initialized.
         own: The GPU that it should use, as torch counts.
     """
     count = cuda.device_count()
@@ -88,7 +88,7 @@ def uuid(cuda: Any, index: int) -> str:
     """The UUID of a GPU as the driver writes it; empty where torch does not tell.
 
     Args:
-        cuda: `torch.cuda`, initialised.
+        cuda: `torch.cuda`, initialized.
         index: As torch counts.
     """
     found = str(getattr(cuda.get_device_properties(index), "uuid", ""))

@@ -139,7 +139,7 @@ def _conclude(profiler: Any, folder: Path, rank: int, seconds: float) -> Summary
     with part.open("wb") as file:
         for number, event in enumerate(_renamed(events, rank, base)):
             file.write((b",\n" if number else b"") + json.dumps(event).encode())
-    return summarise(events, rank, seconds, str(part))
+    return summarize(events, rank, seconds, str(part))
 
 
 def _renamed(events: Iterable[dict[str, Any]], rank: int, base: float) -> Iterator[dict[str, Any]]:
@@ -154,7 +154,7 @@ def _renamed(events: Iterable[dict[str, Any]], rank: int, base: float) -> Iterat
         yield changed
 
 
-def summarise(events: Sequence[dict[str, Any]], rank: int, seconds: float, trace: str = "") -> Summary:
+def summarize(events: Sequence[dict[str, Any]], rank: int, seconds: float, trace: str = "") -> Summary:
     """The summary of a rank's trace events, as Chrome's trace format has them (times in microseconds).
 
     Args:

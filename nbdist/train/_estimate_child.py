@@ -96,7 +96,7 @@ def _begin(setting: Setting, notes: list[str]) -> training.State:
         dist.init_process_group("fake", rank=0, world_size=setting.world_size)
     plan = setting.plan
     if plan.compile:
-        notes.append("torch.compile is not modelled: it frees or fuses some activations away")
+        notes.append("torch.compile is not modeled: it frees or fuses some activations away")
         if plan.activation_budget is not None:
             notes.append("the activation budget is counted as a share of the blocks, which the compiler can better")
     if plan.precision == "fp8":

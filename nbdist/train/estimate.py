@@ -129,11 +129,11 @@ class Estimate:
         )
         remarks = "".join(f"<div>{html.escape(remark)}</div>" for remark in self._remarks())
         part = min(100.0, 100 * self.total / max(1, self.device_memory))
-        colour = "#2e8b57" if self.fits else "#c0392b"
+        color = "#2e8b57" if self.fits else "#c0392b"
         return (
             f"<div>one rank, {html.escape(self.setting)}</div><table>{rows}</table>"
             f"<div style='width:20em;height:0.9em;border:1px solid currentColor'>"
-            f"<div style='width:{part:.0f}%;height:100%;background:{colour}'></div></div>"
+            f"<div style='width:{part:.0f}%;height:100%;background:{color}'></div></div>"
             f"<div>{html.escape(self._verdict())}</div>{remarks}"
         )
 

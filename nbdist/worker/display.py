@@ -34,7 +34,7 @@ class DisplayLane:
         self._token = token
         self._sequence = 0
         self._unpaid = 0  # bytes sent that the notebook has not taken yet
-        self._lock = threading.RLock()  # a finaliser that closes a widget may run while its thread has the lock
+        self._lock = threading.RLock()  # a finalizer that closes a widget may run while its thread has the lock
         self._unsent: deque[Display | WidgetMessage] = deque()
         self._sending = False
         self._pid = os.getpid()
@@ -68,7 +68,7 @@ class DisplayLane:
             self._send(WidgetMessage(self._rank, event, str(comm_id), str(target), content, notes, raw))
 
     def _send(self, message: Display | WidgetMessage) -> None:
-        """Send it, and what finalisers that run meanwhile have to send: two messages must not be sent at once."""
+        """Send it, and what finalizers that run meanwhile have to send: two messages must not be sent at once."""
         self._unsent.append(message)
         if self._sending:
             return

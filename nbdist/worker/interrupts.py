@@ -115,7 +115,7 @@ class InterruptGate:
 
     def _unraisable(self, args: Any) -> None:
         if args.exc_type is KeyboardInterrupt and self.asked:
-            self._due = time.monotonic() + _RESEND_UNRAISABLE  # a finaliser swallowed it
+            self._due = time.monotonic() + _RESEND_UNRAISABLE  # a finalizer swallowed it
             self._wake()
             return
         self._ignored(args)

@@ -224,9 +224,9 @@ def _is_settled(model: Any) -> bool:
 
 
 def _renew_reducer(model: Any) -> None:
-    """As `__setstate__`, but with this model's own group and hooks, and with a static graph that is learnt anew.
+    """As `__setstate__`, but with this model's own group and hooks, and with a static graph that is learned anew.
 
-    Ranks that were stopped around a first iteration differ in what their reducers have learnt; resetting those
+    Ranks that were stopped around a first iteration differ in what their reducers have learned; resetting those
     would let collectives of different sizes meet.
     """
     import torch.distributed as dist

@@ -39,7 +39,7 @@ def test_a_fork_is_refused_after_the_notebook_has_used_the_gpu(kernel: Kernel) -
     kernel.ok("%load_ext nbdist\nimport nbdist, torch")
     kernel.ok("x = torch.ones(1).cuda()")
     outcome = kernel.run("nbdist.notebook_launcher(lambda: 1, num_processes=2, start_method='fork')")
-    assert outcome.status == "error" and "CUDA was initialised" in outcome.evalue and "cell 2" in outcome.evalue
+    assert outcome.status == "error" and "CUDA was initialized" in outcome.evalue and "cell 2" in outcome.evalue
 
 
 def test_a_rank_with_a_gpu_of_its_own_is_connected_without_a_first_collective(device: str) -> None:

@@ -26,7 +26,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
 def test_an_import_is_named_with_its_cell_from_load_ext_on(kernel: Kernel) -> None:
     kernel.ok("import helper\nimport peft")
     says, *chain = kernel.ok("nbdist.cuda_guard.report()").stdout.splitlines()
-    assert says.startswith("CUDA was initialised by bitsandbytes/cextension.py:5 (probe), imported by peft in cell 3, ")
+    assert says.startswith("CUDA was initialized by bitsandbytes/cextension.py:5 (probe), imported by peft in cell 3, ")
     assert says.endswith(" s after the kernel's start.")
     assert chain[:2] == ["  cell 3, line 2", "    peft/__init__.py:1"]
     assert kernel.value("nbdist.cuda_guard.first().cell") == 3
@@ -36,14 +36,14 @@ def test_code_in_the_cells_themselves_is_named_by_cell_and_line(kernel: Kernel) 
     kernel.ok("import torch\ndef train():\n    torch.cuda._lazy_init()")
     kernel.ok("%%time\ntrain()")
     says = kernel.ok("nbdist.cuda_guard.report()").stdout
-    assert says.startswith("CUDA was initialised by cell 3, line 3 (train), called in cell 4, ")
+    assert says.startswith("CUDA was initialized by cell 3, line 3 (train), called in cell 4, ")
 
 
 def test_a_library_that_a_cell_calls_is_named_with_the_cell(kernel: Kernel) -> None:
     kernel.ok("import helper")
     kernel.ok("helper.Model().put()")
     refused = kernel.fails("nbdist.cuda_guard.check_fork()", "UsageError")
-    assert refused.evalue.startswith("CUDA was initialised by helper.py:5 (")
+    assert refused.evalue.startswith("CUDA was initialized by helper.py:5 (")
     assert ", called in cell 4, " in refused.evalue and "restart the kernel, and move that call" in refused.evalue
 
 

@@ -1,4 +1,4 @@
-"""Rich displays of ranks: labelled, equal ones once, in their place, updated and cleared as in a local cell."""
+"""Rich displays of ranks: labeled, equal ones once, in their place, updated and cleared as in a local cell."""
 
 from __future__ import annotations
 

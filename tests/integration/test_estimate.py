@@ -203,7 +203,7 @@ def shown() -> Estimate:
         device="a GPU",
         device_memory=200 * MIB,
         setting="ddp on 2 ranks, fp32",
-        notes=("torch.compile is not modelled",),
+        notes=("torch.compile is not modeled",),
     )
 
 
@@ -219,7 +219,7 @@ def test_it_is_told_as_a_table_and_a_bar(shown: Estimate) -> None:
         "total          20.0 MiB  100 %",
         "[####....................................]",
         "fits: 20.0 of 200.0 MiB, 10 % of a GPU",
-        "torch.compile is not modelled",
+        "torch.compile is not modeled",
     ]
 
 

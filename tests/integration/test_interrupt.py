@@ -77,7 +77,7 @@ def test_an_interrupted_await_does_not_go_on_in_the_next_cell(ranks: Kernel) -> 
     assert ranks.ok("%%distributed\nawait asyncio.sleep(0.5)\nprint(zombie)").lines == both("False")
 
 
-def test_an_interrupt_swallowed_by_a_finaliser_is_sent_again(ranks: Kernel) -> None:
+def test_an_interrupt_swallowed_by_a_finalizer_is_sent_again(ranks: Kernel) -> None:
     code = (
         "%%distributed\nimport time\nclass Slow:\n    def __del__(self):\n        print('go')\n        time.sleep(1)\n"
         "slow = Slow()\ndel slow\ntime.sleep(60)"

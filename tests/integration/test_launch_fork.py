@@ -419,10 +419,10 @@ def kernel_with_cuda(tmp_path: Path) -> Iterator[Kernel]:
         yield kernel
 
 
-def test_who_initialised_cuda_is_named_instead_of_forking(kernel_with_cuda: Kernel) -> None:
+def test_who_initialized_cuda_is_named_instead_of_forking(kernel_with_cuda: Kernel) -> None:
     kernel_with_cuda.ok("import peft")
     refused = kernel_with_cuda.fails(fork("pass"), "UsageError")
-    assert "CUDA was initialised by bitsandbytes/cextension.py:5 (probe), imported by peft in cell 3" in refused.evalue
+    assert "CUDA was initialized by bitsandbytes/cextension.py:5 (probe), imported by peft in cell 3" in refused.evalue
     assert "use the default start_method, which does not mind" in refused.evalue
     refused = kernel_with_cuda.fails(fork("with lock: pass", "num_processes=2"), "TransferError")
     assert "Nor can it be forked from here" in refused.evalue and "bitsandbytes/cextension.py:5" in refused.evalue
@@ -431,7 +431,7 @@ def test_who_initialised_cuda_is_named_instead_of_forking(kernel_with_cuda: Kern
 def test_a_preflight_says_what_it_has_checked(kernel_with_cuda: Kernel) -> None:
     kernel_with_cuda.ok("os.environ['ACCELERATE_DEBUG_MODE'] = 'yes'\ntorch = sys.modules['torch']")
     shown = kernel_with_cuda.ok(fork("return 1", "num_processes=2, gpus=[]"))
-    assert "who initialised CUDA: CUDA is not initialised in this process.\n" in shown.stdout
+    assert "who initialized CUDA: CUDA is not initialized in this process.\n" in shown.stdout
     assert "a forked process could use CUDA\n" in shown.stdout
     assert "GPU memory: the kernel holds none\n" in shown.stdout
 

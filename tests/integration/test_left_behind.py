@@ -322,7 +322,7 @@ def test_a_widget_s_handler_that_raises_is_shown(ranks: Kernel, error: str) -> N
     cell.wait_late(error.split("(", maxsplit=1)[0])
 
 
-def test_a_finaliser_that_closes_a_comm_while_an_item_is_sent_does_not_hang(ranks: Kernel) -> None:
+def test_a_finalizer_that_closes_a_comm_while_an_item_is_sent_does_not_hang(ranks: Kernel) -> None:
     outcome = ranks.ok(
         "%%distributed -r 0\nimport comm, gc\nclass Closing:\n"
         "    def __init__(self): self.itself, self.comm = self, comm.create_comm(target_name='test')\n"

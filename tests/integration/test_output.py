@@ -76,7 +76,7 @@ def test_eighty_thousand_lines_lose_none(ranks: Kernel) -> None:
     assert outcome.lines == {rank: [f"{rank} {i}" for i in range(40_000)] for rank in (0, 1)}
 
 
-def test_blank_lines_indentation_colours_and_other_alphabets_arrive_as_they_are(ranks: Kernel) -> None:
+def test_blank_lines_indentation_colors_and_other_alphabets_arrive_as_they_are(ranks: Kernel) -> None:
     text = "first\n\n    indented\n\ttab\n\x1b[31mred\x1b[0m\nπ 日本 🚀\ntrailing  \n"
     outcome = ranks.ok(f"%%distributed\nprint({text!r}, end='')")
     assert outcome.lines == both(*text.split("\n")[:-1])

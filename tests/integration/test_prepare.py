@@ -133,7 +133,7 @@ old, new = nbdist.prepare(old, new, plan=plan)
     assert value(ranks, code) == "(['DTensor', 'DTensor'], False)"
 
 
-def test_an_optimizer_keeps_what_it_has_learnt_when_its_model_is_sharded(ranks: Kernel) -> None:
+def test_an_optimizer_keeps_what_it_has_learned_when_its_model_is_sharded(ranks: Kernel) -> None:
     code = """
 def run(strategy):
     torch.manual_seed(0); net = Net(); optimizer = torch.optim.AdamW(net.parameters(), 0.1)

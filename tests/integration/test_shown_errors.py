@@ -163,7 +163,7 @@ def test_without_an_error_there_is_no_traceback_to_show(ranks: Kernel) -> None:
         "class Last:\n    def __del__(self): 1/0\nlast = Last()\ndel last",
         "import asyncio\nasync def fail(): 1/0\n_ = asyncio.create_task(fail())\nawait asyncio.sleep(0.01)\ndel _",
     ],
-    ids=["thread", "finaliser", "task"],
+    ids=["thread", "finalizer", "task"],
 )
 def test_what_fails_beside_the_cell_is_printed(ranks: Kernel, code: str) -> None:
     assert "ZeroDivisionError" in ranks.ok(f"%%rank 0\n{code}").stderr

@@ -140,7 +140,7 @@ class Notebook:
         return (high + 0.05) / (low + 0.05)
 
     def shoot(self, name: str) -> None:
-        """Keep a picture of what is seen, as an artefact."""
+        """Keep a picture of what is seen, as an artifact."""
         SHOTS.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=SHOTS / f"{name}.png")
 
@@ -189,7 +189,7 @@ def number(text: str) -> float:
 
 
 def _luminance(color: str) -> float:
-    """Of a CSS colour like "rgb(17, 17, 17)", as WCAG counts."""
+    """Of a CSS color like "rgb(17, 17, 17)", as WCAG counts."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -6,7 +6,7 @@ spinning   calls that wait for a kernel as CUDA does
 nccl       ProcessGroupNCCL: abort that blocks, the watchdog; in one process, and in real ranks over gloo
 driver     CUDA's driver before and after cuInit, compiled
 sysfs      what Linux says of a GPU's place
-guard      a torch that takes itself for one with CUDA, and libraries that initialise it
+guard      a torch that takes itself for one with CUDA, and libraries that initialize it
 
 Each says what it does that a naive one would not, and who says that the real one does: a file of torch's, a page of
 NVIDIA's, an issue. None does what the real one never does: tests/unit/test_cuda_build.py compares names and errors

@@ -16,7 +16,7 @@ What it does, and where torch 2.13 does so (its sources; headers as in the wheel
 - A UUID is written bare, without NVML's "GPU-" (`cudaDeviceProp::uuid`).
 
 Kernels that end later, and calls that spin until they do: `tests.stand_ins.spinning`. Streams with memory of their own
-are not modelled: nothing here measures by stream.
+are not modeled: nothing here measures by stream.
 """
 
 from __future__ import annotations

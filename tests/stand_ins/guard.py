@@ -2,7 +2,7 @@
 
 - Counting devices is enough to spoil CUDA in processes forked later (torch/csrc/cuda/Module.cpp: `poison_fork`, which
   `THCPModule_getDeviceCount_wrap` calls, too), and `_cuda_isInBadFork` says so in the child alone.
-- Everything else of the initialisation is torch's own: `torch.cuda._lazy_init` runs as it is.
+- Everything else of the initialization is torch's own: `torch.cuda._lazy_init` runs as it is.
 - NVML shows another process on each GPU, and this one where it has a context.
 """
 

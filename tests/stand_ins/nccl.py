@@ -15,7 +15,7 @@ What it does, and where torch 2.13 does so (torch/csrc/distributed/c10d; headers
 - A slot of a ProcessGroup is taken once and for all: registering another backend there keeps the first
   (ProcessGroup.hpp, `setBackend`).
 
-Peers' watchdogs that see a remote error, and the heartbeat monitor, are not modelled: both end the process likewise.
+Peers' watchdogs that see a remote error, and the heartbeat monitor, are not modeled: both end the process likewise.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ change the file beside it to change what they see.
 What it does, and who says that the real one does:
 
 - It answers when it likes, without the GIL, `nvmlInit` too: pynvml calls by `ctypes.CDLL`. Without persistence each GPU
-  is initialised anew, in seconds (NVIDIA, "Driver Persistence"). For how long a driver may hang is not known; here for
+  is initialized anew, in seconds (NVIDIA, "Driver Persistence"). For how long a driver may hang is not known; here for
   ever, or until somebody sets "seconds" back.
 - It wants `nvmlInit` first, and counts it and `nvmlShutdown` (NVML API, "Initialization and Cleanup"; before, calls
   fail with NVML_ERROR_UNINITIALIZED).

@@ -70,7 +70,7 @@ def test_nccl_s_refusal_without_a_gpu_is_known_as_torch_s() -> None:
     assert failures.from_torch(error) and not failures.from_communication(error)
 
 
-def test_importing_nbdist_s_modules_initialises_no_cuda() -> None:
+def test_importing_nbdist_s_modules_initializes_no_cuda() -> None:
     code = (
         "import nbdist, nbdist.launcher, nbdist.train.prepare, nbdist.worker.rank, nbdist.metrics.oom, torch\n"
         "print(torch.cuda.is_initialized(), torch._C._cuda_isInBadFork())"

@@ -1,4 +1,4 @@
-"""The guard names who initialised CUDA. The programs are real ones; their torch takes itself for one that has CUDA."""
+"""The guard names who initialized CUDA. The programs are real ones; their torch takes itself for one that has CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.stand_ins.guard import seen_by_nvml, write_packages
 from tests.stand_ins.nvml import FakeNvml
 
 ROOT = Path(__file__).resolve().parents[2]
-NOBODY = "CUDA is not initialised in this process."
+NOBODY = "CUDA is not initialized in this process."
 NO_GPU: tuple[()] = ()
 
 
@@ -61,7 +61,7 @@ def test_the_guard_imports_no_torch(packages: Path) -> None:
     assert program(packages, "import sys, nbdist.cuda_guard; print('torch' in sys.modules)") == ["False"]
 
 
-def test_without_torch_nobody_has_initialised_cuda(packages: Path) -> None:
+def test_without_torch_nobody_has_initialized_cuda(packages: Path) -> None:
     code = "from nbdist import cuda_guard\ncuda_guard.report(); print(cuda_guard.first(), cuda_guard.safe_to_fork())"
     assert program(packages, code) == [NOBODY, "None True"]
 
@@ -100,7 +100,7 @@ import pretend, bitsandbytes
 print(cuda_guard.first())
 """
     (says,) = program(packages, code)
-    assert says.startswith("CUDA was initialised by bitsandbytes/cextension.py:5 ")
+    assert says.startswith("CUDA was initialized by bitsandbytes/cextension.py:5 ")
 
 
 def test_a_torch_that_does_not_tell_costs_the_name_and_says_so(packages: Path) -> None:
@@ -129,7 +129,7 @@ print(*seen.chain)
 """
     says, where, chain = program(packages, code)
     assert says.startswith(
-        "CUDA was initialised by bitsandbytes/cextension.py:5 (probe), imported by peft, imported by program.py:4, "
+        "CUDA was initialized by bitsandbytes/cextension.py:5 (probe), imported by peft, imported by program.py:4, "
     )
     assert says.endswith(" s after the process's start")
     assert where == f"{packages}/bitsandbytes/cextension.py 5 probe None True False"
@@ -151,7 +151,7 @@ print(cuda_guard.first())
     before, after = program(packages, code)
     assert before == "None"
     function = "Model.put" if sys.version_info >= (3, 11) else "put"
-    assert after.startswith(f"CUDA was initialised by helper.py:5 ({function}), ")
+    assert after.startswith(f"CUDA was initialized by helper.py:5 ({function}), ")
 
 
 def test_only_the_first_is_named(packages: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_report_shows_the_chain(packages: Path) -> None:
     ]
 
 
-def test_an_initialisation_that_fails_half_way_has_a_culprit_too(packages: Path) -> None:
+def test_an_initialization_that_fails_half_way_has_a_culprit_too(packages: Path) -> None:
     code = """
 import pretend, torch
 def fails():
@@ -196,7 +196,7 @@ print(cuda_guard.first().before_guard)
 """
     says, before = program(packages, code)
     assert says == (
-        "CUDA was initialised before nbdist watched, so by whom is not known "
+        "CUDA was initialized before nbdist watched, so by whom is not known "
         "(bitsandbytes, imported here, would do it at its import)."
     )
     assert before == "True"
@@ -205,7 +205,7 @@ print(cuda_guard.first().before_guard)
 # --- forks
 
 
-def test_a_fork_is_safe_until_cuda_is_initialised_and_asking_does_not_do_it(packages: Path) -> None:
+def test_a_fork_is_safe_until_cuda_is_initialized_and_asking_does_not_do_it(packages: Path) -> None:
     code = """
 from nbdist import cuda_guard
 import pretend, torch, helper
@@ -220,7 +220,7 @@ def test_a_refused_fork_names_the_import_and_the_way_out(packages: Path) -> None
     code = "from nbdist import cuda_guard\nimport pretend, peft\n"
     (says,) = program(packages, code + REFUSED)
     assert says.startswith(
-        "UsageError CUDA was initialised by bitsandbytes/cextension.py:5 (probe), imported by peft, "
+        "UsageError CUDA was initialized by bitsandbytes/cextension.py:5 (probe), imported by peft, "
     )
     assert says.endswith(
         "and processes forked from here can't use it: restart the process, and move the import into the function, "
@@ -228,13 +228,13 @@ def test_a_refused_fork_names_the_import_and_the_way_out(packages: Path) -> None
     )
 
 
-def test_a_question_that_initialises_nothing_but_spoils_forks_is_found(packages: Path) -> None:
+def test_a_question_that_initializes_nothing_but_spoils_forks_is_found(packages: Path) -> None:
     code = (
         "from nbdist import cuda_guard\nimport pretend, torch\ntorch.cuda.is_available()\nprint(cuda_guard.first())\n"
     )
     first, says = program(packages, code + REFUSED)
     assert first == "None"
-    assert says.startswith("UsageError CUDA was initialised by a call that was not seen, in torch or in a library, ")
+    assert says.startswith("UsageError CUDA was initialized by a call that was not seen, in torch or in a library, ")
     assert "`%load_ext nbdist` in the first cell" in says
 
 
@@ -258,7 +258,7 @@ cuda_guard.report()
 """
     before, after, says = program(packages, code)
     assert (before, after) == ("True", "False")
-    assert says.startswith("CUDA was initialised past torch's own initialisation, so by whom is not known: ")
+    assert says.startswith("CUDA was initialized past torch's own initialization, so by whom is not known: ")
 
 
 def test_torchs_own_error_in_a_forked_process_becomes_advice_that_names_the_parents_culprit(packages: Path) -> None:
@@ -275,7 +275,7 @@ if os.fork() == 0:
 os.wait()
 """
     (says,) = program(packages, code)
-    assert says.startswith("CUDA was initialised by bitsandbytes/cextension.py:5 (probe), imported by peft, ")
+    assert says.startswith("CUDA was initialized by bitsandbytes/cextension.py:5 (probe), imported by peft, ")
     assert "the process that failed was forked after that: restart the process" in says
 
 
@@ -286,7 +286,7 @@ def test_a_context_made_outside_torch_is_found_by_nvml(packages: Path) -> None:
     code = "from nbdist import cuda_guard\nprint(cuda_guard.context_outside_torch())\ncuda_guard.report()"
     devices, says = program(packages, code, (None, 2**29, None))
     assert devices == "[1]"
-    assert says.startswith("CUDA was initialised on GPU 1 past torch's own initialisation")
+    assert says.startswith("CUDA was initialized on GPU 1 past torch's own initialization")
 
 
 def test_contexts_of_torch_itself_are_not_outside_torch(packages: Path) -> None:
@@ -341,13 +341,13 @@ def test_a_preflight_is_asked_for_in_any_true_spelling(
 
 def test_the_preflight_prints_what_it_checked(packages: Path) -> None:
     assert program(packages, "from nbdist import cuda_guard\ncuda_guard.preflight()") == [
-        f"who initialised CUDA: {NOBODY}",
+        f"who initialized CUDA: {NOBODY}",
         "a forked process could use CUDA",
         "GPU memory: the process holds none",
     ]
 
 
-def test_the_error_is_recognised_in_what_caused_another_and_in_a_report() -> None:
+def test_the_error_is_recognized_in_what_caused_another_and_in_a_report() -> None:
     cause = RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")
     error = ValueError("step failed")
     error.__cause__ = cause
@@ -375,9 +375,9 @@ def test_on_a_gpu_a_tensor_and_a_driver_call_are_both_found(packages: Path) -> N
     (packages / "driver.py").write_text("import ctypes\nctypes.CDLL('libcuda.so.1').cuInit(0)\n")
     code = "from nbdist import cuda_guard\nimport torch\nprint(cuda_guard.safe_to_fork())\n{}\n" + REFUSED
     safe, says = program(packages, code.format("torch.zeros(1).cuda()"))
-    assert safe == "True" and says.startswith("UsageError CUDA was initialised by program.py:4, ")
+    assert safe == "True" and says.startswith("UsageError CUDA was initialized by program.py:4, ")
     safe, says = program(packages, code.format("import driver"))
-    assert safe == "True" and says.startswith("UsageError CUDA was initialised by a call that was not seen")
+    assert safe == "True" and says.startswith("UsageError CUDA was initialized by a call that was not seen")
 
 
 REFUSED = """

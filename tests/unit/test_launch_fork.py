@@ -105,7 +105,7 @@ def test_a_rank_is_told_what_to_do_about_processes_that_it_forks(monkeypatch: py
     assert "get_context('spawn')" in failure.traceback
 
 
-def test_a_forked_rank_names_who_initialised_cuda_in_the_notebook(tmp_path: Path) -> None:
+def test_a_forked_rank_names_who_initialized_cuda_in_the_notebook(tmp_path: Path) -> None:
     write_packages(tmp_path)
     code = f"""
 import nbdist.cuda_guard, os, pretend, sys
@@ -117,7 +117,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-    assert "CUDA was initialised by bitsandbytes/cextension.py:5 (probe), imported by peft" in program(code, tmp_path)
+    assert "CUDA was initialized by bitsandbytes/cextension.py:5 (probe), imported by peft" in program(code, tmp_path)
 
 
 def test_other_errors_get_no_advice() -> None:

@@ -70,7 +70,7 @@ def test_version_is_that_of_the_installed_package() -> None:
     assert nbdist.__version__ == metadata.version("nbdist")
 
 
-def test_wheel_carries_types_licence_and_what_pages_load_but_no_tests(tmp_path: Path) -> None:
+def test_wheel_carries_types_license_and_what_pages_load_but_no_tests(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")

@@ -44,7 +44,7 @@ def wire(pieces: list[bytes | Mark]) -> bytes:
 
 
 def joined(outputs: list[Output]) -> list[bytes | Mark]:
-    """Text and marks in their order, neighbouring texts as one."""
+    """Text and marks in their order, neighboring texts as one."""
     found: list[bytes | Mark] = [b""]
     for output in outputs:
         found[-1] += output.data  # type: ignore[operator]
@@ -193,11 +193,11 @@ def test_the_end_of_a_cell_comes_after_all_that_was_written_to_stderr_before_it(
 
 
 def test_escape_sequences_cost_no_more_than_other_text() -> None:
-    colours = b"\x1b[31mx\x1b[0m" * 200_000
+    colors = b"\x1b[31mx\x1b[0m" * 200_000
     with reading() as (reader, write):
         os.set_blocking(write, False)
-        began, rest, size = time.monotonic(), colours, 0
-        while size < len(colours):
+        began, rest, size = time.monotonic(), colors, 0
+        while size < len(colors):
             if rest:
                 with suppress(BlockingIOError):
                     rest = rest[os.write(write, rest[:1000]) :]

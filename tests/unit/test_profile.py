@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.client.profiles import CellProfile, render
 from nbdist.errors import UsageError
-from nbdist.metrics.profile import Summary, merge, profiled, summarise
+from nbdist.metrics.profile import Summary, merge, profiled, summarize
 
 
 def event(name: str, start: float, length: float, *, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
@@ -20,29 +20,29 @@ def event(name: str, start: float, length: float, *, cat: str = "cpu_op", tid: i
 
 
 def test_time_without_any_operation_is_idle() -> None:
-    summary = summarise([event("aten::mm", 0, 20), event("aten::add", 50, 10)], 0, 0.1)
+    summary = summarize([event("aten::mm", 0, 20), event("aten::add", 50, 10)], 0, 0.1)
     assert (summary.busy, summary.communication, summary.idle) == pytest.approx((0.3, 0.0, 0.7))
 
 
 def test_a_hidden_collective_is_counted_as_communication_but_not_twice_as_work() -> None:
-    summary = summarise([event("aten::mm", 0, 50), event("gloo:all_reduce", 20, 40, tid=2)], 0, 0.1)
+    summary = summarize([event("aten::mm", 0, 50), event("gloo:all_reduce", 20, 40, tid=2)], 0, 0.1)
     assert (summary.busy, summary.communication, summary.idle) == pytest.approx((0.5, 0.4, 0.4))
 
 
 def test_what_only_spans_others_is_not_work() -> None:
     annotation = event("DistributedDataParallel.forward", 0, 100, cat="user_annotation")
-    assert summarise([annotation, event("aten::mm", 0, 10)], 0, 0.1).idle == pytest.approx(0.9)
+    assert summarize([annotation, event("aten::mm", 0, 10)], 0, 0.1).idle == pytest.approx(0.9)
 
 
 def test_where_kernels_run_on_a_gpu_its_time_counts() -> None:
-    summary = summarise([event("aten::mm", 0, 90), event("gemm", 10, 30, cat="kernel", tid=7)], 0, 0.1)
+    summary = summarize([event("aten::mm", 0, 90), event("gemm", 10, 30, cat="kernel", tid=7)], 0, 0.1)
     assert summary.device == "cuda"
     assert summary.busy == pytest.approx(0.3)
 
 
 def test_an_operations_own_time_is_without_what_it_calls() -> None:
     events = [event("aten::linear", 0, 30), event("aten::mm", 5, 20), event("aten::mm", 40, 5, tid=2)]
-    own = {operation.name: (operation.calls, operation.own) for operation in summarise(events, 0, 0.1).operations}
+    own = {operation.name: (operation.calls, operation.own) for operation in summarize(events, 0, 0.1).operations}
     assert own == {"aten::mm": (2, pytest.approx(0.025)), "aten::linear": (1, pytest.approx(0.010))}
 
 
@@ -82,8 +82,8 @@ def test_a_merged_trace_may_be_compressed(tmp_path: Path) -> None:
 
 
 def test_the_table_names_the_slowest_rank_of_each_operation() -> None:
-    quick = summarise([event("aten::mm", 0, 10)], 0, 0.1)
-    slow = summarise([event("aten::mm", 0, 40)], 1, 0.1)
+    quick = summarize([event("aten::mm", 0, 10)], 0, 0.1)
+    slow = summarize([event("aten::mm", 0, 40)], 1, 0.1)
     text = render([quick, slow])
     assert "40.0 ms @1" in text
     assert [line.split()[0] for line in text.splitlines()[:3]] == ["rank", "0", "1"]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.torch_private
 
 
 class Wrapper(Optimizer):
-    """As Accelerate's: an Optimizer that never was initialised as one."""
+    """As Accelerate's: an Optimizer that never was initialized as one."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -32,7 +32,7 @@ class Wrapper(Optimizer):
         return self.inner.step(closure)
 
 
-class InitialisedWrapper(Optimizer):
+class InitializedWrapper(Optimizer):
     """As ZeroRedundancyOptimizer: both are optimizers to torch."""
 
     def __init__(self, inner: Optimizer) -> None:
@@ -64,10 +64,10 @@ class Failing(SGD):
         lambda: AdamW([parameter()], foreach=True),
         lambda: AdamW([parameter()], fused=True),
         lambda: Wrapper(AdamW([parameter()])),
-        lambda: InitialisedWrapper(AdamW([parameter()])),
+        lambda: InitializedWrapper(AdamW([parameter()])),
         lambda: Refined([parameter()]),
     ],
-    ids=["plain", "foreach", "fused", "wrapper", "initialised wrapper", "step calls super().step"],
+    ids=["plain", "foreach", "fused", "wrapper", "initialized wrapper", "step calls super().step"],
 )
 def test_each_step_counts_once(counter: StepCounter, make: Callable[[], Optimizer]) -> None:
     optimizer = make()
@@ -172,7 +172,7 @@ def test_a_wrapper_that_tries_a_failed_step_again_makes_one_step(counter: StepCo
 
 
 def test_the_rank_is_in_a_step_until_the_outermost_one_is_whole(counter: StepCounter) -> None:
-    optimizer = InitialisedWrapper(SGD([parameter()]))
+    optimizer = InitializedWrapper(SGD([parameter()]))
     optimizer.look = lambda: counter.in_step
     seen: list[tuple[str, bool]] = []
     counter.on_step.append(lambda stepped: seen.append(("on_step", counter.in_step)))
@@ -186,7 +186,7 @@ def test_the_rank_is_in_a_step_until_the_outermost_one_is_whole(counter: StepCou
 def test_on_step_is_told_the_outermost_optimizer(counter: StepCounter) -> None:
     seen: list[Optimizer] = []
     counter.on_step.append(seen.append)
-    optimizer = InitialisedWrapper(SGD([parameter()]))
+    optimizer = InitializedWrapper(SGD([parameter()]))
     optimizer.step()
     assert seen == [optimizer]
 

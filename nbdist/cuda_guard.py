@@ -412,9 +412,9 @@ def _nvml_devices() -> list[tuple[str, int | None]]:
 
     Empty without a driver that works and answers within a moment.
     """
-    from nbdist.metrics.nvml import within_a_moment
+    from nbdist.metrics.nvml import within_limit
 
-    return within_a_moment(_ask_nvml, [])
+    return within_limit(_ask_nvml, [])
 
 
 def _ask_nvml() -> list[tuple[str, int | None]]:

@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nbdist.metrics.nvml import within_limit
+
 _DEVICES = Path("/dev")
 _FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu", "kfd")  # of NVIDIA's driver, of WSL, Jetson, ROCm
 _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _COUNT = "import torch; print(torch.cuda.device_count())"
+_DRIVER_LIMIT = 60.0  # seconds: without persistence the driver initializes each GPU first
 _COUNT_LIMIT = 120.0  # seconds: torch may come over a slow network
 
 _T = TypeVar("_T")
@@ -104,13 +107,14 @@ def _count_by_torch() -> int:
 
 def _ask_driver(question: Callable[[Any], _T], otherwise: _T) -> _T:
     """The driver's answer; `otherwise` without a driver, or from one that does not work."""
-    try:
-        import pynvml
+    return within_limit(lambda: _asked(question), otherwise, _DRIVER_LIMIT)
 
-        pynvml.nvmlInit()
-        try:
-            return question(pynvml)
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:
-        return otherwise
+
+def _asked(question: Callable[[Any], _T]) -> _T:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return question(pynvml)
+    finally:
+        pynvml.nvmlShutdown()

@@ -24,7 +24,7 @@ _THROTTLED = {
     0x0000000000000080: "power brake",
 }
 _MIG_ENABLED = 1
-_PATIENCE = 2.0  # seconds that who looks once waits for the driver
+_PATIENCE = 2.0  # seconds that a single look waits for the driver
 
 
 class Nvml:
@@ -160,12 +160,13 @@ class Nvml:
             return None
 
 
-def within_a_moment(look: Callable[[], _T], otherwise: _T) -> _T:
-    """What a look at the driver finds, for who can't wait: a driver that hangs can't be interrupted.
+def within_limit(look: Callable[[], _T], otherwise: _T, limit: float = _PATIENCE) -> _T:
+    """What a look at the driver finds, for callers that can't wait: a driver that hangs can't be interrupted.
 
     Args:
         look: Takes it, in a thread, which ends when the driver answers.
         otherwise: What is returned if it has not answered in time, or the look raises.
+        limit: Seconds.
     """
     found: list[_T] = []
 
@@ -175,7 +176,7 @@ def within_a_moment(look: Callable[[], _T], otherwise: _T) -> _T:
 
     thread = threading.Thread(target=take, name="nbdist-driver-once", daemon=True)
     thread.start()
-    thread.join(_PATIENCE)
+    thread.join(limit)
     return found[0] if found else otherwise
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from nbdist.metrics import device, host, tensors, units, watermarks
-from nbdist.metrics.nvml import read_once, within_a_moment
+from nbdist.metrics.nvml import read_once, within_limit
 from nbdist.metrics.sample import GpuSample, gpu_among
 from nbdist.metrics.tensors import Block
 
@@ -124,7 +124,7 @@ def _account(where: str, asked: int | None) -> Account:
     cuda, index = sys.modules["torch"].cuda, int(where.partition(":")[2])
     free, total = cuda.mem_get_info(index)
     allocated, reserved = cuda.memory_allocated(index), cuda.memory_reserved(index)
-    gpu = gpu_among(device.uuid(cuda, index), within_a_moment(read_once, []))
+    gpu = gpu_among(device.uuid(cuda, index), within_limit(read_once, []))
     outside, others = share(gpu, os.getpid(), total - free, reserved)
     return Account(
         device=where,

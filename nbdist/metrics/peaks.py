@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
-from nbdist.metrics.nvml import within_a_moment
+from nbdist.metrics.nvml import within_limit
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,7 @@ def _highest_clock(properties: Any) -> float:
     """Of the SMs, Hz; 0 where neither torch nor the driver tells."""
     if found := getattr(properties, "clock_rate", 0):
         return 1000.0 * float(found)
-    return within_a_moment(lambda: _highest_clock_by_driver(f"GPU-{properties.uuid}"), 0.0)
+    return within_limit(lambda: _highest_clock_by_driver(f"GPU-{properties.uuid}"), 0.0)
 
 
 def _highest_clock_by_driver(uuid: str) -> float:

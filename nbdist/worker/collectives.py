@@ -309,6 +309,7 @@ class Collectives:
 
     def _renew(self, group: Any, store: Any, known: _Group) -> None:
         import torch
+        import torch.distributed as dist
 
         register = getattr(group, "_register_backend", None)
         if register is None:
@@ -318,7 +319,7 @@ class Collectives:
         for device, backend in _backends(group).items():
             kind = _kind(backend)
             if kind not in made:
-                made[kind] = (_make_backend(backend, store, group), _next_slot(group, known))
+                made[kind] = (_make_backend(backend, dist.PrefixStore(kind, store), group), _next_slot(group, known))
             new, slot = made[kind]
             register(torch.device(device), slot, new)
         group._set_group_name(name)  # the backends keep it, and functional collectives (DTensor's) go by it

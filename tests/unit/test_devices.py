@@ -55,6 +55,13 @@ def test_a_driver_that_does_not_work_counts_as_none(nvml: FakeNvml, call: str) -
     assert visible_gpus({}) == []
 
 
+def test_a_driver_that_never_answers_counts_as_none(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_DRIVER_LIMIT", 0.1)
+    nvml.state["seconds"] = 1e9
+    assert visible_gpus({}) == []
+    nvml.state["seconds"] = 0.0
+
+
 def test_nvml_is_left_as_it_was_found(nvml: FakeNvml) -> None:
     visible_gpus({})
     nvml.state["count"] = "UNKNOWN"

@@ -74,6 +74,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(autouse=True)
+def environment_is_as_it_was() -> Iterator[None]:
+    """After each test: what code in this process has set, such as a deterministic plan, is inherited by no kernel."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """After each test: no process, key file or log folder but those of kernels that tests share."""
     files = files_of_sessions()

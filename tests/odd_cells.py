@@ -408,7 +408,7 @@ _DEATHS = [
         "closes every descriptor above 2",
         "import os\nif rank == 0:\n    os.closerange(3, 4096)",
         DIES,
-        shown="SIGABRT",
+        shown="SIG",  # SIGABRT of libzmq's, or SIGSEGV of a thread that is on its way out then
     ),
 ]
 

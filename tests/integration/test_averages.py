@@ -188,13 +188,16 @@ bool(differs), "averaged" in differs.first, torch.equal(average_of(model), expec
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("model, _ = prepared('ddp')\nwith nbdist.averaged(model): pass", "as the plan has no ema: type `%distributed"),
-        ("after('fsdp', 1)\nwith nbdist.averaged(Net()): pass", "of the Net are kept, as it was not prepared"),
+        (
+            "model, _ = prepared('ddp')\nwith nbdist.averaged(model): pass",
+            "because the plan has no ema: type `%distributed",
+        ),
+        ("after('fsdp', 1)\nwith nbdist.averaged(Net()): pass", "of the Net are kept, because it was not prepared"),
         ("after('fsdp', 1)\nwith nbdist.averaged('m'): pass", "averaged takes a prepared model, not str"),
         ("m, _ = after('fsdp', 1)\nwith nbdist.averaged(m), nbdist.averaged(m): pass", "holds its averaged weights"),
         ("m, o = after('fsdp', 1)\nwith nbdist.averaged(m): o.step()", "call step() after it"),
         ("m, o = after('fsdp', 1)\nwith nbdist.averaged(m): nbdist.save_state('/tmp/x')", "save_state or load_state"),
-        ("m, o = prepared('fsdp')\nnbdist.save_model(m, '/tmp/x', averaged=True)", "as the plan has no ema"),
+        ("m, o = prepared('fsdp')\nnbdist.save_model(m, '/tmp/x', averaged=True)", "because the plan has no ema"),
     ],
 )
 def test_what_has_no_averages_is_refused_on_all_ranks(ranks: Kernel, code: str, message: str) -> None:

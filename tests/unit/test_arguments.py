@@ -35,7 +35,7 @@ def test_a_comment_at_the_end_of_a_line_is_not_read(parser: MagicParser) -> None
 
 
 def test_a_number_sign_inside_a_word_or_quotes_begins_no_comment(parser: MagicParser) -> None:
-    with pytest.raises(UsageError, match="'a#b' is no variable name"):
+    with pytest.raises(UsageError, match="'a#b' is not a variable name"):
         parser.read("--as a#b")
     assert parser.read("--names 'a, #b'").names == ["a", "#b"]
 

@@ -47,6 +47,7 @@ _NO_DEBUGGER = (
     "a debugger can't stop on a rank: there is no keyboard. Print what you need, or look at the rank's variables "
     "after the cell has failed: they are kept (`%%distributed -r 0`, then the name)."
 )
+_CLEAR_LIMIT = 1.0  # seconds that finalizers of an interrupted cell may take before the next one begins
 _KEPT = 10  # errors of a cell that IPython has shown: a loop may show one in each turn
 _MAGIC_ADVICE = "type it in a cell of its own (with `auto on`, in one that begins with `%%local`)."
 
@@ -229,7 +230,10 @@ class RankShell(InteractiveShell):
     def forget_failure(self) -> None:
         """Let go of the frames of what has failed: they may hold tensors and DataLoader workers."""
         for error, _ in self._failures:
-            shells.clear_frames(error)
+            if isinstance(error, KeyboardInterrupt):
+                _clear_apart(error)
+            else:
+                shells.clear_frames(error)
         self._failures, self.caught = [], False
         shells.forget_failure(self)
 
@@ -359,6 +363,17 @@ class RankShell(InteractiveShell):
     def _show_in_pager(self, data: Any, start: int, screen_lines: int) -> None:
         bundle = data if isinstance(data, dict) else {"text/plain": data}
         self.lane.show("display", {"text/plain": bundle.get("text/plain", "")}, {})
+
+
+def _clear_apart(error: BaseException) -> None:
+    """Clear the frames of an interrupt in a thread of their own, which may not come to its end.
+
+    An interrupt between the acquiring of a lock and its `with` block leaves the lock taken, and a finalizer may wait
+    for it forever: that of a DataLoader's iterator does. Between cells nobody could interrupt that.
+    """
+    thread = threading.Thread(target=shells.clear_frames, args=(error,), name="nbdist-clear", daemon=True)
+    thread.start()
+    thread.join(_CLEAR_LIMIT)
 
 
 def refuse_keyboard() -> None:

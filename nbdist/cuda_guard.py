@@ -7,7 +7,6 @@ CUDA itself, and knows nothing of sessions, ranks or launchers.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import select
@@ -412,21 +411,14 @@ def _nvml_devices() -> list[tuple[str, int | None]]:
 
     Empty without a driver that works and answers within a moment.
     """
-    from nbdist.metrics.nvml import within_limit
+    from nbdist.metrics.nvml import ask_once
 
-    return within_limit(_ask_nvml, [])
+    return ask_once(_shares_by_uuid, [])
 
 
-def _ask_nvml() -> list[tuple[str, int | None]]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [(str(pynvml.nvmlDeviceGetUUID(handle)), _own_share(pynvml, handle)) for handle in handles]
-    finally:
-        with contextlib.suppress(Exception):
-            pynvml.nvmlShutdown()
+def _shares_by_uuid(nvml: Any) -> list[tuple[str, int | None]]:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    return [(str(nvml.nvmlDeviceGetUUID(handle)), _own_share(nvml, handle)) for handle in handles]
 
 
 def _own_share(nvml: Any, handle: Any) -> int | None:

@@ -7,11 +7,11 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from nbdist.metrics.nvml import within_limit
+from nbdist.metrics.nvml import ask_once
 
 _DEVICES = Path("/dev")
 _FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu", "kfd")  # of NVIDIA's driver, of WSL, Jetson, ROCm
@@ -19,8 +19,6 @@ _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _COUNT = "import torch; print(torch.cuda.device_count())"
 _DRIVER_LIMIT = 60.0  # seconds: without persistence the driver initializes each GPU first
 _COUNT_LIMIT = 120.0  # seconds: torch may come over a slow network
-
-_T = TypeVar("_T")
 
 _WITHOUT_PEER_ACCESS = "RTX 40"
 _FIRST_DRIVER = (550, 40, 7)  # the first that does not offer these GPUs what they lack
@@ -55,7 +53,7 @@ def nccl_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str
         Environment variables for ranks; empty for other GPUs and newer drivers.
     """
     unknown: tuple[list[str], str] = ([], "")
-    names, driver = _ask_driver(_names_and_version, unknown)
+    names, driver = ask_once(_names_and_version, unknown, _DRIVER_LIMIT)
     if len(names) < 2 or not any(_WITHOUT_PEER_ACCESS in name for name in names):
         return {}
     parts = tuple(int(part) for part in driver.split(".") if part.isdigit())
@@ -88,7 +86,7 @@ def _count() -> int:
 
     The management library is missing in containers without the driver's "utility" capability, on Jetson and with ROCm.
     """
-    count = _ask_driver(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0)
+    count = ask_once(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0, _DRIVER_LIMIT)
     return count if count or not _device_files() else _count_by_torch()
 
 
@@ -103,18 +101,3 @@ def _count_by_torch() -> int:
         )
         return int(done.stdout.split()[-1])
     return 0
-
-
-def _ask_driver(question: Callable[[Any], _T], otherwise: _T) -> _T:
-    """The driver's answer; `otherwise` without a driver, or from one that does not work."""
-    return within_limit(lambda: _asked(question), otherwise, _DRIVER_LIMIT)
-
-
-def _asked(question: Callable[[Any], _T]) -> _T:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        return question(pynvml)
-    finally:
-        pynvml.nvmlShutdown()

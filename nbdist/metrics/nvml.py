@@ -180,6 +180,27 @@ def within_limit(look: Callable[[], _T], otherwise: _T, limit: float = _PATIENCE
     return found[0] if found else otherwise
 
 
+def ask_once(question: Callable[[Any], _T], otherwise: _T, limit: float = _PATIENCE) -> _T:
+    """The answer to a question, by callers that keep no driver open; as `within_limit`.
+
+    Args:
+        question: Called with pynvml while the driver is open.
+        otherwise: What is returned without a driver, or one that does not work or answer in time.
+        limit: Seconds.
+    """
+
+    def ask() -> _T:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return question(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+
+    return within_limit(ask, otherwise, limit)
+
+
 def read_once() -> list[GpuSample]:
     """One look at all GPUs, by who keeps no driver open."""
     driver = Nvml()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
-from nbdist.metrics.nvml import within_limit
+from nbdist.metrics.nvml import ask_once
 
 if TYPE_CHECKING:
     import torch
@@ -198,18 +198,12 @@ def _highest_clock(properties: Any) -> float:
     """Of the SMs, Hz; 0 where neither torch nor the driver tells."""
     if found := getattr(properties, "clock_rate", 0):
         return 1000.0 * float(found)
-    return within_limit(lambda: _highest_clock_by_driver(f"GPU-{properties.uuid}"), 0.0)
+    return ask_once(lambda nvml: _highest_clock_by_driver(nvml, f"GPU-{properties.uuid}"), 0.0)
 
 
-def _highest_clock_by_driver(uuid: str) -> float:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        return 1e6 * float(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM))
-    finally:
-        pynvml.nvmlShutdown()
+def _highest_clock_by_driver(nvml: Any, uuid: str) -> float:
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    return 1e6 * float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
 
 
 def mixed(flops: Mapping[str, int], figures: Mapping[str, Peak | None]) -> Peak | None:

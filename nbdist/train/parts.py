@@ -19,6 +19,7 @@ from nbdist.errors import UsageError
 from nbdist.train import state as training
 from nbdist.train.averages import averages_of
 from nbdist.train.participants import refuse_partial
+from nbdist.train.shards import gather_again
 
 _CHUNK = 64 << 20  # bytes that are hashed or sent at once
 _BASIC = (bool, int, float, complex, str, bytes, type(None))
@@ -341,11 +342,7 @@ def _labels(objects: Iterable[Any]) -> list[str]:
 
 
 def _of_module(module: torch.nn.Module, prefix: str) -> dict[str, tuple[str, torch.Tensor]]:
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if sharded is not None:
-        for part in module.modules():
-            if isinstance(part, sharded):
-                part.reshard()  # after a forward the outermost may still hold whole parameters
+    gather_again(module)
     parameters: dict[str, tuple[str, torch.Tensor]] = {
         f"{prefix}{name}": ("parameter", tensor) for name, tensor in module.named_parameters()
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 
@@ -10,8 +12,9 @@ def gather_again(model: nn.Module) -> None:
 
     After a forward without gradients the outermost module still holds whole ones, and would go on with these.
     """
-    from torch.distributed.fsdp import FSDPModule
-
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is None:  # nothing here is
+        return
     for part in model.modules():
-        if isinstance(part, FSDPModule):
+        if isinstance(part, sharded):
             part.reshard()

@@ -22,7 +22,7 @@ import msgspec
 from nbdist import transfer
 from nbdist.processes import adopt_orphans, die_with_parent
 from nbdist.protocol import END, Answer, Ask, Execute, Failure, Message, Quit, RankSetup, Reply, decode, encode
-from nbdist.worker import accelerate_state, failures, groups, launched, models, stacks, streams
+from nbdist.worker import accelerate_state, failures, forks, groups, launched, models, stacks, streams
 from nbdist.worker.collectives import Collectives
 from nbdist.worker.display import DisplayLane
 from nbdist.worker.progress import Progress
@@ -105,6 +105,7 @@ def main(start: Start) -> None:
     _in_rank = True
     os.setsid()
     die_with_parent(start.parent)
+    forks.mend()
     adopt_orphans()  # what its children leave behind stays below it, and so is found when it ends
     gc.freeze()  # the notebook's objects are the notebook's: nothing of them is to be finalized here
     for other in start.others:

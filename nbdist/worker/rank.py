@@ -49,7 +49,7 @@ from nbdist.protocol import (
     encode,
 )
 from nbdist.train import participants
-from nbdist.worker import accelerate_state, failures, groups, launched, spawning, streams
+from nbdist.worker import accelerate_state, failures, forks, groups, launched, spawning, streams
 from nbdist.worker.control import ControlThread
 from nbdist.worker.default_group import DefaultGroup
 from nbdist.worker.display import DisplayLane
@@ -152,6 +152,7 @@ def _take_on(setup: RankSetup) -> None:
     time.tzset()
     # Python 3.14 has another default; workers of a DataLoader must find the classes of cells.
     multiprocessing.set_start_method("fork", force=True)
+    forks.mend()
     _keep_sockets_in(setup.folder)
     groups.prepare_torch(setup)
     accelerate_state.install()

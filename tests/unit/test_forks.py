@@ -1,0 +1,78 @@
+"""Forks on Pythons whose child may be stuck before it has run a line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from nbdist.worker import forks
+
+
+class Forking:
+    """As `os.fork`, but the first children do not come out of it.
+
+    Attributes:
+        stuck: Their process ids.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.stuck: list[int] = []
+
+    def __call__(self) -> int:
+        child = os.fork()
+        if len(self.stuck) < self._count:
+            if child == 0:
+                signal.pause()
+            self.stuck.append(child)
+        return child
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_stuck_children_are_ended_and_the_next_one_runs(count: int) -> None:
+    forking = Forking(count)
+    child = forks.fork_until_it_runs(forking, limit=0.05)
+    if child == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(forking.stuck) == count
+    assert not any(Path(f"/proc/{pid}").exists() for pid in forking.stuck)
+
+
+def test_a_child_that_ends_at_once_is_its_parent_s_to_see() -> None:
+    def fork() -> int:
+        return os.fork() or os._exit(3)
+
+    child = forks.fork_until_it_runs(fork, limit=60)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_an_interrupt_while_the_child_is_waited_for_leaves_no_child() -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    forking = Forking(1)
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            forks.fork_until_it_runs(forking, limit=60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    [child] = forking.stuck
+    assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "needed"),
+    [((3, 10, 14), True), ((3, 10, 15), False), ((3, 11, 9), True), ((3, 11, 10), False), ((3, 12, 0), False)],
+)
+def test_only_pythons_with_the_defect_get_it(version: tuple[int, ...], needed: bool) -> None:
+    assert forks.is_needed(version) is needed

@@ -14,8 +14,8 @@ def main() -> None:
     _tools.prepare()
     import torch
 
-    from nbdist.client.session import Session
-    from nbdist.client.workers import Workers
+    from nbdist.client.session.session import Session
+    from nbdist.client.session.workers import Workers
     from nbdist.metrics.memory import Meter
 
     def metered() -> float:

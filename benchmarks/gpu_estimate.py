@@ -15,9 +15,9 @@ AT_MOST = 1 / 0.9  # of the estimate: it is within 10 % of a real step
 def main() -> None:
     device = _tools.gpu()
     _tools.prepare()
-    from nbdist.client.session import Session
+    from nbdist.client.session.session import Session
     from nbdist.plan import Plan
-    from nbdist.train.estimate import estimate_each
+    from nbdist.train.estimate.estimate import estimate_each
     from tests.gpu import programs
 
     width, depth = (4096, 16) if device == "cuda" else (64, 2)

@@ -12,7 +12,7 @@ WIDTHS = (2048, 4096)  # 8 layers, AdamW: 0.4 and 1.6 GB of state, four times on
 def main() -> None:
     device = _tools.gpu()
     _tools.prepare()
-    from nbdist.client.session import Session
+    from nbdist.client.session.session import Session
     from tests.gpu import programs
 
     _tools.header("state of 8 layers and AdamW, fsdp, 2 ranks")

@@ -10,7 +10,7 @@ ROUNDS = 5
 def main() -> None:
     device = _tools.gpu()
     _tools.prepare()
-    from nbdist.client.session import Session
+    from nbdist.client.session.session import Session
 
     count = _tools.ranks_for_gpus()
     with Session(count) as session:

@@ -22,7 +22,7 @@ def main() -> None:
     import torch
     from torch import nn
 
-    from nbdist.metrics import device as devices
+    from nbdist.metrics.node import device as devices
     from nbdist.metrics.steps import Meter
 
     width = WIDTH if device == "cuda" else 64

@@ -27,7 +27,7 @@ def main() -> None:
     _tools.prepare()
     import torch
 
-    from nbdist.client.session import Session
+    from nbdist.client.session.session import Session
 
     tensor = torch.ones(BYTES, dtype=torch.uint8)
     with Session(1) as session:

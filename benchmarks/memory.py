@@ -12,7 +12,7 @@ BUDGET = 30.0
 
 def main() -> None:
     _tools.prepare()
-    from nbdist.client.session import Session
+    from nbdist.client.session.session import Session
 
     _tools.header("memory")
     with Session(RANKS) as session:

@@ -16,7 +16,7 @@ BUDGETS = {8: 4e-3, 2: 1.2e-3}
 
 def main() -> None:
     _tools.prepare()
-    from nbdist.client.session import Session
+    from nbdist.client.session.session import Session
 
     _tools.header("round trip of Session.run('pass')")
     for count, budget in BUDGETS.items():

@@ -20,8 +20,8 @@ BUDGET = 0.5
 
 def main() -> None:
     _tools.prepare()
-    from nbdist.client.monitor import Monitor
-    from nbdist.client.session import Session
+    from nbdist.client.costs.monitor import Monitor
+    from nbdist.client.session.session import Session
     from tests.stand_ins.nvml import as_module, machine
 
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ ROUNDS = 5
 # Cold: a fresh process that has imported what `%load_ext nbdist` imports, but has warmed nothing up.
 _COLD = f"""
 import time
-from nbdist.client.session import Session
+from nbdist.client.session.session import Session
 began = time.perf_counter()
 with Session({RANKS}):
     print(time.perf_counter() - began)
@@ -23,8 +23,8 @@ with Session({RANKS}):
 _WARM = f"""
 import os, time
 import _tools
-from nbdist.client.session import Session
-from nbdist.client.workers import prewarm
+from nbdist.client.session.session import Session
+from nbdist.client.session.workers import prewarm
 prewarm()
 while len(processes := _tools.psutil.Process().children(recursive=True)) < 3:  # controller, agent, template
     time.sleep(0.1)

@@ -14,7 +14,7 @@ BUDGET = 5.0  # µs
 
 def main() -> None:
     _tools.prepare()
-    from nbdist.worker.steps import StepCounter
+    from nbdist.worker.recovery.step_stop import StepCounter
 
     torch.set_num_threads(1)
     optimizer = _sgd()

@@ -18,7 +18,7 @@ def main() -> None:
     _tools.prepare()
     import torch
 
-    from nbdist.client.session import Session
+    from nbdist.client.session.session import Session
 
     tensor = torch.ones(SIZE // 4)
     grown: dict[str, list[float]] = {}

@@ -42,16 +42,16 @@ from nbdist.errors import (
 if TYPE_CHECKING:
     from nbdist import cuda_guard as cuda_guard
     from nbdist import metrics as metrics
-    from nbdist.client.history import history
-    from nbdist.client.magics import load_ipython_extension as load_ipython_extension
-    from nbdist.client.session import Session, get_session
+    from nbdist.client.costs.history import history
+    from nbdist.client.magics.distributed import load_ipython_extension as load_ipython_extension
+    from nbdist.client.session.session import Session, get_session
     from nbdist.launcher import debug_launcher, notebook_launcher
     from nbdist.panel import Panel
     from nbdist.plan import Plan
     from nbdist.shells import experiment
-    from nbdist.train.averages import averaged
-    from nbdist.train.checkpoint import latest_state, load_state, register_for_checkpointing, save_state
-    from nbdist.train.collectives import (
+    from nbdist.train.checkpoint.checkpoint import latest_state, load_state, register_for_checkpointing, save_state
+    from nbdist.train.checkpoint.model_files import load_model, save_model
+    from nbdist.train.collective.collectives import (
         broadcast,
         broadcast_object_list,
         gather,
@@ -60,33 +60,12 @@ if TYPE_CHECKING:
         pad_across_processes,
         reduce,
     )
-    from nbdist.train.data import prepare_loader, skip_first_batches
-    from nbdist.train.environment import set_seed
-    from nbdist.train.estimate import estimate
-    from nbdist.train.gradients import clip_grad_norm_, clip_grad_value_, unscale_gradients
-    from nbdist.train.local_sgd import LocalSGD
-    from nbdist.train.loop import (
-        accumulate,
-        backward,
-        join_uneven_inputs,
-        no_sync,
-        optimizer_step_was_skipped,
-        sync_gradients,
-        unwrap,
-    )
-    from nbdist.train.memory import find_executable_batch_size, free_memory
-    from nbdist.train.model_files import load_model, save_model
-    from nbdist.train.place import device as device
-    from nbdist.train.place import local_process_index as local_process_index
-    from nbdist.train.place import num_processes as num_processes
-    from nbdist.train.place import process_index as process_index
-    from nbdist.train.place import split_batches as split_batches
-    from nbdist.train.precision import autocast
-    from nbdist.train.prepare import prepare
-    from nbdist.train.rank_logger import get_logger
-    from nbdist.train.replicas import check, sync
-    from nbdist.train.trackers import end_training, get_tracker, init_trackers, log
-    from nbdist.train.turns import (
+    from nbdist.train.collective.place import device as device
+    from nbdist.train.collective.place import local_process_index as local_process_index
+    from nbdist.train.collective.place import num_processes as num_processes
+    from nbdist.train.collective.place import process_index as process_index
+    from nbdist.train.collective.place import split_batches as split_batches
+    from nbdist.train.collective.turns import (
         check_trigger,
         is_last_process,
         is_local_main_process,
@@ -101,7 +80,28 @@ if TYPE_CHECKING:
         split_between_processes,
         wait_for_everyone,
     )
-    from nbdist.train.turns import print as print
+    from nbdist.train.collective.turns import print as print
+    from nbdist.train.compare.replicas import check, sync
+    from nbdist.train.data.loaders import prepare_loader, skip_first_batches
+    from nbdist.train.estimate.estimate import estimate
+    from nbdist.train.loop.averages import averaged
+    from nbdist.train.loop.batch_size import find_executable_batch_size, free_memory
+    from nbdist.train.loop.gradients import clip_grad_norm_, clip_grad_value_, unscale_gradients
+    from nbdist.train.loop.local_sgd import LocalSGD
+    from nbdist.train.loop.loop import (
+        accumulate,
+        backward,
+        join_uneven_inputs,
+        no_sync,
+        optimizer_step_was_skipped,
+        sync_gradients,
+        unwrap,
+    )
+    from nbdist.train.loop.precision import autocast
+    from nbdist.train.prepare.environment import set_seed
+    from nbdist.train.prepare.prepare import prepare
+    from nbdist.train.tracking.rank_logger import get_logger
+    from nbdist.train.tracking.trackers import end_training, get_tracker, init_trackers, log
 
 __version__ = "0.1.0"
 __all__ = [  # not `print`: a star import would take Python's away; nor what is looked up when it is read, as `device`
@@ -185,9 +185,9 @@ __all__ = [  # not `print`: a star import would take Python's away; nor what is 
 ]
 
 _MODULES = {
-    "nbdist.client.history": ("history",),
-    "nbdist.client.magics": ("load_ipython_extension",),
-    "nbdist.client.session": (
+    "nbdist.client.costs.history": ("history",),
+    "nbdist.client.magics.distributed": ("load_ipython_extension",),
+    "nbdist.client.session.session": (
         "Session",
         "get_session",
     ),
@@ -198,14 +198,14 @@ _MODULES = {
     "nbdist.panel": ("Panel",),
     "nbdist.plan": ("Plan",),
     "nbdist.shells": ("experiment",),
-    "nbdist.train.averages": ("averaged",),
-    "nbdist.train.checkpoint": (
+    "nbdist.train.loop.averages": ("averaged",),
+    "nbdist.train.checkpoint.checkpoint": (
         "latest_state",
         "load_state",
         "register_for_checkpointing",
         "save_state",
     ),
-    "nbdist.train.collectives": (
+    "nbdist.train.collective.collectives": (
         "broadcast",
         "broadcast_object_list",
         "gather",
@@ -214,19 +214,19 @@ _MODULES = {
         "pad_across_processes",
         "reduce",
     ),
-    "nbdist.train.data": (
+    "nbdist.train.data.loaders": (
         "prepare_loader",
         "skip_first_batches",
     ),
-    "nbdist.train.environment": ("set_seed",),
-    "nbdist.train.estimate": ("estimate",),
-    "nbdist.train.gradients": (
+    "nbdist.train.prepare.environment": ("set_seed",),
+    "nbdist.train.estimate.estimate": ("estimate",),
+    "nbdist.train.loop.gradients": (
         "clip_grad_norm_",
         "clip_grad_value_",
         "unscale_gradients",
     ),
-    "nbdist.train.local_sgd": ("LocalSGD",),
-    "nbdist.train.loop": (
+    "nbdist.train.loop.local_sgd": ("LocalSGD",),
+    "nbdist.train.loop.loop": (
         "accumulate",
         "backward",
         "join_uneven_inputs",
@@ -235,35 +235,35 @@ _MODULES = {
         "sync_gradients",
         "unwrap",
     ),
-    "nbdist.train.memory": (
+    "nbdist.train.loop.batch_size": (
         "find_executable_batch_size",
         "free_memory",
     ),
-    "nbdist.train.model_files": (
+    "nbdist.train.checkpoint.model_files": (
         "load_model",
         "save_model",
     ),
-    "nbdist.train.place": (
+    "nbdist.train.collective.place": (
         "device",
         "local_process_index",
         "num_processes",
         "process_index",
         "split_batches",
     ),
-    "nbdist.train.precision": ("autocast",),
-    "nbdist.train.prepare": ("prepare",),
-    "nbdist.train.rank_logger": ("get_logger",),
-    "nbdist.train.replicas": (
+    "nbdist.train.loop.precision": ("autocast",),
+    "nbdist.train.prepare.prepare": ("prepare",),
+    "nbdist.train.tracking.rank_logger": ("get_logger",),
+    "nbdist.train.compare.replicas": (
         "check",
         "sync",
     ),
-    "nbdist.train.trackers": (
+    "nbdist.train.tracking.trackers": (
         "end_training",
         "get_tracker",
         "init_trackers",
         "log",
     ),
-    "nbdist.train.turns": (
+    "nbdist.train.collective.turns": (
         "check_trigger",
         "is_last_process",
         "is_local_main_process",

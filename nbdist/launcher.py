@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbdist import cuda_guard, transfer
-from nbdist.client import session as sessions
-from nbdist.client.workers import prewarm
+from nbdist.client.session import session as sessions
+from nbdist.client.session.workers import prewarm
 from nbdist.errors import TransferError, UsageError
-from nbdist.launch import forked, in_process, warm
+from nbdist.launch import in_process, on_ranks
+from nbdist.launch.fork import fork_launch
 from nbdist.launch.request import Request
 from nbdist.ranks import describe_ranks
 
@@ -132,16 +133,16 @@ def _launch(request: Request) -> list[Any]:
 def _launch_here(request: Request) -> list[Any]:
     """Run it on ranks of this machine."""
     if request.start_method == "fork":
-        return forked.launch(request)
+        return fork_launch.launch(request)
     packed = _pack(request)
     if packed is None:
-        return forked.launch(request)
+        return fork_launch.launch(request)
     with packed:
         if request.may_use_gpus:
             _warn_of_memory()
         if not request.elastic:
-            return warm.launch(request, packed)
-        from nbdist.launch import elastic  # it loads torch
+            return on_ranks.launch(request, packed)
+        from nbdist.launch.nodes import elastic  # it loads torch
 
         return elastic.launch(request, packed)
 
@@ -153,14 +154,14 @@ def _pack(request: Request) -> transfer.Packed | None:
         TransferError: They can't travel, and are not to be forked, or can't.
     """
     try:
-        return warm.pack(request)
+        return on_ranks.pack(request)
     except TransferError as error:
         if error.on_gpu:
             raise
         if request.start_method is not None:
             error.args = (f"{error}; or launch it with `start_method='fork'`, under which nothing has to travel",)
             raise
-        hindrance = forked.hindrance(request)
+        hindrance = fork_launch.hindrance(request)
         if hindrance:
             error.args = (f"{error}. Nor can it be forked from here, so that nothing has to travel: {hindrance}",)
             raise
@@ -169,7 +170,7 @@ def _pack(request: Request) -> transfer.Packed | None:
 
 
 def _check_here() -> None:
-    if "nbdist.worker.rank" in sys.modules or forked.in_rank():
+    if "nbdist.worker.rank" in sys.modules or fork_launch.in_rank():
         raise UsageError(
             f"this is rank {os.environ.get('RANK')} already: "
             "launch from the notebook, not from a function or a cell that ranks run"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nbdist.errors import UsageError
-from nbdist.planning import rules, variables, words
+from nbdist.planning import describe, rules, variables
 
 PLAN_VARIABLE = "NBDIST_PLAN"
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by Accelerate's launchers, and by notebook_launcher
@@ -140,12 +140,12 @@ class Plan:
             world_size: Number of ranks; None: not known yet.
             device: Where they compute: "cpu", "cuda:0", a `torch.device`; None: not known yet.
         """
-        return words.table(self, world_size, device)
+        return describe.table(self, world_size, device)
 
     def diff(self, other: Plan) -> list[str]:
         """How another plan differs from this one: a line like "precision: fp32 -> bf16" for each setting."""
         return [
-            f"{name}: {words.show(getattr(self, name))} -> {words.show(getattr(other, name))}"
+            f"{name}: {describe.show(getattr(self, name))} -> {describe.show(getattr(other, name))}"
             for name in setting_names()
             if getattr(self, name) != getattr(other, name)
         ]
@@ -180,7 +180,7 @@ class Plan:
         """
         if callable(self.shard_by):
             raise UsageError(
-                f"shard_by is a function ({words.show(self.shard_by)}), which can't leave its process: "
+                f"shard_by is a function ({describe.show(self.shard_by)}), which can't leave its process: "
                 "name classes (shard_by='Block'), or hand the plan over where the model is: prepare(..., plan=plan)"
             )
         return json.dumps({name: getattr(self, name) for name in setting_names()})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from nbdist.metrics.memory import MemoryUsage
-from nbdist.metrics.sample import NodeSample
+from nbdist.metrics.node.sample import NodeSample
 
 VERSION = 1
 

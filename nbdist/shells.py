@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from nbdist.metrics.experiment import Experiment
+from nbdist.metrics.allocation.experiment import Experiment
 from nbdist.metrics.memory import trim_malloc
 
 _LAST = ("last_exc", "last_value", "last_traceback", "last_type")

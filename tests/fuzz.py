@@ -19,7 +19,7 @@ import zmq
 import nbdist
 from nbdist import Session, protocol
 from nbdist.lanes import Keys, read_key_file
-from nbdist.worker.display import DisplayLane
+from nbdist.worker.lanes.display_lane import DisplayLane
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + b"\0" * 47
 _HELLO = b"\x05HELLO\x01\0" + b"\0" * 72

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from nbdist.train.checkpoint_folder import Draft, find, keep_newest, latest
+from nbdist.train.checkpoint.checkpoint_folder import Draft, find, keep_newest, latest
 
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # and opened files
 

@@ -139,7 +139,7 @@ class Trial:
 
     def _lose(self, model: Any, optimizer: Any, step: int, where: str) -> None:
         """A step that rank 1 does not end, and the recovery that follows."""
-        from nbdist.worker.models import buckets_settled, reset_models
+        from nbdist.worker.recovery.reset_models import buckets_settled, reset_models
 
         kept = None  # as the notebook keeps the loss and the traceback of a cell that failed
         try:

@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from nbdist.client.merge import Merger
-from nbdist.client.page import Shown, Text
+from nbdist.client.output.merge import Merger
+from nbdist.client.output.page import Shown, Text
 from nbdist.ranks import parse_ranks
 
 WINDOW = 0.05

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from nbdist.metrics.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
+from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
 
 GIB = 1024**3
 TOTAL = int(79.6 * GIB)

@@ -11,10 +11,16 @@ import psutil
 
 from tests.harness import Kernel, wait_until
 
+MODULES = {
+    "controller": "nbdist.controller.controller_boot",
+    "agent": "nbdist.agent.agent_boot",
+    "template": "nbdist.agent.template",
+}
+
 
 def find(kernel_pid: int, role: str) -> int:
     """The process id of a kernel's controller, agent or template; 0 if there is none."""
-    wanted = f"nbdist.{'agent' if role != 'controller' else 'controller'}.{'boot' if role != 'template' else role}"
+    wanted = MODULES[role]
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(kernel_pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from nbdist.worker.steps import StepCounter
+from nbdist.worker.recovery.step_stop import StepCounter
 
 CELL = 7  # a serial number
 MANY = 10_000  # steps: more than any cell here makes

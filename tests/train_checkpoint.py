@@ -58,7 +58,7 @@ class Training:
         now = state.current()
         now.models, now.optimizers = state.Living([self.model]), state.Living([self.optimizer])
         now.schedulers = state.Living([self.scheduler])
-        nbdist.train.checkpoint.register_for_checkpointing(self.counter)
+        nbdist.train.checkpoint.checkpoint.register_for_checkpointing(self.counter)
 
     def steps(self, count):
         for _ in range(count):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from nbdist.plan import Plan
-from nbdist.train.data import prepare_loader
+from nbdist.train.data.loaders import prepare_loader
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nbdist.plan import Plan
-from nbdist.train import loop, state
-from nbdist.train.prepare import prepare
+from nbdist.train import state
+from nbdist.train.loop import loop
+from nbdist.train.prepare.prepare import prepare
 
 _TOKENS = 4096
 _MMAP_THRESHOLD = -3  # of mallopt

@@ -21,9 +21,9 @@ import msgspec
 import zmq
 
 from nbdist.agent.pipes import PipeReader
-from nbdist.agent.sampler import Sampler
-from nbdist.agent.warm import WarmTemplate, find_torch
+from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.lanes import AGENT_CONTROL, AGENT_OUTPUT, Keys, connect
+from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
 from nbdist.protocol import (
     STDERR,

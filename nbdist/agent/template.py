@@ -92,7 +92,7 @@ def _map_torch_library(torch: str) -> None:
 
 def _prepare_shell() -> None:
     """Make the shell once for all ranks, which takes longer than all else that a rank does to stand up (30 ms)."""
-    from nbdist.worker.shell import RankShell
+    from nbdist.worker.cell.shell import RankShell
 
     RankShell.prepare()
 

@@ -27,7 +27,7 @@ from nbdist.controller.cells import Cells
 from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.outputlog import OutputLog, Part
-from nbdist.controller.rank import Rank
+from nbdist.controller.rank_order import Rank
 from nbdist.controller.switchboard import Switchboard
 from nbdist.lanes import (
     AGENT_CONTROL,

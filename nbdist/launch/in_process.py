@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nbdist.client.plan import for_launch
+from nbdist.client.magics.plan_verb import for_launch
 from nbdist.launch.request import Request
-from nbdist.worker import launched
+from nbdist.worker.cell import launched
 
 
 def launch(request: Request) -> list[Any]:

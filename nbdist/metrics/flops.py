@@ -23,8 +23,8 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbdist.errors import UsageError
-from nbdist.metrics import passes
-from nbdist.metrics.formulas import Work, is_heavy, is_light, register_flops, work_of
+from nbdist.metrics.compute import passes
+from nbdist.metrics.compute.formulas import Work, is_heavy, is_light, register_flops, work_of
 
 __all__ = ["Counting", "FlopCount", "count", "register_flops"]
 

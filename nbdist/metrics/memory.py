@@ -23,8 +23,10 @@ from typing import Any
 
 import msgspec
 
-from nbdist.metrics import device, units, watermarks
-from nbdist.metrics.watermarks import Scope, SharedStats
+from nbdist.metrics import units
+from nbdist.metrics.allocation import watermarks
+from nbdist.metrics.allocation.watermarks import Scope, SharedStats
+from nbdist.metrics.node import device
 
 _ALLOCATED = ("allocated_bytes", "all")
 _RESERVED = ("reserved_bytes", "all")

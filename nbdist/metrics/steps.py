@@ -24,11 +24,11 @@ import msgspec
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nbdist.metrics import loading, passes, peaks
-from nbdist.metrics.clock import Clock, DeviceClock, HostClock
-from nbdist.metrics.live import Known, LiveCounts, Shape
-from nbdist.metrics.passes import Fingerprint
-from nbdist.metrics.sample import StepSample
+from nbdist.metrics.compute import loading, passes, peaks
+from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
+from nbdist.metrics.compute.live import Known, LiveCounts, Shape
+from nbdist.metrics.compute.passes import Fingerprint
+from nbdist.metrics.node.sample import StepSample
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from nbdist.metrics.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, non_torch
+from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, non_torch
 from nbdist.panel.words import clip, duration, figures, finite, flops, flops_in, flops_unit, percent, size, sizes
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows

@@ -21,12 +21,12 @@ import comm
 import comm.base_comm
 import traitlets
 
-from nbdist.client.history import history
-from nbdist.client.monitor import Monitor
-from nbdist.client.session import Session, current_session
+from nbdist.client.costs.history import history
+from nbdist.client.costs.monitor import Monitor
+from nbdist.client.session.session import Session, current_session
 from nbdist.errors import NbdistError, UsageError
-from nbdist.metrics import snapshot
-from nbdist.metrics.sample import Sample
+from nbdist.metrics.allocation import memory_snapshot
+from nbdist.metrics.node.sample import Sample
 from nbdist.panel import fallback
 from nbdist.panel.model import View, view_of
 from nbdist.panel.plot import Point, plot
@@ -372,7 +372,7 @@ class Panel(anywidget.AnyWidget):
     def _snapshot(self, rank: int) -> Path:
         if rank < 0:
             path = Path("snapshot-notebook.pickle").resolve()
-            snapshot.write(path)
+            memory_snapshot.write(path)
             return path
         session = self._looked_at()
         if session is None or _is_over(session):

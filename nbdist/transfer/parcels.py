@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from nbdist.errors import TransferError
-from nbdist.metrics import host
+from nbdist.metrics.node import host
 
 OWN_LIMIT = 64 << 10  # bytes; a buffer below it is copied on arrival, so that it keeps no segment alive
 _DENSE_LIMIT = 1 << 20  # bytes; spans below it are never made dense

@@ -19,8 +19,8 @@ import msgspec
 import zmq
 
 from nbdist.protocol import Answer, Ask, Interrupt, decode, encode
-from nbdist.worker import streams
-from nbdist.worker.interrupts import InterruptGate
+from nbdist.worker.cell.interrupts import InterruptGate
+from nbdist.worker.lanes import streams
 from nbdist.worker.questions import Questions
 
 

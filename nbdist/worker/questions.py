@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from nbdist.metrics import device, host
+from nbdist.metrics.node import device, host
 from nbdist.protocol import Ask
-from nbdist.worker.main_thread import MainThreadLook
-from nbdist.worker.shell import RankShell
+from nbdist.worker.cell.main_thread import MainThreadLook
+from nbdist.worker.cell.shell import RankShell
 
 _STALE = 1.0  # seconds after which nobody waits for an answer any more
 

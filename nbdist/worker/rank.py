@@ -48,16 +48,19 @@ from nbdist.protocol import (
     decode,
     encode,
 )
-from nbdist.train import participants
-from nbdist.worker import accelerate_state, failures, forks, groups, launched, spawning, streams
+from nbdist.train.collective import participants
+from nbdist.worker.cell import failures, launched
+from nbdist.worker.cell.interrupts import cancel_alarm
+from nbdist.worker.cell.shell import RankShell
 from nbdist.worker.control import ControlThread
-from nbdist.worker.default_group import DefaultGroup
-from nbdist.worker.display import DisplayLane
-from nbdist.worker.interrupts import cancel_alarm
-from nbdist.worker.orphans import Orphans
-from nbdist.worker.recovery import Recovery
-from nbdist.worker.shell import RankShell
-from nbdist.worker.widgets import WidgetRelay
+from nbdist.worker.groups import accelerate_state, join
+from nbdist.worker.groups.default_group import DefaultGroup
+from nbdist.worker.lanes import streams
+from nbdist.worker.lanes.display_lane import DisplayLane
+from nbdist.worker.lanes.widget_relay import WidgetRelay
+from nbdist.worker.processes import forks, spawning
+from nbdist.worker.processes.orphans import Orphans
+from nbdist.worker.recovery.rejoin import Recovery
 
 _LONGEST_FOLDER = 85  # characters; the path of a socket in it may have 107
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
@@ -94,7 +97,7 @@ def enter_anew(parent: int, descriptors: list[int]) -> NoReturn:
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    environment = setup.options.environment | groups.environment(setup)
+    environment = setup.options.environment | join.environment(setup)
     command = python_command("nbdist.worker.rank", str(parent), *map(str, descriptors))
     os.execve(command[0], command, environment)
 
@@ -118,7 +121,7 @@ def _become_store(listener: int, stderr: int) -> None:
     os.dup2(stderr, 1)
     os.dup2(stderr, 2)
     os.close(stderr)
-    store = groups.serve_store(socket.socket(fileno=listener))
+    store = join.serve_store(socket.socket(fileno=listener))
     threading.Event().wait()
     del store
 
@@ -141,7 +144,7 @@ def _take_on(setup: RankSetup) -> None:
     options = setup.options
     os.environ.clear()
     os.environ.update(options.environment)
-    os.environ.update(groups.environment(setup))
+    os.environ.update(join.environment(setup))
     os.umask(options.umask)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (options.open_files, hard))
@@ -154,7 +157,7 @@ def _take_on(setup: RankSetup) -> None:
     multiprocessing.set_start_method("fork", force=True)
     forks.mend()
     _keep_sockets_in(setup.folder)
-    groups.prepare_torch(setup)
+    join.prepare_torch(setup)
     accelerate_state.install()
 
 
@@ -210,8 +213,8 @@ class Rank:
         try:
             self._recovery.install()
             collectives = self._recovery.collectives
-            groups.separate_rendezvous(self._number_of_cell, collectives.connecting)
-            device = groups.device(self._setup)
+            join.separate_rendezvous(self._number_of_cell, collectives.connecting)
+            device = join.device(self._setup)
             self._control.questions.gpu = device.index or 0
             self._shell = RankShell.make(self._lane, self._own_names(device))
             self._shell.explain = collectives.explain

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import nbdist
-from nbdist.client import workers
+from nbdist.client.session import workers
 from tests.conftest import gpu_works
 from tests.gpu.sharing import ENVIRONMENT, make_group
 

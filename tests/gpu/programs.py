@@ -322,9 +322,9 @@ def peak_of_a_step(plan: Plan, width: int, depth: int) -> dict[str, int]:
 
 def _outside_torch() -> int:
     """This process's share by NVML without what torch has reserved; 0 where NVML does not name processes."""
-    from nbdist.metrics import device
-    from nbdist.metrics.nvml import Nvml
-    from nbdist.metrics.sample import gpu_among
+    from nbdist.metrics.node import device
+    from nbdist.metrics.node.nvml import Nvml
+    from nbdist.metrics.node.sample import gpu_among
 
     gpu = gpu_among(device.uuid(torch.cuda, here().index or 0), Nvml().read())
     share = gpu.by_pid.get(os.getpid()) if gpu is not None else None

@@ -19,7 +19,7 @@ def test_nvml_answers_soon_and_makes_no_context(record_property: Record) -> None
 
     import pynvml
 
-    from nbdist.metrics.nvml import Nvml
+    from nbdist.metrics.node.nvml import Nvml
 
     driver = Nvml()
     began = time.perf_counter()

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.train import state
-from nbdist.train.checkpoint import load_state, save_state
-from nbdist.train.data import prepare_loader
+from nbdist.train.checkpoint.checkpoint import load_state, save_state
+from nbdist.train.data.loaders import prepare_loader
 from tests import train_checkpoint
 from tests.conftest import shared_kernel
 from tests.harness import Kernel, Outcome
 from tests.train_checkpoint import Training, equal
 
 HELPERS = Path(train_checkpoint.__file__).read_text()
-HELPERS += "\nfrom nbdist.train.checkpoint import latest_state, load_state, register_for_checkpointing, save_state\n"
+HELPERS += "\nfrom nbdist import latest_state, load_state, register_for_checkpointing, save_state\n"
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,8 @@ def train(model, optimizer, data, scheduler, windows, save_after=0, path=None):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_is_prepared_goes_on_in_the_middle_of_an_epoch(two: Kernel, tmp_path: Path, strategy: str) -> None:
     on_ranks(
-        two, f"{PREPARED}\nfrom nbdist.train.loop import accumulate, backward\nfrom nbdist.train.prepare import prepare"
+        two,
+        f"{PREPARED}\nfrom nbdist import accumulate, backward, prepare",
     )
     on_ranks(two, f"run = prepared('{strategy}', 1); expected = train(*run, 5, save_after=3, path='{tmp_path}/a')")
     on_ranks(two, f"run = prepared('{strategy}', 7); load_state('{tmp_path}/a'); found = train(*run, 2)")
@@ -158,8 +159,8 @@ def test_what_is_prepared_goes_on_in_the_middle_of_an_epoch(two: Kernel, tmp_pat
 
 def test_the_scale_of_fp16_is_kept(two: Kernel, tmp_path: Path) -> None:
     steps = f"""
-from nbdist.train.loop import backward
-from nbdist.train.prepare import prepare
+from nbdist.train.loop.loop import backward
+from nbdist.train.prepare.prepare import prepare
 def begun():
     net = torch.nn.Linear(4, 4)
     return prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan=Plan(precision='fp16'))

@@ -232,7 +232,7 @@ UNREADABLE = {
 def test_a_display_that_cannot_be_read_is_reported_and_holds_up_nothing(ranks: Kernel, frame: str) -> None:
     outcome = ranks.ok(
         f"{IMPORTS.replace('%%distributed', '%%distributed -r 0')}"
-        "import msgspec, nbdist.worker.display as lane\n"
+        "import msgspec, nbdist.worker.lanes.display_lane as lane\n"
         "encode = lane.encode\n"
         f"lane.encode = lambda message: {UNREADABLE[frame]}\n"
         "try:\n    print('above'); display(HTML('lost')); display(HTML('lost too'))\n"
@@ -246,7 +246,7 @@ def test_a_display_that_cannot_be_read_is_reported_and_holds_up_nothing(ranks: K
 
 def test_a_message_that_cannot_be_read_is_reported_once(own_ranks: Kernel) -> None:
     code = (
-        "%%distributed -r 0\nimport nbdist.worker.display as lane\nencode = lane.encode\n"
+        "%%distributed -r 0\nimport nbdist.worker.lanes.display_lane as lane\nencode = lane.encode\n"
         "lane.encode = lambda message: b'\\xc1'\n"
         "try: get_ipython().display_pub.clear_output()\nfinally: lane.encode = encode"
     )

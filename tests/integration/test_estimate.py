@@ -18,9 +18,9 @@ from torch import nn
 
 from nbdist.errors import NbdistError, UsageError
 from nbdist.plan import Plan
-from nbdist.train._estimate_child import answer_to
-from nbdist.train._estimate_step import Setting, Task
-from nbdist.train.estimate import Estimate, _packed, estimate, estimate_each
+from nbdist.train.estimate.child import answer_to
+from nbdist.train.estimate.estimate import Estimate, _packed, estimate, estimate_each
+from nbdist.train.estimate.trial_step import Setting, Task
 from tests.harness import Kernel
 from tests.train_estimate import SHAPES, ConvNet, Gpt, Mlp
 

@@ -82,7 +82,7 @@ def test_while_nobody_watches_there_are_cells_and_no_looks(notebook: Kernel) -> 
 
 def test_what_others_watch_is_kept(notebook: Kernel) -> None:
     notebook.ok(
-        "import threading\nfrom nbdist.client.monitor import Monitor\nthere = threading.Event()\n"
+        "import threading\nfrom nbdist.client.costs.monitor import Monitor\nthere = threading.Event()\n"
         "leave = Monitor.of(nbdist.get_session()).subscribe(lambda sample: there.set())\n"
         "there.wait(20)\nleave()"
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from nbdist.client.parsers import verb_parsers
+from nbdist.client.magics.parsers import verb_parsers
 from tests.harness import Kernel, Outcome, both, wait_until
 
 

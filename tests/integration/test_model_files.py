@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbdist.errors import CheckpointError, UsageError
-from nbdist.train.model_files import load_model, save_model
+from nbdist.train.checkpoint.model_files import load_model, save_model
 from tests import train_checkpoint
 from tests.harness import Kernel
 from tests.train_checkpoint import Net, equal
@@ -17,7 +17,7 @@ from tests.train_checkpoint import Net, equal
 HELPERS = Path(train_checkpoint.__file__).read_text()
 HELPERS += """
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from nbdist.train.model_files import load_model, save_model
+from nbdist.train.checkpoint.model_files import load_model, save_model
 
 def weights(model):
     return {name: whole(tensor) for name, tensor in get_model_state_dict(model).items()}

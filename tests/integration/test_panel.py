@@ -108,7 +108,7 @@ def test_the_end_is_said_in_the_cell_that_brings_it(own_ranks: Kernel) -> None:
 def test_a_rate_once_chosen_holds_for_the_next_session(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist\n%distributed panel --rate 0.25")
     kernel.ok("%distributed start -n 2\nimport nbdist")
-    assert kernel.value("nbdist.client.monitor.Monitor.of(nbdist.get_session()).rate") == 0.25
+    assert kernel.value("nbdist.client.costs.monitor.Monitor.of(nbdist.get_session()).rate") == 0.25
 
 
 def test_a_panel_that_rests_when_its_session_ends_can_go_on_with_the_next(own_ranks: Kernel) -> None:

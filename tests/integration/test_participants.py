@@ -11,7 +11,7 @@ from tests.harness import Kernel
 
 SETUP = """
 import nbdist, pathlib, time, torch
-from nbdist.train import meeting
+from nbdist.train.collective import meeting
 model = nbdist.prepare(torch.nn.Linear(2, 2))
 ones = torch.ones(2)
 

@@ -286,7 +286,7 @@ model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
 batch = torch.zeros(8, 512)
 def propose(memory, world_size=2, **settings):
     from nbdist.plan import Plan
-    from nbdist.train.propose import propose
+    from nbdist.train.estimate.propose import propose
     plan = Plan(precision="bf16", bucket_mb=5, **settings)
     found = propose(model, batch, plan, world_size=world_size, memory=memory)
     return found["plan"] and Plan.from_json(found["plan"]), [name for name, _ in found["tried"]]

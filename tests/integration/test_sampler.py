@@ -25,7 +25,7 @@ NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22
 NO_DRIVER_THREADS = "the agent's threads that look to end"
 IN_KERNEL = """
 import nbdist, time
-from nbdist.client.monitor import Monitor
+from nbdist.client.costs.monitor import Monitor
 
 seen, stops = [], []
 
@@ -89,7 +89,7 @@ class Node:
 
 def agent_of(kernel: Kernel) -> psutil.Process:
     children = psutil.Process(kernel.pid).children(recursive=True)
-    return next(each for each in children if "nbdist.agent.boot" in " ".join(each.cmdline()))
+    return next(each for each in children if "nbdist.agent.agent_boot" in " ".join(each.cmdline()))
 
 
 def driver_in(folder: Path) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def test_ranks_that_are_restarted_after_their_agent_died_are_seen_again(own_node
     own_node.agent.kill()
     own_node.ok(
         "import time",
-        "while not nbdist.client.session.current_session().broken: time.sleep(0.02)",
+        "while not nbdist.client.session.session.current_session().broken: time.sleep(0.02)",
         "%distributed restart",
         "until(gpus)",
     )
@@ -293,7 +293,7 @@ def test_a_kernel_that_is_killed_leaves_an_agent_that_looks_no_more(own_node: No
 
 def test_a_program_that_ends_while_it_watches_ends_in_silence(tmp_path: Path) -> None:
     program = (
-        "import nbdist, threading\nfrom nbdist.client.monitor import Monitor\n"
+        "import nbdist, threading\nfrom nbdist.client.costs.monitor import Monitor\n"
         "session, there = nbdist.Session(1), threading.Event()\nmonitor = Monitor.of(session)\nmonitor.rate = 0.25\n"
         "monitor.subscribe(lambda sample: there.set())\nassert there.wait(20)\n"
     )

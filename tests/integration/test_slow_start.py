@@ -73,7 +73,7 @@ def test_a_start_that_is_slow_but_gets_on_is_waited_for_and_says_how_long(held: 
 
 
 def test_an_interrupt_is_heard_while_the_controller_comes_up(held: Held, go: Path) -> None:
-    kernel = held("nbdist.controller.boot", STEADILY)
+    kernel = held("nbdist.controller.controller_boot", STEADILY)
     kernel.ok("import os, signal, threading")
     kernel.ok("threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()")
     interrupted = kernel.fails("%distributed start -n 1", "KeyboardInterrupt", HANG)

@@ -266,7 +266,7 @@ def test_too_few_file_handles_for_that_many_ranks_is_said_before_anything_starts
 
 
 def test_a_notebook_that_has_no_file_handle_left_says_so_and_starts_when_it_has(kernel: Kernel) -> None:
-    kernel.ok("import nbdist, nbdist.client.session, os, resource")
+    kernel.ok("import nbdist, nbdist.client.session.session, os, resource")
     kernel.ok("limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
     code = (
         "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 1, limits[1]))\n"

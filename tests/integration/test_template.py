@@ -70,7 +70,7 @@ def test_neither_the_template_nor_a_fresh_rank_has_touched_a_gpu(own_ranks: Kern
 def test_nothing_of_the_users_folder_gets_into_the_template(kernel: Kernel, tmp_path: Path) -> None:
     for module in ("random", "json", "torch", "numpy", "IPython", "zmq", "nbdist"):
         (tmp_path / f"{module}.py").write_text("open(__file__ + '.imported', 'w').close(); raise SystemExit(7)")
-    kernel.ok(f"import nbdist.client.session, os; os.chdir({str(tmp_path)!r})")
+    kernel.ok(f"import nbdist.client.session.session, os; os.chdir({str(tmp_path)!r})")
     kernel.ok("%load_ext nbdist")
     kernel.ok("%distributed start -n 1")
     template = psutil.Process(await_role(kernel.pid, "template"))

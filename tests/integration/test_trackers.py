@@ -12,7 +12,7 @@ from tests.harness import Kernel
 
 RUN = """
 import torch
-from nbdist.train.trackers import end_training, init_trackers, log
+from nbdist.train.tracking.trackers import end_training, init_trackers, log
 init_trackers("gpt", config={{"lr": 0.1}}, to=["csv", "tensorboard"], folder="{0}")
 for step in range(3):
     log({{"loss": torch.tensor(1 / (step + 1) + rank), "lr": {{"head": 0.1 * step}}}}, step)
@@ -37,7 +37,7 @@ def test_rank_0_writes_what_csv_and_tensorboard_read(ranks: Kernel, tmp_path: Pa
 SHARDED = """
 import warnings
 from torch.distributed.tensor import Partial, distribute_tensor
-from nbdist.train.trackers import end_training, init_trackers, log
+from nbdist.train.tracking.trackers import end_training, init_trackers, log
 mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))
 norm = distribute_tensor(torch.ones(4), mesh).sum()
 spread = torch.distributed.tensor.DTensor.from_local(norm.to_local(), mesh, [Partial()])

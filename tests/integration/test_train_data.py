@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 import nbdist
 from nbdist.plan import Plan
 from nbdist.train import state
-from nbdist.train.data import prepare_loader, skip_first_batches
+from nbdist.train.data.loaders import prepare_loader, skip_first_batches
 from tests.train_data import *
 
 def prepared(dataset, batch_size=2, plan=Plan(), **settings):

@@ -273,7 +273,7 @@ def test_a_buffer_of_any_type_shows_whether_it_was_set(tmp_path: Path, kind: tor
 
 
 def test_weights_are_for_one_model(folder: Path) -> None:
-    from nbdist.train.prepare import prepare
+    from nbdist.train.prepare.prepare import prepare
 
     with pytest.raises(UsageError, match="weights are for one model, and prepare was given 2"):
         prepare(llama(), llama(), weights=folder)

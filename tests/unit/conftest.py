@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nbdist.worker.steps import StepCounter
+from nbdist.worker.recovery.step_stop import StepCounter
 from tests.stepping import CELL
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import nbdist
 from nbdist.plan import Plan
-from nbdist.train import environment, state
+from nbdist.train import state
+from nbdist.train.prepare import environment
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # of torch's own decompositions

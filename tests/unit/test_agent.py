@@ -32,11 +32,11 @@ from nbdist.protocol import (
 LIMIT_MS = 30_000
 AGENT = """
 import os, sys
-from nbdist.agent import agent, warm
+from nbdist.agent import agent, warm_template
 from nbdist.processes import allow_many_files
 allow_many_files()
-warm.python_command = lambda module, channel, path: [sys.executable, sys.argv[1], channel]
-agent.run(warm.WarmTemplate(dict(os.environ)), os.getppid())
+warm_template.python_command = lambda module, channel, path: [sys.executable, sys.argv[1], channel]
+agent.run(warm_template.WarmTemplate(dict(os.environ)), os.getppid())
 """
 # Says that it has forked what it is asked to fork, and that what it is asked to kill has ended.
 TEMPLATE = """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbdist.client.area import Area
-from nbdist.client.page import Shown, Text
+from nbdist.client.output.area import Area
+from nbdist.client.output.page import Shown, Text
 from nbdist.protocol import Display
 
 

@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
-from nbdist.client import arguments
-from nbdist.client.arguments import HelpShown, MagicParser, size, suggest_verb, table
-from nbdist.client.parsers import verb_parsers
+from nbdist.client.magics import magic_line
+from nbdist.client.magics.magic_line import HelpShown, MagicParser, size, suggest_verb, table
+from nbdist.client.magics.parsers import verb_parsers
 from nbdist.errors import UsageError
 
 
@@ -14,10 +14,10 @@ from nbdist.errors import UsageError
 def parser() -> MagicParser:
     parser = MagicParser("%distributed fly", "Fly somewhere.", number="-n")
     parser.add_argument("where", nargs="?", choices=("up", "down"))
-    parser.add_argument("-n", "--number", type=arguments.count, metavar="N", help="how many")
-    parser.add_argument("--limit", type=arguments.seconds, metavar="S")
-    parser.add_argument("--names", type=arguments.names)
-    parser.add_argument("--as", dest="target", type=arguments.variable)
+    parser.add_argument("-n", "--number", type=magic_line.count, metavar="N", help="how many")
+    parser.add_argument("--limit", type=magic_line.seconds, metavar="S")
+    parser.add_argument("--names", type=magic_line.names)
+    parser.add_argument("--as", dest="target", type=magic_line.variable)
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--secret", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbdist.train.blocks import checkpoint_blocks, checkpoint_share
+from nbdist.train.structure.blocks import checkpoint_blocks, checkpoint_share
 
 KINDS = ["full", "selective", "selective-half"]
 BATCH = torch.arange(12).view(2, 6)

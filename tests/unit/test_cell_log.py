@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.client import results
-from nbdist.client.logs import CellLog
-from nbdist.client.results import CellResult, RankResult
+from nbdist.client.session import results
+from nbdist.client.session.logs import CellLog
+from nbdist.client.session.results import CellResult, RankResult
 from nbdist.errors import UsageError
 from nbdist.protocol import STDERR, STDOUT, LogPart
 

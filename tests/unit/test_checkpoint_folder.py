@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.train.checkpoint_folder import Draft, find, latest
+from nbdist.train.checkpoint.checkpoint_folder import Draft, find, latest
 
 
 def save(path: Path) -> Path:

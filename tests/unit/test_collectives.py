@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbdist.errors import StaleGroupError
-from nbdist.worker import collectives as module
-from nbdist.worker.collectives import Collectives
+from nbdist.worker.groups import process_groups as module
+from nbdist.worker.groups.process_groups import Collectives
 from tests.native_errors import from_native_code
 from tests.stand_ins.nccl import Group, NcclBackend
 

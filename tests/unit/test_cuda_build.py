@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbdist.metrics import oom
-from nbdist.worker import failures
+from nbdist.metrics.allocation import oom
+from nbdist.worker.cell import failures
 from tests.stand_ins import nccl
 from tests.stand_ins.cuda import ASSERTED, Torch, accelerator_error
 
@@ -72,7 +72,9 @@ def test_nccl_s_refusal_without_a_gpu_is_known_as_torch_s() -> None:
 
 def test_importing_nbdist_s_modules_initializes_no_cuda() -> None:
     code = (
-        "import nbdist, nbdist.launcher, nbdist.train.prepare, nbdist.worker.rank, nbdist.metrics.oom, torch\n"
+        "import nbdist, nbdist.launcher, nbdist.worker.rank, torch\n"
+        "from nbdist import prepare\n"
+        "from nbdist.metrics.allocation import oom\n"
         "print(torch.cuda.is_initialized(), torch._C._cuda_isInBadFork())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

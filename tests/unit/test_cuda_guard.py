@@ -12,7 +12,7 @@ import pytest
 
 from nbdist import cuda_guard
 from nbdist.errors import RankError
-from nbdist.metrics import nvml
+from nbdist.metrics.node import nvml
 from tests.harness import wait_until
 from tests.stand_ins.driver import compiled
 from tests.stand_ins.guard import seen_by_nvml, write_packages

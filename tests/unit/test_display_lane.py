@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from nbdist.protocol import Display, WidgetMessage, decode
-from nbdist.worker.display import DisplayLane
+from nbdist.worker.lanes.display_lane import DisplayLane
 
 
 @pytest.fixture

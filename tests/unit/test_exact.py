@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbdist.worker.exact import ExactState
+from nbdist.worker.recovery.exact import ExactState
 
 
 @pytest.fixture

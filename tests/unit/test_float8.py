@@ -10,9 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.planning.rules import CHOICES
-from nbdist.train import strategies
-from nbdist.train.float8 import chosen_layers, config_of
-from nbdist.train.precision import warn_of_emulation
+from nbdist.train.loop.precision import warn_of_emulation
+from nbdist.train.prepare import strategies
+from nbdist.train.structure.float8 import chosen_layers, config_of
 
 FP8 = Plan(precision="fp8")
 GPU = torch.device("cuda", 0)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nbdist.errors import UsageError
-from nbdist.metrics import flops, passes
+from nbdist.metrics import flops
+from nbdist.metrics.compute import passes
 from nbdist.metrics.flops import Counting, FlopCount, count
 from tests import closed_forms
 from tests.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.worker import forks
+from nbdist.worker.processes import forks
 
 
 class Forking:

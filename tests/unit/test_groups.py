@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nbdist.protocol import RankSetup, StartOptions
-from nbdist.worker import groups
+from nbdist.worker.groups import join
 
 
 def setup(count: int, gpus: int, rank: int = 0) -> RankSetup:
@@ -20,12 +20,12 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_with_a_gpu_of_its_own_connects_it_at_once() -> None:
-    assert groups.bound_device(setup(2, 2, rank=1), "cpu:gloo,cuda:nccl") == torch.device("cuda", 1)
+    assert join.bound_device(setup(2, 2, rank=1), "cpu:gloo,cuda:nccl") == torch.device("cuda", 1)
 
 
 def test_ranks_that_share_a_gpu_do_not_connect_it() -> None:
-    assert groups.bound_device(setup(2, 1, rank=1), "cpu:gloo,cuda:nccl") is None
+    assert join.bound_device(setup(2, 1, rank=1), "cpu:gloo,cuda:nccl") is None
 
 
 def test_gloo_connects_no_gpu() -> None:
-    assert groups.bound_device(setup(2, 2), "gloo") is None
+    assert join.bound_device(setup(2, 2), "gloo") is None

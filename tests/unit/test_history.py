@@ -12,9 +12,9 @@ import pandas
 import pytest
 
 import nbdist
-from nbdist.client.history import History
+from nbdist.client.costs.history import History
 from nbdist.errors import UsageError
-from nbdist.metrics.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
+from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
 from tests.harness import wait_until
 
 GIB = 1 << 30

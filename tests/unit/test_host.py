@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.metrics import host
+from nbdist.metrics.node import host
 
 GIB = 1 << 30
 TOTAL = psutil.virtual_memory().total

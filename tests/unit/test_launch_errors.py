@@ -9,9 +9,9 @@ import sys
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from nbdist.client.report import build
+from nbdist.client.session.report import build
 from nbdist.errors import LaunchError, RankError, RankFailure
-from nbdist.launch.errors import launch_error
+from nbdist.launch.launch_errors import launch_error
 
 
 def raised(rank: int, when: float, text: str = "why") -> RankFailure:
@@ -69,7 +69,7 @@ def test_without_torch_it_is_plain_and_does_not_load_it() -> None:
     code = (
         "import pickle, sys\n"
         "from nbdist.errors import RankError, RankFailure\n"
-        "from nbdist.launch.errors import launch_error\n"
+        "from nbdist.launch.launch_errors import launch_error\n"
         "failure = RankFailure(0, 'raised', 'ValueError', 'why', 'traceback', 1.0)\n"
         "error = launch_error(RankError('rank 0 raised', {0: failure}), 'train', 0)\n"
         "copy = pickle.loads(pickle.dumps(error))\n"

@@ -18,7 +18,7 @@ from nbdist.errors import TransferError, UsageError
 from nbdist.launch import in_process
 from nbdist.launch.request import Request
 from nbdist.train import state as training
-from nbdist.worker import failures
+from nbdist.worker.cell import failures
 from tests.stand_ins.guard import write_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def program(code: str, folder: Path = ROOT) -> str:
 # --- threads
 
 
-DESCRIBE = "from nbdist.launch.kernel_threads import describe_threads\nprint(describe_threads())"
+DESCRIBE = "from nbdist.launch.fork.kernel_threads import describe_threads\nprint(describe_threads())"
 
 
 def test_a_process_without_threads_of_the_users_has_none_to_name() -> None:
@@ -59,7 +59,7 @@ import os, time, torch
 torch.set_num_threads(3)
 wide = torch.randn(600, 600)
 wide @ wide
-from nbdist.launch.kernel_threads import describe_threads
+from nbdist.launch.fork.kernel_threads import describe_threads
 while not (found := describe_threads()):  # they spin for a moment before they wait
     time.sleep(0.01)
 print(found)
@@ -112,7 +112,7 @@ import nbdist.cuda_guard, os, pretend, sys
 import peft
 os.environ["LOCAL_RANK"] = "0"
 if os.fork() == 0:
-    from nbdist.worker import failures
+    from nbdist.worker.cell import failures
     print(failures.describe(RuntimeError({CANNOT!r}), "").traceback, flush=True)
     os._exit(0)
 os.wait()
@@ -147,7 +147,7 @@ def test_an_exit_without_an_error_is_an_end_like_another() -> None:
 
 
 def test_the_plan_that_was_typed_counts_in_the_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.client.plan._kept", nbdist.Plan(precision="bf16"))
+    monkeypatch.setattr("nbdist.client.magics.plan_verb._kept", nbdist.Plan(precision="bf16"))
     assert in_process.launch(Request(lambda: nbdist.Plan.from_environment().precision, num_processes=1)) == ["bf16"]
 
 

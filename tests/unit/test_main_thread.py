@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.worker import main_thread
-from nbdist.worker.main_thread import MainThreadLook
+from nbdist.worker.cell import main_thread
+from nbdist.worker.cell.main_thread import MainThreadLook
 from tests.harness import wait_until
 
 LIMIT = 20.0

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from nbdist.train import meeting
+from nbdist.train.collective import meeting
 
 
 def test_ranks_wait_for_each_other_as_long_as_a_collective_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.metrics import memory, units, watermarks
+from nbdist.metrics import memory, units
+from nbdist.metrics.allocation import watermarks
+from nbdist.metrics.allocation.watermarks import Peaks, SharedDevices, SharedStats, Watermark
 from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage, resolution
-from nbdist.metrics.watermarks import Peaks, SharedDevices, SharedStats, Watermark
 from tests.stand_ins.cuda import Allocator, Torch
 
 PAGE = 4096

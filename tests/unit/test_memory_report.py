@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from nbdist.client.cell_memory import parse_mark, raise_peaks, strip_mark
-from nbdist.client.memory_report import HERE, CellCost
+from nbdist.client.costs.cell_memory import parse_mark, raise_peaks, strip_mark
+from nbdist.client.costs.memory_report import HERE, CellCost
 from nbdist.errors import UsageError
 from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Usage
-from nbdist.metrics.sample import GpuSample
+from nbdist.metrics.node.sample import GpuSample
 
 MIB = 1 << 20
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.client.merge import Merger
-from nbdist.client.page import Shown, Text
+from nbdist.client.output.merge import Merger
+from nbdist.client.output.page import Shown, Text
 from tests.merging import WINDOW, merged, text_of
 
 # When lines go out, and under which ranks.

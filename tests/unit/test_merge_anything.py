@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.client.merge import Merger
-from nbdist.client.page import Stream
+from nbdist.client.output.merge import Merger
+from nbdist.client.output.page import Stream
 from nbdist.ranks import parse_ranks
 from tests.merging import PREFIX, Emitted, Page, bar, by_rank
 

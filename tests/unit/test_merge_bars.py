@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from nbdist.client.merge import Merger
-from nbdist.client.page import Text
-from nbdist.client.progress import signature
+from nbdist.client.output.bars import signature
+from nbdist.client.output.merge import Merger
+from nbdist.client.output.page import Text
 from tests.merging import WINDOW, Page, bar, merged, text_of
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.worker.models import STATISTICS_STAY, buckets_settled, living, reset_models
+from nbdist.worker.recovery.reset_models import STATISTICS_STAY, buckets_settled, living, reset_models
 from tests.conftest import _shared as shared
 from tests.lost_steps import Scenarios
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbdist.client.monitor import Monitor
+from nbdist.client.costs.monitor import Monitor
 from nbdist.errors import UsageError
-from nbdist.metrics.sample import Sample
+from nbdist.metrics.node.sample import Sample
 from tests.harness import wait_until
 
 LIMIT = 20.0

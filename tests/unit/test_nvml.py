@@ -11,8 +11,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from nbdist.metrics.nvml import Nvml
-from nbdist.metrics.sample import GpuSample
+from nbdist.metrics.node.nvml import Nvml
+from nbdist.metrics.node.sample import GpuSample
 from tests.stand_ins.nvml import GIB, FakeNvml, as_module, gpu, machine
 
 NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22
@@ -148,6 +148,6 @@ def test_other_processes_can_be_given_the_same_gpus(tmp_path: Path) -> None:
     as_module(tmp_path, machine(2))
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-        "from nbdist.metrics.nvml import Nvml; print(len(Nvml().read()))"
+        "from nbdist.metrics.node.nvml import Nvml; print(len(Nvml().read()))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "2\n"

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from nbdist.metrics import nvml, oom, tensors
-from nbdist.metrics.oom import Account
-from nbdist.metrics.sample import GpuSample
-from nbdist.metrics.tensors import Block
+from nbdist.metrics.allocation import oom, tensors
+from nbdist.metrics.allocation.oom import Account
+from nbdist.metrics.allocation.tensors import Block
+from nbdist.metrics.node import nvml
+from nbdist.metrics.node.sample import GpuSample
 from tests.harness import wait_until
 from tests.stand_ins.cuda import ASSERTED, OUT_OF_MEMORY, Torch, accelerator_error
 from tests.stand_ins.nvml import FakeNvml, machine

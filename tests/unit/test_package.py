@@ -13,7 +13,7 @@ import pytest
 
 import nbdist
 from nbdist import errors
-from nbdist.client.parsers import verb_parsers
+from nbdist.client.magics.parsers import verb_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 

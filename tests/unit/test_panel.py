@@ -15,7 +15,7 @@ import pytest
 
 import nbdist
 from nbdist.errors import UsageError
-from nbdist.metrics.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
+from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
 from nbdist.panel import fallback
 from nbdist.panel.model import HEAT_ABOVE, Row, Stat, View, view_of
 from nbdist.panel.plot import Point, plot

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.metrics import matmul_rate
-from nbdist.metrics.peaks import Peak, estimate, mixed, peak
+from nbdist.metrics.compute import matmul_rate
+from nbdist.metrics.compute.peaks import Peak, estimate, mixed, peak
 
 BF16 = {  # of names as torch gives them
     "Tesla V100-SXM2-16GB": None,
@@ -122,7 +122,7 @@ def test_a_gpu_that_is_too_full_to_be_measured_is_told_with_what_helps() -> None
 
 PRECISION = """
 import torch
-from nbdist.metrics import matmul_rate, peaks
+from nbdist.metrics.compute import matmul_rate, peaks
 
 {choice}
 before = torch.backends.cuda.matmul.fp32_precision

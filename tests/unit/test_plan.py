@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.plan_line import flags, named_settings, plan_parser
+from nbdist.client.magics.plan_line import flags, named_settings, plan_parser
 from nbdist.errors import UsageError
 from nbdist.plan import Plan, setting_names
 from nbdist.planning.rules import own_settings

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.profiles import CellProfile, render
+from nbdist.client.costs.profiles import CellProfile, render
 from nbdist.errors import UsageError
 from nbdist.metrics.profile import Summary, merge, profiled, summarize
 

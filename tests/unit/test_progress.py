@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.worker.progress import Progress
+from nbdist.worker.recovery.position import Progress
 from tests.harness import wait_until
 from tests.stand_ins.spinning import spin, spinning_until
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbdist.train.estimate import outside_torch
-from nbdist.train.propose import memory_of_device
+from nbdist.train.estimate.estimate import outside_torch
+from nbdist.train.estimate.propose import memory_of_device
 
 GIB = 1 << 30
 OUTSIDE = outside_torch(2)

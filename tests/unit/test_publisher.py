@@ -8,7 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from nbdist.client.display import FOLD_LIMIT, FOLD_TAIL, Pace, Publisher
+from nbdist.client.output.publisher import FOLD_LIMIT, FOLD_TAIL, Pace, Publisher
 
 LINE = "x" * 99 + "\n"
 WINDOW = 3.0  # seconds over which Jupyter's server measures

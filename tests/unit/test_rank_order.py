@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.controller.rank import Rank
+from nbdist.controller.rank_order import Rank
 from nbdist.protocol import END, PLAIN_END, STDERR, STDOUT, Died, Display, Message, Notice, Output, Reply
 
 CELL = 7  # a serial number

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch.distributed as dist
 
-from nbdist.worker import record
-from nbdist.worker.record import Record, parse
+from nbdist.worker.groups import flight_record
+from nbdist.worker.groups.flight_record import Record, parse
 
 
 def dump(**backends: tuple[int, int]) -> str:
@@ -35,14 +35,14 @@ def test_a_dump_without_any_is_read_too(text: str) -> None:
 
 
 def test_without_a_record_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_DUMPS", ())
+    monkeypatch.setattr(flight_record, "_DUMPS", ())
     assert Record().unfinished() is None
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, *dumps: str) -> Record:
     """A record that reads these dumps of torch's, one after the other."""
     left = iter(dumps)
-    monkeypatch.setattr(record, "_dumps", lambda: [("nccl", next(left))])
+    monkeypatch.setattr(flight_record, "_dumps", lambda: [("nccl", next(left))])
     return Record()
 
 

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from nbdist.client.report import build, from_death, from_reply
+from nbdist.client.session.report import build, from_death, from_reply
 from nbdist.errors import RankDied, RankError, RankFailure, RankTimeout
 from nbdist.protocol import Died, Failure, Reply
 

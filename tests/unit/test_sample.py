@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from nbdist.metrics import device
-from nbdist.metrics.nvml import Nvml
-from nbdist.metrics.sample import GpuSample, NodeSample, RankSample, gpu_of, non_torch
+from nbdist.metrics.node import device
+from nbdist.metrics.node.nvml import Nvml
+from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, gpu_of, non_torch
 from tests.stand_ins.cuda import Torch
 from tests.stand_ins.nvml import GIB, FakeNvml, gpu, machine
 

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.agent.sampler import FASTEST, Sampler
-from nbdist.metrics.nvml import Nvml
-from nbdist.metrics.sample import NodeSample
+from nbdist.metrics.node.nvml import Nvml
+from nbdist.metrics.node.sample import NodeSample
+from nbdist.metrics.node.sampler import FASTEST, Sampler
 from tests.harness import wait_until
 from tests.stand_ins.nvml import GIB, FakeNvml, machine
 

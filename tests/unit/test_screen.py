@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.client.display import Publisher
-from nbdist.client.screen import Screen
+from nbdist.client.output.publisher import Publisher
+from nbdist.client.output.screen import Screen
 
 
 def test_where_lines_can_t_be_replaced_a_remark_is_printed_anew_only_when_it_says_something_new(

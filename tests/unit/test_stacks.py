@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.client.stacks import Stack, render, stack_of, with_native_frames
+from nbdist.client.session.stack_report import Stack, render, stack_of, with_native_frames
 from nbdist.errors import UsageError
 
 DUMP = """Process 42: python

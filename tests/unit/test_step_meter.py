@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbdist.metrics import loading, steps
-from nbdist.metrics.clock import DeviceClock
+from nbdist.metrics import steps
+from nbdist.metrics.compute import loading
+from nbdist.metrics.compute.clock import DeviceClock
 from nbdist.metrics.flops import FlopCount
-from nbdist.metrics.sample import StepSample
+from nbdist.metrics.node.sample import StepSample
 from nbdist.metrics.steps import Meter
 from tests.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 
@@ -435,7 +436,7 @@ def test_everything_is_taken_off_again() -> None:
 
 
 def test_what_fails_inside_is_told_and_the_loop_goes_on(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.metrics.passes.fingerprint", lambda outputs: 1 / 0)
+    monkeypatch.setattr("nbdist.metrics.compute.passes.fingerprint", lambda outputs: 1 / 0)
     model = Gpt()
     train(model, SGD(model.parameters(), 0.01), *[(B, T)] * 4)
     found = meter.sample()
@@ -529,7 +530,7 @@ def test_a_device_that_does_not_end_holds_nobody_up() -> None:
 
 
 def test_the_processor_has_no_peak_until_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nbdist.metrics import peaks
+    from nbdist.metrics.compute import peaks
 
     monkeypatch.setattr(peaks, "_measured", {})
     model = Gpt()

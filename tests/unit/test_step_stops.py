@@ -16,7 +16,7 @@ import pytest
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from nbdist.worker.steps import StepCounter, StepStop
+from nbdist.worker.recovery.step_stop import StepCounter, StepStop
 from tests.stepping import CELL, LIMIT, MANY, Log, Step, ask, parameter
 
 pytestmark = pytest.mark.torch_private

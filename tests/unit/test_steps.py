@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
-from nbdist.worker.steps import StepCounter
+from nbdist.worker.recovery.step_stop import StepCounter
 from tests.stepping import CELL, parameter
 
 pytestmark = pytest.mark.torch_private

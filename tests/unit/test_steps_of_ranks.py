@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nbdist.processes import die_with_parent
-from nbdist.worker.steps import StepCounter, StepStop
+from nbdist.worker.recovery.step_stop import StepCounter, StepStop
 from tests.stepping import MANY
 
 pytestmark = pytest.mark.torch_private

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.train import state, trackers
-from nbdist.train.csv_log import CsvLog
+from nbdist.train import state
+from nbdist.train.tracking import trackers
+from nbdist.train.tracking.csv_log import CsvLog
 
 
 class Kept:

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from nbdist.plan import Plan
 from nbdist.train import state
-from nbdist.train.data import prepare_loader
+from nbdist.train.data.loaders import prepare_loader
 from tests.train_data import (
     AnySampler,
     Buckets,

@@ -15,7 +15,7 @@ import torch
 
 import nbdist
 from nbdist.plan import Plan
-from nbdist.train import environment
+from nbdist.train.prepare import environment
 from tests.stand_ins import sysfs
 
 CPU = torch.device("cpu")
@@ -129,7 +129,7 @@ def test_all_threads_are_bound_and_the_next_plan_gives_them_their_cores_back() -
 import os, threading
 import torch
 from nbdist.plan import Plan
-from nbdist.train import environment
+from nbdist.train.prepare import environment
 
 def start():
     ready = threading.Event()

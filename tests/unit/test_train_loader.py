@@ -20,9 +20,9 @@ from torch.utils.data.distributed import DistributedSampler
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.train import state
-from nbdist.train.batches import map_tensors
-from nbdist.train.data import prepare_loader, skip_first_batches
-from nbdist.train.feed import DeviceFeed, LoadingWatch
+from nbdist.train.data.batches import map_tensors
+from nbdist.train.data.feed import DeviceFeed, LoadingWatch
+from nbdist.train.data.loaders import prepare_loader, skip_first_batches
 from tests.train_data import Numbers, Pair, PlacedStream, Stream, all_ranks, flat, lists, maker, real, rounds
 
 # Loops that do nothing with their data do wait for it.

@@ -1,0 +1,23 @@
+"""The agent's first moments: its template imports torch before the agent imports anything of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from nbdist.agent.warm_template import WarmTemplate
+from nbdist.processes import adopt_orphans, allow_many_files
+
+
+def main() -> None:
+    """Run the agent of this node. Arguments: "patient" or "urgent", the controller's process id."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    adopt_orphans()
+    allow_many_files()
+    template = WarmTemplate(dict(os.environ), patient=sys.argv[1] == "patient")
+
+    from nbdist.agent import agent
+
+    agent.run(template, int(sys.argv[2]))

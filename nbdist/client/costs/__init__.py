@@ -1,0 +1,1 @@
+"""What cells cost: memory, steps, history. Watches sessions, which know nothing of it."""

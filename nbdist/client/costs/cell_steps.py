@@ -1,0 +1,242 @@
+"""What training steps cost, below each cell that made some: `%distributed tflops on`; and `%distributed peak`.
+
+Owns when ranks and this process are measured, and how the line looks. What the figures mean: `nbdist.metrics.steps`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.client.magics.magic_line import table
+from nbdist.client.session.session import Session
+from nbdist.errors import NbdistError
+from nbdist.metrics import units
+from nbdist.metrics.node.sample import StepSample
+from nbdist.ranks import describe_ranks
+
+HERE = -1  # the notebook's own process, among ranks
+_ANSWER_LIMIT = 1.0  # seconds
+
+
+class CellSteps:
+    """Measures the steps of a notebook's cells, here and on ranks.
+
+    Args:
+        shell: The notebook's.
+
+    Attributes:
+        on: Whether they are.
+        shown: Whether there is a line below cells that made some.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.on = self.shown = False
+        self._measured: set[int] = set()  # processes of ranks
+        events: Any = shell.events
+        events.register("pre_run_cell", self._before)
+        events.register("post_run_cell", self._after)
+
+    def switch(self, on: bool, session: Session | None) -> None:
+        """Measure steps from now on and show a line below cells, or no longer.
+
+        Args:
+            on: Whether.
+            session: Whose ranks; None: there are none, so this process is prepared at once.
+        """
+        self.on = self.shown = on
+        if on and session is None:
+            import torch  # noqa: F401 - so that the next cell, which may import it, is measured
+        self._before()
+        if session is not None:
+            self.prepare(session)
+
+    def measure(self, session: Session | None) -> None:
+        """Measure steps from now on, without a line below cells: for those who show them in another way."""
+        self.on = True
+        self._before()
+        if session is not None:
+            self.prepare(session)
+
+    def prepare(self, session: Session, ranks: Sequence[int] | None = None) -> None:
+        """See to it that the ranks that wait for work are measured, or are not, as is wanted.
+
+        Args:
+            ranks: Which are about to run something; None: all.
+        """
+        wanted = session.living() if ranks is None else [rank for rank in ranks if rank in session.living()]
+        busy = session.traffic.running(wanted)
+        pids = {info.rank: info.pid for info in session.ranks if info.rank in wanted and info.rank not in busy}
+        change = [rank for rank, pid in pids.items() if (pid in self._measured) != self.on]
+        if not change:
+            return
+
+        def switch(on: bool) -> None:  # inside, so that it travels by value and ranks need nothing of the client
+            from nbdist.metrics import steps
+
+            (steps.start if on else steps.stop)()
+
+        with contextlib.suppress(NbdistError):  # the cell itself will say what is wrong with them
+            session.set_up(switch, self.on, ranks=change)
+            found = {pids[rank] for rank in change}
+            self._measured = self._measured | found if self.on else self._measured - found
+
+    def of_ranks(self, session: Session, ranks: Sequence[int]) -> str:
+        """The line below a cell that has run on ranks; empty if it made no steps."""
+        if not self.shown:
+            return ""
+        asked = [rank for rank in ranks if rank in session.living()]
+        answers: Mapping[int, Any] = {}
+        with contextlib.suppress(NbdistError):
+            answers = session.traffic.ask(asked, "steps", timeout=_ANSWER_LIMIT)
+        found = {rank: msgspec.convert(data, StepSample) for rank, data in answers.items() if "steps" in data}
+        return render(found, missing=[rank for rank in ranks if rank not in answers])
+
+    # --- the notebook's own process
+
+    def _before(self, info: object = None) -> None:
+        steps: Any = sys.modules.get("nbdist.metrics.steps")
+        if self.on and "torch" in sys.modules:
+            from nbdist.metrics import steps
+
+            steps.start()
+        elif not self.on and steps is not None:
+            steps.stop()
+
+    def _after(self, result: object) -> None:
+        steps: Any = sys.modules.get("nbdist.metrics.steps")
+        if not self.on or steps is None:
+            return
+        steps.end_lap()
+        lap = steps.last_lap()
+        if self.shown and lap is not None and (line := render({HERE: lap})):
+            print(line)
+
+
+def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> str:
+    """One line on the steps of a cell.
+
+    Args:
+        samples: By rank, of the whole cell.
+        missing: Ranks of it that have not answered.
+
+    Returns:
+        Steps, time, what was worked on, TFLOPS, MFU, HFU, waiting, and what is not known and why; empty without steps.
+    """
+    stepping = {rank: sample for rank, sample in samples.items() if sample.steps}
+    if not stepping:
+        return ""
+    parts = [_steps(stepping)]
+    timed = {rank: sample for rank, sample in stepping.items() if sample.seconds}
+    if timed:
+        parts += [_time(timed), *_throughput(timed), _rate(timed), *_shares(timed)]
+    notes = sorted({sample.why for sample in stepping.values() if sample.why})
+    if timed and (uncounted := statistics.fmean(sample.uncounted for sample in timed.values())):
+        notes.append(f"{uncounted:.0%} of the steps have shapes that were not counted")
+    if missing:
+        notes.append(f"{describe_ranks(sorted(missing))} missing")
+    line = " | ".join(part for part in parts if part)
+    return f"{line} | n/a: {'; '.join(notes)}" if notes else line
+
+
+def _steps(samples: Mapping[int, StepSample]) -> str:
+    least, most = min(each.steps for each in samples.values()), max(each.steps for each in samples.values())
+    return f"{f'{least:,}' if least == most else f'{least:,}-{most:,}':>6} step{'s' if most != 1 else ''}"
+
+
+def _time(samples: Mapping[int, StepSample]) -> str:
+    seconds = {rank: sample.seconds or 0.0 for rank, sample in samples.items()}
+    text = f"{_span(statistics.median(seconds.values())):>8} a step"
+    if len(seconds) == 1:
+        return text
+    slowest = max(seconds, key=lambda rank: seconds[rank])
+    return f"{text} (slowest: rank {slowest}, {_span(seconds[slowest])})"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
+    """Samples or tokens of all ranks in a second; they go as fast as the slowest."""
+    kinds = {sample.unit for sample in samples.values()}
+    if len(kinds) != 1 or not all(sample.units for sample in samples.values()):
+        return []
+    slowest = max(sample.seconds or 0.0 for sample in samples.values())
+    return [f"{sum(sample.units or 0.0 for sample in samples.values()) / slowest:,.0f} {kinds.pop()}/s"]
+
+
+def _rate(samples: Mapping[int, StepSample]) -> str:
+    if any(sample.flops is None for sample in samples.values()):
+        return "TFLOPS n/a"
+    slowest = max(sample.seconds or 0.0 for sample in samples.values())
+    total = sum(sample.flops or 0.0 for sample in samples.values()) / slowest
+    if len(samples) == 1:
+        return f"{units.flops(total):>12}"
+    return f"{units.flops(total / len(samples)):>12} a rank, {units.flops(total):>12} in all"
+
+
+def _shares(samples: Mapping[int, StepSample]) -> list[str]:
+    slowest = max(sample.seconds or 0.0 for sample in samples.values())
+    peaks = [sample.peak for sample in samples.values()]
+    parts = []
+    for name, flops in (
+        ("MFU", [sample.flops for sample in samples.values()]),
+        ("HFU", [sample.hardware_flops for sample in samples.values()]),
+    ):
+        known = [each for each in flops if each is not None]
+        if len(known) < len(flops) or not all(peaks):
+            parts.append(f"{name} n/a")
+            continue
+        parts.append(f"{name} {sum(known) / slowest / sum(peak or 0.0 for peak in peaks):6.1%}")
+    if sources := {sample.peak_source.partition(":")[0] for sample in samples.values() if sample.peak}:
+        marks = [mark for mark in ("estimated", "measured here") if mark in sources]
+        parts[-1] += "".join(f" (of a peak {mark})" for mark in marks)
+    waiting = [sample.waiting for sample in samples.values() if sample.waiting is not None]
+    parts.append(f"waiting for data {max(waiting):4.0%}" if waiting else "waiting for data n/a")
+    return parts
+
+
+def measure_peaks(session: Session | None, dtype: str | None, seconds: float) -> str:
+    """Measure what matrix products reach, on all ranks at once or here.
+
+    Args:
+        session: Whose ranks; None: this process, on its CPU unless it uses a GPU already.
+        dtype: As `nbdist.metrics.compute.matmul_rate.measure` takes it.
+        seconds: How long, about.
+
+    Returns:
+        A table.
+    """
+    from nbdist.metrics.compute import matmul_rate
+
+    if session is None:
+        import torch
+
+        device = None if torch.cuda.is_initialized() else "cpu"
+        found: list[tuple[object, Any]] = [("notebook", matmul_rate.measure(dtype, seconds, device))]
+    else:
+        living = session.living()
+        found = list(zip(living, session.call(matmul_rate.measure, dtype, seconds, ranks=living), strict=True))
+    rows = [
+        (
+            who,
+            rate.device,
+            rate.dtype,
+            units.flops(rate.tflops * 1e12),
+            "n/a" if rate.stated is None else units.flops(rate.stated * 1e12),
+            "n/a" if rate.stated is None else f"{rate.tflops / rate.stated:.0%}",
+        )
+        for who, rate in found
+    ]
+    total = sum(rate.tflops for _, rate in found)
+    lines = [table(rows, ("rank", "device", "dtype", "reached", "stated peak", "share"))]
+    if len(found) > 1:
+        lines.append(f"in all: {units.flops(total * 1e12)}")
+    return "\n".join(lines)

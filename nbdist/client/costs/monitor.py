@@ -1,0 +1,278 @@
+"""Looks at ranks and nodes again and again, while somebody watches: the panel, the history, a plot.
+
+Owns the thread that gathers Samples and hands them on. Without a session it looks at the notebook's own process.
+Nothing runs while nobody watches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from nbdist import shells
+from nbdist.client.costs import history
+from nbdist.client.session.report import describe_death
+from nbdist.client.session.session import Session
+from nbdist.client.session.task import Task
+from nbdist.errors import UsageError
+from nbdist.metrics.node import device
+from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, gpu_of
+from nbdist.metrics.node.sampler import FASTEST, Sampler
+from nbdist.protocol import Died, Look, RankInfo, Watch
+
+SLOWEST = 60.0  # seconds
+_ANSWER_LIMIT = 0.5  # seconds that ranks have to answer; one that does not is in a call that keeps Python from it
+_NODE_LIMIT = 0.5  # seconds that the first look waits for what its node has to tell
+
+Watcher = Callable[[Sample], None]
+
+
+class Monitor:
+    """Gathers Samples of a session, or of this process.
+
+    Use `Monitor.of`: there is one for each session.
+
+    Args:
+        session: What to look at; None: this process.
+
+    Attributes:
+        latest: The newest look, None before the first.
+    """
+
+    _monitors: ClassVar[weakref.WeakKeyDictionary[Session, Monitor]] = weakref.WeakKeyDictionary()
+    _own: ClassVar[Monitor | None] = None
+
+    def __init__(self, session: Session | None) -> None:
+        self.latest: Sample | None = None
+        self._session = None if session is None else weakref.ref(session)
+        self._watchers: dict[object, Watcher] = {}
+        self._rate = 1.0
+        self._paused = False
+        self._changes = 0  # of all that the thread should know at once
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._nodes: dict[str, NodeSample] = {}
+        self._places: dict[int, str] = {}  # of ranks: the names of their nodes
+        self._node_known = threading.Event()
+        self._watched: tuple[float, list[RankInfo] | None] = 0.0, None  # what the nodes have been asked for
+        self._own_process: _OwnProcess | None = None
+
+    @classmethod
+    def of(cls, session: Session | None) -> Monitor:
+        """The monitor of a session; of this process for None."""
+        if session is None:
+            if cls._own is None:
+                cls._own = cls(None)
+            return cls._own
+        return cls._monitors.setdefault(session, cls(session))
+
+    def subscribe(self, watcher: Watcher) -> Callable[[], None]:
+        """Call this with each Sample from now on, from the monitor's thread. One that raises is called no more.
+
+        Returns:
+            What ends it.
+        """
+        key = object()
+        with self._changing():
+            self._watchers[key] = watcher
+            if self._thread is None:
+                if self._session is None and self._own_process is None:
+                    self._own_process = _OwnProcess()
+                self._thread = threading.Thread(target=self._run, name="nbdist-monitor", daemon=True)
+                self._thread.start()
+
+        def unsubscribe() -> None:
+            with self._changing():
+                self._watchers.pop(key, None)
+
+        return unsubscribe
+
+    @property
+    def rate(self) -> float:
+        """Seconds between two looks, 0.25 to 60.
+
+        Raises:
+            UsageError: It is out of bounds.
+        """
+        return self._rate
+
+    @rate.setter
+    def rate(self, seconds: float) -> None:
+        if not FASTEST <= seconds <= SLOWEST:
+            raise UsageError(f"it can't be looked at every {seconds:g} s: {FASTEST:g} to {SLOWEST:g} s, for example 1")
+        with self._changing():
+            self._rate = seconds
+
+    @property
+    def paused(self) -> bool:
+        """Whether it rests although somebody watches."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        with self._changing():
+            self._paused = paused
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._changed:
+            yield
+            self._changes += 1
+            self._changed.notify()
+
+    # --- in the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._watchers or (self._session is not None and self._session() is None):
+                    self._watch_nodes(0.0)
+                    self._thread = None
+                    return
+                seen, period = self._changes, 0.0 if self._paused else self._rate
+            began = time.monotonic()
+            self._watch_nodes(period)
+            if period:
+                self._look()
+            with self._changed:
+                rest = max(0.0, period - (time.monotonic() - began)) if period else None
+                self._changed.wait_for(self._is_newer(seen), rest)
+
+    def _is_newer(self, seen: int) -> Callable[[], bool]:
+        return lambda: self._changes != seen
+
+    def _open_session(self) -> Session | None:
+        session = self._session() if self._session is not None else None
+        return None if session is None or session.closed else session
+
+    def _watch_nodes(self, period: float) -> None:
+        """Have nodes looked at every so many seconds; 0: no longer. A fresh set of ranks has to be asked anew."""
+        session = self._open_session()
+        if self._session is not None and session is None:
+            self._watched = 0.0, None
+            return
+        ranks = session.ranks if session is not None else None
+        if self._watched[0] == period and self._watched[1] is ranks:
+            return
+        self._watched = period, ranks
+        self._nodes.clear()
+        self._places.clear()
+        self._node_known.clear()
+        if session is not None:
+            session.traffic.on_look = self._on_look
+            session.traffic.send(Watch(period))
+            if period:
+                self._node_known.wait(_NODE_LIMIT)
+        elif self._own_process is not None:
+            self._own_process.watch(period)
+
+    def _on_look(self, look: Look) -> None:
+        """From the listening thread."""
+        self._nodes[look.node.name] = look.node
+        self._node_known.set()
+
+    def _look(self) -> None:
+        sample = self._look_at_self() if self._session is None else self._look_at_ranks()
+        if sample is None:
+            return
+        self.latest = sample
+        history.note_sample(sample)
+        for key, watcher in list(self._watchers.items()):
+            try:
+                watcher(sample)
+            except Exception:
+                traceback.print_exc()
+                self._watchers.pop(key, None)
+
+    def _look_at_self(self) -> Sample:
+        assert self._own_process is not None
+        for node in self._own_process.take():
+            self._nodes[node.name] = node
+        nodes = list(self._nodes.values())
+        return Sample(at=time.time(), ranks=[_named(self._own_process.look(), nodes)], nodes=nodes)
+
+    def _look_at_ranks(self) -> Sample | None:
+        session = self._open_session()
+        if session is None:
+            return None
+        living = session.living()
+        answers = session.traffic.ask(living, "metrics", timeout=_ANSWER_LIMIT)
+        running = session.traffic.running(living)
+        nodes = list(self._nodes.values())
+        ranks = [
+            _looked_at(info, answers.get(info.rank), running.get(info.rank), session.traffic.dead.get(info.rank))
+            for info in session.ranks
+        ]
+        ranks = [_named(self._placed(rank, nodes), nodes) for rank in ranks]
+        cell = max((task.number for task in running.values()), default=0)
+        return Sample(at=time.time(), ranks=ranks, nodes=nodes, cell=cell, generation=session.generation)
+
+    def _placed(self, rank: RankSample, nodes: list[NodeSample]) -> RankSample:
+        """The same on the node that it has named, if only in an earlier answer."""
+        if rank.node:
+            self._places[rank.rank] = rank.node
+            return rank
+        likely = nodes[0].name if nodes else socket.gethostname()
+        return msgspec.structs.replace(rank, node=self._places.get(rank.rank, likely))
+
+
+def _looked_at(info: RankInfo, answer: Mapping[str, Any] | None, task: Task | None, died: Died | None) -> RankSample:
+    """A rank by all that is known of it: what it has told, what it runs, how it died."""
+    found = RankSample(rank=info.rank, pid=info.pid, device=info.device)
+    if died is not None:
+        return msgspec.structs.replace(found, state="dead", doing=describe_death(died))
+    if answer is None:
+        found = msgspec.structs.replace(found, why="it has not answered: a call keeps its Python from it")
+    elif "error" in answer:
+        found = msgspec.structs.replace(found, why=str(answer["error"]))
+    else:
+        found = msgspec.convert(answer, RankSample)
+        found = msgspec.structs.replace(found, device=found.device if found.gpu else info.device)
+    if task is None:
+        return found
+    if (wait := task.waits.get(info.rank)) is not None:
+        return msgspec.structs.replace(found, state="stuck", doing=wait)
+    return msgspec.structs.replace(found, state="busy", doing=task.describe())
+
+
+def _named(rank: RankSample, nodes: list[NodeSample]) -> RankSample:
+    """The same with its GPU named as its driver does."""
+    gpu = gpu_of(rank.gpu, nodes)
+    return rank if gpu is None else msgspec.structs.replace(rank, gpu=gpu.uuid)
+
+
+class _OwnProcess:
+    """The notebook's own process and its machine. Made in the thread that runs cells, and most often in a cell."""
+
+    def __init__(self) -> None:
+        self._sampler = Sampler()
+        self._busy = True
+        if (shell := shells.current()) is not None:
+            shell.events.register("pre_run_cell", lambda *_: self._note(True))
+            shell.events.register("post_run_cell", lambda *_: self._note(False))
+
+    def _note(self, busy: bool) -> None:
+        self._busy = busy
+
+    def watch(self, period: float) -> None:
+        self._sampler.watch(period)
+        if period:
+            waiting = select.poll()  # not select, which fails from 1,024 open files on
+            waiting.register(self._sampler.wake, select.POLLIN)
+            waiting.poll(_NODE_LIMIT * 1000)
+
+    def take(self) -> list[NodeSample]:
+        return self._sampler.take()
+
+    def look(self) -> RankSample:
+        found = device.look(-1)
+        return msgspec.structs.replace(found, node=socket.gethostname(), state="busy" if self._busy else "idle")

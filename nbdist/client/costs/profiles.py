@@ -1,0 +1,101 @@
+"""`%%distributed --profile`: one trace of all ranks, and the table above it."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from nbdist.client.magics.magic_line import size, table
+from nbdist.client.session.task import Task
+from nbdist.errors import UsageError
+from nbdist.metrics.profile import Operation, Summary, merge
+
+_SHOWN = 8  # operations
+_ENDINGS = (".json", ".json.gz")
+
+
+class CellProfile:
+    """The profile of one cell.
+
+    Args:
+        path: Where the trace goes; empty: a name with the cell's number, in the current folder.
+        number: The cell's.
+
+    Raises:
+        UsageError: The file can't be written there.
+
+    Attributes:
+        folder: Where ranks put their parts.
+    """
+
+    def __init__(self, path: str, number: int) -> None:
+        self._target = Path(path or f"profile-cell{number}.json.gz").expanduser()
+        if not self._target.name.endswith(_ENDINGS):
+            raise UsageError(f"--profile {path}: a trace's name ends in {' or '.join(_ENDINGS)}")
+        parent = self._target.resolve().parent
+        if not parent.is_dir():
+            raise UsageError(f"--profile {path}: there is no folder {parent}; make it, or name another place")
+        self._folder = tempfile.TemporaryDirectory(prefix="nbdist-profile-")
+        self.folder = self._folder.name
+
+    def conclude(self, task: Task) -> str:
+        """Write the trace of the ranks that have ended, and say what they did.
+
+        Returns:
+            A table, and where the trace is.
+        """
+        with self._folder:
+            summaries = [
+                msgspec.msgpack.decode(reply.payload, type=Summary)
+                for _, reply in sorted(task.replies.items())
+                if reply.payload
+            ]
+            if not summaries:
+                return "nbdist: no rank finished, so there is no profile"
+            written = merge(summaries, self._target) if any(summary.trace for summary in summaries) else 0
+        lines = [render(summaries)]
+        if written:
+            lines.append(f"trace of all ranks: {self._target} ({size(written)}); open it in https://ui.perfetto.dev")
+        return "\n".join(lines)
+
+
+def render(summaries: Sequence[Summary]) -> str:
+    """Ranks and their shares, then the operations that took the most time."""
+    rows = [
+        (one.rank, _milliseconds(one.seconds), *map(_percent, (one.busy, one.communication, one.idle)))
+        for one in summaries
+        if not one.why
+    ]
+    parts = [table(rows, ("rank", "wall", "computing", "communication", "idle"))] if rows else []
+    if operations := _over_ranks(summaries):
+        parts.append(table(operations, ("operation", "calls", "own time, median rank", "slowest rank")))
+    parts += [f"rank {one.rank}: {one.why}" for one in summaries if one.why]
+    return "\n\n".join(parts)
+
+
+def _over_ranks(summaries: Sequence[Summary]) -> list[tuple[str, int, str, str]]:
+    by_name: defaultdict[str, list[tuple[int, Operation]]] = defaultdict(list)
+    for summary in summaries:
+        for operation in summary.operations:
+            by_name[operation.name].append((summary.rank, operation))
+    found = sorted(by_name.items(), key=lambda item: -max(operation.own for _, operation in item[1]))[:_SHOWN]
+    rows = []
+    for name, ranks in found:
+        slowest, longest = max(ranks, key=lambda item: item[1].own)
+        median = statistics.median(operation.own for _, operation in ranks)
+        calls = max(operation.calls for _, operation in ranks)
+        rows.append((name[:60], calls, _milliseconds(median), f"{_milliseconds(longest.own)} @{slowest}"))
+    return rows
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f} ms"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"

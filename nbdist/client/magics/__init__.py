@@ -1,0 +1,1 @@
+"""What is typed: magics, their lines, completion."""

@@ -1,0 +1,236 @@
+"""Tab, Shift-Tab and `name?` for what lives on ranks and for the magics' own words, from any front end.
+
+Asks ranks, and answers at once: where they are busy or slow, the last known names serve. Runs nothing on them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from IPython.core import page
+from IPython.core.completer import Completion
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.client.magics.magic_line import MagicParser
+from nbdist.client.session.session import Session, get_session
+from nbdist.errors import SessionClosed
+from nbdist.ranks import parse_ranks
+
+_PATIENCE = 0.15  # seconds that a rank may take to answer
+_KIND = "nbdist"
+_CELL_MAGIC = re.compile(r"\s*%%(distributed|dist|rank)\b([^\n]*)\n")
+_CELL_LINE = re.compile(r"\s*%%(distributed|dist|rank)\s+(.*)$")
+_VERB_LINE = re.compile(r"\s*%(?:distributed|dist)\s+(.*)$")
+_RANKS_FLAG = re.compile(r"(?:-r|--ranks)[=\s]*([\d,\s-]+)")
+
+
+class Words(Protocol):
+    """What completion has to know of the magics."""
+
+    @property
+    def cell_parser(self) -> MagicParser:
+        """What `%%distributed` takes."""
+
+    @property
+    def verb_parsers(self) -> Mapping[str, MagicParser]:
+        """What each verb of `%distributed` takes."""
+
+    @property
+    def auto(self) -> bool:
+        """Whether every cell runs on ranks."""
+
+
+def install_completion(shell: InteractiveShell, words: Words) -> None:
+    """Add it to a shell. Where the text is none of ours, the shell's own answers stay as they are."""
+    completer: Any = shell.Completer
+    complete: Callable[[str, int], Iterator[Completion]] = completer.completions
+    ours = _Completer(shell, words)
+
+    def completions(text: str, offset: int) -> Iterator[Completion]:
+        found = ours.complete(text, offset)
+        yield from complete(text, offset) if found is None else found
+
+    completer.completions = completions
+    _Inspector(shell, words).install()
+
+
+class _Completer:
+    """Completes our magics' lines, and cells that run on ranks."""
+
+    def __init__(self, shell: InteractiveShell, words: Words) -> None:
+        self._shell = shell
+        self._words = words
+
+    def complete(self, text: str, offset: int) -> list[Completion] | None:
+        """What may stand before `offset`; None where the shell knows better."""
+        before = text[:offset]
+        line = before.rsplit("\n", 1)[-1]
+        if match := _VERB_LINE.match(line):
+            return self._complete_verb(match[1], offset)
+        if "\n" not in before.lstrip() and (match := _CELL_LINE.match(line)):
+            if match[1] == "rank":
+                return []
+            return _choices(self._words.cell_parser.suggest(match[2]), match[2], offset)
+        session = _session()
+        if session is None:
+            return None
+        top = _runs_on_ranks(text, before, self._words.auto)
+        if top is None:
+            return None
+        start, ranks = top
+        return _complete_on_ranks(session, before[start:], start, ranks)
+
+    def _complete_verb(self, typed: str, offset: int) -> list[Completion]:
+        verb, space, rest = typed.partition(" ")
+        parsers = self._words.verb_parsers
+        if not space:
+            return _choices(sorted(parsers), verb, offset)
+        if verb not in parsers:
+            return []
+        fragment = _last_word(rest)
+        if fragment.startswith("-") or verb not in ("push", "pull"):
+            return _choices(parsers[verb].suggest(rest), rest, offset)
+        return _choices(self._names(verb), rest, offset)
+
+    def _names(self, verb: str) -> list[str]:
+        if verb == "pull":
+            session = _session()
+            return _known_names(session) if session is not None else []
+        hidden = self._shell.user_ns_hidden
+        return sorted(name for name in self._shell.user_ns if not name.startswith("_") and name not in hidden)
+
+
+class _Inspector:
+    """Documentation of names that only ranks have, and of all names in a cell that runs on ranks."""
+
+    def __init__(self, shell: InteractiveShell, words: Words) -> None:
+        self._shell = shell
+        self._words = words
+        self._on_ranks = False  # whether the cell that is looked at runs on ranks
+
+    def install(self) -> None:
+        """Put it in front of the shell's own."""
+        shell: Any = self._shell
+        inspect_mime, inspect = shell.object_inspect_mime, shell._inspect
+
+        def object_inspect_mime(name: str, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+            if self._on_ranks and (found := _inspect(name, detail_level)):
+                return found
+            try:
+                return inspect_mime(name, detail_level=detail_level, omit_sections=omit_sections)
+            except KeyError:
+                if found := _inspect(name, detail_level):
+                    return found
+                raise
+
+        def inspect_named(method: str, name: str, namespaces: Any = None, **options: Any) -> Any:
+            here = method != "pinfo" or shell._object_find(name, namespaces).found
+            if not here and (found := _inspect(name, options.get("detail_level", 0))):
+                return page.page(found)
+            return inspect(method, name, namespaces, **options)
+
+        shell.object_inspect_mime, shell._inspect = object_inspect_mime, inspect_named
+        if (kernel := getattr(shell, "kernel", None)) is not None:
+            self._watch(kernel)
+
+    def _watch(self, kernel: Any) -> None:
+        """Note which cell Shift-Tab is pressed in: the kernel hands only the name on."""
+        do_inspect = kernel.do_inspect
+
+        def inspect_in_cell(code: str, cursor_pos: int, *args: Any, **options: Any) -> Any:
+            self._on_ranks = _runs_on_ranks(code, code[:cursor_pos], self._words.auto) is not None
+            try:
+                return do_inspect(code, cursor_pos, *args, **options)
+            finally:
+                self._on_ranks = False
+
+        kernel.do_inspect = inspect_in_cell
+
+
+def _runs_on_ranks(text: str, before: str, auto: bool) -> tuple[int, str | None] | None:
+    """Where the code for ranks begins in a cell, and for which ranks it is; None if the cell runs in the notebook."""
+    if magic := _CELL_MAGIC.match(text):
+        if len(before) < magic.end():
+            return None
+        if magic[1] == "rank":
+            return magic.end(), magic[2]
+        flag = _RANKS_FLAG.search(magic[2])
+        return magic.end(), flag[1] if flag else None
+    if auto and not text.lstrip().startswith(("%", "!")):
+        return 0, None
+    return None
+
+
+def _complete_on_ranks(session: Session, code: str, start: int, ranks: str | None) -> list[Completion]:
+    """Ask the first of these ranks that lives and is idle; when none is, use the names that they last had."""
+    chosen = _chosen(session, ranks)
+    idle = next((rank for rank in chosen if not session.traffic.running([rank])), None)
+    if idle is not None:
+        asked = {"code": code, "position": len(code)}
+        answer = session.traffic.ask([idle], "complete", asked, timeout=_PATIENCE).get(idle, {})
+        if "matches" in answer:
+            return [
+                Completion(start + first, start + last, text, type=kind)
+                for text, kind, first, last in answer["matches"]
+            ]
+    fragment = _last_name(code)
+    if code[: len(code) - len(fragment)].endswith("."):
+        return []
+    return _choices(_known_names(session, chosen), fragment, start + len(code))
+
+
+def _chosen(session: Session, ranks: str | None) -> list[int]:
+    living = session.living()
+    if ranks is None:
+        return living
+    try:
+        wanted = parse_ranks(ranks, len(session.ranks))
+    except ValueError:
+        return living
+    return [rank for rank in wanted if rank in living]
+
+
+def _inspect(name: str, detail: int) -> dict[str, Any] | None:
+    """The documentation of a name on ranks as MIME bundle; None if no rank has it."""
+    session = _session()
+    root = name.split(".", maxsplit=1)[0]
+    if session is None or root not in _known_names(session):
+        return None
+    for rank in session.living():
+        if session.traffic.running([rank]) or root not in session.traffic.names.get(rank, []):
+            continue
+        answer = session.traffic.ask([rank], "inspect", {"name": name, "detail": detail}, timeout=_PATIENCE).get(
+            rank, {}
+        )
+        if answer:
+            return answer.get("data") if answer.get("found") else None
+    text = f"{root} lives on ranks, which are busy: its documentation is there when they are done"
+    return {"text/plain": text, "text/html": f"<pre>{text}</pre>"}
+
+
+def _known_names(session: Session, ranks: list[int] | None = None) -> list[str]:
+    chosen = session.traffic.names if ranks is None else ranks
+    return sorted({name for rank in chosen for name in session.traffic.names.get(rank, [])})
+
+
+def _choices(texts: list[str], typed: str, offset: int) -> list[Completion]:
+    fragment = _last_word(typed)
+    return [Completion(offset - len(fragment), offset, text, type=_KIND) for text in texts if text.startswith(fragment)]
+
+
+def _last_word(typed: str) -> str:
+    return re.split(r"\s", typed)[-1]
+
+
+def _last_name(code: str) -> str:
+    match = re.search(r"\w*$", code)
+    return match[0] if match is not None else ""
+
+
+def _session() -> Session | None:
+    try:
+        return get_session()
+    except SessionClosed:
+        return None

@@ -1,0 +1,123 @@
+"""The verbs of `%distributed` about costs: memory, free, tflops, peak, panel and snapshot.
+
+Owns what they do and print. How they are typed: `parsers`; what is below cells: `cell_memory` and `costs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist import shells
+from nbdist.client.costs.cell_memory import CellMemory
+from nbdist.client.costs.cell_steps import CellSteps, measure_peaks
+from nbdist.client.magics.magic_line import ranks_among, size, table
+from nbdist.client.session.session import get_session, living_session
+from nbdist.metrics.node import host
+
+if TYPE_CHECKING:
+    from nbdist.client.costs.memory_report import CellCost
+    from nbdist.panel import Panel
+
+
+class CostVerbs:
+    """What costs are shown in a notebook. Each verb works without a session too, but for `snapshot`.
+
+    Args:
+        shell: The notebook's.
+
+    Attributes:
+        memory: Shows below cells what they cost in memory.
+        steps: Shows below cells what their training steps took.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.memory = CellMemory(shell)
+        self.steps = CellSteps(shell)
+        self._shell = shell
+        self._panel: Panel | None = None  # once one is asked for
+
+    def switch_memory(self, arguments: argparse.Namespace) -> CellCost | None:
+        """`%distributed memory`: show what cells cost, or give what the last one cost."""
+        if arguments.mode is None:
+            print(f"memory is {self.memory.mode}")
+            return self.memory.last
+        self.memory.mode = arguments.mode
+        shown = {"on": "a table of what it cost in memory", "compact": "a line on what it cost in memory"}
+        print(f"below each cell: {shown.get(arguments.mode, 'nothing about its memory')}")
+        return None
+
+    def free(self, arguments: argparse.Namespace) -> None:
+        """`%distributed free`: on all ranks, or in the notebook's own process."""
+        session = living_session()
+        freed: Mapping[Any, dict[str, int]]
+        freed = session.free() if session is not None else {"notebook": _free_here(self._shell)}
+        rows = [
+            (
+                who,
+                size(max(0, report["private"])),
+                size(report["private_left"]),
+                size(report["device"]),
+                size(report["device_left"]),
+            )
+            for who, report in freed.items()
+        ]
+        print(table(rows, ("rank", "memory freed", "left", "GPU memory freed", "left")))
+
+    def switch_steps(self, arguments: argparse.Namespace) -> None:
+        """`%distributed tflops`: show what training steps take, or say whether that is shown."""
+        if arguments.state is not None:
+            self.steps.switch(arguments.state == "on", living_session())
+        print(
+            "below each cell that makes training steps: what they take"
+            if self.steps.shown
+            else "nothing about training steps below cells"
+        )
+
+    def measure_peak(self, arguments: argparse.Namespace) -> None:
+        """`%distributed peak`: the best rate of matrix products."""
+        print(measure_peaks(living_session(), arguments.dtype, arguments.seconds))
+
+    def show_panel(self, arguments: argparse.Namespace) -> None:
+        """`%distributed panel`: the same one again where it is still open."""
+        from IPython.display import display
+
+        from nbdist.panel import Panel
+
+        self.steps.measure(living_session())
+        if self._panel is None or self._panel.comm is None:  # or the page has closed it
+            self._panel = Panel()
+        if arguments.rate is not None:
+            self._panel.rate = arguments.rate
+        if arguments.text:
+            print(self._panel.text)
+        else:
+            display(self._panel)
+
+    def snapshot(self, arguments: argparse.Namespace) -> None:
+        """`%distributed snapshot`: write them, or have ranks record allocations."""
+        session = get_session()
+        if arguments.record or arguments.stop:
+            session.record_snapshots(0 if arguments.stop else arguments.events)
+            print("ranks remember no allocations any more" if arguments.stop else "ranks remember their allocations")
+            return
+        for rank in ranks_among(arguments.ranks, len(session.ranks)) or session.living():
+            path = session.snapshot(rank)
+            print(f"rank {rank}: {path} ({size(path.stat().st_size)})")
+        print("https://pytorch.org/memory_viz shows them")
+
+
+def _free_here(shell: InteractiveShell) -> dict[str, int]:
+    """Like `Session.free`, for the notebook's own process."""
+    before = host.anonymous_memory()
+    device = shells.free_memory(shell)
+    after = host.anonymous_memory()
+    return {
+        "private": before - after,
+        "private_left": after,
+        "device": device,
+        "device_left": shells.device_memory(),
+    }

@@ -1,0 +1,403 @@
+"""The magics: `%distributed`, `%%distributed` and their relatives. They read what was typed and call the session."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import os
+import re
+import shlex
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+
+from nbdist import cuda_guard
+from nbdist.client.costs import history
+from nbdist.client.costs.cell_memory import parse_mark
+from nbdist.client.costs.profiles import CellProfile
+from nbdist.client.magics import parsers
+from nbdist.client.magics import plan_verb as plans
+from nbdist.client.magics.completion import install_completion
+from nbdist.client.magics.cost_verbs import CostVerbs
+from nbdist.client.magics.magic_line import HelpShown, ranks_among, size, suggest_verb, table, without_comment
+from nbdist.client.magics.router import CellRouter
+from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
+from nbdist.client.session import interruption, stack_report
+from nbdist.client.session import session as sessions
+from nbdist.client.session.background import BackgroundCell
+from nbdist.client.session.session import Session, get_session, living_session
+from nbdist.client.session.task import Task
+from nbdist.client.session.workers import cell_number, prewarm
+from nbdist.errors import SessionClosed, UsageError
+from nbdist.ranks import describe_ranks
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """`%load_ext nbdist`: register the magics and warm up in the background."""
+    if os.environ.get("RANK") is not None and type(shell).__name__ == "RankShell":
+        raise UsageError("this is a rank: nbdist's magics live in the notebook, so load it in a local cell")
+    if isinstance(shell.magics_manager.registry.get("DistributedMagics"), DistributedMagics):
+        return  # `%reload_ext`
+    cuda_guard.arm()
+    magics = DistributedMagics(shell)
+    shell.register_magics(magics)
+    magics.watch_cells()
+    history.watch_cells(shell)
+    install_completion(shell, magics)
+    if os.environ.get("NBDIST_PREWARM", "1").lower() not in ("0", "false", "no", "off"):
+        prewarm()
+
+
+@magics_class
+class DistributedMagics(Magics):
+    """Everything that a user types."""
+
+    shell: InteractiveShell
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._session: Session | None = None  # keeps a session alive that a magic has started
+        self._costs = CostVerbs(shell)
+        self._router = CellRouter(shell)
+        self._actions: dict[str, Callable[[argparse.Namespace], Any]] = {
+            "start": self._start,
+            "stop": self._stop,
+            "restart": self._restart,
+            "status": self._status,
+            "auto": self._switch_auto,
+            "plan": self._plan,
+            "push": self._push,
+            "pull": self._pull,
+            "logs": self._logs,
+            "memory": self._costs.switch_memory,
+            "free": self._costs.free,
+            "panel": self._costs.show_panel,
+            "tflops": self._costs.switch_steps,
+            "peak": self._costs.measure_peak,
+            "interrupt": self._interrupt,
+            "snapshot": self._costs.snapshot,
+            "stacks": self._stacks,
+        }
+        self.verb_parsers = parsers.verb_parsers()
+        self.cell_parser = parsers.cell_parser()
+
+    @property
+    def auto(self) -> bool:
+        """Whether every cell runs on all ranks."""
+        return self._router.auto
+
+    # --- magics
+
+    @line_cell_magic
+    def distributed(self, line: str, cell: str | None = None) -> Any:
+        """Run a cell on ranks, or do something with the session. `%distributed --help` lists the verbs."""
+        return self._respond(line, cell)
+
+    @line_cell_magic
+    def dist(self, line: str, cell: str | None = None) -> Any:
+        """`%distributed` and `%%distributed` in short."""
+        return self._respond(line, cell)
+
+    @cell_magic
+    def rank(self, line: str, cell: str) -> Any:
+        """`%%rank 0,2`: run a cell on these ranks."""
+        ranks, *flags = re.split(r"\s+(?=-\D)", without_comment(line).strip(), maxsplit=1)
+        if not ranks or ranks.startswith("-"):
+            raise UsageError("%%rank needs ranks: `%%rank 0`, `%%rank 0,2-3`")
+        return self._respond(" ".join([f"-r {shlex.quote(ranks)}", *flags]), cell)
+
+    @cell_magic
+    def local(self, line: str, cell: str) -> None:
+        """Run a cell in the notebook itself, also while `%distributed auto on`."""
+        if without_comment(line).strip():
+            raise UsageError(
+                f"%%local takes nothing, and {line.strip()!r} was given: `%%local` alone on the first line"
+            )
+        self.shell.run_cell(cell).raise_error()
+
+    @cell_magic
+    def memory(self, line: str, cell: str) -> None:
+        """`%%memory`: show what this cell costs in memory, also while `%distributed memory off`."""
+        self._costs.memory.show_this_cell(parse_mark(line))
+        self.shell.run_cell(cell).raise_error()
+
+    def _respond(self, line: str, cell: str | None) -> Any:
+        try:
+            return self._do(line) if cell is None else self._run(line, cell)
+        except HelpShown as shown:
+            print(shown)
+            return None
+
+    # --- cells
+
+    def watch_cells(self) -> None:
+        """See every cell before IPython does, for `%%local`, `%%memory` and `auto on`."""
+        self._costs.memory.install()
+        self._router.install()
+
+    def _run(self, line: str, cell: str) -> Any:
+        arguments = self.cell_parser.read(line)
+        if arguments.tee and arguments.capture is None:
+            raise UsageError("--tee shows what --capture keeps: `%%distributed --capture NAME --tee`")
+        if arguments.background and arguments.profile is not None:
+            raise UsageError("--profile shows its table below the cell, so the cell can't run in the --background")
+        session = self._session_for_cell(arguments.auto)
+        code, offset = _strip(cell, 0 if arguments.auto else 1)
+        number = cell_number()
+        _check_syntax(code, offset, number)
+        ranks = ranks_among(arguments.ranks, len(session.ranks))
+        where: dict[str, Any] = {"number": number, "offset": offset, "grace": arguments.grace}
+        show = not arguments.quiet and (arguments.capture is None or arguments.tee)
+        if arguments.background:
+            handle = session.run_in_background(code, ranks, arguments.timeout, show=show, **where)
+            return self._keep(arguments.capture, handle)
+        self._costs.steps.prepare(session, ranks)
+        profile = CellProfile(arguments.profile, number) if arguments.profile is not None else None
+        folder = profile.folder if profile is not None else ""
+        keep = arguments.capture is not None
+        with contextlib.ExitStack() as afterwards, interruption.deferred():
+            task = session.start_cell(code, ranks, show=show, keep=keep, profile=folder, **where)
+            afterwards.callback(self._report, session, task, profile)
+            self._keep(arguments.capture, task.result)
+            task.wait(arguments.timeout)
+        if arguments.auto and task.silent:
+            print(f"ran on {describe_ranks(task.ranks)}")  # so that nobody takes it for a local cell
+        return None
+
+    def _report(self, session: Session, task: Task, profile: CellProfile | None) -> None:
+        """Print below a cell what was to be measured of it."""
+        if profile is not None:
+            print(profile.conclude(task))
+        if line := self._costs.steps.of_ranks(session, task.ranks):
+            print(line)
+
+    def _session_for_cell(self, auto: bool) -> Session:
+        try:
+            return get_session()
+        except SessionClosed as error:
+            hint = "; with `%distributed auto off` cells run in the notebook again" if auto else ""
+            raise SessionClosed(f"{error}{hint}") from None
+
+    def _keep(self, name: str | None, value: Any) -> Any:
+        if name is None:
+            return value
+        self.shell.user_ns[name] = value.output if isinstance(value, BackgroundCell) else value
+        return value
+
+    # --- verbs
+
+    def _do(self, line: str) -> Any:
+        verb, _, rest = without_comment(line).strip().partition(" ")
+        if verb in ("", "-h", "--help", "help"):
+            asked = self.verb_parsers.get(rest.strip())
+            raise HelpShown(asked.format_help() if asked is not None else self._overview())
+        if verb not in self._actions:
+            raise UsageError(suggest_verb(verb, sorted(self._actions)))
+        return self._actions[verb](self.verb_parsers[verb].read(rest))
+
+    def _overview(self) -> str:
+        rows = [(f"%distributed {verb}", parser.description) for verb, parser in self.verb_parsers.items()]
+        rows.append(("%%distributed", self.cell_parser.description))
+        rows.append(("%%rank 0,2", "Run the cell on these ranks."))
+        rows.append(("%%local", "Run the cell in the notebook, also while `auto on`."))
+        rows.append(("%%memory", "Show what the cell costs in memory; above any other magic."))
+        words = table(rows, ("magic", "what it does"))
+        flags = self.cell_parser.format_help()
+        more = "%dist and %%dist are the same. Each verb has --help: `%distributed start --help`."
+        return f"{words}\n\n{more}\n\n{flags}"
+
+    def _start(self, arguments: argparse.Namespace) -> None:
+        running = living_session()
+        if running is not None:
+            if not arguments.replace:
+                count = arguments.n or len(running.ranks)
+                raise UsageError(
+                    f"a session with {_number_of_ranks(running)} is running already: "
+                    f"`%distributed restart -n {count}` for a fresh set, "
+                    "`%distributed start --replace ...` for one of another kind, or `%distributed stop`"
+                )
+            running.close()
+        progress = _Progress()
+        self._session = Session(
+            arguments.n,
+            gpus=arguments.gpus,
+            backend=arguments.backend,
+            init=not arguments.no_init,
+            timeout=arguments.timeout,
+            linger=arguments.linger,
+            exact=arguments.exact,
+            progress=progress,
+        )
+        progress.done(self._session)
+
+    def _stop(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        session.close()
+        self._session = None
+        print(f"{_number_of_ranks(session)} stopped")
+        if self._router.auto:
+            self._router.auto = False
+            print("auto is off: cells run in the notebook again")
+
+    def _restart(self, arguments: argparse.Namespace) -> None:
+        session = sessions.session_to_restart()
+        progress = _Progress()
+        session.restart(arguments.n, progress=progress)
+        progress.done(session)
+
+    def _status(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        rows = [
+            (
+                row["rank"],
+                row["pid"],
+                row["device"],
+                row["state"],
+                row["generation"],
+                size(row["memory"]),
+                size(row["device_memory"]),
+                row["doing"],
+            )
+            for row in session.status()
+        ]
+        print(table(rows, ("rank", "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
+        if self._router.auto:
+            print("auto is on: every cell runs on all ranks (`%%local` for one that should not)")
+
+    def _switch_auto(self, arguments: argparse.Namespace) -> None:
+        if arguments.state == "on":
+            get_session()
+        self._router.auto = arguments.state == "on"
+        print(
+            "every cell runs on all ranks from now on; `%%local` keeps one here"
+            if self._router.auto
+            else "cells run in the notebook again"
+        )
+
+    def _plan(self, arguments: argparse.Namespace) -> None:
+        print(plans.do(living_session(), arguments))
+
+    def _push(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        missing = [name for name in arguments.names if name not in self.shell.user_ns]
+        if missing:
+            raise UsageError(
+                f"the notebook has no {', '.join(map(repr, missing))} to push; define it in a local cell first"
+            )
+        ranks = ranks_among(arguments.ranks, len(session.ranks))
+        session.push({name: self.shell.user_ns[name] for name in arguments.names}, ranks)
+
+    def _pull(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        if arguments.target is not None and len(arguments.names) != 1:
+            raise UsageError("--as names one variable, so pull one at a time: `%distributed pull loss --as first`")
+        ranks = ranks_among(arguments.ranks, len(session.ranks))
+        single = ranks[0] if ranks is not None and len(ranks) == 1 else None
+        if len(session.ranks) == 1:
+            single = 0
+        targets = [arguments.target or name for name in arguments.names]
+        for target in targets:
+            if not target.isidentifier():
+                raise UsageError(f"{target!r} is not a variable name: add `--as NAME`")
+        values = [session.pull(name, ranks if single is None else single) for name in arguments.names]
+        self.shell.user_ns.update(zip(targets, values, strict=True))
+
+    def _logs(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        ranks = ranks_among(arguments.ranks, len(session.ranks))
+        log = session.open_log(arguments.cell)
+        pieces = log.lines([info.rank for info in session.ranks] if ranks is None else ranks, arguments.tail)
+        if arguments.save is not None:
+            print(f"{size(_save(pieces, arguments.save))} written to {arguments.save}")
+        else:
+            _show_log(pieces, log.size)
+        if gaps := log.explain_gaps():
+            print(f"nbdist: {gaps}", file=sys.stderr)
+
+    def _interrupt(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        if not session.interrupt(ranks_among(arguments.ranks, len(session.ranks)), now=arguments.now):
+            print("nothing to interrupt: these ranks run nothing")
+
+    def _stacks(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        found = session.look_at_stacks(ranks_among(arguments.ranks, len(session.ranks)), native=arguments.native)
+        print(stack_report.render(found))
+
+
+class _Progress:
+    """Says what a start is doing, when it takes long enough to wonder."""
+
+    def __init__(self) -> None:
+        self._notes: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        if text.startswith("importing"):
+            print(f"{text} …", flush=True)
+        elif not text.startswith("ranks join"):
+            print(text, flush=True)
+
+    def done(self, session: Session) -> None:
+        devices = sorted({info.device for info in session.ranks})
+        group = f"process group {session.backend}" if session.backend != "none" else "no process group"
+        print(f"{_number_of_ranks(session)} ready in {session.started_in:.1f} s: {', '.join(devices)}; {group}")
+
+
+def _number_of_ranks(session: Session) -> str:
+    return f"{len(session.ranks)} rank{'s' if len(session.ranks) != 1 else ''}"
+
+
+def _strip(cell: str, above: int) -> tuple[str, int]:
+    """The cell without the blank lines at its top, and how many lines stand above it then."""
+    lines = cell.split("\n")
+    blank = 0
+    while blank < len(lines) - 1 and not lines[blank].strip():
+        blank += 1
+    return "\n".join(lines[blank:]), above + blank
+
+
+def _check_syntax(code: str, offset: int, number: int) -> None:
+    """Say a syntax error once, here, instead of on every rank."""
+    try:
+        source = "\n" * offset + TransformerManager().transform_cell(code)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks give them
+            compile(source, f"Cell In[{number}]", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        text = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"the cell has a syntax error, so it ran nowhere\n{text}") from None
+
+
+def _save(pieces: Iterable[str], path: str) -> int:
+    """Write text to a file as it comes, and return the bytes that were written."""
+    written = 0
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                written += file.write(piece.encode(errors="replace"))
+    except OSError as error:
+        raise UsageError(f"can't write {path}: {error.strerror}; give --save another file") from None
+    return written
+
+
+def _show_log(pieces: Iterable[str], whole: int) -> None:
+    shown: list[str] = []
+    length = 0
+    for piece in pieces:
+        shown.append(piece)
+        length += len(piece)
+        if length > FOLD_LIMIT:
+            raise UsageError(
+                f"the log of this cell has {size(whole)}, too much for a page: "
+                "`%distributed logs --save FILE`, or `--tail 100`"
+            )
+    publisher = Publisher(0)
+    publisher.text("stdout", "".join(shown))
+    publisher.complete()

@@ -1,0 +1,226 @@
+"""What each magic takes: its flags, their values and their words of help. Reads, and does nothing."""
+
+from __future__ import annotations
+
+import argparse
+
+from nbdist.client.costs.cell_memory import MODES
+from nbdist.client.magics.magic_line import MagicParser, count, item, names, number, seconds, seconds_or_none, variable
+from nbdist.client.magics.plan_line import plan_parser
+from nbdist.metrics.allocation.memory_snapshot import EVENTS
+
+
+def cell_parser() -> MagicParser:
+    """Reads the line of `%%distributed`."""
+    parser = MagicParser("%%distributed", "Run the cell on all ranks.", number="-r")
+    _add_ranks(parser)
+    parser.add_argument(
+        "--background",
+        "-b",
+        action="store_true",
+        help="return at once with a handle: .done .wait() .output .interrupt()",
+    )
+    parser.add_argument("--timeout", type=seconds, metavar="S", help="interrupt the ranks after S seconds")
+    parser.add_argument(
+        "--grace",
+        type=seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds that ranks may wait in a collective for one that has raised (default: 1)",
+    )
+    parser.add_argument("--quiet", "-q", action="store_true", help="show no output (errors are shown)")
+    parser.add_argument(
+        "--capture",
+        type=variable,
+        metavar="NAME",
+        help="keep the output as NAME[rank].stdout, .stderr, .outputs, .result, .error; don't show it",
+    )
+    parser.add_argument("--tee", action="store_true", help="with --capture: show it too")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write one trace of all ranks (FILE.json or FILE.json.gz), and show where the time went",
+    )
+    parser.add_argument("--auto", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def verb_parsers() -> dict[str, MagicParser]:
+    """Reads what stands behind each verb of `%distributed`, in the order in which the help lists them."""
+    return {
+        "start": _start(),
+        "stop": _stop(),
+        "restart": _restart(),
+        "status": _status(),
+        "auto": _auto(),
+        "plan": plan_parser(),
+        "push": _push(),
+        "pull": _pull(),
+        "logs": _logs(),
+        "memory": _memory(),
+        "free": _free(),
+        "panel": _panel(),
+        "tflops": _tflops(),
+        "peak": _peak(),
+        "interrupt": _interrupt(),
+        "snapshot": _snapshot(),
+        "stacks": _stacks(),
+    }
+
+
+def _start() -> MagicParser:
+    parser = MagicParser("%distributed start", "Bring up ranks.", number="-n")
+    _add_group(parser)
+    parser.add_argument(
+        "--gpus", type=names, metavar="LIST", help="which GPUs, for example 0,2 (default: as many as ranks)"
+    )
+    parser.add_argument(
+        "--backend", metavar="NAME", help="backend of the process group (default: nccl and gloo with GPUs, else gloo)"
+    )
+    parser.add_argument("--no-init", action="store_true", help="don't call init_process_group: the cells will")
+    parser.add_argument(
+        "--timeout", type=seconds, metavar="S", help="seconds after which a collective gives up (default: 1800)"
+    )
+    parser.add_argument(
+        "--linger",
+        type=seconds_or_none,
+        default=0.0,
+        metavar="S",
+        help="seconds that the ranks outlive a killed kernel (default: 0)",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="put back what an interrupted step has moved: buffers (BatchNorm) and random numbers",
+    )
+    parser.add_argument("--replace", action="store_true", help="stop the session that is running first")
+    return parser
+
+
+def _stop() -> MagicParser:
+    return MagicParser("%distributed stop", "Stop the ranks.")
+
+
+def _restart() -> MagicParser:
+    what = "End the ranks and bring up a fresh set; their variables are lost."
+    parser = MagicParser("%distributed restart", what, number="-n")
+    _add_group(parser)
+    return parser
+
+
+def _status() -> MagicParser:
+    return MagicParser("%distributed status", "Show every rank: what it is, has and does.")
+
+
+def _auto() -> MagicParser:
+    parser = MagicParser("%distributed auto", "Run every cell on all ranks, or stop doing so.")
+    parser.add_argument("state", choices=("on", "off"), metavar="on|off")
+    return parser
+
+
+def _push() -> MagicParser:
+    parser = MagicParser("%distributed push", "Copy variables of the notebook to ranks.")
+    parser.add_argument("names", nargs="+", type=item, metavar="NAME")
+    _add_ranks(parser)
+    return parser
+
+
+def _pull() -> MagicParser:
+    parser = MagicParser(
+        "%distributed pull", "Copy variables of ranks to the notebook: a list by rank; of one rank its bare value."
+    )
+    parser.add_argument("names", nargs="+", type=item, metavar="NAME")
+    _add_ranks(parser)
+    parser.add_argument("--as", dest="target", type=variable, metavar="NAME", help="under another name")
+    return parser
+
+
+def _logs() -> MagicParser:
+    parser = MagicParser("%distributed logs", "Show all that a cell printed on ranks, the newest by default.")
+    _add_ranks(parser)
+    parser.add_argument("--cell", type=number, metavar="N", help="the cell's number")
+    parser.add_argument("--tail", type=number, metavar="LINES", help="only the last lines of each rank")
+    parser.add_argument("--save", metavar="FILE", help="write it to a file")
+    return parser
+
+
+def _memory() -> MagicParser:
+    parser = MagicParser("%distributed memory", "Show below each cell what it cost in memory, here or on the ranks.")
+    parser.add_argument(
+        "mode", nargs="?", choices=MODES, help="a table, one line, or nothing; without it: the last cell's figures"
+    )
+    return parser
+
+
+def _free() -> MagicParser:
+    return MagicParser(
+        "%distributed free", "Free what only tracebacks, Out and caches keep alive: on all ranks, or here without any."
+    )
+
+
+def _panel() -> MagicParser:
+    parser = MagicParser("%distributed panel", "Show memory, speed and health of every rank, live.")
+    parser.add_argument("--rate", type=seconds, metavar="S", help="seconds between two looks (default: 1)")
+    parser.add_argument("--text", action="store_true", help="one look, as a table of text")
+    return parser
+
+
+def _tflops() -> MagicParser:
+    parser = MagicParser("%distributed tflops", "Show below each cell what its training steps took: time, TFLOPS, MFU.")
+    parser.add_argument("state", nargs="?", choices=("on", "off"))
+    return parser
+
+
+def _peak() -> MagicParser:
+    parser = MagicParser("%distributed peak", "Measure the best rate of matrix products, on all ranks at once or here.")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "tf32", "fp16", "bf16"), help="(default: fp32 on a CPU, bf16 on a GPU)"
+    )
+    parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="how long (default: 2)")
+    return parser
+
+
+def _interrupt() -> MagicParser:
+    parser = MagicParser(
+        "%distributed interrupt",
+        "Stop what ranks run: after the step they are in, if they train, else by KeyboardInterrupt.",
+    )
+    _add_ranks(parser)
+    parser.add_argument("--now", action="store_true", help="don't wait for the step, or for a collective to end")
+    return parser
+
+
+def _snapshot() -> MagicParser:
+    parser = MagicParser("%distributed snapshot", "Write torch's snapshot of the device memory, a file for each rank.")
+    _add_ranks(parser)
+    parser.add_argument(
+        "--record", action="store_true", help="from now on remember allocations, so that snapshots show who made them"
+    )
+    parser.add_argument("--stop", action="store_true", help="remember them no longer")
+    parser.add_argument(
+        "--events",
+        type=number,
+        default=EVENTS,
+        metavar="N",
+        help=f"how many each rank remembers (default: {EVENTS:,}, about 1 KB each)",
+    )
+    return parser
+
+
+def _stacks() -> MagicParser:
+    parser = MagicParser("%distributed stacks", "Show where the ranks are: their stacks, equal ones together.")
+    _add_ranks(parser)
+    parser.add_argument("--native", action="store_true", help="with the frames of C code, by py-spy")
+    return parser
+
+
+def _add_ranks(parser: MagicParser) -> None:
+    parser.add_argument("-r", "--ranks", metavar="RANKS", help="which ranks, for example 0,2-3 (default: all)")
+
+
+def _add_group(parser: MagicParser) -> None:
+    parser.add_argument(
+        "-n", "--num-processes", dest="n", type=count, metavar="N", help="number of ranks (default: one per GPU)"
+    )

@@ -1,0 +1,79 @@
+"""Which cells run where: `auto on` puts a magic on top of them, `%%local` and `%%memory` are taken off.
+
+Owns what happens to a cell's text before IPython reads it. Knows no session.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.client.costs.cell_memory import strip_mark
+from nbdist.client.magics.magic_line import without_comment
+
+_AUTO_LINE = "%%distributed --auto\n"
+# With `auto on` these run in the notebook: our own magics, and what changes the environment that all ranks share.
+_STAYS_HERE = re.compile(
+    r"%%?(distributed|dist|rank|local|memory|pip|conda|mamba|micromamba|uv|(re)?load_ext\s+nbdist)\b"
+)
+_LEAVES = re.compile(r"(exit|quit)(\(\))?")
+
+
+class CellRouter:
+    """Sees every cell before IPython does.
+
+    Args:
+        shell: The notebook's.
+
+    Attributes:
+        auto: Whether cells run on all ranks.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.auto = False
+        self._shell = shell
+        self._running = 0  # cells, one inside the other
+
+    def install(self) -> None:
+        """See every cell from now on."""
+        self._shell.input_transformers_cleanup.append(self._route)
+        manager: Any = self._shell.input_transformer_manager
+        is_complete = manager.check_complete
+
+        def check_complete(cell: str) -> Any:
+            """With `auto on` a terminal must not wait for the blank line that ends a cell magic."""
+            self._enter_cell()
+            try:
+                return is_complete(cell)
+            finally:
+                self._leave_cell()
+
+        manager.check_complete = check_complete
+        self._shell.events.register("pre_execute", self._enter_cell)
+        self._shell.events.register("post_execute", self._leave_cell)
+
+    def _enter_cell(self) -> None:
+        self._running += 1
+
+    def _leave_cell(self) -> None:
+        self._running = max(0, self._running - 1)
+
+    def _route(self, lines: list[str]) -> list[str]:
+        """Input transformer: `%%memory` and `%%local` are taken off, and with `auto on` others get a magic on top.
+
+        What a running cell has IPython transform (`%time expression`, `%run`) is left as it is.
+        """
+        lines = lines if self._running else strip_mark(lines)
+        first = next((at for at, line in enumerate(lines) if line.strip()), None)
+        if self._running or first is None:
+            return lines
+        if without_comment(lines[first]).strip() == "%%local":
+            return [*lines[:first], "\n", *lines[first + 1 :]]
+        code = (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+        line = next(code, "%dist")
+        leaves = _LEAVES.fullmatch(line) and not hasattr(self._shell, "kernel")  # a terminal
+        if not self.auto or leaves or _STAYS_HERE.match(line):
+            return lines
+        return [_AUTO_LINE, *lines]

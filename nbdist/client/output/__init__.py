@@ -1,0 +1,1 @@
+"""What ranks print and show, merged and drawn below the cell."""

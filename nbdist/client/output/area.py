@@ -1,0 +1,103 @@
+"""What stands below a cell, by rank, so that one rank's `clear_output` takes away its own and nobody else's.
+
+Knows the merger's emissions; knows nothing of how they are published.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from nbdist.client.output.page import Shown, Text
+from nbdist.protocol import Display
+from nbdist.ranks import format_ranks, parse_ranks
+
+_LIMIT = 1_000_000  # characters kept; what is older goes with the next clear_output of any rank
+_PREFIX = re.compile(r"\[([0-9,-]+)\] ")
+
+
+class Area:
+    """The output of one cell since it was last cleared.
+
+    Args:
+        ranks: The ranks that print there.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks = set(ranks)
+        self._world = max(self._ranks, default=0) + 1
+        self._entries: deque[Text | Shown] = deque()
+        self._size = 0
+        self._clearing: set[int] = set()
+
+    def add(self, emission: Text | Shown) -> None:
+        """Something has been shown."""
+        if isinstance(emission, Shown) and emission.item.kind == "update":
+            self._update(emission.item)
+            return
+        self._entries.append(emission)
+        self._size += _size(emission)
+        while self._size > _LIMIT:
+            self._size -= _size(self._entries.popleft())
+
+    def ask_clear(self, ranks: Iterable[int]) -> None:
+        """These ranks want their output to go when the next comes, as `clear_output(wait=True)` has it."""
+        self._clearing.update(ranks)
+
+    def clear(self) -> list[Text | Shown] | None:
+        """Do what was asked for.
+
+        Returns:
+            What of the other ranks has to be shown again once the page is empty; None: nothing is to be cleared.
+        """
+        if not self._clearing:
+            return None
+        kept = list(self._kept(self._ranks - self._clearing))
+        self._clearing.clear()
+        self._entries.clear()
+        self._size = 0
+        for emission in kept:
+            self.add(emission)
+        return kept
+
+    def _kept(self, ranks: set[int]) -> Iterable[Text | Shown]:
+        if not ranks:
+            return
+        texts: list[Text] = []
+        for entry in [*self._entries, None]:
+            if isinstance(entry, Text) and (not texts or texts[0].stream == entry.stream):
+                texts.append(entry)
+                continue
+            if texts and (text := self._lines_of(ranks, "".join(each.text for each in texts))):
+                yield Text(texts[0].stream, text)
+            texts = [entry] if isinstance(entry, Text) else []
+            if isinstance(entry, Shown) and (left := ranks.intersection(entry.ranks)):
+                yield Shown(tuple(sorted(left)), entry.item)
+
+    def _lines_of(self, ranks: set[int], text: str) -> str:
+        lines = []
+        for line in text.splitlines(keepends=True) if "\r" not in text else _settled(text):
+            match = _PREFIX.match(line)
+            if match and (left := ranks.intersection(parse_ranks(match[1], self._world))):
+                lines.append(f"[{format_ranks(left)}] {line[match.end() :]}")
+        return "".join(lines)
+
+    def _update(self, item: Display) -> None:
+        for index, entry in enumerate(self._entries):
+            if isinstance(entry, Shown) and (entry.item.rank, entry.item.display_id) == (item.rank, item.display_id):
+                new = replace(entry.item, data=item.data, metadata=item.metadata)
+                self._entries[index] = Shown(entry.ranks, new)
+
+
+def _settled(text: str) -> list[str]:
+    """Lines as they stand after their carriage returns."""
+    return [line.rstrip("\r").rpartition("\r")[2] + "\n" for line in text.split("\n")]
+
+
+def _size(emission: Text | Shown) -> int:
+    if isinstance(emission, Text):
+        return len(emission.text)
+    return sum(len(value) for value in emission.item.data.values() if isinstance(value, str)) + 100

@@ -1,0 +1,212 @@
+"""What one cell shows: the ranks' text merged, their displays grouped and labeled, their last values in one output.
+
+Knows what ranks send; knows nothing of cells' ends, errors or interrupts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from nbdist.client.output.area import Area
+from nbdist.client.output.merge import Merger
+from nbdist.client.output.page import Shown, Text
+from nbdist.client.output.publisher import Kind, Publisher, can_update
+from nbdist.client.session.results import Decoders
+from nbdist.protocol import STDERR, STDOUT, Display, Output
+from nbdist.ranks import format_ranks
+
+_RESULTS_WAIT = 0.2  # seconds that the first last value waits for the others'
+
+
+class Screen:
+    """The output of a cell, from what its ranks send.
+
+    Used by one thread at a time.
+
+    Args:
+        ranks: Where the cell runs.
+        publisher: Where it is shown.
+        key: A name that no other cell has.
+    """
+
+    def __init__(self, ranks: list[int], publisher: Publisher, key: str) -> None:
+        self.silent = True  # nothing has been shown
+        self._publisher = publisher
+        self._merger = Merger(ranks)
+        self._decoders = Decoders()
+        self._area = Area(ranks)
+        self._results_id = f"nbdist-results-{key}"
+        self._results: dict[int, Display] = {}  # last values that are plain text, by rank
+        self._rich_results: dict[int, Display] = {}  # others, not shown yet
+        self._results_due: float | None = None
+        self._results_shown = False
+        self._key = key
+        self._topics: set[str] = set()  # that have a line on the page
+
+    def print(self, event: Output, now: float) -> None:
+        """Take bytes that a rank has printed."""
+        self._feed(event.rank, event.stream, event.data, now)
+
+    def display(self, event: Display, now: float) -> None:
+        """Take a rich item."""
+        if event.kind == "result":
+            results = self._results if _is_text(event) else self._rich_results
+            results[event.rank] = event
+            if self._results_due is None:
+                self._results_due = now + _RESULTS_WAIT
+            return
+        key: object = (event.kind, repr(event.data), repr(event.metadata), event.wait)
+        if event.display_id:  # each rank's has its own place on the page
+            key = (event.rank, event.sequence)
+        self._merger.put(event.rank, key, event, now)
+
+    def end_rank(self, rank: int, now: float) -> None:
+        """The rank has ended its part of the cell."""
+        for stream in (STDOUT, STDERR):
+            self._feed(rank, stream, b"", now, final=True)
+        self._merger.finish(rank, now)
+
+    def poll(self, now: float) -> None:
+        """Show what may be shown now."""
+        self._emit(self._merger.poll(now))
+        if self._results_due is not None and now >= self._results_due:
+            self._show_results()
+        self._publisher.pump()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the page can't keep up with the displays."""
+        return self._publisher.crowded
+
+    def due(self, now: float) -> float | None:
+        """Seconds until `poll` has something to do even if nothing new comes. To be asked after `poll`."""
+        times = [at - now for at in (self._merger.deadline(), self._results_due) if at is not None]
+        if (due := self._publisher.due()) is not None:
+            times.append(due)
+        return max(0.0, min(times)) if times else None
+
+    def say(self, text: str) -> None:
+        """A line of nbdist's own, among the output."""
+        self._emit(self._merger.flush(time.monotonic()))
+        self._emit([Text("stderr", f"nbdist: {text}\n")])
+        self._publisher.pump()
+
+    def remark(self, text: str, topic: str, *, same: bool = False) -> None:
+        """A line of nbdist's own that takes the place of the last one of its topic.
+
+        Args:
+            text: What it says.
+            topic: A name for all lines of which only the last counts.
+            same: Whether it says what the last one said, with newer figures: no news where lines can't be replaced.
+        """
+        if not can_update():
+            if not same:
+                self.say(text)
+            return
+        kind: Kind = "update" if topic in self._topics else "display"
+        if kind == "display":
+            self._emit(self._merger.flush(time.monotonic()))
+            self._clear(wait=True)
+        self.silent = False
+        self._topics.add(topic)
+        self._publisher.item(kind, {"text/plain": f"nbdist: {text}"}, {}, f"nbdist-{topic}-{self._key}")
+        self._publisher.pump()
+
+    def finish(self, now: float) -> None:
+        """The cell is over: show what still waits for other ranks, or was folded."""
+        self._emit(self._merger.flush(now))
+        if self._results_due is not None:
+            self._show_results()
+        self._publisher.finish()
+        self._publisher.pump()
+
+    def hurry(self) -> None:
+        """The user has interrupted: don't make them wait for a page that is slower than the ranks."""
+        self._publisher.hurry()
+
+    def abandon(self) -> None:
+        """The user has interrupted again: show no more of what waits."""
+        self._publisher.abandon()
+
+    def _feed(self, rank: int, stream: int, data: bytes, now: float, *, final: bool = False) -> None:
+        if text := self._decoders.decode(rank, stream, data, final):
+            self._merger.feed(rank, "stdout" if stream == STDOUT else "stderr", text, now)
+
+    def _emit(self, emissions: Iterable[Text | Shown]) -> None:
+        for emission in emissions:
+            kind = emission.item.kind if isinstance(emission, Shown) else "text"
+            if kind == "clear":
+                assert isinstance(emission, Shown)
+                self._area.ask_clear(emission.ranks)
+                if not emission.item.wait:
+                    self._clear(wait=False)
+                continue
+            if kind != "update":  # as in a local cell, an update does not count as new output
+                self._clear(wait=True)
+            self._area.add(emission)
+            self._publish(emission)
+
+    def _clear(self, *, wait: bool) -> None:
+        """Do what ranks have asked for by `clear_output`: take away what is theirs."""
+        kept = self._area.clear()
+        if kept is None:
+            return
+        self._publisher.clear(wait=wait or bool(kept))
+        self._topics.clear()
+        for emission in kept:
+            self._publish(emission)
+        if self._results_shown:
+            self._results_shown = False
+            self._show_results()
+
+    def _publish(self, emission: Text | Shown) -> None:
+        self.silent = False
+        if isinstance(emission, Text):
+            self._publisher.text(emission.stream, emission.text)
+        else:
+            self._publish_item(emission.ranks, emission.item)
+
+    def _publish_item(self, ranks: tuple[int, ...], item: Display) -> None:
+        display_id = f"{item.display_id}-rank{item.rank}" if item.display_id else ""
+        if _is_text(item):
+            data = {"text/plain": _labeled(ranks, item.data["text/plain"])}
+            self._publisher.item("update" if item.kind == "update" else "display", data, item.metadata, display_id)
+            return
+        if item.kind == "update":
+            self._publisher.item("update", item.data, item.metadata, display_id)
+            return
+        label = f"[{format_ranks(ranks)}]"  # the bundle itself stays as the rank made it
+        html = f'<span style="opacity:0.6;font-family:monospace">{label}</span>'
+        self._publisher.item("display", {"text/plain": label, "text/html": html}, {})
+        self._publisher.item("display", item.data, item.metadata, display_id)
+
+    def _show_results(self) -> None:
+        """The last values of all ranks, as one output; those that come late are added to it."""
+        self._results_due = None
+        self._clear(wait=True)
+        if self._results:
+            self.silent = False
+            lines = "\n".join(_labeled(ranks, item.data["text/plain"]) for ranks, item in _grouped(self._results))
+            kind: Kind = "update" if self._results_shown else "display"
+            self._results_shown = True
+            self._publisher.item(kind, {"text/plain": lines}, {}, self._results_id)
+        rich, self._rich_results = self._rich_results, {}
+        self._emit([Shown(ranks, item) for ranks, item in _grouped(rich)])
+
+
+def _grouped(items: dict[int, Display]) -> list[tuple[tuple[int, ...], Display]]:
+    """Equal items once, with the ranks that have them."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(items):
+        groups.setdefault(repr(items[rank].data), []).append(rank)
+    return [(tuple(ranks), items[ranks[0]]) for ranks in groups.values()]
+
+
+def _is_text(item: Display) -> bool:
+    return set(item.data) == {"text/plain"}
+
+
+def _labeled(ranks: Iterable[int], text: str) -> str:
+    label = f"[{format_ranks(ranks)}] "
+    return "\n".join(label + line for line in str(text).split("\n"))

@@ -1,0 +1,145 @@
+"""What cells printed, from the controller's output log: part by part, so that no more than a part is in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from nbdist.client.magics.magic_line import size
+from nbdist.client.session.results import CellResult, Decoders
+from nbdist.errors import UsageError
+from nbdist.protocol import LogPart
+
+Ask = Callable[..., LogPart]
+
+
+class CellLog:
+    """The log of one cell.
+
+    Args:
+        ask: Asks the controller: takes the fields of a ReadLog but for its number.
+        cell: Which: its number in the notebook, or its result; None: the newest that printed.
+
+    Attributes:
+        size: Bytes that all ranks have in it.
+
+    Raises:
+        UsageError: That cell printed nothing, or the log no longer has it.
+    """
+
+    def __init__(self, ask: Ask, cell: int | CellResult | None = None) -> None:
+        self._ask = ask
+        serials = [cell.serial] if isinstance(cell, CellResult) else []
+        part = ask(serials=serials, cell=cell if isinstance(cell, int) else None, ranks=[])
+        if not part.serials:
+            raise UsageError(_explain_nothing(cell))
+        self._serials = part.serials
+        self._name = f"cell {part.number}" if part.number else "this cell"
+        self.size = part.size
+        self._dropped, self._missing = part.dropped, part.missing
+
+    def read(self, ranks: Sequence[int], position: int = 0) -> Iterator[tuple[int, str]]:
+        """What these ranks printed (stdout and stderr), in the order in which it came: rank and text."""
+        decoders = Decoders()
+        for _, part in self._parts(ranks, position):
+            for rank, stream, data in part.records:
+                yield rank, decoders.decode(rank, stream, data)
+
+    def lines(self, ranks: Sequence[int], tail: int | None = None) -> Iterator[str]:
+        """The same rank by rank, with the rank's number in front of each line, in pieces of any size.
+
+        Args:
+            tail: Only so many of the last lines of each rank.
+        """
+        starts = self._find_tails(ranks, tail) if tail is not None else {}
+        for rank in ranks:
+            position, skip = starts.get(rank, (0, 0))
+            texts = (text for _, text in self.read([rank], position))
+            yield from _with_prefix(rank, _without_first_lines(texts, skip))
+
+    def explain_gaps(self) -> str:
+        """What the log does not have of this cell, as far as it has been read; "": nothing."""
+        clauses = []
+        if self._dropped:
+            clauses.append(f"the first {size(self._dropped)} that {self._name} printed made room for newer output")
+        if self._missing:
+            clauses.append(f"{size(self._missing)} more that {self._name} printed could not be written to the log")
+        return "; ".join(clauses)
+
+    def _parts(self, ranks: Sequence[int], start: int = 0) -> Iterator[tuple[int, LogPart]]:
+        """Each part with its position."""
+        position: int | None = start
+        while position is not None:
+            part = self._ask(serials=self._serials, ranks=list(ranks), position=position)
+            self._dropped, self._missing = part.dropped, part.missing
+            yield position, part
+            position = part.next
+
+    def _find_tails(self, ranks: Sequence[int], lines: int) -> dict[int, tuple[int, int]]:
+        """Where each rank's last lines begin: a position, and how many lines are to be left out from there on."""
+        counts = {rank: _LineCount() for rank in ranks}
+        for position, part in self._parts(ranks):
+            for rank, _, data in part.records:
+                if data:
+                    counts[rank].add(position, data, lines)
+        return {rank: count.start(lines) for rank, count in counts.items()}
+
+
+@dataclass
+class _LineCount:
+    """Lines of a rank so far.
+
+    marks: positions of parts, and how many lines stand before each. open: whether the last line has no end yet.
+    """
+
+    ends: int = 0
+    open: bool = False
+    marks: deque[tuple[int, int]] = field(default_factory=lambda: deque([(0, 0)]))
+
+    def add(self, position: int, data: bytes, tail: int) -> None:
+        if self.marks[-1][0] != position:
+            self.marks.append((position, self.ends))
+        self.ends += data.count(b"\n")
+        self.open = not data.endswith(b"\n")
+        while len(self.marks) > 1 and self.marks[1][1] < self.ends - tail:
+            self.marks.popleft()
+
+    def start(self, tail: int) -> tuple[int, int]:
+        skip = max(0, self.ends + self.open - tail)
+        position, before = self.marks[0]
+        return position, skip - before
+
+
+def _without_first_lines(texts: Iterable[str], count: int) -> Iterator[str]:
+    for text in texts:
+        found = text.count("\n") if count else 0
+        if count and found < count:
+            count -= found
+        elif count:
+            yield text.split("\n", count)[-1]
+            count = 0
+        else:
+            yield text
+
+
+def _with_prefix(rank: int, texts: Iterable[str]) -> Iterator[str]:
+    """A rank's text with its number in front of each line; the last line always has an end."""
+    prefix = f"[{rank}] "
+    fresh = True  # at the beginning of a line
+    for text in texts:
+        if not text:
+            continue
+        ended = text.endswith("\n")
+        body = text[:-1] if ended else text
+        yield (prefix if fresh else "") + body.replace("\n", f"\n{prefix}") + ("\n" if ended else "")
+        fresh = ended
+    if not fresh:
+        yield "\n"
+
+
+def _explain_nothing(cell: int | CellResult | None) -> str:
+    if cell is None:
+        return "no cell has printed anything on ranks yet: the log is empty"
+    name = f"cell {cell}" if isinstance(cell, int) else "this cell"
+    return f"{name} printed nothing on ranks, or the log has it no longer; `%distributed logs` shows the newest"

@@ -1,0 +1,513 @@
+"""A session, from the notebook's side: what can be asked of its ranks.
+
+The Python API behind the magics. Knows nothing of processes or sockets; `workers` knows how ranks come and go.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import difflib
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nbdist import transfer
+from nbdist.client.magics.plan_verb import SessionPlan
+from nbdist.client.session import calls, interruption
+from nbdist.client.session.background import BackgroundCell
+from nbdist.client.session.logs import CellLog
+from nbdist.client.session.results import CellResult
+from nbdist.client.session.stack_report import Stack, stack_of, with_native_frames
+from nbdist.client.session.start_options import Arguments, check_seconds
+from nbdist.client.session.task import Task
+from nbdist.client.session.workers import Ranks, Workers
+from nbdist.devices import visible_gpus
+from nbdist.errors import (
+    NbdistError,
+    RankError,
+    SessionBroken,
+    SessionClosed,
+    TransferError,
+    UsageError,
+)
+from nbdist.metrics.allocation import memory_snapshot
+from nbdist.plan import Plan
+from nbdist.protocol import Kind
+from nbdist.ranks import describe_ranks, format_ranks
+
+_STACK_LIMIT = 1.0
+
+_sessions: list[weakref.ref[Session]] = []  # of this notebook, the newest last
+
+
+def get_session() -> Session:
+    """The session of this notebook.
+
+    Raises:
+        SessionClosed: There is none.
+        SessionBroken: A process that it can't do without has ended. `restart()` of the Session works.
+    """
+    session = current_session()
+    if session is not None and session.broken:
+        raise SessionBroken(session.broken)
+    if session is None or session.closed:
+        count = len(visible_gpus()) or 2
+        raise SessionClosed(
+            f"no session is running: type `%distributed start -n {count}` first (or `nbdist.Session({count})`)"
+        )
+    return session
+
+
+def current_session() -> Session | None:
+    """The newest session of this notebook that has not been closed, else the newest."""
+    known = _known_sessions()
+    going = [session for session in known if not session.closed or session.broken]
+    return going[-1] if going else known[-1] if known else None
+
+
+def living_session() -> Session | None:
+    """The session of this notebook, if it has one that has not ended."""
+    session = current_session()
+    return None if session is None or session.closed else session
+
+
+def session_to_restart() -> Session:
+    """Like `get_session`, but one that broke will do."""
+    session = current_session()
+    return session if session is not None and session.broken else get_session()
+
+
+class Session(Workers):
+    r"""Ranks that wait for work. As a context manager it stops them at the end.
+
+    >>> with nbdist.Session(2) as session:
+    ...     session.run("print(rank)")[1].stdout
+    '1\n'
+
+    Args:
+        num_processes: Number of ranks; None: one for each GPU of this machine.
+        gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them: [0, 2], "0,2"; None: all, as far as ranks need them.
+        backend: Backend of the process group ("gloo", "nccl", ...); None: the right one for the devices.
+        init: Whether to make the process group at all.
+        timeout: Seconds after which a collective gives up; None: torch's default of 30 minutes.
+        linger: Seconds that the ranks outlive a kernel that was killed.
+        exact: Whether an interrupted step's buffers (BatchNorm) and random numbers are put back, so that a run that
+            was interrupted equals one that was not. Costs a copy of them after each step.
+        replace: Whether it takes the place of the sessions that this notebook has; they are stopped, and that is said.
+        progress: Called with a line of text while the ranks start.
+
+    A session ends when nothing refers to it any more.
+
+    Raises:
+        UsageError: An argument is wrong; nothing has been started or stopped.
+        SessionBroken: The ranks could not be brought up; nothing of them is left.
+    """
+
+    def __init__(
+        self,
+        num_processes: int | None = None,
+        *,
+        gpus: Sequence[int | str] | int | str | None = None,
+        backend: str | None = None,
+        init: bool = True,
+        timeout: float | None = None,
+        linger: float = 0.0,
+        exact: bool = False,
+        replace: bool = True,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        _refuse_on_ranks()
+        check_seconds("linger", linger, zero=True)
+        super().__init__(linger)
+        self._arguments = Arguments(gpus, backend, init, timeout, exact)
+        self._plan = SessionPlan()
+        options = self._plan.carry(self._arguments.options(num_processes))
+        if replace:
+            _stop_others()
+        self.start(options, progress)
+        _sessions[:] = [weakref.ref(session) for session in (*_known_sessions(), self)]
+
+    def restart(self, num_processes: int | None = None, *, progress: Callable[[str], None] = lambda text: None) -> None:
+        """End the ranks and bring up a fresh set, with an environment as it is now. Variables on ranks are lost.
+
+        Args:
+            num_processes: Number of ranks; None: as many as before.
+        """
+        self.start(self._plan.carry(self._arguments.options(num_processes or len(self.ranks))), progress)
+
+    def __repr__(self) -> str:
+        if self.broken or self.closed:
+            return f"<nbdist.Session: {'broken' if self.broken else 'closed'}>"
+        devices = sorted({info.device for info in self.ranks})
+        return f"<nbdist.Session: {describe_ranks(info.rank for info in self.ranks)} on {', '.join(devices)}>"
+
+    @property
+    def plan(self) -> Plan:
+        """How models that ranks prepare are made distributed."""
+        return self._plan.current
+
+    def set_plan(self, plan: Plan) -> None:
+        """Have what the ranks prepare from now on follow a plan; what is prepared already keeps its own.
+
+        Raises:
+            UsageError: These ranks can't follow it; nothing has changed anywhere.
+            SessionBusy: A rank is running something.
+        """
+        self._check_open()
+        self._plan.set(self, plan)
+
+    # --- work
+
+    def run(
+        self,
+        code: str,
+        ranks: Ranks = None,
+        timeout: float | None = None,
+        *,
+        grace: float = 1.0,
+        show: bool = False,
+    ) -> CellResult:
+        """Run code in the shells of ranks.
+
+        Args:
+            code: What a `%%distributed` cell may hold.
+            ranks: Where: one, some, or "0,2-3"; None: on all. The same for all methods that take ranks.
+            timeout: Seconds after which the ranks are interrupted.
+            grace: Seconds that ranks may wait in a collective for one that has raised; then they are freed.
+            show: Whether to show the output as well.
+
+        Returns:
+            The output and the last value of each rank: `result[0].stdout`.
+
+        Raises:
+            RankError: A rank raised; the first cause first. RankDied, RankTimeout likewise.
+            SessionBusy: One of these ranks is running something else.
+        """
+        check_seconds("timeout", timeout)
+        with interruption.deferred():
+            task = self.submit("cell", code, ranks, grace=grace, show=show, keep=True)
+            task.wait(timeout)
+        return task.result
+
+    def start_cell(
+        self,
+        code: str,
+        ranks: Ranks = None,
+        *,
+        number: int = 0,
+        offset: int = 0,
+        grace: float = 1.0,
+        show: bool = True,
+        keep: bool = False,
+        profile: str = "",
+    ) -> Task:
+        """Send a cell to ranks; the caller waits for the task, or makes a BackgroundCell of it."""
+        return self.submit(
+            "cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=keep, profile=profile
+        )
+
+    def run_in_background(
+        self,
+        code: str,
+        ranks: Ranks = None,
+        timeout: float | None = None,
+        *,
+        number: int = 0,
+        offset: int = 0,
+        grace: float = 1.0,
+        show: bool = True,
+    ) -> BackgroundCell:
+        """Like `run`, but returns at once with a handle: `.done`, `.wait()`, `.output`, `.interrupt()`."""
+        check_seconds("timeout", timeout)
+        task = self.submit("cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=True)
+
+        return BackgroundCell(task, lambda: self._wait_in_background(task, timeout))
+
+    def _wait_in_background(self, task: Task, timeout: float | None) -> None:
+        """In the thread of a background cell, which keeps the session until the cell has ended."""
+        try:
+            task.wait(timeout)
+        except (NbdistError, KeyboardInterrupt) as error:
+            task.error = error
+            render = getattr(error, "_render_traceback_", None)
+            task.say("\n".join(render() if render is not None else [str(error)]))
+
+    def call(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None, **kwargs: Any) -> list[Any]:
+        """Call a function on ranks. It travels by value, as do its arguments and what it returns.
+
+        Returns:
+            The return values, in the order of the ranks.
+
+        Raises:
+            TransferError: Something can't travel; the text names it.
+            RankError: A rank raised.
+        """
+        return self._call("call", function, args, kwargs, ranks)
+
+    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> None:
+        """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
+        self._call("setup", function, args, {}, ranks)
+
+    def _call(self, kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any, ranks: Ranks) -> list[Any]:
+        if not callable(function):
+            raise UsageError(f"call takes a function, not {function!r}: `session.call(function, *args)`")
+        name = getattr(function, "__name__", "function")
+        with calls.pack(function, args, kwargs, name=name) as packed:
+            payload = msgspec.msgpack.encode(packed.parcel)
+            with interruption.deferred():
+                return self.fetch(self.submit(kind, name, ranks, payload=payload, show=True))
+
+    def push(self, values: Mapping[str, Any], ranks: Ranks = None) -> None:
+        """Set variables on ranks. Tensors arrive on the CPU; each rank's copy is its own.
+
+        Raises:
+            UsageError: A name is not a variable name.
+            TransferError: A value can't travel; the text names the part that can't.
+        """
+        if not isinstance(values, Mapping):
+            raise UsageError(f"push takes names and values, not a {type(values).__name__}: `session.push({{'x': x}})`")
+        for name in values:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise UsageError(f"{name!r} is not a variable name: `session.push({{'x': x}})`")
+        with contextlib.ExitStack() as stack:
+            packed = stack.enter_context(_pack_named(values))
+            payload = msgspec.msgpack.encode(packed.parcel)
+            with interruption.deferred():
+                self.submit("push", ", ".join(values), ranks, payload=payload, show=True).wait()
+
+    def pull(self, name: str, ranks: Ranks = None) -> Any:
+        """Get a variable (or any expression) from ranks.
+
+        Args:
+            name: The variable.
+            ranks: Which ranks; None: all; a single number gives that rank's bare value.
+
+        Returns:
+            The values, in the order of the ranks.
+
+        Raises:
+            UsageError: Some ranks have no such variable; the text names them.
+        """
+        chosen = [ranks] if isinstance(ranks, int) else ranks
+        with interruption.deferred():
+            task = self.submit("pull", name, chosen, show=True)
+            try:
+                values = self.fetch(task)
+            except RankError as error:
+                raise _explain_missing(name, task, error, self.traffic.names) from None
+        return values[0] if isinstance(ranks, int) else values
+
+    def free(self) -> dict[int, dict[str, int]]:
+        """Free what only tracebacks, `Out` and caches keep alive, on all ranks.
+
+        Returns:
+            By rank, in bytes: "private" (freed of what only its process uses), "device" (GPU memory that torch gave
+            back), and what is left of both: "private_left", "device_left" (reserved by torch).
+        """
+        with interruption.deferred():
+            task = self.submit("free", "", self.living(), show=True)
+            task.wait()
+        return {rank: msgspec.msgpack.decode(task.replies[rank].payload) for rank in task.ranks}
+
+    def record_snapshots(self, events: int = memory_snapshot.EVENTS) -> None:
+        """Let ranks remember allocations and frees of device memory from now on, for `snapshot`.
+
+        Args:
+            events: How many each rank keeps; 0 ends it.
+
+        Raises:
+            UsageError: No rank has a GPU.
+        """
+        self._check_gpus(self.living())
+        self.set_up(memory_snapshot.record, events, ranks=self.living())
+
+    def snapshot(self, rank: int, path: str | Path | None = None) -> Path:
+        """Write torch's memory snapshot of a rank, for https://pytorch.org/memory_viz.
+
+        Args:
+            rank: Which.
+            path: The file; None: `snapshot-rank0.pickle` in the notebook's folder.
+
+        Returns:
+            The file.
+
+        Raises:
+            UsageError: The rank has no GPU.
+            RankError: This torch can't.
+        """
+        self._check_gpus([rank])
+        target = Path(path or f"snapshot-rank{rank}.pickle").expanduser().resolve()
+        self.set_up(memory_snapshot.write, target, ranks=[rank])
+        return target
+
+    def _check_gpus(self, ranks: Sequence[int]) -> None:
+        if ranks and all(info.device == "cpu" for info in self.ranks if info.rank in ranks):
+            raise UsageError(memory_snapshot.NO_GPU)
+
+    def interrupt(self, ranks: Ranks = None, *, now: bool = False) -> bool:
+        """Stop what ranks run: after the step they are in, if they train. Asked once more: at once.
+
+        Args:
+            ranks: Which; None: all.
+            now: Without waiting for the end of a step, or for a rank to leave a collective by itself.
+
+        Returns:
+            Whether any of them ran something.
+        """
+        chosen = self._choose(ranks, living=False)
+        tasks = set(self.traffic.running(chosen).values())
+        for task in tasks:
+            task.interrupt(chosen, now=now)
+        return bool(tasks)
+
+    def status(self) -> list[dict[str, Any]]:
+        """What every rank is, has and does: rank, pid, device, state, generation, memory (bytes), doing."""
+        self._check_open()
+        known = self.traffic.ask_controller("status")["ranks"]
+        living = self.living()
+        memory = self.traffic.ask(living, "memory", timeout=1.0)
+        stacks = self.traffic.ask(living, "stack", timeout=1.0)
+        running = self.traffic.running(living)
+        return [_status_row(row, self.generation, memory, stacks, running) for row in known]
+
+    def stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, str]:
+        """Where the main threads of ranks are, at any time: the whole stack from the user's cell inwards.
+
+        Args:
+            ranks: Which; None: all that live.
+            native: Whether to show the frames of C code too, by py-spy.
+
+        Returns:
+            The stacks by rank, a line for each call; "idle" for a rank that runs nothing.
+
+        Raises:
+            UsageError: `native`, and py-spy is not installed or the system does not let it look.
+        """
+        return {rank: str(found) for rank, found in self.look_at_stacks(ranks, native=native).items()}
+
+    def look_at_stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
+        """Like `stacks`, but with what `stacks.render` needs to group them."""
+        chosen = self._choose(self.living() if ranks is None else ranks)
+        answers = self.traffic.ask(chosen, "stack", timeout=_STACK_LIMIT)
+        cells = {rank: task.describe() for rank, task in self.traffic.running(chosen).items()}
+        found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
+        if native:
+            pids = {info.rank: info.pid for info in self.ranks if info.rank in chosen}
+            found = with_native_frames(found, pids)
+        return found
+
+    def logs(self, ranks: Ranks = None, cell: int | CellResult | None = None) -> dict[int, str]:
+        """All that a cell printed (stdout and stderr), by rank. A warning tells what the log could not keep.
+
+        Args:
+            cell: Its number in the notebook, or its result; None: the newest that printed.
+
+        Raises:
+            UsageError: That cell printed nothing, or the log has it no longer.
+        """
+        chosen = self._choose(ranks, living=False)
+        log = self.open_log(cell)
+        texts: dict[int, list[str]] = {rank: [] for rank in chosen}
+        for rank, text in log.read(chosen):
+            texts[rank].append(text)
+        if gaps := log.explain_gaps():
+            warnings.warn(gaps, stacklevel=2)
+        return {rank: "".join(parts) for rank, parts in texts.items()}
+
+    def open_log(self, cell: int | CellResult | None = None) -> CellLog:
+        """The log of a cell, to be read piece by piece; the arguments are those of `logs`."""
+        self._check_open()
+        return CellLog(self.traffic.read_log, cell)
+
+
+def _known_sessions() -> list[Session]:
+    """Those that somebody still holds, the newest last."""
+    return [session for known in _sessions if (session := known()) is not None]
+
+
+def _stop_others() -> None:
+    """Stop the sessions that a new one takes the place of."""
+    for session in _known_sessions():
+        if not session.closed and session.owned:
+            session.close()
+            count = f"{len(session.ranks)} rank{'s' if len(session.ranks) != 1 else ''}"
+            keep = "`nbdist.Session(..., replace=False)` keeps it"
+            print(f"nbdist: the previous session ({count}) was stopped; {keep}", file=sys.stderr, flush=True)
+    _sessions.clear()
+
+
+def _refuse_on_ranks() -> None:
+    """Each rank would have ranks of its own."""
+    if "nbdist.worker.rank" in sys.modules:
+        rank = os.environ.get("RANK")
+        raise UsageError(f"this is rank {rank} already: start sessions in the notebook, not on ranks")
+
+
+def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:
+    """All values in one parcel, so that tensors which share memory still do; an error names the variable."""
+    try:
+        return transfer.pack(dict(values), name=next(iter(values)) if len(values) == 1 else "values")
+    except TransferError:
+        for name, value in values.items():
+            transfer.check(value, name=name)
+        raise
+
+
+def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int, Sequence[str]]) -> NbdistError:
+    missing = [
+        rank
+        for rank, failure in task.failures.items()
+        if failure.name == "NameError" and _lacks(names.get(rank, ()), name)
+    ]
+    if len(missing) != len(task.failures):
+        return error
+    have = [rank for rank in task.ranks if rank not in missing]
+    text = f"{describe_ranks(sorted(missing))} {'has' if len(missing) == 1 else 'have'} no {name!r}"
+    if have:
+        verb = "has" if len(have) == 1 else "have"
+        text += f" ({describe_ranks(have)} {verb}: `%distributed pull {name} -r {format_ranks(have)}`)"
+    close = difflib.get_close_matches(name, {known for rank in missing for known in names.get(rank, [])}, 3)
+    if close:
+        text += f"; names like it: {', '.join(sorted(close))}"
+    elif not have:
+        text += ": define it in a `%%distributed` cell first"
+    return UsageError(text)
+
+
+def _lacks(known: Sequence[str], expression: str) -> bool:
+    """Whether an expression uses a name that is not among the known ones; else what it calls has raised."""
+    used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+    return not used <= {*known, *vars(builtins)}
+
+
+def _status_row(
+    row: dict[str, Any],
+    generation: int,
+    memory: Mapping[int, dict[str, Any]],
+    stacks: Mapping[int, dict[str, Any]],
+    busy: Mapping[int, Task],
+) -> dict[str, Any]:
+    rank = row["rank"]
+    state = "dead" if row["dead"] else "busy" if row["serial"] else "idle"
+    doing = row["dead"]
+    if state == "busy":
+        task = busy.get(rank)
+        doing = stacks.get(rank, {}).get("line") or (task.describe() if task is not None else "")
+    return {
+        "rank": rank,
+        "pid": row["pid"],
+        "device": row["device"],
+        "state": state,
+        "generation": generation,
+        "memory": memory.get(rank, {}).get("private"),
+        "device_memory": memory.get(rank, {}).get("reserved"),
+        "doing": doing,
+    }

@@ -1,0 +1,180 @@
+"""What a start asks for: the user's arguments, checked, and the notebook's state at that moment."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.client.magics.magic_line import names
+from nbdist.devices import nccl_variables, visible_gpus
+from nbdist.errors import UsageError
+from nbdist.protocol import LONGEST, PATIENCE_VARIABLE, StartOptions
+
+_TIMEOUT = 1800.0  # seconds, torch's own default
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL, from 2.30 on, takes several ranks on one GPU
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a Session that count for each of its starts. They mean what they mean there."""
+
+    gpus: Sequence[int | str] | int | str | None
+    backend: str | None
+    init: bool
+    timeout: float | None
+    exact: bool = False
+
+    def options(self, count: int | None) -> StartOptions:
+        """What to ask for.
+
+        Args:
+            count: Number of ranks; None: one for each GPU.
+
+        Raises:
+            UsageError: Something is wrong with them.
+        """
+        gpus = _choose_gpus(self.gpus)
+        if count is None and not gpus:
+            raise UsageError("this machine has no GPU, so say how many ranks you want: `%distributed start -n 2`")
+        if count is None:
+            count = len(gpus)
+        _check_count(count)
+        _check_backend(self.backend, count, gpus)
+        check_seconds("timeout", self.timeout)
+        return StartOptions(
+            count=count,
+            environment={**os.environ, **(nccl_variables() if len(gpus[:count]) > 1 else {})},
+            cwd=_current_folder(),
+            sys_path=list(sys.path),
+            argv=_arguments(),
+            umask=_umask(),
+            open_files=_open_files(count),
+            gpus=gpus[:count] or None,
+            backend=self.backend,
+            init=bool(self.init),
+            timeout=_TIMEOUT if self.timeout is None else float(self.timeout),
+            patience=_patience(),
+            exact=bool(self.exact),
+        )
+
+
+def _patience() -> float:
+    """Seconds that a start may go without progress.
+
+    Raises:
+        UsageError: The environment variable holds something else.
+    """
+    text = os.environ.get(PATIENCE_VARIABLE) or "120"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST:
+        raise UsageError(f"{PATIENCE_VARIABLE}={text!r} is not a number of seconds: set it to 600, for example")
+    return seconds
+
+
+def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
+    """Refuse what is no time span.
+
+    Args:
+        name: What the user calls it.
+        value: Seconds; None: the default.
+        zero: Whether it may be 0.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= LONGEST or (value == 0 and not zero):  # type: ignore[operator]
+        least = "0 or more" if zero else "more than 0"
+        raise UsageError(f"{name} is in seconds and {least}, not {value!r}: `{name}=60`")
+
+
+def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:
+    visible = visible_gpus()
+    if wanted is None:
+        return visible
+    chosen = []
+    for name in names(str(wanted)) if isinstance(wanted, (int, str)) else map(str, wanted):
+        if name.isdigit() and int(name) < len(visible):
+            chosen.append(visible[int(name)])
+        elif name in visible:
+            chosen.append(name)
+        else:
+            have = ", ".join(map(str, range(len(visible)))) or "none"
+            raise UsageError(f"GPU {name} isn't on this machine: it has {have}. Name others, or leave gpus out")
+    if len(set(chosen)) < len(chosen):
+        raise UsageError("gpus names a GPU twice: name each once. More ranks than GPUs share them")
+    return chosen
+
+
+def _check_count(count: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UsageError(f"the number of ranks must be 1 or more, not {count!r}: `%distributed start -n 2`")
+
+
+def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None:
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise UsageError(f"backend is a name, not {backend!r}: `backend='gloo'`")
+    if backend not in _BACKENDS:
+        close = difflib.get_close_matches(backend, _BACKENDS, 1)
+        hint = f"did you mean `--backend {close[0]}`? " if close else ""
+        raise UsageError(f"backend {backend!r} is unknown: {hint}Allowed are {', '.join(_BACKENDS)}")
+    if "nccl" in backend and count > len(gpus) and not (gpus and os.environ.get(SHARED_GPUS) == "1"):
+        have = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
+        fewer = f", or `-n {len(gpus)}`" if gpus else ""
+        shared = f", or `%env {SHARED_GPUS}=1` first, with NCCL 2.30 or newer" if gpus else ""
+        raise UsageError(
+            f"nccl needs a GPU for each rank, and there are {count} ranks for {have}: `--backend gloo`{fewer}{shared}"
+        )
+
+
+def _arguments() -> list[str]:
+    """Return `sys.argv` for ranks: the notebook's, without the kernel's own arguments, which no script knows."""
+    from IPython.core.getipython import get_ipython
+
+    given = sys.argv[1:]
+    if get_ipython() is not None and given and sys.orig_argv[-len(given) :] == given:
+        return sys.argv[:1]
+    return list(sys.argv)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the notebook's current folder has been removed: change to one that exists (`%cd ~`) first"
+        ) from None
+
+
+def _open_files(count: int) -> int:
+    """How many files a rank may open: as many as the notebook, and at least what the ranks' own connections need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 40 + 6 * count
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"{count} ranks need about {needed} file handles, and this system allows a process {hard}: "
+            f"type `ulimit -n {max(4096, needed)}` in the shell before you start Jupyter, or ask for fewer ranks"
+        )
+    return soft if soft == resource.RLIM_INFINITY else max(soft, needed)
+
+
+def _umask() -> int:
+    with contextlib.suppress(OSError):  # no file handle is left: the start is about to fail, with better words
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022

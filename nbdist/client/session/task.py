@@ -1,0 +1,508 @@
+"""One Execute on its way: gathers what ranks send, shows it, handles interrupts, and ends with results or one error.
+
+Runs in the thread of the cell that started it (a background cell has a thread of its own). Knows nothing of the wire
+but the messages; the traffic sends for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from nbdist.client.costs import history
+from nbdist.client.output.publisher import Publisher
+from nbdist.client.output.screen import Screen
+from nbdist.client.session import interruption, report
+from nbdist.client.session.results import CellResult
+from nbdist.client.session.widget_proxies import WidgetProxies
+from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
+from nbdist.protocol import (
+    Broken,
+    Died,
+    Display,
+    Interrupt,
+    Message,
+    Notice,
+    Output,
+    Recovered,
+    Remark,
+    Reply,
+    Returned,
+    WidgetMessage,
+)
+from nbdist.ranks import describe_ranks
+
+_EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or another rank's failure, until it is explained
+# A death is an error on screen within 0.5 s: the time that survivors have to stop, and then to say where they are.
+_TAKE = 0.01  # seconds for which what has come is taken before it is shown
+_DEATH_GRACE = 0.3
+_DEATH_ANSWER = 0.1
+# A launch's ranks end with it: one that fails ends the others, as with torchrun, and Ctrl-C leaves nothing after 1 s.
+_LAUNCH_GRACE = 1.0
+_ELSEWHERE_GRACE = 0.5  # seconds that ranks have to stop when one of another node has failed
+_LAUNCH_PATIENCE = 0.4  # seconds after an interrupt until a rank that is still at it counts as stuck
+_TIMEOUT_GRACE = 4.0  # seconds that ranks have to stop after --timeout
+_FORCE_GRACE = 2.0  # seconds that ranks have after the second Ctrl-C, before the notebook is given back without them
+
+
+class Carrier(Protocol):
+    """What carries a task's messages: the `Traffic` of a session, or what a launch has in its place.
+
+    Attributes:
+        key: A name that no other has.
+    """
+
+    key: str
+    widgets: WidgetProxies
+
+    def send(self, message: Message) -> None:
+        """Send a message to the ranks."""
+
+    def ask(self, ranks: Sequence[int], question: str, *, timeout: float) -> dict[int, dict[str, Any]]:
+        """What the ranks have answered within `timeout` seconds."""
+
+    def pay(self, rank: int, size: int) -> None:
+        """Output of a rank has been taken."""
+
+    def pay_item(self, item: Display | WidgetMessage) -> None:
+        """A rich item of a rank has been taken."""
+
+    def put_late(self, task: Task | None, message: Message) -> None:
+        """Have a message handled that came after the end of its task."""
+
+
+class Task:
+    """What one Execute has become so far.
+
+    Args:
+        traffic: What sends for it.
+        serial: Its number on the wire.
+        number: The cell's number in the notebook.
+        ranks: Where it runs.
+        code: What it runs, for messages.
+        kind: Of the Execute.
+        show: Whether output goes to the notebook.
+        keep: Whether output is kept in `result`.
+        grace: Seconds that ranks may wait in a collective for one that has raised.
+        launch: Whether the ranks live for this task only, so that the first failure ends it.
+
+    Attributes:
+        recovered: What was put in order after it had failed.
+        waits: What ranks wait in, and for whom, of those that have not moved for seconds.
+        on_end: Called in the task's own thread once every rank has ended its part; must not raise.
+    """
+
+    def __init__(
+        self,
+        traffic: Carrier,
+        serial: int,
+        number: int,
+        ranks: list[int],
+        code: str,
+        *,
+        kind: str = "cell",
+        show: bool,
+        keep: bool,
+        grace: float = 1.0,
+        launch: bool = False,
+    ) -> None:
+        self.serial = serial
+        self.number = number
+        self.ranks = ranks
+        self.result = CellResult(ranks, serial)
+        self.replies: dict[int, Reply] = {}
+        self.failures: dict[int, RankFailure] = {}
+        self.started = time.monotonic()
+        self.context = contextvars.copy_context()
+        self.error: BaseException | None = None
+        self._traffic = traffic
+        self.code = code
+        self.kind = kind
+        self._keep = keep
+        self._grace = grace
+        self._launch = launch
+        self.recovered: Recovered | None = None
+        self.waits: dict[int, str] = {}
+        self.on_end: Callable[[Task], None] = lambda task: None
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._unread: list[Any] = []
+        self._unpaid: list[Display] = []
+        self._left = set(ranks)
+        self._lock = threading.Lock()
+        self._closed = False  # what comes from now on is late
+        self._screen = self._new_screen() if show else None
+        self._interrupts = 0
+        self._explain_at: float | None = None
+        self._give_up_at: float | None = None
+        self._broken: str | None = None
+
+    # --- from the listening thread
+
+    def put(self, message: object) -> bool:
+        """Hand over a message for this task. False: it is over, and `show_late` is for what comes now."""
+        with self._lock:
+            if not self._closed:
+                self._events.put(message)
+            return not self._closed
+
+    # --- in the task's own thread
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Work until every rank has ended its part, or the user wants the notebook back.
+
+        Args:
+            timeout: Seconds after which the ranks are interrupted.
+
+        Raises:
+            RankError: A rank raised, died, or was still running in the end.
+            KeyboardInterrupt: The user interrupted, and the ranks did.
+            SessionBroken: The session has ended meanwhile.
+        """
+        deadline = None if timeout is None else self.started + timeout
+        timed_out = False
+        try:
+            with interruption.events(self._events.put):
+                while self._left and self._broken is None:
+                    now = time.monotonic()
+                    if deadline is not None and now >= deadline and not timed_out:
+                        timed_out = True
+                        self._time_out(now)
+                    if self._give_up_at is not None and now >= self._give_up_at:
+                        break
+                    if self._explain_at is not None and now >= self._explain_at:
+                        self._explain()
+                    self._take(self._patience(deadline if not timed_out else None))
+                self._finish_output()
+        finally:
+            self.close()
+            history.note_end(self)
+            self.on_end(self)
+        self._conclude(timeout if timed_out else None)
+
+    @property
+    def status(self) -> str:
+        """What has become of it: "ok", "error", "died", "interrupted", "running" as long as a rank is at it, "lost"."""
+        kinds = {failure.kind for failure in self.failures.values()}
+        if self._broken is not None:
+            return "lost"
+        if kinds & {"died", "raised"}:
+            return "died" if "died" in kinds else "error"
+        return "running" if self._left else "interrupted" if kinds else "ok"
+
+    @property
+    def bereaved(self) -> bool:
+        """Whether one of its ranks has died, so that the others have been stopped."""
+        return any(failure.kind == "died" for failure in self.failures.values())
+
+    def interrupt(self, ranks: Iterable[int] | None = None, *, now: bool = False) -> None:
+        """Stop the ranks that are still at it; when asked once more: at once.
+
+        Args:
+            ranks: Which of them; None: all.
+            now: Without waiting for the end of a step, or for a rank to leave a collective by itself.
+        """
+        chosen = self._left if ranks is None else self._left & set(ranks)
+        patience = _LAUNCH_PATIENCE if self._launch else None
+        self._traffic.send(Interrupt(self.serial, sorted(chosen), now, patience))
+
+    def others_returned(self, ranks: Sequence[int]) -> None:
+        """Ranks of other nodes have finished the same launch. From any thread."""
+        self._traffic.send(Returned(self.serial, list(ranks)))
+
+    def fail(self, failure: RankFailure) -> None:
+        """A rank of another node has failed, and these ranks end with it. From any thread."""
+        if self.put(failure):
+            self.interrupt(now=True)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user has asked it to stop."""
+        return self._interrupts > 0
+
+    def describe(self) -> str:
+        """In words, what this is and since when."""
+        what = self.code if self._launch else f"cell {self.number}"
+        return f"{what} ({time.monotonic() - self.started:.0f} s)"
+
+    def _patience(self, deadline: float | None) -> float:
+        now = time.monotonic()
+        dues = [at - now for at in (deadline, self._give_up_at, self._explain_at) if at is not None]
+        if self._screen is not None and (due := self._screen.due(now)) is not None:
+            dues.append(due)
+        return max(0.0, min([*dues, interruption.HEED]))
+
+    def _take(self, patience: float) -> None:
+        """Handle what has come within `patience` seconds, and show what may be shown."""
+        credits: dict[int, int] = {}
+        with contextlib.suppress(queue.Empty):
+            self._handle(self._events.get(timeout=patience), credits)
+            enough = time.monotonic() + _TAKE
+            while time.monotonic() < enough:  # a flood would never end
+                self._handle(self._events.get_nowait(), credits)
+        if self._screen is not None:
+            self._screen.poll(time.monotonic())
+        self._pay_items()
+        for rank, size in credits.items():
+            self._traffic.pay(rank, size)
+
+    def _handle(self, event: Any, credits: dict[int, int]) -> None:
+        now = time.monotonic()
+        if isinstance(event, Output):
+            credits[event.rank] = credits.get(event.rank, 0) + len(event.data)
+            self._show(event, now)
+        elif isinstance(event, Display):
+            self._show(event, now)
+        elif isinstance(event, Reply):
+            self._end_rank(event.rank, report.from_reply(event), now)
+            self.replies[event.rank] = event
+            self.result[event.rank].result = event.result
+        elif isinstance(event, Died):
+            self._end_rank(event.rank, report.from_death(event, self._running()), now)
+            self._give_up_at = now + _DEATH_GRACE
+        elif isinstance(event, RankFailure):
+            self.failures.setdefault(event.rank, event)
+            self._give_up_at = now + _ELSEWHERE_GRACE
+        elif isinstance(event, WidgetMessage):
+            self._traffic.pay_item(event)
+            self._traffic.widgets.relay(event)
+        elif isinstance(event, Notice):
+            self.say(event.text)
+        elif isinstance(event, Remark):
+            self._remark(event)
+        elif isinstance(event, Recovered):
+            self.recovered = event
+        elif isinstance(event, Broken):
+            self._broken = event.text
+        elif event is KeyboardInterrupt:
+            self._interrupted(now)
+
+    def _end_rank(self, rank: int, failure: RankFailure | None, now: float) -> None:
+        self._left.discard(rank)
+        if self._screen is not None:
+            self._screen.end_rank(rank, now)
+        if failure is None:
+            return
+        self.failures[rank] = self.result[rank].error = failure
+        if self._launch and failure.kind == "raised" and self._give_up_at is None:
+            self._give_up_at = now + _LAUNCH_GRACE
+        elif self._explain_at is None and failure.kind == "raised" and self._left:
+            self._explain_at = now + self._grace + _EXPLAIN_AFTER
+
+    # --- showing
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing of it has been shown."""
+        return self._screen is None or self._screen.silent
+
+    def say(self, text: str) -> None:
+        """A line of nbdist's own, among the output. In the task's thread, or once the task is over."""
+        if self._closed:
+            self._traffic.put_late(self, Notice(text))
+        elif self._screen is not None:
+            self._screen.say(text)
+
+    def _remark(self, event: Remark) -> None:
+        self.waits = event.waits
+        if self._screen is None:
+            return
+        text = event.text
+        if event.stuck:
+            in_front = threading.current_thread() is threading.main_thread()
+            text += ". Interrupt the kernel to stop them." if in_front else ". `%distributed interrupt` stops them."
+        self._screen.remark(text, event.topic, same=event.same)
+
+    def show_late(self, message: Any, now: float) -> float | None:
+        """Show what came after the end. In the thread for late output, with this task's context.
+
+        Args:
+            message: What came; None: only look whether something is due.
+
+        Returns:
+            Seconds until it should be called again.
+        """
+        if isinstance(message, (Output, Display)):
+            self._note(message)
+        if self._screen is None:
+            self._pay_items()
+            return None
+        try:
+            self._draw_late(self._screen, message, now)
+        except Exception:  # the cell had redirected its output to a stream that is closed now
+            self._screen = self._new_screen()
+            self._draw_late(self._screen, message, now)
+        finally:
+            self._pay_items()
+        return self._screen.due(now)
+
+    def _draw_late(self, screen: Screen, message: Any, now: float) -> None:
+        if isinstance(message, (Output, Display)):
+            _draw(screen, message, now)
+        elif isinstance(message, Notice):
+            screen.say(message.text)
+        elif isinstance(message, Remark):
+            self._remark(message)
+        screen.poll(now)
+
+    def _new_screen(self) -> Screen:
+        """A screen that prints where the notebook prints now."""
+        return Screen(self.ranks, Publisher(self.number), f"{self._traffic.key}-{self.serial}")
+
+    def _show(self, event: Output | Display, now: float) -> None:
+        self._note(event)
+        if self._screen is not None:
+            _draw(self._screen, event, now)
+
+    def _note(self, event: Output | Display) -> None:
+        if isinstance(event, Output):
+            if self._keep:
+                self.result[event.rank].add(event.stream, event.data)
+            return
+        self._unpaid.append(event)
+        if self._keep and event.kind in ("display", "result"):
+            self.result[event.rank].show(event.data, event.size)
+
+    def _pay_items(self) -> None:
+        """Let ranks show more, if the page keeps up with them."""
+        if self._unpaid and (self._screen is None or not self._screen.crowded):
+            for item in self._unpaid:
+                self._traffic.pay_item(item)
+            self._unpaid.clear()
+
+    def _finish_output(self) -> None:
+        if self._screen is None:
+            return
+        self._screen.finish(time.monotonic())
+        while (due := self._screen.due(time.monotonic())) is not None:  # the page takes only so much a second
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=due)
+                if event is KeyboardInterrupt:
+                    self._interrupts += 1
+                    self._screen.abandon()
+                else:
+                    self._unread.append(event)
+            self._screen.poll(time.monotonic())
+            self._pay_items()
+
+    def close(self) -> None:
+        """From now on what comes is late; so is what came while the rest was shown."""
+        with self._lock:
+            self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._unread.append(self._events.get_nowait())
+        for event in self._unread:
+            if event is KeyboardInterrupt:
+                self._interrupts += 1
+            else:
+                self._traffic.put_late(self, event)
+
+    # --- when things go wrong
+
+    def _interrupted(self, now: float) -> None:
+        self._interrupts += 1
+        if self._screen is not None:
+            self._screen.hurry()
+        if self._interrupts == 1:
+            self.interrupt()
+            self._explain_at = now + _EXPLAIN_AFTER
+        elif self._interrupts == 2:
+            self.interrupt(now=True)
+            self._give_up_at = now + _FORCE_GRACE
+        else:
+            self._give_up_at = now
+
+    def _time_out(self, now: float) -> None:
+        self.interrupt()
+        self._give_up_at = now + _TIMEOUT_GRACE
+
+    def _explain(self) -> None:
+        """Say who is still at it, where, and what the user can do."""
+        self._explain_at = None
+        lines = [f"rank {rank} is in {line}" for rank, line in self._lines().items() if line]
+        where = ("; " + "; ".join(lines[:4])) if lines else ""
+        who = describe_ranks(sorted(self._left))
+        if self._interrupts:
+            self.say(
+                f"{who} will stop when this call ends{where}; if it is a collective, nbdist ends it in a moment. "
+                "Interrupt again to stop them now."
+            )
+            return
+        failed = sorted(self.failures)
+        first = self.failures[failed[0]]
+        self.say(
+            f"{describe_ranks(failed)} raised {first.name}: {first.text.splitlines()[0] if first.text else ''}\n"
+            f"nbdist: {who} still run{where}. Interrupt the kernel to stop them."
+        )
+
+    def _lines(self, limit: float = 0.3) -> dict[int, str]:
+        answers = self._traffic.ask(sorted(self._left), "stack", timeout=limit)
+        return {rank: answer.get("line", "") for rank, answer in answers.items()}
+
+    def _running(self) -> str:
+        if self._launch:
+            return f", while it ran {self.code}"
+        line = next((line for line in self.code.splitlines() if line.strip()), "")
+        return f", while it ran cell {self.number}: {line.strip()[:60]}" if line else ""
+
+    def _conclude(self, timed_out: float | None) -> None:
+        """End with the results, or raise what there is to raise."""
+        if self._broken is not None:
+            raise SessionBroken(self._broken)
+        if self._left:
+            self._note_running()
+        if not self.failures:
+            self._heed_late_interrupt()
+            return
+        finished = [rank for rank in self.ranks if rank not in self.failures]
+        text = self.recovered.text if self.recovered is not None else ""
+        error = report.build(self.failures.values(), finished, recovered=text, launch=self._launch)
+        if timed_out is not None:
+            given = "timeout" if self._launch else "--timeout"
+            raise RankTimeout(
+                f"not done after {timed_out:g} s ({given}); the ranks were interrupted\n{error.report}",
+                error.failures,
+            )
+        if all(failure.kind == "interrupted" for failure in self.failures.values()):
+            raise _interruption(error, self.recovered.step if self.recovered is not None else 0, launch=self._launch)
+        raise error
+
+    def _heed_late_interrupt(self) -> None:
+        """An interrupt that came when the ranks had finished is for what would run next: a loop, or Run All."""
+        if self._interrupts:
+            kept = "they have ended" if self._launch else "their variables are kept"
+            raise interruption.interruption(f"{describe_ranks(self.ranks)} had finished this cell already; {kept}")
+
+    def _note_running(self) -> None:
+        kind = "ended" if self._launch and self.failures else "running"
+        lines = self._lines(_DEATH_ANSWER if self.bereaved else 0.3)
+        for rank in self._left:
+            text = f"in {lines[rank]}" if lines.get(rank) else "in a call that does not let Python answer"
+            failure = RankFailure(rank, kind, "RankTimeout", text, "", time.monotonic())
+            self.failures[rank] = self.result[rank].error = failure
+
+
+def _draw(screen: Screen, event: Output | Display, now: float) -> None:
+    if isinstance(event, Output):
+        screen.print(event, now)
+    else:
+        screen.display(event, now)
+
+
+def _interruption(error: RankError, step: int, *, launch: bool) -> KeyboardInterrupt:
+    """KeyboardInterrupt as the notebook shows it: one line, and where the ranks were.
+
+    Args:
+        step: The step after which all ranks stopped together, 0 for none.
+        launch: Whether the ranks have ended with it.
+    """
+    who = describe_ranks(sorted(error.failures))
+    what, then = f"{who} interrupted", "their variables are kept"
+    if step:
+        what, then = f"all ranks stopped after step {step:,}", "run the cell again to go on"
+    return interruption.interruption(f"{what}; {'they have ended' if launch else then}", *error.report.splitlines()[1:])

@@ -1,0 +1,337 @@
+"""What goes between this kernel and the ranks of one session: which rank runs what, and whose each message is.
+
+Owns the listening thread's side of a session and the thread for late output. Knows nothing of how ranks come and go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from nbdist.client.session.connection import Connection
+from nbdist.client.session.report import describe_death
+from nbdist.client.session.task import Task
+from nbdist.client.session.widget_proxies import WidgetProxies
+from nbdist.errors import SessionBroken, SessionError
+from nbdist.protocol import (
+    OUTPUT_CREDIT,
+    Answer,
+    Ask,
+    AskController,
+    Broken,
+    Credit,
+    Died,
+    Display,
+    LogPart,
+    Look,
+    Message,
+    Notice,
+    Output,
+    ReadLog,
+    Recovered,
+    Remark,
+    Reply,
+    WidgetMessage,
+)
+
+_ANSWER_LIMIT = 5.0
+
+
+class Traffic:
+    """The messages of one session.
+
+    Args:
+        on_life: Called from the listening thread with each message about the session's life.
+
+    Attributes:
+        key: A name that no other session has.
+        names: The variables on each rank, as far as is known.
+        dead: How ranks have died.
+        generation: Of the process groups: how often they have been renewed, and one.
+        on_look: Called from the listening thread with each look at a node.
+    """
+
+    def __init__(self, on_life: Callable[[Message], None]) -> None:
+        self.key = secrets.token_hex(4)
+        self.names: dict[int, list[str]] = {}
+        self.dead: dict[int, Died] = {}
+        self.generation = 0
+        self.widgets = WidgetProxies(self.send)
+        self.on_look: Callable[[Look], None] = lambda look: None
+        self._on_life = on_life
+        self._connection: Connection | None = None
+        self._requests = itertools.count(1)
+        self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
+        self._log_parts: dict[int, queue.SimpleQueue[LogPart]] = {}
+        self._running: dict[int, Task] = {}
+        self._latest: dict[int, Task] = {}
+        self._untold: list[Notice] = []
+        self._owed: dict[int, int] = {}
+        self._late: queue.SimpleQueue[tuple[Task | None, Message]] | None = None
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+
+    def attach(self, connection: Connection) -> None:
+        """Speak through this connection from now on."""
+        self._connection = connection
+        connection.on_message = self._on_message
+
+    def begin(self) -> None:
+        """A fresh set of ranks is up: nothing of the last one counts for it."""
+        self.names, self.dead, self._owed = {}, {}, {}
+        self.generation = 1
+        self._untold.clear()
+        self.widgets = WidgetProxies(self.send)
+
+    # --- to the ranks
+
+    def send(self, message: Message) -> None:
+        """Send a message to the controller, from any thread."""
+        assert self._connection is not None
+        self._connection.send(message)
+
+    def assign(self, task: Task) -> dict[int, Task]:
+        """Let a task have its ranks, if they are free.
+
+        Returns:
+            What else runs on them, by rank; the task then has none.
+        """
+        with self._lock:
+            others = {rank: self._running[rank] for rank in task.ranks if rank in self._running}
+            if others:
+                return others
+            for rank in task.ranks:
+                self._running[rank] = self._latest[rank] = task
+            untold, self._untold = self._untold, []
+        for notice in untold:
+            task.put(notice)
+        return {}
+
+    def withdraw(self, task: Task) -> None:
+        """Take its ranks from a task that has not been sent."""
+        with self._lock:
+            for rank in task.ranks:
+                if self._running.get(rank) is task:
+                    del self._running[rank]
+            self._freed.notify_all()
+        task.close()
+
+    def wait_free(self, ranks: Iterable[int], limit: float) -> None:
+        """Wait until none of these ranks runs anything, `limit` seconds at most."""
+        chosen = set(ranks)
+        with self._freed:
+            self._freed.wait_for(lambda: not chosen & self._running.keys(), limit)
+
+    def running(self, ranks: Iterable[int]) -> dict[int, Task]:
+        """What these ranks run, without those that run nothing."""
+        with self._lock:
+            return {rank: self._running[rank] for rank in ranks if rank in self._running}
+
+    def release(self, text: str) -> None:
+        """End all that waits for ranks: they have gone, and why."""
+        self.widgets.close()
+        with self._lock:
+            tasks, self._running = set(self._running.values()), {}
+            self._freed.notify_all()
+        for task in tasks:
+            task.put(Broken(text))
+
+    def pay(self, rank: int, size: int) -> None:
+        """Output of a rank has been taken; tell its agent now and then."""
+        with self._lock:
+            owed = self._owed[rank] = self._owed.get(rank, 0) + size
+            if owed < OUTPUT_CREDIT:
+                return
+            self._owed[rank] = 0
+        self.send(Credit(rank, owed))
+
+    def pay_item(self, item: Display | WidgetMessage) -> None:
+        """A rich item of a rank has been taken."""
+        if item.size:
+            self.send(Credit(item.rank, item.size, items=True))
+
+    def ask(
+        self, ranks: Sequence[int], question: str, arguments: dict[str, Any] | None = None, *, timeout: float
+    ) -> dict[int, dict[str, Any]]:
+        """Ask the control threads of ranks.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            The answers that came, by rank.
+        """
+        request = next(self._requests)
+        return self._ask(Ask(request, list(ranks), question, arguments or {}), len(ranks), timeout)
+
+    def ask_controller(self, question: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Ask the controller.
+
+        Raises:
+            SessionBroken: It does not answer.
+        """
+        request = next(self._requests)
+        answers = self._ask(AskController(request, question, arguments or {}), 1, _ANSWER_LIMIT)
+        if not answers:
+            raise SessionBroken(
+                "the session's controller does not answer: `%distributed restart`, or `stop` and `start`"
+            )
+        return answers[-1]
+
+    def read_log(self, **question: Any) -> LogPart:
+        """Some of what was printed; the arguments are the fields of a ReadLog.
+
+        Raises:
+            SessionError: It does not answer.
+        """
+        request = next(self._requests)
+        parts = self._log_parts[request] = queue.SimpleQueue()
+        try:
+            self.send(ReadLog(request, **question))
+            return parts.get(timeout=_ANSWER_LIMIT)
+        except queue.Empty:
+            raise SessionError(
+                f"the output log has not answered for {_ANSWER_LIMIT:.0f} s: its disk may hang. "
+                "Type `%distributed logs` to try again; the ranks are not affected."
+            ) from None
+        finally:
+            del self._log_parts[request]
+
+    def _ask(self, message: Ask | AskController, count: int, timeout: float) -> dict[int, dict[str, Any]]:
+        answers = self._answers[message.request] = queue.SimpleQueue()
+        deadline = time.monotonic() + timeout
+        gathered: dict[int, dict[str, Any]] = {}
+        try:
+            self.send(message)
+            while len(gathered) < count:
+                answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                gathered[answer.rank] = answer.data
+        except queue.Empty:
+            pass
+        finally:
+            del self._answers[message.request]
+        return gathered
+
+    # --- from the ranks, in the listening thread
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, (Output, Display, WidgetMessage)):
+            self._route(message)
+        elif isinstance(message, Reply):
+            self._end_part(message)
+        elif isinstance(message, Died):
+            self._rank_died(message)
+        elif isinstance(message, Answer):
+            if (answers := self._answers.get(message.request)) is not None:
+                answers.put(message)
+        elif isinstance(message, LogPart):
+            if (parts := self._log_parts.get(message.request)) is not None:
+                parts.put(message)
+        elif isinstance(message, Notice):
+            self.notify(message)
+        elif isinstance(message, (Remark, Recovered)):
+            self._tell_cell(message)
+        elif isinstance(message, Look):
+            self.on_look(message)
+        else:
+            self._on_life(message)
+
+    def notify(self, message: Notice) -> None:
+        """Show a line in the cells that run, else below the latest, else in the first that there will be."""
+        with self._lock:
+            tasks = set(self._running.values())
+            latest = next(iter(self._latest.values()), None)
+            if not tasks and latest is None:
+                self._untold.append(message)
+                return
+        for task in tasks:
+            task.put(message)
+        if not tasks:
+            self.put_late(latest, message)
+
+    def _route(self, message: Output | Display | WidgetMessage) -> None:
+        task = self._latest.get(message.rank)
+        if task is None or not task.put(message):
+            self.put_late(task, message)
+
+    def _tell_cell(self, message: Remark | Recovered) -> None:
+        """Something about a cell as a whole. What comes after its end is a line below it."""
+        if isinstance(message, Recovered):
+            self.generation = message.generation
+        with self._lock:
+            task = next((task for task in self._latest.values() if task.serial == message.serial), None)
+        if task is not None and not task.put(message) and message.text:
+            self.put_late(task, message if isinstance(message, Remark) else Notice(message.text))
+
+    def _end_part(self, message: Reply) -> None:
+        with self._lock:
+            task = self._running.get(message.rank)
+            if task is None or task.serial != message.serial:
+                return
+            del self._running[message.rank]
+            self._freed.notify_all()
+        if message.names is not None:
+            self.names[message.rank] = message.names
+        if not task.put(message) and message.payload:  # nobody waits any more for what the rank has packed
+            self.send(Ask(0, [message.rank], "release", {"serial": message.serial}))
+
+    def _rank_died(self, message: Died) -> None:
+        with self._lock:
+            known = message.rank in self.dead
+            self.dead[message.rank] = message
+            task = self._running.pop(message.rank, None)
+            self._freed.notify_all()
+        if task is not None and task.put(message):
+            return
+        if not known:
+            how = f"rank {message.rank} died between cells: {describe_death(message)}."
+            notice = Notice(f"{how} `%distributed restart` brings up a fresh set.")
+            self.put_late(self._latest.get(message.rank), notice)
+
+    # --- what comes after its cell has ended
+
+    def put_late(self, task: Task | None, message: Message) -> None:
+        """Have a message handled that came after the end of the cell that it belongs to."""
+        with self._lock:
+            if self._late is None:
+                self._late = queue.SimpleQueue()
+                threading.Thread(target=self._show_late, args=(self._late,), name="nbdist-late", daemon=True).start()
+        self._late.put((task, message))
+
+    def _show_late(self, messages: queue.SimpleQueue[tuple[Task | None, Message]]) -> None:
+        """Show it below its cell. Ends with the process, as its daemon thread does."""
+        dues: dict[Task, float] = {}  # when tasks have more to show
+        while True:
+            now = time.monotonic()
+            for task in [task for task, due in dues.items() if due <= now]:
+                self._show_late_of(task, None, dues)
+            try:
+                wait = max(0.0, min(dues.values()) - time.monotonic()) if dues else None
+                late, message = messages.get(timeout=wait)
+            except queue.Empty:
+                continue
+            if isinstance(message, WidgetMessage):
+                self.widgets.relay(message)
+            elif late is not None:
+                self._show_late_of(late, message, dues)
+            if isinstance(message, Output):
+                self.pay(message.rank, len(message.data))
+            elif isinstance(message, WidgetMessage) or (isinstance(message, Display) and late is None):
+                self.pay_item(message)
+
+    def _show_late_of(self, task: Task, message: Message | None, dues: dict[Task, float]) -> None:
+        now = time.monotonic()
+        dues.pop(task, None)
+        try:
+            due = task.context.run(task.show_late, message, now)
+        except Exception:  # nothing that is shown may end this thread: ranks wait until their output is paid for
+            traceback.print_exc()
+            return
+        if due is not None:
+            dues[task] = now + due

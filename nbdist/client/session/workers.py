@@ -1,0 +1,434 @@
+"""A set of ranks, from the notebook's side: how it comes up, takes work and ends.
+
+What sessions and launches have in common. Owns the controller that is kept warm for the next of them. Knows nothing of
+processes or sockets; `traffic` knows which rank runs what.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import queue
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+from nbdist.client.costs import history
+from nbdist.client.magics.magic_line import ranks_among
+from nbdist.client.session import calls, interruption
+from nbdist.client.session.connection import Connection
+from nbdist.client.session.report import describe_death
+from nbdist.client.session.start_options import check_seconds
+from nbdist.client.session.task import Task
+from nbdist.client.session.traffic import Traffic
+from nbdist.devices import unusable_gpus
+from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
+from nbdist.protocol import (
+    Ask,
+    Broken,
+    Execute,
+    Kind,
+    Message,
+    Notice,
+    Progress,
+    RankInfo,
+    Reply,
+    Start,
+    Started,
+    StartFailed,
+    StartOptions,
+    Stop,
+    Stopped,
+)
+from nbdist.ranks import describe_ranks, format_ranks
+
+_STOP_LIMIT = 10.0
+_SURVIVORS_LIMIT = 2.0
+_INTERRUPTED = "the start was interrupted, and no rank is left"
+_COSTS = ("cell", "call", "launch")  # what runs code of the user's
+
+Ranks = Iterable[int] | int | str | None  # which: some, one, "0,2-3"; None: all
+
+_Workers = TypeVar("_Workers", bound="Workers")
+
+_idle: Connection | None = None
+
+
+def prewarm() -> None:
+    """Start a controller with its agent and template, if none is there, so that the next session starts at once."""
+    global _idle
+    if _idle is None or not _idle.alive:
+        with contextlib.suppress(SessionBroken):  # `start` will tell
+            _idle = Connection(patient=True)
+
+
+@atexit.register
+def _close_all() -> None:
+    for workers in list(Workers.instances):
+        workers._forget()
+    if _idle is not None:
+        _idle.close()
+
+
+class Workers:
+    """Ranks that take work. As a context manager it stops them at the end.
+
+    Args:
+        linger: Seconds that the ranks outlive a kernel that was killed.
+
+    Attributes:
+        ranks: What each rank is.
+        backend: Backend of the process group; "none" without one.
+        closed: Whether it has no ranks.
+        broken: Why it is closed, if nobody closed it.
+        started_in: Seconds that the last start took.
+        traffic: Which rank runs what; for the parts of the client.
+        metered: Called with each task that runs code of the user's, whose ranks then tell what it costs in memory;
+            None: they don't.
+    """
+
+    metered: ClassVar[Callable[[Task], None] | None] = None
+    instances: ClassVar[weakref.WeakSet[Workers]] = weakref.WeakSet()
+
+    closed = True
+
+    def __init__(self, linger: float = 0.0) -> None:
+        self.ranks: list[RankInfo] = []
+        self.backend = ""
+        self.closed = True
+        self.broken = ""
+        self.started_in = 0.0
+        self.traffic = Traffic(_weakly(self._on_life))
+        self._linger = linger
+        self._parked = False  # the controller is no longer ours, but kept for any start
+        self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages; KeyboardInterrupt for a Ctrl-C
+
+    # --- life
+
+    def start(self, options: StartOptions, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Bring up ranks, for the first time or in place of those that there were.
+
+        Args:
+            options: What to start.
+            progress: Called with a line of text while the ranks start.
+
+        Raises:
+            SessionBroken: They could not be brought up; nothing of them is left.
+        """
+        if self.broken and not self._parked:
+            self._connection.close()
+        if self.broken or not self.ranks:
+            self._connect()
+        else:
+            self._check_open()
+        self._bring_up(options, progress)
+        Workers.instances.add(self)
+
+    def close(self, grace: float = 1.0) -> None:
+        """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.
+
+        Args:
+            grace: Seconds that ranks which are still at work have to end by themselves.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        with interruption.deferred():
+            self._stop(grace)
+
+    def _stop(self, grace: float) -> None:
+        self._connection.send(Stop(grace))
+        try:
+            self._await_life((Stopped,), _STOP_LIMIT)
+        except SessionError:
+            self._connection.close()
+            return
+        self.traffic.release("the session was stopped")
+        self._park()
+
+    stop = close
+
+    def __enter__(self: _Workers) -> _Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        """Nobody can give them work any more, so they end. Called in any thread, at any moment."""
+        if not self.closed and self.owned:
+            self._connection.let_go()
+
+    @property
+    def owned(self) -> bool:
+        """Whether they belong to this process, and not to one that it was forked from."""
+        return self._connection.pid == os.getpid()
+
+    @property
+    def generation(self) -> int:
+        """How often the process groups have been renewed since the start, and one."""
+        return self.traffic.generation
+
+    def _forget(self) -> None:
+        """The kernel ends: nobody waits for the ranks any more."""
+        self.closed = True
+        self._connection.close()
+
+    def _connect(self) -> None:
+        """Take the idle controller, if there is one, else start one."""
+        global _idle
+        taken, _idle = (_idle, None) if _idle is not None and _idle.alive else (None, _idle)
+        self._connection, self._parked = taken or Connection(), False
+        self.traffic.attach(self._connection)
+
+    def _park(self) -> None:
+        """Keep the controller, with its agent and template, for the next start."""
+        global _idle
+        self._connection.on_message = lambda message: None
+        self._parked = True
+        if _idle is None or not _idle.alive:
+            _idle = self._connection
+        else:
+            self._connection.close()
+
+    def _bring_up(self, options: StartOptions, progress: Callable[[str], None]) -> None:
+        began = time.monotonic()
+        self.closed, self.broken = True, ""
+        self._life = queue.SimpleQueue()
+        self.traffic.release("the ranks were restarted")
+        with interruption.events(self._life.put):
+            try:
+                self._connection.open(self._heed)
+                self._connection.send(Start(options, self._linger))
+                started = self._await_life((Started, StartFailed), None, progress)
+            except BaseException as error:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                why = "the start was interrupted; `%distributed start` starts a new one"
+                self.broken = why if interrupted else str(error) or type(error).__name__
+                self._connection.close()  # and with it whatever has come up
+                raise
+        if isinstance(started, StartFailed):
+            self.broken = started.text
+            self._park()
+            raise SessionBroken(started.text)
+        assert isinstance(started, Started)
+        self.ranks, self.backend = started.ranks, started.backend
+        self._serials = itertools.count(started.first_serial)
+        self.traffic.begin()
+        self.closed = False
+        self.started_in = time.monotonic() - began
+        for note in started.notes:
+            progress(note)
+        if remark := self._on_devices(options):
+            progress(remark)
+
+    def _on_devices(self, options: StartOptions) -> str:
+        """What is to be said of the devices that the ranks have got; empty: they have what there is."""
+        gpus = options.gpus or []
+        if gpus and all(info.device == "cpu" for info in self.ranks):
+            return "this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs"
+        if gpus and len(gpus) < options.count:
+            so = "" if "nccl" in self.backend else "so "  # it was asked for
+            plural = "s" if len(gpus) != 1 else ""
+            return f"{options.count} ranks share {len(gpus)} GPU{plural}, {so}their group uses {self.backend}"
+        if not gpus and (files := unusable_gpus(options.environment)):
+            return (
+                f"this machine has GPUs ({', '.join(files)}) that PyTorch can't use, so the ranks use the CPU. "
+                "`!python -c 'import torch; torch.zeros(1).cuda()'` shows why"
+            )
+        return ""
+
+    def _await_life(
+        self, kinds: tuple[type[Message], ...], limit: float | None, progress: Callable[[str], None] = lambda text: None
+    ) -> Message:
+        """Wait for a message about the session's life. The controller bounds how long a start may take."""
+        deadline = None if limit is None else time.monotonic() + limit
+        while True:
+            left = interruption.HEED if deadline is None else deadline - time.monotonic()
+            try:
+                message = self._life.get(timeout=max(0.0, min(left, interruption.HEED)))
+            except queue.Empty:
+                if left > 0:
+                    continue
+                raise SessionBroken(
+                    "the session does not answer; type `%distributed start` to start a new one"
+                ) from None
+            if isinstance(message, kinds):
+                return message
+            if message is KeyboardInterrupt and Started in kinds:
+                raise interruption.interruption(_INTERRUPTED)
+            if isinstance(message, Progress):
+                progress(message.text)
+            elif isinstance(message, Broken):
+                raise SessionBroken(message.text)
+
+    def _heed(self) -> None:
+        """Hear a Ctrl-C while the controller comes up."""
+        with contextlib.suppress(queue.Empty):
+            if self._life.get_nowait() is KeyboardInterrupt:
+                raise interruption.interruption(_INTERRUPTED)
+
+    def _on_life(self, message: Message) -> None:
+        """From the listening thread: what happens to the session as a whole."""
+        if isinstance(message, Broken) and not self.broken:
+            if not self.closed and not self.traffic.running(info.rank for info in self.ranks):
+                self.traffic.notify(Notice(message.text))
+            self.closed, self.broken = True, message.text
+            self.traffic.release(message.text)
+        self._life.put(message)
+
+    def _check_open(self) -> None:
+        if self.broken:
+            raise SessionBroken(self.broken)
+        if self.closed:
+            raise SessionClosed(
+                "this session is closed: type `%distributed start -n 2` (or `nbdist.Session(2)`) for a new one"
+            )
+
+    # --- work
+
+    def living(self) -> list[int]:
+        """Ranks that have not died."""
+        return [info.rank for info in self.ranks if info.rank not in self.traffic.dead]
+
+    def submit(
+        self,
+        kind: Kind,
+        code: str,
+        ranks: Ranks,
+        *,
+        number: int = 0,
+        offset: int = 0,
+        payload: bytes = b"",
+        grace: float = 1.0,
+        show: bool = False,
+        keep: bool = False,
+        launch: bool = False,
+        profile: str = "",
+    ) -> Task:
+        """Send an Execute, once nothing speaks against it."""
+        if not isinstance(code, str):
+            raise UsageError(f"code is a text, and {type(code).__name__} was given: `session.run('print(rank)')`")
+        check_seconds("grace", grace)
+        chosen = self._choose(ranks)
+        number = number or cell_number()
+        task = Task(
+            self.traffic,
+            next(self._serials),
+            number,
+            chosen,
+            code,
+            kind=kind,
+            show=show,
+            keep=keep,
+            grace=grace,
+            launch=launch,
+        )
+        if others := self._assign(task):
+            raise self._busy(others)
+        try:
+            meter = Workers.metered if kind in _COSTS else None
+            if meter is not None:
+                meter(task)
+            history.note_begin()
+            memory = meter is not None
+            self.traffic.send(Execute(task.serial, chosen, kind, code, number, offset, payload, grace, profile, memory))
+        except BaseException:
+            self.traffic.withdraw(task)
+            raise
+        return task
+
+    def _assign(self, task: Task) -> dict[int, Task]:
+        """Let a task have its ranks. Survivors of a death get a moment to end what they were running."""
+        others = self.traffic.assign(task)
+        if not others or not all(other.bereaved for other in others.values()):
+            return others
+        self.traffic.wait_free(task.ranks, _SURVIVORS_LIMIT)
+        return self.traffic.assign(task)
+
+    def _choose(self, ranks: Ranks, living: bool = True) -> list[int]:
+        """The ranks meant, checked.
+
+        Raises:
+            UsageError: One of them does not exist, or is dead.
+        """
+        self._check_open()
+        everyone = [info.rank for info in self.ranks]
+        if isinstance(ranks, str):
+            ranks = ranks_among(ranks, len(everyone))
+        elif isinstance(ranks, int):
+            ranks = [ranks]
+        chosen = everyone if ranks is None else sorted(set(ranks))
+        unknown = [rank for rank in chosen if rank not in everyone]
+        if unknown or not chosen:
+            who = describe_ranks(unknown) if unknown else "an empty set"
+            raise UsageError(f"{who} isn't in this session: it has ranks {format_ranks(everyone)}")
+        dead = [rank for rank in chosen if rank in self.traffic.dead]
+        if dead and living:
+            alive = format_ranks(self.living())
+            others = f"`-r {alive}` uses the living, " if alive else ""
+            how = "; ".join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))
+            raise UsageError(
+                f"{describe_ranks(dead)} died ({how}): {others}`%distributed restart` brings up a fresh set"
+            )
+        return chosen
+
+    def _busy(self, others: Mapping[int, Task]) -> SessionBusy:
+        """The error that says what these ranks run, and where they are."""
+        ranks = sorted(others)
+        lines = self.traffic.ask(ranks, "stack", timeout=0.3)
+        where = [
+            f"\n  rank {rank}: {lines.get(rank, {}).get('line') or 'in a call that does not let Python answer'}"
+            for rank in ranks
+        ]
+        return SessionBusy(
+            f"{describe_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still running "
+            f"{others[ranks[0]].describe()}{''.join(where[:8])}\n"
+            "Wait for it, `%distributed interrupt`, or as the last resort `%distributed restart`."
+        )
+
+    def collect(self, task: Task, read: Callable[[Reply], Any] = calls.value) -> list[Any]:
+        """The values that ranks have sent, in the order of the ranks, as `read` finds them in the replies."""
+        try:
+            return [read(task.replies[rank]) for rank in task.ranks]
+        finally:
+            self._release(task)
+
+    def fetch(self, task: Task) -> list[Any]:
+        """Wait for a task, and take the values that its ranks send, in their order."""
+        try:
+            task.wait()
+        except BaseException:
+            self._release(task)
+            raise
+        return self.collect(task)
+
+    def _release(self, task: Task) -> None:
+        """Ranks let go of what they have packed for a task."""
+        self.traffic.send(Ask(0, task.ranks, "release", {"serial": task.serial}))
+
+
+def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:
+    """The same method, as long as somebody else holds its object."""
+    held = weakref.WeakMethod(method)
+
+    def call(message: Message) -> None:
+        if (found := held()) is not None:
+            found(message)
+
+    return call
+
+
+def cell_number() -> int:
+    """The number of the notebook's cell that is running, 0 outside of notebooks."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    # `execution_count` is ahead of the running cell in some versions of IPython, and not in others.
+    return int(shell.displayhook.prompt_count) if shell is not None else 0

@@ -1,0 +1,24 @@
+"""The controller's first moments: its agent starts before anything that the controller itself needs is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from nbdist.processes import adopt_orphans, allow_many_files, python_command
+
+
+def main() -> None:
+    """Run a controller, whose argument is "patient" or "urgent"."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    adopt_orphans()
+    allow_many_files()
+    agent = subprocess.Popen(
+        python_command("nbdist.agent.agent_boot", sys.argv[1], str(os.getpid())), stdin=subprocess.PIPE
+    )
+
+    from nbdist.controller import controller
+
+    controller.run(agent)

@@ -1,0 +1,1 @@
+"""A launch on children of the notebook's own process."""

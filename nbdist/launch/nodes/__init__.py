@@ -1,0 +1,1 @@
+"""A launch over several nodes, and its restarts."""

@@ -1,0 +1,586 @@
+"""How the nodes of a launch find each other, and what they tell each other while it runs.
+
+Owns the one store where all meet, which torch's rendezvous, its elastic agents and the ranks use as well. Every wait
+here can be watched (`waiting`) and given up at once (`left`), which torch's own can't. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import ipaddress
+import math
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import psutil
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from nbdist.errors import NodesMissing, RankFailure, UsageError
+from nbdist.launch.launch_errors import LaunchFailure
+from nbdist.launch.nodes.heartbeat import Pulse
+from nbdist.launch.request import Request
+from nbdist.processes import describe_owner
+
+_DEFAULT_LIMITS = {"static": 900.0, "c10d": 600.0}  # seconds, as torchrun has them
+_READ_LIMIT = 60.0
+_LOOK = 0.1  # seconds between two looks at whether what is waited for has come
+_CONNECT_LIMIT = 1.0
+_STRANGE_LIMIT = 3.0  # seconds until what listens there, and is no store, is taken for another program
+_FACTS_LIMIT = 5.0  # seconds that the node where all meet has to say what it launches
+_NEWS_LIMIT = 3.0  # ... that the others have to hear of a failure before it leaves
+_FACTS = "nbdist/facts"
+_TRACEBACK_LIMIT = 100_000  # characters that other nodes get
+
+_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13  # the beginning of what a client of a TCPStore says to it
+
+STORE_ERRORS = (RuntimeError, RendezvousError)  # what torch raises when a store does not answer
+NOWHERE = -1  # the node of a failure that no node has told
+
+
+class Left(RendezvousError):
+    """This node has left the launch."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What is waited for.
+
+    Attributes:
+        text: In words, to follow "waiting for".
+        since: On the monotonic clock.
+        limit: Seconds after which it is an error; None: never.
+    """
+
+    text: str
+    since: float
+    limit: float | None = None
+
+
+class News(msgspec.Struct, frozen=True):
+    """A failure that ends the ranks of all nodes. `final`: they don't start again, though restarts may be left."""
+
+    node: int
+    host: str
+    failure: dict[str, Any]
+    final: bool
+
+    @classmethod
+    def of(cls, failure: RankFailure, node: int, *, final: bool) -> News:
+        """A failure of this node's."""
+        fields = {name: getattr(failure, name) for name in ("rank", "kind", "name", "text", "exit_code", "lost_peer")}
+        fields["local_rank"] = getattr(failure, "local_rank", 0)  # what no rank has told is told for the first
+        fields["traceback"] = failure.traceback[-_TRACEBACK_LIMIT:]
+        # Neither `when`, which is on this machine's clock, nor `pickled`: nobody should unpickle from a network.
+        return cls(node, socket.gethostname(), fields, final)
+
+    def as_failure(self) -> LaunchFailure:
+        """The failure, as if it had just happened here."""
+        return LaunchFailure(**self.failure, when=time.monotonic())
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What all nodes have to agree about."""
+
+    num_nodes: int
+    rdzv_id: str
+    rdzv_backend: str
+    max_restarts: int
+
+
+class Nodes:
+    """The nodes of one launch, as this one sees them. One thread works with it; `waiting` and `left` are for others.
+
+    Args:
+        request: What is launched.
+
+    Attributes:
+        waiting: What is waited for at the moment.
+        left: To be set when this node wants no more of it: all waiting then ends, and raises `Left`.
+        request: What is launched.
+        host, port: Where all meet.
+        conf: Settings of the rendezvous.
+
+    Raises:
+        UsageError: The address or a setting is wrong.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.waiting: Waiting | None = None
+        self.request = request
+        self.conf = dict(request.rdzv_conf or {})
+        if str(self.conf.get("store_type", "tcp")) != "tcp":
+            raise UsageError("rdzv_conf: nodes meet in a store of type 'tcp' only; leave store_type out")
+        try:
+            self.host, self.port = parse_rendezvous_endpoint(
+                request.rdzv_endpoint or _endpoint(request.master_addr, request.port), request.port
+            )
+        except ValueError as error:
+            raise UsageError(f"{error} For example rdzv_endpoint='10.0.0.1:29500'") from None
+        if self.several and not self.port:
+            raise UsageError("several nodes need a port that all of them know: `use_port='29501'`")
+        limit = self._seconds("timeout", _DEFAULT_LIMITS[request.rdzv_backend])
+        self.limit = self._seconds("join_timeout", limit) if request.rdzv_backend == "c10d" else limit
+        self._read_limit = timedelta(seconds=self._seconds("read_timeout", _READ_LIMIT))
+        if self.host == "localhost":
+            self.host = "127.0.0.1"  # what ranks are told has to be what this node listens at
+        self.left = threading.Event()
+        self._lifeline: socket.socket | None = None  # ends with the process that has opened the store
+        self._strange_since: float | None = None
+        self._returned = 0  # how many times nodes have told of ranks that have returned
+        self._seen = 0  # the latest round that this node has taken part in
+        self._server: TCPStore | None = None
+        self._store: Store | None = None
+        self._round: PrefixStore | None = None
+        self._pulse: Pulse | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other nodes."""
+        return self.request.num_nodes > 1
+
+    @property
+    def store(self) -> Store:
+        """Where all meet, once this node is connected."""
+        assert self._store is not None
+        return self._store
+
+    @property
+    def address(self) -> str:
+        """Where all meet, in words."""
+        return _endpoint(self.host, self.port)
+
+    def _seconds(self, name: str, default: float) -> float:
+        given = self.conf.get(name, default)
+        try:
+            seconds = float(given)
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise UsageError(f"rdzv_conf: {name} must be a number of seconds above 0, not {given!r}")
+        return seconds
+
+    # --- the store
+
+    def connect(self) -> None:
+        """Get to the store where all meet; open it, if that is for this node.
+
+        Raises:
+            UsageError: The port is taken, or the other nodes launch something else.
+            NodesMissing: The node that opens it did not do so in time.
+        """
+        if not self.several:
+            self._store = HashStore()
+            return
+        deadline = time.monotonic() + self.limit
+        if not (self._serves() and self._serve()):
+            who = "node 0" if self.request.rdzv_backend == "static" else "the first node"
+            self._await(self._answers, lambda: f"{who} at {self.address}", deadline, self._nobody)
+            self._store = self._client(self.host)
+            self._bound_silence()
+        self._compare_facts()
+
+    def close(self) -> None:
+        """Let go of the store. Where this node has opened it, its port is free then."""
+        self._store = self._round = self._server = self._pulse = None
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process that has opened the store still runs. Torch would say it in pages of warnings."""
+        if self._lifeline is None:
+            return True
+        try:
+            return bool(self._lifeline.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _serves(self) -> bool:
+        if self.request.rdzv_backend == "static":
+            return self.request.node_rank == 0
+        if "is_host" in self.conf:
+            return str(self.conf["is_host"]).lower() in ("1", "true", "t", "yes", "y")
+        return _is_local(self.host) and not self._taken()
+
+    def _taken(self) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection((self.host, self.port), timeout=_CONNECT_LIMIT).close()
+            return True
+        return False
+
+    def _serve(self) -> bool:
+        """Open the store. False: another node of this machine was faster."""
+        literal = _is_literal(self.host) and _is_local(self.host)
+        address = self.host if literal else ""  # a name may mean an address that only this machine knows
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listener = socket.create_server((address, self.port), family=family, backlog=1024)
+        except OSError as error:
+            if self.request.rdzv_backend == "c10d" and self._taken():
+                return False
+            if error.errno != errno.EADDRINUSE:
+                raise UsageError(f"{self.address} can't be opened: {error}") from None
+            taken = f"port {self.port} is taken{describe_owner(self.port)}"
+            raise UsageError(f"{taken}: name another on all nodes, `use_port='29501'`") from None
+        own = address or "127.0.0.1"
+        self._server = TCPStore(
+            own,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._read_limit,
+            master_listen_fd=listener.detach(),
+        )
+        self._store = self._client(own)
+        self._store.set(_FACTS, msgspec.json.encode(self._facts).decode())
+        return True
+
+    def _client(self, host: str) -> Store:
+        return TCPStore(host, self.port, is_master=False, timeout=self._read_limit, wait_for_workers=False)
+
+    def _bound_silence(self) -> None:
+        """Let a store that can't be reached be an error after a while: torch would wait for a quarter of an hour.
+
+        A process that is only slow does no harm, as its system acknowledges what it is sent.
+        """
+        if self._lifeline is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
+            return
+        peer, limit = _peer(self._lifeline), self._read_limit // timedelta(milliseconds=1)
+        for connection in _own_connections():
+            with connection, contextlib.suppress(OSError):
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and _peer(connection) == peer:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+
+    def _stranger(self) -> UsageError:
+        owner = describe_owner(self.port) if _is_local(self.host) else ""
+        return UsageError(
+            f"what listens at {self.address} is not an nbdist launch{owner and f', but opened{owner}'}: start "
+            "`notebook_launcher` on the node with that address first, or name another port on all (`use_port='29501'`)"
+        )
+
+    def _answers(self) -> bool:
+        """Whether a store listens there.
+
+        Raises:
+            UsageError: For seconds now something else does.
+        """
+        try:
+            connection = socket.create_connection((self.host, self.port), timeout=_CONNECT_LIMIT)
+        except OSError:
+            self._strange_since = None
+            return False
+        if _is_store(connection):
+            connection.setblocking(False)
+            self._lifeline = connection
+            return True
+        connection.close()
+        if not _can_tell_stores():
+            return True
+        # It may be about to end: an earlier launch's.
+        self._strange_since = self._strange_since or time.monotonic()
+        if time.monotonic() > self._strange_since + _STRANGE_LIMIT:
+            raise self._stranger()
+        return False
+
+    @property
+    def _facts(self) -> Facts:
+        return Facts(*(getattr(self.request, name) for name in Facts.__struct_fields__))
+
+    def _compare_facts(self) -> None:
+        assert self._store is not None
+        store, began = self._store, time.monotonic()
+        while not store.check([_FACTS]):
+            if time.monotonic() > began + _FACTS_LIMIT:
+                raise self._stranger()
+            self._pause()
+        theirs = msgspec.json.decode(store.get(_FACTS), type=Facts)
+        for name in Facts.__struct_fields__:
+            there, here = getattr(theirs, name), getattr(self._facts, name)
+            if there != here:
+                raise UsageError(
+                    f"{name} is {there!r} on the node at {self.address}, and {here!r} here: "
+                    "it has to be the same on all nodes"
+                )
+
+    # --- waiting
+
+    def _await(
+        self, reached: Callable[[], bool], what: Callable[[], str], deadline: float, error: Callable[[], Exception]
+    ) -> None:
+        since = time.monotonic()
+        try:
+            while True:
+                self._check_alive()
+                if reached():
+                    return
+                if time.monotonic() > deadline:
+                    raise error()
+                self.waiting = Waiting(what(), since, self.limit)
+                self._pause()
+        finally:
+            self.waiting = None
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise self.gone()
+
+    def _pause(self) -> None:
+        if self.left.wait(_LOOK):
+            raise Left
+
+    def _nobody(self) -> NodesMissing:
+        who = "node 0" if self.request.rdzv_backend == "static" else "the node that hosts the rendezvous"
+        return NodesMissing(
+            f"1 of {self.request.num_nodes} nodes came, this one: {who} did not answer at {self.address} within "
+            f"{self.limit:g} s. {self._advice()}"
+        )
+
+    def too_few(self, came: int, missing: str = "") -> NodesMissing:
+        """The error when nodes have not come in time."""
+        return NodesMissing(
+            f"{came} of {self.request.num_nodes} nodes came to {self.address} within {self.limit:g} s{missing}. "
+            f"{self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        ranks = f", and node_rank 0 to {self.request.num_nodes - 1}, each once"
+        return (
+            "Run this cell on all nodes, with the same num_nodes, rdzv_id, address and port"
+            f"{ranks if self.request.rdzv_backend == 'static' else ''}. Does that node have this address, and does a "
+            f"firewall let the others through? On one of them: `!nc -vz {self.host} {self.port}`. "
+            f"To wait longer: rdzv_conf={{'timeout': {2 * self.limit:g}}}"
+        )
+
+    def gone(self) -> NodesMissing:
+        """The error when the store does not answer any more."""
+        return NodesMissing(
+            f"the node where all meet, {self.address}, does not answer any more: its launch or its notebook has ended, "
+            "or the network between has failed. Run this cell again on all nodes"
+        )
+
+    # --- torch's rendezvous
+
+    def meet(self, store: Store) -> Store:
+        """Wait for all nodes, each with the number that it was given.
+
+        Returns:
+            The store of this round of theirs.
+        """
+        request, deadline = self.request, time.monotonic() + self.limit
+        met = self._next_round(store, deadline)
+        mine = f"node/{request.node_rank}"
+        if met.add(mine, 1) > 1:
+            met.add(mine, -1)
+            raise UsageError(
+                f"another node has joined with node_rank={request.node_rank}: "
+                f"give each its own, 0 to {request.num_nodes - 1}, and run this cell again on all of them"
+            )
+        met.add("came", 1)
+        try:
+            self._await(
+                lambda: met.add("came", 0) >= request.num_nodes,
+                lambda: f"{request.num_nodes - met.add('came', 0)} of {request.num_nodes} nodes at {self.address}",
+                deadline,
+                lambda: self.too_few(met.add("came", 0), self._missing(met)),
+            )
+        except Exception:
+            if self.alive:
+                with contextlib.suppress(RuntimeError):
+                    met.add(mine, -1)
+                    met.add("came", -1)
+            raise
+        return met
+
+    def _next_round(self, store: Store, deadline: float) -> PrefixStore:
+        """Node 0 opens a round; the others wait for one that they have not seen."""
+        seen = self._seen
+        if self.request.node_rank == 0:
+            store.add("round", 1)
+        self._await(lambda: store.add("round", 0) > seen, lambda: "node 0 to start again", deadline, self._nobody)
+        self._seen = store.add("round", 0)
+        return PrefixStore(str(self._seen), store)
+
+    def _missing(self, met: Store) -> str:
+        missing = [str(node) for node in range(self.request.num_nodes) if not met.add(f"node/{node}", 0)]
+        return f" ({'node' if len(missing) == 1 else 'nodes'} {', '.join(missing)} did not)" if missing else ""
+
+    def own_address(self) -> str:
+        """This node's address, as the node where all meet sees it."""
+        if self._server is not None and _is_literal(self.host):
+            return self.host
+        host = socket.gethostname() if self._server is not None else self.host
+        with contextlib.suppress(OSError):
+            family, kind, protocol, _, target = socket.getaddrinfo(host, self.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # sends nothing
+                return str(probe.getsockname()[0])
+        return socket.getfqdn()
+
+    def interface(self) -> str:
+        """The network interface that leads to the other nodes; "" where that is not known."""
+        own = self.own_address()
+        if not _is_literal(own) or (ipaddress.ip_address(own).is_loopback and not _is_literal(self.host)):
+            return ""
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(address.address.partition("%")[0] == own for address in addresses):
+                return name
+        return ""
+
+    # --- while it runs
+
+    def begin_round(self, store: Any, node: int, restart: int) -> int:
+        """All nodes have met: from here on this is the store of what they tell each other.
+
+        Args:
+            store: Of this round.
+            node: This node's number in it.
+            restart: How often this node's ranks have started again.
+
+        Returns:
+            How often the ranks of the whole job have.
+        """
+        self._round, self._returned = PrefixStore("nbdist", store), 0
+        self._round.set(f"restart/{node}", str(restart))
+        self._pulse = Pulse(self._round, node, range(self.request.num_nodes) if self._server is not None else ())
+        return max(int(self._round.get(f"restart/{other}")) for other in range(self.request.num_nodes))
+
+    def tell(self, news: News) -> News:
+        """Tell the others of a failure here.
+
+        Returns:
+            What all nodes take for the cause: the first that any of them told.
+        """
+        found = self._told().compare_set("failed", "", msgspec.json.encode(news).decode())
+        return msgspec.json.decode(found, type=News)
+
+    def hear(self) -> News | None:
+        """A failure that has been told, if there is one."""
+        store = self._told()
+        if not store.check(["failed"]):
+            return None
+        self.waiting = None
+        return msgspec.json.decode(store.get("failed"), type=News)
+
+    def silences(self) -> list[str]:
+        """Give a sign of life, and where all meet, look for those of the others.
+
+        Returns:
+            A line for each node that has fallen silent since, or is heard of again.
+        """
+        assert self._pulse is not None
+        self._check_alive()
+        return self._pulse.beat()
+
+    def exchange_returned(self, ranks: Sequence[int]) -> list[int]:
+        """Tell the other nodes that these ranks have returned.
+
+        Returns:
+            The ranks that any node has told of since the last call.
+        """
+        store = self._told()
+        if ranks:
+            store.set(f"returned/{store.add('returned', 1)}", msgspec.json.encode(ranks).decode())
+        told: list[int] = []
+        while store.check([f"returned/{self._returned + 1}"]):
+            self._returned += 1
+            told += msgspec.json.decode(store.get(f"returned/{self._returned}"), type=list[int])
+        return told
+
+    def finish(self) -> None:
+        """This node's ranks have done their work."""
+        self._told().add("finished", 1)
+
+    def others_at_work(self) -> int:
+        """On how many other nodes ranks are still at it, once this node's have finished."""
+        count = int(self.request.num_nodes - self._told().add("finished", 0))
+        since = self.waiting.since if self.waiting is not None else time.monotonic()
+        others = f"the ranks of {count} other node{'s' if count > 1 else ''}"
+        self.waiting = Waiting(others, since) if count else None
+        return count
+
+    def part(self) -> None:
+        """A failure has ended the launch: the node that has opened the store keeps it until the others know."""
+        with contextlib.suppress(RuntimeError, NodesMissing):
+            store = self._told()
+            store.add("parted", 1)
+            deadline = time.monotonic() + _NEWS_LIMIT
+            while self._server is not None and store.add("parted", 0) < self.request.num_nodes:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_LOOK)
+
+    def _told(self) -> Store:
+        self._check_alive()
+        assert self._round is not None
+        return self._round
+
+
+def _own_connections() -> Iterator[socket.socket]:
+    """A copy of each of this process's sockets, to be closed. Linux only."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{entry}").st_mode):
+                yield socket.socket(fileno=os.dup(int(entry)))
+
+
+def _peer(connection: socket.socket) -> tuple[str, int]:
+    host, port = connection.getpeername()[:2]
+    return host.removeprefix("::ffff:"), port  # torch uses IPv6 sockets for IPv4, too
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_store(connection: socket.socket) -> bool:
+    """Whether a TCPStore is at the other end. Torch's own client would wait for ever for one that says nothing."""
+    nonce = 0x6E62
+    connection.settimeout(_CONNECT_LIMIT)
+    with contextlib.suppress(OSError):
+        connection.sendall(struct.pack("=BIBI", _VALIDATE, _MAGIC, _PING, nonce))
+        return connection.recv(4) == struct.pack("=I", nonce)
+    return False
+
+
+@functools.cache
+def _can_tell_stores() -> bool:
+    """Whether this torch's stores speak as `_is_store` expects."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_connection(("127.0.0.1", store.port), timeout=_CONNECT_LIMIT) as connection:
+        return _is_store(connection)
+
+
+def _is_local(host: str) -> bool:
+    """Whether an address is this machine's."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, (address, *_rest) in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind((address, 0))
+                return True
+    return False

@@ -1,0 +1,1 @@
+"""Where memory goes: high-water marks, tensors, what to say when it runs out."""

@@ -1,0 +1,1 @@
+"""How floating-point operations, passes and steps are counted, and what a device could do."""

@@ -1,0 +1,245 @@
+"""What a device can do at most: dense matrix products by dtype, as its maker states them.
+
+Owns the table and the estimate for devices that are not in it. Nothing is guessed for a device of which nothing is
+known. Figures with structured sparsity, which makers like to print, are twice these.
+
+`tf32` is fp32 data in tensor cores, as after `torch.set_float32_matmul_precision("high")`. Products of 16-bit numbers
+are summed in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import UsageError
+from nbdist.metrics.node.nvml import ask_once
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
+_NAMES = {
+    **{name: name for name in DTYPES},
+    "float32": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), "fp8"),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a device can do.
+
+    Attributes:
+        tflops: 10^12 FLOPs a second.
+        source: Where the figure is from, in words.
+        estimated: Whether it was worked out from the device's properties.
+    """
+
+    tflops: float
+    source: str
+    estimated: bool = False
+
+
+_ENGINEERING = "stas00/ml-engineering, which links each maker's page"
+_LIGHTNING = "Lightning's table, checked against the maker's data sheet"
+_TORCHTITAN = "torchtitan's table"
+_SHEET = "NVIDIA's data sheet"
+
+# Names as torch gives them, without "NVIDIA", "Tesla" or "AMD" in front; TFLOPS in the order of DTYPES; the source.
+_Row = tuple[str, tuple[float | None, float | None, float | None, float | None, float | None], str]
+_TABLE: tuple[_Row, ...] = (
+    (r"V100-SXM[23]-\d+GB(-LS)?", (15.7, None, 125, None, None), _LIGHTNING),
+    (r"V100-PCIE-\d+GB", (14, None, 112, None, None), _LIGHTNING),
+    (r"T4", (8.1, None, 65, None, None), _LIGHTNING),
+    (r"A10", (31.2, 62.5, 125, 125, None), _SHEET),
+    (r"A10G", (None, 35, 70, 70, None), "measurements in a public issue of Ray (64315), not very sure"),
+    (r"A30", (10.3, 82, 165, 165, None), _SHEET),
+    (r"A40", (37.4, 74.8, 149.7, 149.7, None), _LIGHTNING),
+    (r"RTX A6000", (38.7, 77.4, 154.8, 154.8, None), _TORCHTITAN),
+    (r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe", (19.5, 156, 312, 312, None), _ENGINEERING),
+    (r"L4", (30.3, 60, 121, 121, 242), _LIGHTNING),
+    (r"L40", (90.5, 90.5, 181, 181, 362), _SHEET),
+    (r"L40S", (91.6, 183, 362, 362, 733), _SHEET),
+    (r"GeForce RTX 3090", (35.6, 35.6, 71, 71, None), "NVIDIA's GA102 white paper"),
+    (r"GeForce RTX 4090", (82.6, 82.6, 165.2, 165.2, 330.3), "NVIDIA's Ada white paper"),
+    (r"GeForce RTX 5090", (104.8, 104.8, 209.5, 209.5, 419), "NVIDIA's figures, without sparsity"),
+    (r"H100 (80|96)GB HBM3", (67, 494.5, 989, 989, 1979), _ENGINEERING),
+    (r"H100 PCIe", (51, 378, 756, 756, 1513), _ENGINEERING),
+    (r"H100 NVL", (60, 417.5, 835.5, 835.5, 1670.5), _LIGHTNING),
+    (r"H200", (67, 494.5, 989, 989, 1979), _ENGINEERING),
+    (r"H200 NVL", (60, 417.5, 835.5, 835.5, 1671), _SHEET),
+    (r"GH200( \d+GB?( HBM3e?)?)?", (67, 494.5, 989, 989, 1979), _ENGINEERING),
+    (r"H20", (44, 74, 148, 148, 296), _TORCHTITAN),
+    (r"B[23]00", (80, 1125, 2250, 2250, 4500), _ENGINEERING),
+    (r"GB[23]00", (80, 1250, 2500, 2500, 5000), _ENGINEERING),
+    (r"Instinct MI250X?|Instinct MI250X / MI250", (23.9, None, 191.5, 191.5, None), f"half a card: {_ENGINEERING}"),
+    (r"Instinct MI3(00|25)X", (163.4, 653.7, 1307, 1307, 2615), _ENGINEERING),
+    (r"Instinct MI355X", (157.3, None, 2500, 2500, 5000), _ENGINEERING),
+)
+
+# Multiply-adds that one SM begins in a clock, by compute capability and in the order of DTYPES; second: GeForce cards,
+# whose tensor cores sum in fp32 at half the rate. From NVIDIA's white papers of each architecture.
+_RATES: dict[tuple[int, int], tuple[tuple[int | None, ...], tuple[int | None, ...]]] = {
+    (7, 0): ((64, None, 512, None, None),) * 2,
+    (7, 5): ((64, None, 512, None, None), (64, None, 256, None, None)),
+    (8, 0): ((64, 512, 1024, 1024, None),) * 2,
+    (8, 6): ((128, 256, 512, 512, None), (128, 128, 256, 256, None)),
+    (8, 9): ((128, 256, 512, 512, 1024), (128, 128, 256, 256, 512)),
+    (9, 0): ((128, 1024, 2048, 2048, 4096),) * 2,
+    (10, 0): ((128, 2048, 4096, 4096, 8192),) * 2,
+    (12, 0): ((128, 256, 512, 512, 1024), (128, 128, 256, 256, 512)),
+}
+
+
+def peak(name: str, dtype: str) -> Peak | None:
+    """The dense peak of a device.
+
+    Args:
+        name: As `torch.cuda.get_device_name` gives it. It must match as a whole: an "L40S" is no "L4".
+        dtype: "fp32", "tf32", "fp16", "bf16" or "fp8"; torch's own names will do.
+
+    Returns:
+        The figure; None if the device is not in the table, or has no such arithmetic: `estimate` may know more.
+
+    Raises:
+        UsageError: There is no such dtype.
+    """
+    column = DTYPES.index(short(dtype))
+    found = _row(name)
+    tflops = None if found is None else found[1][column]
+    return None if found is None or tflops is None else Peak(float(tflops), found[2])
+
+
+def estimate(name: str, capability: tuple[int, int], sms: int, clock: float, dtype: str) -> Peak | None:
+    """What a device should be able to do by its properties, for those that the table lacks, MIG instances among them.
+
+    Args:
+        name: As `torch.cuda.get_device_name` gives it; GeForce cards have other rates.
+        capability: Of its architecture, as `torch.cuda.get_device_capability` gives it.
+        sms: Its streaming multiprocessors.
+        clock: Their highest clock, Hz.
+        dtype: As for `peak`.
+
+    Returns:
+        SMs x multiply-adds an SM and clock x 2 x clock, marked as an estimate; None for other architectures.
+    """
+    rates = _RATES.get(capability)
+    column = DTYPES.index(short(dtype))
+    rate = None if rates is None else rates["GeForce" in name][column]
+    if rate is None or sms <= 0 or clock <= 0:
+        return None
+    words = f"estimated: {sms} SMs x {rate} x 2 x {clock / 1e9:.2f} GHz"
+    return Peak(sms * rate * 2 * clock / 1e12, words, estimated=True)
+
+
+def known(device: torch.device, dtype: str) -> Peak | None:
+    """The peak of a device of this process: from the table, else estimated, else as measured.
+
+    Args:
+        device: A GPU, or the CPU, of which nothing is known until it has been measured.
+        dtype: As for `peak`; of others nothing is known.
+    """
+    if dtype not in DTYPES:
+        return None
+    return stated(device, dtype) or _measured.get((device.type, device.index or 0, dtype))
+
+
+def stated(device: torch.device, dtype: str) -> Peak | None:
+    """The same, but not as measured."""
+    return _of_gpu(device.index or 0, dtype) if device.type == "cuda" else None
+
+
+def note(device: torch.device, dtype: str, tflops: float) -> None:
+    """Remember what was measured; it serves as the peak of a device of which no other is known."""
+    words = "measured here: the best rate of matrix products, so the true peak is higher"
+    _measured[device.type, device.index or 0, short(dtype)] = Peak(tflops, words)
+
+
+def in_tensor_cores() -> bool:
+    """Whether GPUs multiply fp32 in tensor cores, so that its peak is that of tf32."""
+    import torch
+
+    # Since PyTorch 2.9; where this has been used, the older function raises.
+    chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return chosen == "tf32" if chosen is not None else torch.get_float32_matmul_precision() != "highest"
+
+
+def name_of(device: torch.device) -> str:
+    """The name of a device, for people."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+_measured: dict[tuple[str, int, str], Peak] = {}
+
+
+@functools.cache
+def _of_gpu(index: int, dtype: str) -> Peak | None:
+    import torch
+
+    name = torch.cuda.get_device_name(index)
+    found = peak(name, dtype)
+    if found is not None or _row(name) is not None or torch.version.hip is not None:
+        return found
+    properties = torch.cuda.get_device_properties(index)
+    capability = torch.cuda.get_device_capability(index)
+    return estimate(name, capability, properties.multi_processor_count, _highest_clock(properties), dtype)
+
+
+def _highest_clock(properties: Any) -> float:
+    """Of the SMs, Hz; 0 where neither torch nor the driver tells."""
+    if found := getattr(properties, "clock_rate", 0):
+        return 1000.0 * float(found)
+    return ask_once(lambda nvml: _highest_clock_by_driver(nvml, f"GPU-{properties.uuid}"), 0.0)
+
+
+def _highest_clock_by_driver(nvml: Any, uuid: str) -> float:
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    return 1e6 * float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+
+
+def mixed(flops: Mapping[str, int], figures: Mapping[str, Peak | None]) -> Peak | None:
+    """The peak for work of several dtypes: what it would be if each part ran at its own peak.
+
+    Args:
+        flops: Work by dtype.
+        figures: The peak of each dtype.
+
+    Returns:
+        One figure; None if a dtype's is not known.
+    """
+    parts = {dtype: figures.get(dtype) for dtype, amount in flops.items() if amount}
+    found = [each for each in parts.values() if each is not None]
+    if not found or len(found) < len(parts):
+        return None
+    if len(found) == 1:
+        return found[0]
+    seconds = sum(flops[dtype] / each.tflops for dtype, each in parts.items() if each is not None)
+    sources = "; ".join(f"{dtype}: {each.source}" for dtype, each in parts.items() if each is not None)
+    return Peak(sum(flops.values()) / seconds, sources, any(each.estimated for each in found))
+
+
+def short(dtype: str) -> str:
+    """The name of a dtype in the table: "bf16" for "bfloat16".
+
+    Raises:
+        UsageError: It has none.
+    """
+    found = _NAMES.get(dtype.removeprefix("torch."))
+    if found is None:
+        raise UsageError(f"{dtype!r} is not a dtype that matrix products are measured in: {', '.join(DTYPES)}")
+    return found
+
+
+@functools.cache
+def _row(name: str) -> _Row | None:
+    bare = re.sub(r"^(NVIDIA|Tesla|AMD|\s)+", "", name).strip()
+    return next((row for row in _TABLE if re.fullmatch(row[0], bare)), None)

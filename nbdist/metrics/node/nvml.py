@@ -1,0 +1,266 @@
+"""What the NVIDIA driver tells of its GPUs, MIG instances included, as GpuSamples.
+
+Owns how NVML is asked and what its refusals mean. Creates no CUDA context, reads nothing over PCIe but what NVML keeps.
+Knows nothing of ranks; who maps them to GPUs does so by UUID.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from nbdist.metrics.node.sample import GpuSample
+
+_T = TypeVar("_T")
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that mean that the chip is held back; idle and user settings do not.
+_THROTTLED = {
+    0x0000000000000004: "power limit",
+    0x0000000000000008: "hardware slowdown",
+    0x0000000000000020: "heat",
+    0x0000000000000040: "heat (hardware)",
+    0x0000000000000080: "power brake",
+}
+_MIG_ENABLED = 1
+_PATIENCE = 2.0  # seconds that a single look waits for the driver
+
+
+class Nvml:
+    """The driver, as long as this lives.
+
+    Args:
+        library: The module to ask; None: `pynvml`.
+
+    Attributes:
+        why: Why there is nothing to read, in words; empty: there is.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        self.why = ""
+        self._nvml: Any = library
+        self._open = False
+        try:
+            if library is None:
+                import pynvml
+
+                self._nvml = pynvml
+            self._nvml.nvmlInit()
+            self._open = True
+        except Exception as error:
+            self.why = _why_not(error)
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self._open:
+            self._open = False
+            self._ask(self._nvml.nvmlShutdown)
+
+    def read(self) -> list[GpuSample]:
+        """One look at all GPUs; of those cut into MIG instances, at the instances.
+
+        Returns:
+            A sample for each, by index. One that does not answer says so and the others are not affected.
+        """
+        if not self._open:
+            return []
+        try:
+            count = int(self._nvml.nvmlDeviceGetCount())
+        except Exception as error:
+            self.why = _why_not(error)
+            return []
+        self.why = "" if count else "the driver reports no GPU"
+        return [sample for index in range(count) for sample in self._gpu(index)]
+
+    def _gpu(self, index: int) -> Iterator[GpuSample]:
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+        except Exception as error:
+            yield GpuSample(uuid="", index=index, why=_failure(error))
+            return
+        instances = self._instances(handle)
+        for part in instances or [handle]:
+            yield self._sample(part, index, chip=handle)
+
+    def _instances(self, handle: Any) -> list[Any]:
+        """The MIG instances of a GPU; none where it is not cut."""
+        mode = self._ask(self._nvml.nvmlDeviceGetMigMode, handle)
+        if mode is None or mode[0] != _MIG_ENABLED:
+            return []
+        most = self._ask(self._nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+        found = (self._ask(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number) for number in range(most))
+        return [instance for instance in found if instance is not None]
+
+    def _sample(self, handle: Any, index: int, *, chip: Any) -> GpuSample:
+        """A sample of a GPU, or of an instance of it: power and heat are the whole chip's."""
+        nvml, missing = self._nvml, _Missing()
+        uuid = missing.try_to("UUID", nvml.nvmlDeviceGetUUID, handle)
+        memory = missing.try_to("memory", self._memory, handle)
+        busy = missing.try_to("utilization", nvml.nvmlDeviceGetUtilizationRates, handle)
+        power = missing.try_to("power", nvml.nvmlDeviceGetPowerUsage, chip)
+        limit = missing.try_to("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, chip)
+        return GpuSample(
+            uuid=_text(uuid or ""),
+            index=index,
+            name=_text(missing.try_to("name", nvml.nvmlDeviceGetName, handle) or ""),
+            total=None if memory is None else memory[0],
+            used=None if memory is None else memory[1],
+            by_pid=missing.try_to("processes", self._by_pid, handle) or {},
+            utilization=None if busy is None else busy.gpu / 100,
+            temperature=missing.try_to("temperature", nvml.nvmlDeviceGetTemperature, chip, 0),
+            power=None if power is None else power / 1000,
+            power_limit=None if limit is None else limit / 1000,
+            throttled=missing.try_to("clocks", self._throttled, chip) or [],
+            why=missing.words(),
+        )
+
+    def _memory(self, handle: Any) -> tuple[int, int]:
+        """Bytes that processes can have, and that they have: without what the driver keeps for itself, as CUDA counts.
+
+        Only the second version of the call tells that apart; the first counts it as used.
+        """
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        if version is not None:
+            try:
+                found = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+                return int(found.total - found.reserved), int(found.used)
+            except Exception as error:
+                if _failure(error) == _LOST:
+                    raise
+        found = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(found.total), int(found.used)
+
+    def _by_pid(self, handle: Any) -> dict[int, int]:
+        """Memory by process; empty where the driver numbers processes otherwise than this system does.
+
+        In a container it may use the host's numbers, and one of them may be another process's here.
+        """
+        import psutil
+
+        processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        if not all(psutil.pid_exists(int(each.pid)) for each in processes):
+            return {}
+        # A share may be hidden, or in containers 0: every process here has at least a context.
+        return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory}
+
+    def _throttled(self, handle: Any) -> list[str]:
+        try:
+            bits = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        except Exception as error:  # before 535 the driver knows the function by its old name only
+            if _kind(error) != "FunctionNotFound":
+                raise
+            bits = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        return [word for bit, word in _THROTTLED.items() if bits & bit]
+
+    def _ask(self, function: Callable[..., _T], *arguments: Any) -> _T | None:
+        try:
+            return function(*arguments)
+        except Exception:
+            return None
+
+
+def within_limit(look: Callable[[], _T], otherwise: _T, limit: float = _PATIENCE) -> _T:
+    """What a look at the driver finds, for callers that can't wait: a driver that hangs can't be interrupted.
+
+    Args:
+        look: Takes it, in a thread, which ends when the driver answers.
+        otherwise: What is returned if it has not answered in time, or the look raises.
+        limit: Seconds.
+    """
+    found: list[_T] = []
+
+    def take() -> None:
+        with contextlib.suppress(Exception):  # no driver, or one of tomorrow that answers in ways that nobody knows
+            found.append(look())
+
+    thread = threading.Thread(target=take, name="nbdist-driver-once", daemon=True)
+    thread.start()
+    thread.join(limit)
+    return found[0] if found else otherwise
+
+
+def ask_once(question: Callable[[Any], _T], otherwise: _T, limit: float = _PATIENCE) -> _T:
+    """The answer to a question, by callers that keep no driver open; as `within_limit`.
+
+    Args:
+        question: Called with pynvml while the driver is open.
+        otherwise: What is returned without a driver, or one that does not work or answer in time.
+        limit: Seconds.
+    """
+
+    def ask() -> _T:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return question(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+
+    return within_limit(ask, otherwise, limit)
+
+
+def read_once() -> list[GpuSample]:
+    """One look at all GPUs, by who keeps no driver open."""
+    driver = Nvml()
+    try:
+        return driver.read()
+    finally:
+        driver.close()
+
+
+_LOST = "it has fallen off the bus: `nvidia-smi` and the kernel's log say more; a reboot brings it back"
+_WORDS = {
+    "GpuIsLost": _LOST,
+    "NotSupported": "this GPU does not report it",
+    "NoPermission": "the driver does not let this user read it",
+}
+
+
+class _Missing:
+    """What could not be read, and why."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}
+
+    def try_to(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T | None:
+        if _LOST in self._names:
+            return None
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self._names.setdefault(_failure(error), []).append(name)
+            return None
+
+    def words(self) -> str:
+        if _LOST in self._names:
+            return _LOST
+        return "; ".join(f"no {', '.join(names)}: {why}" for why, names in self._names.items())
+
+
+def _failure(error: Exception) -> str:
+    kind = _kind(error)
+    return _WORDS.get(kind, str(error) or kind)
+
+
+def _kind(error: Exception) -> str:
+    """What NVML calls an error: pynvml makes a class for each ("NVMLError_GpuIsLost")."""
+    return type(error).__name__.rpartition("_")[2]
+
+
+def _why_not(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "the package nvidia-ml-py is not installed: `%pip install nvidia-ml-py`"
+    words = {
+        "LibraryNotFound": "this machine has no NVIDIA driver",
+        "DriverNotLoaded": "the NVIDIA driver is not loaded",
+        "NoPermission": "the NVIDIA driver does not let this user in",
+        "FunctionNotFound": "the NVIDIA driver is too old for this: a newer one is needed",
+        "LibRmVersionMismatch": "the NVIDIA driver was updated while it was loaded: a reboot is needed",
+    }
+    return words.get(_kind(error), f"the NVIDIA driver does not answer: {error}")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

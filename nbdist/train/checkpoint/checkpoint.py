@@ -1,0 +1,330 @@
+"""Checkpoints of the whole training: `save_state` and `load_state`, on all ranks together.
+
+Tensors go through torch.distributed.checkpoint, so that they load into any strategy and number of ranks; all else goes
+into one file for each rank. Knows which steps a save and a load are made of. What is kept of a state is in
+`state_snapshot`, what a whole checkpoint is on the disk in `checkpoint_folder`, and how one gets there in `saving`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+
+import nbdist
+from nbdist.errors import CheckpointError, UsageError
+from nbdist.train.checkpoint.checkpoint_folder import (
+    Draft,
+    check_files,
+    find,
+    is_previous,
+    latest,
+    partials,
+    read_manifest,
+)
+from nbdist.train.checkpoint.generators import random_digests
+from nbdist.train.checkpoint.saving import Save, Writing, file_of, wait_for_saves_of_all, without_group_warning
+from nbdist.train.checkpoint.staging import copy_to_cpu
+from nbdist.train.checkpoint.state_snapshot import Restoring, Snapshot, take
+from nbdist.train.collective import meeting
+from nbdist.train.loop import averages
+from nbdist.train.state import State, current, rank, world_size
+
+_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_state` has loaded. It prints as one line.
+
+    Attributes:
+        path: The checkpoint's folder.
+        steps: Optimizer steps that had been made.
+        world_size: Number of ranks that had saved it.
+        notes: What is not as it was when it was saved.
+    """
+
+    path: Path
+    steps: int
+    world_size: int
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return "; ".join([f"loaded {self.path}: step {self.steps:,}, saved by {_ranks(self.world_size)}", *self.notes])
+
+
+def register_for_checkpointing(*objects: Any, state: State | None = None) -> None:
+    """Have checkpoints keep these objects too. To be called on all ranks, in the same order in each run.
+
+    Args:
+        objects: Modules, and whatever has `state_dict()` and `load_state_dict()`.
+        state: The training they belong to; the current one by default.
+
+    Raises:
+        UsageError: An object lacks one of these methods; none was registered.
+    """
+    for thing in objects:
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise UsageError(
+                    f"{type(thing).__name__} has no {method}(): checkpoints keep objects with state_dict() and "
+                    "load_state_dict()"
+                )
+    registered = (state or current()).registered
+    registered.extend(thing for thing in objects if not any(thing is known for known in registered))
+
+
+def save_state(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    limit: float | None = None,
+    state: State | None = None,
+) -> Save:
+    """Save everything that is prepared or registered: a run that loads it goes on as if it had not been interrupted.
+
+    >>> nbdist.save_state(keep=3)
+    saved checkpoints/step-1200
+
+    To be called on all ranks, between optimizer steps. The checkpoint appears all at once: a save that is killed, or
+    that fails, leaves those before whole. Each rank's random generators and position in the data are kept as well.
+
+    Args:
+        path: The folder to make, on a file system that all ranks share; checkpoints/step-N by default. A checkpoint
+            of this name is replaced.
+        keep: How many checkpoints may stay in the folder around it, this one included; None: all.
+        asynchronous: Return as soon as the tensors are copied to CPU memory, and write them meanwhile. The next save
+            and the end of the process wait for it.
+        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else as long as a
+            collective may take (`--timeout` of the session). Who is missing is said after 30 s.
+        state: The training to save; the current one by default.
+
+    Returns:
+        A handle; with `asynchronous` its `wait()` tells how it went.
+
+    Raises:
+        UsageError: Not all ranks have called it, or something can't be saved. Nothing was written.
+        CheckpointError: It could not be written, as when the disk is full. What was written of it is removed.
+    """
+    state = state or current()
+    target = Path(path) if path is not None else Path(_FOLDER, f"step-{state.steps}")
+    meeting.meet("save_state", {"path": str(target), "keep": keep, "asynchronous": asynchronous}, limit)
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise UsageError(f"keep={keep!r}: give how many checkpoints may stay, at least 1")
+    _come_to_rest(state)
+    snapshot, manifest = _snapshot(state)
+    with meeting.together():
+        values = _pickled(snapshot.values)
+        tensors = snapshot.tensors
+        if asynchronous:
+            copy_to_cpu(tensors, state.copies)
+            tensors = dict(state.copies)
+    draft: Draft | None = None
+    with meeting.together():
+        if rank() == 0:
+            draft = Draft(target)
+    writing = Writing(target, draft, manifest, keep, from_one_rank=bool(state.plan.local_sgd_steps))
+    save = Save(target)
+    if asynchronous:
+        save.begin(writing, tensors, values)
+    else:
+        writing.run(tensors, values)
+    return save
+
+
+def load_state(
+    path: str | os.PathLike[str] | None = None, *, limit: float | None = None, state: State | None = None
+) -> LoadReport:
+    """Load a checkpoint into what is prepared and registered. To be called on all ranks, after `prepare`.
+
+    The strategy and the number of ranks may be others than when it was saved. With another number of ranks random
+    generators that were not the same on all ranks get new seeds, made of the old state and the rank; and what is
+    registered gets what rank 0 had. Checkpoints hold pickles: load only those that you trust.
+
+    Args:
+        path: A checkpoint, or a folder with checkpoints, of which the newest whole one is taken; "checkpoints" by
+            default.
+        limit: Seconds to wait for ranks that have not called it; None: NBDIST_SAVE_LIMIT, else as long as a
+            collective may take (`--timeout` of the session). Who is missing is said after 30 s.
+        state: The training to load into; the current one by default.
+
+    Returns:
+        What was loaded, and what is not as it was.
+
+    Raises:
+        UsageError: There is no whole checkpoint, or it is of another model. Nothing was loaded.
+        CheckpointError: Files are missing, or can't be read. The text says whether anything was loaded.
+    """
+    state = state or current()
+    asked = Path(path) if path is not None else Path(_FOLDER)
+    meeting.meet("load_state", {"path": str(asked)}, limit)
+    _come_to_rest(state)
+    with meeting.together():
+        found = find(asked) if rank() == 0 else asked
+    found = meeting.tell(found)
+    with meeting.together():
+        manifest, values = _read(found)
+        kept = FileSystemReader(found).read_metadata().state_dict_metadata.items()
+        types = {
+            n: (entry.size, entry.properties.dtype) for n, entry in kept if isinstance(entry, TensorStorageMetadata)
+        }
+        restoring = Restoring(state, values, {name: size for name, (size, _) in types.items()})
+        slots = restoring.slots(types)
+    try:
+        with meeting.together(), without_group_warning():
+            dcp.load(slots, storage_reader=FileSystemReader(found), no_dist=world_size() == 1)
+        with meeting.together():
+            own = manifest["world_size"] == world_size()
+            seed = None if own else f"{manifest['random_seed']} {rank()} of {world_size()}"
+            restoring.finish(slots, seed, manifest["random_shared"])
+    except (CheckpointError, UsageError) as error:
+        raise CheckpointError(
+            f"{error}. Load again, or another: what is prepared may hold a part of {found}"
+        ) from error
+    notes = meeting.tell(_notes(asked, found, manifest, state) + restoring.notes if rank() == 0 else [])
+    if notes and rank() == 0:
+        warnings.warn(f"{found} was loaded, but {'; '.join(notes)}", stacklevel=2)
+    return LoadReport(found, state.steps, manifest["world_size"], tuple(notes))
+
+
+def latest_state(path: str | os.PathLike[str] = _FOLDER) -> Path | None:
+    """The newest whole checkpoint in a folder; None if there is none. Any rank may ask.
+
+    >>> if nbdist.latest_state("checkpoints"):
+    ...     nbdist.load_state("checkpoints")
+    """
+    return latest(Path(path))
+
+
+def _come_to_rest(state: State) -> None:
+    """Wait for the save that is running, and let go of models that were replaced.
+
+    Raises:
+        UsageError: A model holds its averaged weights.
+    """
+    with meeting.together():
+        averages.refuse_inside("save_state or load_state", state)
+    if not wait_for_saves_of_all():
+        state.copies = {}
+    state.tidy()
+
+
+def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
+    """What this rank keeps, and the manifest of the whole."""
+    with meeting.together():
+        snapshot = take(state)
+        if not snapshot.tensors:
+            raise UsageError("nothing is prepared, so there is nothing to save: call nbdist.prepare(model, ...) first")
+        if state.micro_step and rank() == 0:
+            warnings.warn(
+                f"saved {state.micro_step} micro-batches after the last optimizer step: their gradients are not kept. "
+                "Save when nbdist.sync_gradients() is true",
+                stacklevel=4,
+            )
+    told = meeting.gather((snapshot.models, snapshot.buffers, random_digests(snapshot.values["random"])))
+    _refuse_different_models([models for models, _, _ in told])
+    _keep_own_buffers(snapshot, told[0][1])
+    digests = [digest for _, _, digest in told]
+    shared = [name for name in digests[0] if all(digest.get(name) == digests[0][name] for digest in digests)]
+    return snapshot, {
+        "nbdist": nbdist.__version__,
+        "torch": torch.__version__,
+        "world_size": world_size(),
+        "steps": state.steps,
+        "plan": _plan_values(state),
+        "random_shared": shared,
+        "random_seed": digests[0]["torch"],
+    }
+
+
+def _refuse_different_models(models: Sequence[Mapping[str, str]]) -> None:
+    """A model that was replaced may still be referred to on some ranks: shards of different ones make no model."""
+    for number, theirs in enumerate(models):
+        if theirs != models[0]:
+            counts = f"{len(models[0])} on rank 0, {len(theirs)} on rank {number}"
+            raise UsageError(
+                f"ranks hold different prepared models ({counts}): an earlier one is still referenced on some of them, "
+                "as by a variable or Out. Delete it there, or type %distributed free; then save again"
+            )
+
+
+def _keep_own_buffers(snapshot: Snapshot, of_rank_0: Mapping[str, str]) -> None:
+    """Rank 0's buffers stand for all. Those of other ranks that differ, as BatchNorm's do, stay with their rank."""
+    if rank() == 0:
+        return
+    own = {name for name, digest in snapshot.buffers.items() if digest != of_rank_0.get(name)}
+    snapshot.values["buffers"] = {name: snapshot.tensors[name].cpu() for name in own}
+    for name in snapshot.buffers:
+        del snapshot.tensors[name]
+
+
+def _plan_values(state: State) -> dict[str, Any]:
+    """The plan as JSON holds it; functions by their names."""
+    values = dataclasses.asdict(state.plan)
+    loaded: dict[str, Any] = json.loads(
+        json.dumps(values, default=lambda value: getattr(value, "__name__", str(value)))
+    )
+    return loaded
+
+
+def _pickled(values: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(values, buffer)
+    except Exception as error:
+        wrong = next((kind for kind, value in values.items() if not _can_be_pickled(value)), "state")
+        raise UsageError(f"the {wrong} can't be saved: {type(error).__name__}: {error}") from error
+    return buffer.getvalue()
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception:
+        return False
+    return True
+
+
+def _read(found: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint's manifest, and the values for this rank."""
+    manifest = read_manifest(found)
+    if manifest is None:  # rank 0 has seen it
+        raise CheckpointError(f"there is no {found} here: give a path on a file system that all ranks share")
+    check_files(found, manifest)
+    number = rank() if manifest["world_size"] == world_size() else 0
+    return manifest, torch.load(found / file_of(number), map_location="cpu", weights_only=False)
+
+
+def _notes(asked: Path, found: Path, manifest: Mapping[str, Any], state: State) -> list[str]:
+    notes = [f"{path} is ignored: it was never completed" for path in partials(asked)]
+    if is_previous(found):
+        notes.append("a save that was to replace it was killed: this is what was there before")
+    now = _plan_values(state)
+    changed = [f"{name} {was} → {now[name]}" for name, was in manifest["plan"].items() if now.get(name, was) != was]
+    if changed:
+        notes.append(f"the plan was another: {', '.join(changed)}")
+    if manifest["world_size"] == world_size():
+        return notes
+    seeded = sorted({"python", "numpy", "torch"} - set(manifest["random_shared"]))
+    if seeded:
+        notes.append(f"{_ranks(world_size())} now: random generators have new seeds ({', '.join(seeded)})")
+    if state.loaders:
+        notes.append("all ranks go on in the data where rank 0 was")
+    if state.registered:
+        notes.append("registered objects are as they were on rank 0")
+    return notes
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"

@@ -1,0 +1,257 @@
+"""How ranks come together for what all of them must do: nobody hangs because another rank did not come, or failed.
+
+Coming goes through the store, which can wait with a bound and names who is missing; a collective can do neither. What
+then fails on one rank raises on all. Works without a process group too: one rank always meets itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.checkpoint import CheckpointException
+
+from nbdist.errors import CheckpointError, UsageError
+from nbdist.ranks import describe_ranks
+from nbdist.train.collective.participants import refuse_partial
+from nbdist.train.state import rank, world_size
+
+_REPORT_AFTER = 30.0  # seconds of waiting
+_ROUND = "nbdist/meeting"
+_POLL = (0.002, 0.05)  # seconds between looks at the store, first and last
+
+
+def meet(function: str, arguments: Mapping[str, Any], limit: float | None = None) -> None:
+    """Wait until all ranks have called this function, with the same arguments.
+
+    Args:
+        function: Its name.
+        arguments: What must be the same on all ranks.
+        limit: Seconds to wait for the others; None: NBDIST_SAVE_LIMIT, else as long as a collective may take. Who is
+            missing is said after 30 s.
+
+    Raises:
+        UsageError: Some ranks have not come, or can't; or they have called something else. No rank has done anything.
+    """
+    limit = _limit(function, limit)
+    if world_size() == 1:
+        return
+    refuse_partial(function, world_size())
+    store = _store()
+    if store is not None:
+        _come(store, function, limit)
+    told = gather((function, dict(arguments)))
+    for other, (name, theirs) in enumerate(told):
+        if name != told[0][0]:
+            raise UsageError(f"rank 0 called {told[0][0]}, rank {other} {name}: call the same on all ranks")
+        for key, value in theirs.items():
+            if value != told[0][1][key]:
+                raise UsageError(
+                    f"ranks called {function} with {key}={told[0][1][key]!r} on rank 0 and {key}={value!r} on rank "
+                    f"{other}: give all ranks the same"
+                )
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank says, by rank."""
+    if world_size() == 1:
+        return [value]
+    answers: list[Any] = [None] * world_size()
+    dist.all_gather_object(answers, value, group=group)
+    return answers
+
+
+def tell(value: Any) -> Any:
+    """What rank 0 says."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """What raises in the block on any rank raises on all of them at its end, as one error that names the ranks.
+
+    Raises:
+        UsageError: That is what was raised.
+        CheckpointError: Anything else was raised.
+    """
+    failure: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        failure = error
+    told = gather(None if failure is None else (isinstance(failure, UsageError), _text(failure)), group)
+    failures = {number: answer for number, answer in enumerate(told) if answer is not None}
+    if failures:
+        kind = UsageError if all(is_usage for is_usage, _ in failures.values()) else CheckpointError
+        text = _told({number: text for number, (_, text) in failures.items()}, rank())
+        raise kind(text) from (None if failure is None or _says_all(failure) else failure)
+
+
+def _told(texts: Mapping[int, str], own: int | None = None) -> str:
+    """What ranks have to tell, by rank; without the ranks if all tell the same, or if nobody tells more than `own`."""
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for number, text in texts.items():
+        ranks[text].append(number)
+    if len(ranks) == 1 and (own in texts or len(texts) == world_size()):
+        return next(iter(ranks))
+    return "; ".join(f"{describe_ranks(which)}: {text}" for text, which in ranks.items())
+
+
+def _limit(function: str, limit: float | None) -> float:
+    given = os.environ.get("NBDIST_SAVE_LIMIT") if limit is None else limit
+    if given is None:
+        return _collective_limit()
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds > 0:
+        where = "NBDIST_SAVE_LIMIT" if limit is None else f"limit of {function}"
+        raise UsageError(f"{where} is {given!r}: give a number of seconds, such as 60")
+    return seconds
+
+
+def _collective_limit() -> float:
+    """Seconds after which torch gives up on a collective of all ranks."""
+    limit = c10d.default_pg_timeout
+    with suppress(AttributeError, RuntimeError):  # another torch, or no group
+        group: Any = dist.group.WORLD
+        limit = group._get_backend(group._device_types[0]).options._timeout
+    return float(limit.total_seconds())
+
+
+def _store() -> Any:
+    """The store that the ranks met through, if this torch lets us have it."""
+    get = getattr(dist.group.WORLD, "get_group_store", None) or getattr(c10d, "_get_default_store", None)
+    if get is None:
+        warnings.warn("this torch does not give its store away: a call on some ranks only will hang", stacklevel=4)
+        return None
+    return get()
+
+
+def _come(store: Any, function: str, limit: float) -> None:
+    """Be there, and wait for the others; all ranks that are there hear the same verdict.
+
+    A round ends with one verdict, set by whoever comes last or has waited too long; who comes later begins the next
+    round. So a rank that was alone, or was interrupted, is not taken for present afterwards.
+    """
+    patience = _Patience(function, limit)
+    absent = {rank()}
+    while rank() in absent:  # also if the others gave up in the moment in which this rank came
+        absent = _attend(store, patience)
+    if not absent:
+        return
+    present = [other for other in range(world_size()) if other not in absent]
+    raise UsageError(
+        f"{function} was called on {describe_ranks(present)} only ({describe_ranks(sorted(absent))} "
+        f"{'has' if len(absent) == 1 else 'have'} not arrived within {limit:g} s): call it on all ranks, not under "
+        "`if is_main_process()`; if they only take longer, give more seconds with limit="
+    )
+
+
+class _Patience:
+    """How long to wait for the others, and when to report who is missing."""
+
+    def __init__(self, function: str, limit: float) -> None:
+        self._function, self._limit = function, limit
+        self._began = time.monotonic()
+        self._reported = False
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._began + self._limit
+
+    @property
+    def is_worth_a_report(self) -> bool:
+        """Whether it is time to call `report`, which has not been done yet."""
+        return not self._reported and time.monotonic() > self._began + _REPORT_AFTER
+
+    def report(self, absent: set[int]) -> None:
+        """Name the ranks that are missing, on the first of those that wait for them."""
+        self._reported = True
+        if rank() == min(set(range(world_size())) - absent, default=-1):
+            print(
+                f"nbdist: {self._function} has waited {_REPORT_AFTER:g} s for {describe_ranks(sorted(absent))} and "
+                f"gives up after {self._limit:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _attend(store: Any, patience: _Patience) -> set[int]:
+    """One round: the ranks that were not there when it ended."""
+    number = _wait_for_round(store)
+    verdict = f"{_ROUND}/{number}/verdict"
+    store.set(f"{_ROUND}/{number}/{rank()}", "here")
+    try:
+        if store.add(f"{_ROUND}/{number}/count", 1) == world_size():
+            return _end_round(store, number, set())
+        pause = _POLL[0]
+        while not store.check([verdict]):
+            if patience.is_over:
+                return _end_round(store, number, _missing(store, number))
+            if patience.is_worth_a_report:
+                patience.report(_missing(store, number))
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL[1])
+        return _read(store.get(verdict))
+    except BaseException:
+        _end_round(store, number, _missing(store, number) | {rank()})
+        raise
+
+
+def _wait_for_round(store: Any) -> int:
+    """The number of the round that has no verdict yet. Who sets a verdict begins the next round at once."""
+    while True:
+        number = int(store.add(_ROUND, 0))
+        if not store.check([f"{_ROUND}/{number}/verdict"]):
+            return number
+        time.sleep(_POLL[0])
+
+
+def _end_round(store: Any, number: int, absent: set[int]) -> set[int]:
+    """Set the verdict if nobody has; which one counts is what this returns."""
+    mine = ",".join(map(str, sorted(absent))) or "none"
+    own = f"{mine} (rank {rank()})"
+    verdict = store.compare_set(f"{_ROUND}/{number}/verdict", "", own)
+    if verdict.decode() == own:
+        store.add(_ROUND, 1)
+    return _read(verdict)
+
+
+def _read(verdict: bytes) -> set[int]:
+    absent = verdict.decode().split(" ")[0]
+    return set() if absent == "none" else {int(text) for text in absent.split(",")}
+
+
+def _missing(store: Any, number: int) -> set[int]:
+    return {other for other in range(world_size()) if not store.check([f"{_ROUND}/{number}/{other}"])}
+
+
+def _says_all(error: BaseException) -> bool:
+    """Whether its text is enough, without the frames it came through."""
+    if isinstance(error, CheckpointException):
+        return all(_says_all(failure) for failure, _ in error.failures.values())
+    return isinstance(error, UsageError | CheckpointError | OSError)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own text holds whole tracebacks
+        return _told({number: _text(failure) for number, (failure, _) in error.failures.items()})
+    if isinstance(error, UsageError | CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"

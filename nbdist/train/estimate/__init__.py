@@ -1,0 +1,1 @@
+"""What a plan would need, found by a trial without memory."""

@@ -1,0 +1,225 @@
+"""The process that estimates: takes settings and a task, and tells the memory that a step takes by each setting.
+
+Watches the step by torch's memory tracker. Knows nothing of devices or of how results are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from nbdist.errors import UsageError
+from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
+from nbdist.train import state as training
+from nbdist.train.estimate.trial_step import CPU, KernelsOfGpu, Setting, Step, make_step, nothing_moves
+from nbdist.train.prepare import strategies
+
+_MIB = 2**20
+_OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+_POWER = ("powersgd", "batched_powersgd")
+
+
+def main() -> None:
+    """Take settings and a task from stdin; for each setting write bytes by category, or what went wrong, to stdout.
+
+    Each answer is a line of JSON.
+    """
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)  # what the model prints is no answer
+        settings: list[Setting] = pickle.load(sys.stdin.buffer)
+        task = sys.stdin.buffer.read()
+        for setting in settings:
+            answers.write(json.dumps(answer_to(setting, task)) + "\n")
+
+
+def answer_to(setting: Setting, task: bytes) -> dict[str, Any]:
+    """The memory of one rank's step.
+
+    Args:
+        setting: How the step is made.
+        task: A pickled `Task`. It is unpickled for each setting, as making a model distributed changes it.
+
+    Returns:
+        "held": bytes by category, and "notes": what they don't tell; or "error": what went wrong.
+    """
+    try:
+        return _measure(setting, task)
+    except UsageError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": _explained(error)}
+    finally:
+        if training.has_group():
+            dist.destroy_process_group()
+
+
+def _measure(setting: Setting, task: bytes) -> dict[str, Any]:
+    notes: list[str] = []
+    state = _begin(setting, notes)
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(nothing_moves())
+        if setting.on_gpu:
+            stack.enter_context(KernelsOfGpu())
+        step = _second_step(task, state, setting)
+        try:
+            held = _watched(step)
+        except Exception as error:  # the first step has worked, so it is the tracker that has not
+            notes.append(f"temporary memory is not known, for torch's MemTracker does not work here: {error}")
+            held = _added_up(_second_step(task, state, setting))
+    _add_buckets(held, setting)
+    return {"held": held, "notes": notes}
+
+
+def _begin(setting: Setting, notes: list[str]) -> training.State:
+    if setting.has_group or setting.world_size > 1:
+        dist.init_process_group("fake", rank=0, world_size=setting.world_size)
+    plan = setting.plan
+    if plan.compile:
+        notes.append("torch.compile is not modeled: it frees or fuses some activations away")
+        if plan.activation_budget is not None:
+            notes.append("the activation budget is counted as a share of the blocks, which the compiler can better")
+    if plan.precision == "fp8":
+        notes.append("fp8 is counted as bf16")
+        plan = plan.replace(**with_parts_dropped(plan, {"precision": "bf16"}))
+    if plan.strategy == "ddp":
+        plan = plan.replace(**own_settings(plan, "none"))
+    state = training.State(plan.replace(**uncompiled(plan), sync_batchnorm=False), CPU)
+    if strategies.strategy_in_effect(plan) in ("fsdp", "hsdp"):
+        state.mesh = strategies.make_mesh(plan, CPU)  # it looks at ranks' numbers, which must be real
+    return state
+
+
+def _second_step(task: bytes, state: training.State, setting: Setting) -> Step:
+    """A step for which the optimizer's state is there."""
+    step = make_step(pickle.loads(task), state, setting)
+    step()
+    step.forget_gradients()
+    return step
+
+
+# --- what is watched
+
+
+def _watched(step: Step) -> dict[str, int]:
+    """Bytes by category when most is held in a step, and of all gradients after backward."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(step.model, step.optimizer, *_tensors(step.batch))
+    step.between = tracker.reset_mod_stats
+    with tracker:
+        step()
+    by_kind = {}
+    for kinds in tracker.get_tracker_snapshot("peak").values():
+        for kind, amount in kinds.items():
+            by_kind[str(getattr(kind, "value", kind))] = amount
+    parameters = _bytes([*step.model.parameters(), *step.model.buffers()])
+    optimizer = _bytes(step.optimizer_state)
+    gathered = by_kind["Parameter"] + by_kind["Buffer"] - parameters
+    of_step = by_kind["Optstate"] - optimizer
+    return {
+        "parameters": parameters,
+        "gradients": by_kind["Gradient"],
+        "gradients_whole": _bytes(step.gradients),
+        "optimizer": optimizer,
+        "averages": _bytes(step.state.averages.values()),
+        "activations": by_kind["Activation"] + by_kind["Other"],
+        "temporary": by_kind["Temp"] + gathered + of_step,
+    }
+
+
+def _added_up(step: Step) -> dict[str, int]:
+    """Without the tracker: all that a step must hold, as if it were held at once."""
+    gradients = _bytes(parameter for parameter in step.model.parameters() if parameter.requires_grad)
+    saved: list[torch.Tensor] = list(_tensors(step.batch))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor._base if tensor._base is not None else tensor, nn.Parameter):
+            saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step.forward()
+    return {
+        "parameters": _bytes([*step.model.parameters(), *step.model.buffers()]),
+        "gradients": gradients,
+        "gradients_whole": gradients,
+        "optimizer": _bytes(step.optimizer_state),
+        "averages": _bytes(step.state.averages.values()),
+        "activations": _bytes(saved),
+        "temporary": 0,
+    }
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What tensors take here, each storage once; of a sharded one its shard, with what fills it up."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in local)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _add_buckets(held: dict[str, int], setting: Setting) -> None:
+    """What DDP and its communication hook hold beside the gradients."""
+    plan, gradients = setting.plan, held["gradients_whole"]
+    if strategies.strategy_in_effect(plan) != "ddp":
+        return
+    bucket = min(int(plan.bucket_mb * _MIB), gradients)
+    if not plan.gradient_as_bucket_view:
+        held["temporary"] += gradients
+    if plan.comm_hook in ("fp16", "bf16"):
+        held["temporary"] += bucket // 2
+    elif plan.comm_hook in _POWER:
+        feedback = plan.comm_hook_options.get("use_error_feedback", True)
+        held["temporary"] += gradients + bucket if feedback else 0
+
+
+# --- what went wrong
+
+
+def _explained(error: Exception) -> str:
+    where = _users_line(error)
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        why = f"what it does depends on the values of tensors, by {error.func}"
+    elif isinstance(error, UnsupportedOperatorException):
+        why = f"nothing is known of the sizes that {error.func} makes: register a fake for it (torch.library)"
+    elif isinstance(error, UnsupportedFakeTensorException):
+        why = str(error)
+    else:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"the step that was to be estimated raised {type(error).__name__}: {first}{where}"
+    return f"this model can't be estimated: {why}{where}"
+
+
+def _users_line(error: Exception) -> str:
+    """The innermost line that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = frame.filename
+        if os.path.isabs(name) and not name.startswith(_OURS):
+            code = linecache.getline(name, frame.lineno or 0).strip()
+            return f' (in {frame.name}, "{name}", line {frame.lineno}{f": {code}" if code else ""})'
+    return ""

@@ -1,0 +1,111 @@
+"""Which strategy fits the memory: tries the estimate of one after the other. Knows nothing of who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+from nbdist.metrics.node import host
+from nbdist.plan import Plan
+from nbdist.planning.rules import own_settings
+
+_SPARE = 0.1  # of the memory: the estimate is within 10 %
+
+
+def propose(
+    model: Any, batch: Any, plan: Plan | str, *, world_size: int, sharing: int = 1, memory: int | None = None
+) -> dict[str, Any]:
+    """Estimate strategies in the order of what they cost in speed, until one fits the memory with a tenth to spare.
+
+    Args:
+        model: What is to be trained, or a function that makes it; it is not changed.
+        batch: What one micro-batch of one rank holds.
+        plan: All other settings; JSON will do.
+        world_size: Number of ranks.
+        sharing: How many of them share this rank's memory.
+        memory: Bytes that each rank has; None: those of its GPU that others leave, else those that are free here.
+
+    Returns:
+        "plan": the first that fits, as JSON, or None; "memory": bytes for each rank; "taken": bytes of its GPU that
+        others hold; "tried": for each strategy its name and its bytes per rank.
+
+    Raises:
+        UsageError: Such ranks can't follow one of them, or the estimate can't be made; the text says why.
+    """
+    from nbdist.train.estimate.estimate import estimate_each
+
+    if isinstance(plan, str):
+        plan = Plan.from_json(plan)
+    limit, taken = (memory, 0) if memory is not None else memory_of_device(world_size, sharing)
+    tried = []
+    candidates = list(_candidates(plan, world_size, has_gpu()))
+    with closing(estimate_each(model, batch, candidates, world_size=world_size)) as estimates:
+        for candidate in candidates:
+            candidate.check(world_size=world_size, device="cuda" if has_gpu() else "cpu")
+            total = next(estimates).total
+            tried.append((_name(candidate), total))
+            if total <= limit * (1 - _SPARE):
+                return {"plan": candidate.to_json(), "memory": limit, "taken": taken, "tried": tried}
+    return {"plan": None, "memory": limit, "taken": taken, "tried": tried}
+
+
+def memory_of_device(world_size: int, sharing: int) -> tuple[int, int]:
+    """What a rank may use: of its GPU, else of what is free on this machine or in its container.
+
+    Args:
+        world_size: Number of ranks.
+        sharing: How many of them share it. Each is taken to hold as much as this one.
+
+    Returns:
+        Bytes for each rank, and bytes of its GPU that are not theirs.
+    """
+    if not has_gpu():
+        whole, used = host.memory()
+        return (whole - used) // sharing, 0
+    import torch
+
+    from nbdist.train.estimate.estimate import outside_torch
+
+    free, whole = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved() + outside_torch(world_size)
+    taken = max(0, whole - free - sharing * own)
+    return (whole - taken) // sharing, taken
+
+
+def has_gpu() -> bool:
+    """Whether this rank computes on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _candidates(plan: Plan, world_size: int, offloads: bool) -> Iterator[Plan]:
+    """The plans to try. Without a GPU nothing can be moved to the CPU's memory: it is there."""
+    checkpointing = {"activation_checkpointing": "full", "activation_budget": None}
+    if world_size == 1:
+        whole = plan.replace(**own_settings(plan, "none"))
+        yield from (whole, whole.replace(**checkpointing))
+    else:
+        yield plan.replace(**own_settings(plan, "ddp"))
+    sharded = plan.replace(**own_settings(plan, "fsdp") | {"offload": False})
+    lean = sharded.replace(exchange="each") if plan.accumulate > 1 else sharded
+    if world_size > 1:
+        yield from dict.fromkeys((sharded, lean))
+        yield lean.replace(**checkpointing)
+    if offloads:
+        yield lean.replace(offload=True)
+        yield lean.replace(offload=True, **checkpointing)
+
+
+def _name(plan: Plan) -> str:
+    extras = []
+    if plan.exchange == "each":
+        extras.append("gradients exchanged in each micro-batch")
+    if plan.activation_budget is not None:
+        extras.append(f"activation budget {plan.activation_budget:g}")
+    if plan.activation_checkpointing != "none":
+        extras.append(f"activation checkpointing {plan.activation_checkpointing}")
+    if plan.offload:
+        extras.append("offload")
+    return " + ".join([plan.strategy, *extras])

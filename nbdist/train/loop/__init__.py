@@ -1,0 +1,1 @@
+"""What runs in each step: backward, accumulation, the optimizer, precision."""

@@ -1,0 +1,1 @@
+"""`prepare`: a model, optimizers and loaders made ready for a plan."""

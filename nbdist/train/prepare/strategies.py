@@ -1,0 +1,369 @@
+"""Strategies: a model becomes one that ranks train together, by torch's own DDP and FSDP2.
+
+Knows nothing of optimizers, loaders or loops. The order matters: layers are replaced first, then blocks are
+checkpointed, then compiled, then sharded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nbdist.errors import UsageError
+from nbdist.plan import Plan, Strategy
+from nbdist.train import state as training
+from nbdist.train.checkpoint.weights import Fitting, give_storage
+from nbdist.train.loop import precision
+from nbdist.train.state import State
+from nbdist.train.structure import float8, meshes
+from nbdist.train.structure.blocks import (
+    checkpoint_blocks,
+    checkpoint_share,
+    compile_blocks,
+    find_blocks,
+    refuse_without_blocks,
+)
+from nbdist.train.structure.materialize import Materializer, refuse_without_initializer, take_from_rank_0
+from nbdist.train.structure.shadow import restore
+
+
+def strategy_in_effect(plan: Plan) -> Strategy:
+    """What the plan's strategy comes to here: "none" in one process, FSDP excepted, which can still offload."""
+    if not training.has_group():
+        return "none"
+    return "none" if plan.strategy == "ddp" and training.world_size() == 1 else plan.strategy
+
+
+def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
+    """Models are given to `prepare` as their authors wrote them.
+
+    Raises:
+        UsageError: The model is wrapped or sharded already. The text says what to give instead.
+    """
+    if plan.strategy == "none":
+        return
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"the {type(model.module).__name__} is wrapped in DistributedDataParallel already: give prepare the model "
+            "it wraps, `model.module`, or leave it out of prepare"
+        )
+    kinds = {type(module).__name__ for module in model.modules()} & {"DistributedDataParallel", "DataParallel"}
+    if kinds or type(model).__name__ in ("DeepSpeedEngine", "FullyShardedDataParallel"):
+        kind = min(kinds, default=type(model).__name__)
+        raise UsageError(f"the model is wrapped in {kind} already, or a part of it is: give prepare the bare model")
+    if _is_sharded(model):
+        raise UsageError(
+            "the model is sharded already (fully_shard, or parameters that are DTensors): build it again and give "
+            "prepare the bare model, or leave it out of prepare"
+        )
+
+
+def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> None:
+    """What of the plan does not fit the model is said before anything changes.
+
+    Args:
+        model: As its author wrote it.
+        plan: How it is to be made distributed.
+        has_weights: Whether its values come from elsewhere.
+
+    Raises:
+        UsageError: `shard_by` fits no module, there is nothing to checkpoint or to compute in fp8, a module on the meta
+            device can't set its values, this torch's hook is broken, torchao does not know the recipe.
+    """
+    blocks = find_blocks(model, plan.shard_by)
+    if plan.activation_checkpointing != "none" or _budgets_blocks(plan):
+        refuse_without_blocks(model, blocks)
+    if not has_weights:
+        refuse_without_initializer(model)
+    float8.refuse_small(model, plan)
+    if plan.precision == "fp8":
+        float8.config_of(plan)
+    if plan.comm_hook == "batched_powersgd":
+        _refuse_broken_hook()
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -> nn.Module:
+    """Make a model one that trains as the state's plan says.
+
+    Args:
+        model: As its author wrote it; on any device, also meta.
+        state: Says how. Its `replaced` learns which parameters stand for which earlier ones.
+        weights: The values of its parameters; None: its own.
+
+    Returns:
+        The model: itself but under DDP, where it is wrapped.
+
+    Raises:
+        UsageError: The plan does not fit the model.
+    """
+    plan, strategy = state.plan, strategy_in_effect(state.plan)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        restore(module, "forward")  # of an earlier plan
+    model = _with_other_layers(model, plan, state.device)
+    if _budgets_blocks(plan):
+        assert plan.activation_budget is not None
+        checkpoint_share(model, plan.activation_budget, plan.shard_by)
+    else:
+        checkpoint_blocks(model, plan.activation_checkpointing, plan.shard_by)
+    if strategy in ("fsdp", "hsdp"):
+        distributed = _shard(model, state, weights)
+    else:
+        precision.autocast_forward(model, plan, state.device)
+        if weights is None:
+            Materializer(state.device).materialize(model.modules())
+        else:
+            give_storage(model, state.device)
+        model.to(state.device)
+        if weights is not None:
+            weights.fill(model)
+        distributed = _replicate(model, plan, state.device) if strategy == "ddp" else model
+        if plan.compile:
+            distributed.compile(**_compile_options(plan))  # DDP compiled around cuts the graph at its buckets
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in before.items():
+        if after.get(name) is not parameter and name in after:
+            state.replaced[parameter] = after[name]
+    return distributed
+
+
+def _budgets_blocks(plan: Plan) -> bool:
+    """Whether blocks make up the budget of activations; in compiled models torch's partitioner keeps to it."""
+    return plan.activation_budget is not None and not plan.compile
+
+
+def _compile_options(plan: Plan) -> dict[str, Any]:
+    """The arguments of `torch.compile`."""
+    mode = plan.compile if isinstance(plan.compile, str) else None
+    return {"mode": mode, "dynamic": plan.compile_dynamic, "fullgraph": plan.compile_fullgraph}
+
+
+def _with_other_layers(model: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
+    if plan.sync_batchnorm and training.world_size() > 1:
+        if device.type == "cpu":
+            raise UsageError("sync_batchnorm needs GPUs, as torch's SyncBatchNorm does: leave it out of the plan here")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if plan.precision == "fp8":
+        float8.convert(model, plan, device)
+    return model
+
+
+# --- DDP
+
+
+def _replicate(model: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        take_from_rank_0(model.modules())  # DDP refuses what has nothing to train
+        return model
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        bucket_cap_mb=plan.bucket_mb,
+        find_unused_parameters=plan.find_unused_parameters,
+        static_graph=plan.static_graph,
+        gradient_as_bucket_view=plan.gradient_as_bucket_view,
+    )
+    if plan.comm_hook != "none":
+        _register_hook(wrapped, plan.comm_hook, plan.comm_hook_options)
+    return wrapped
+
+
+def _register_hook(model: DistributedDataParallel, kind: str, options: Mapping[str, Any]) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if kind in ("fp16", "bf16"):
+        if options:
+            raise UsageError(f"the {kind} hook has no settings, so leave comm_hook_options out")
+        hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
+        model.register_comm_hook(None, hook)
+        return
+    try:
+        state = powerSGD_hook.PowerSGDState(**{"process_group": None, **options})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"comm_hook_options don't fit the {kind} hook: {error}") from None
+    power_hook = powerSGD_hook.powerSGD_hook if kind == "powersgd" else powerSGD_hook.batched_powerSGD_hook
+    model.register_comm_hook(state, power_hook)
+
+
+def _refuse_broken_hook() -> None:
+    """The batched hook of some versions of torch hands over a matrix where a batch of them is expected."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    orthogonalize = getattr(powerSGD_hook, "_orthogonalize", None)
+    try:
+        if orthogonalize is not None:
+            orthogonalize(torch.eye(2))
+    except AssertionError:
+        raise UsageError(
+            f"the batched powerSGD hook of torch {torch.__version__} fails in the first step that it compresses: "
+            "use comm_hook='powersgd'"
+        ) from None
+
+
+# --- FSDP2
+
+
+def _shard(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module:
+    """Shard block by block, so that no more than one block is whole at a time beyond what the model has outside.
+
+    With weights what is on the meta device is sharded there, and only shards get storage.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+
+    plan, device = state.plan, state.device
+    if state.mesh is None:
+        state.mesh = meshes.kept((device.type, plan.strategy, plan.replicas), lambda: make_mesh(plan, device))
+    blocks = _separable(model, find_blocks(model, plan.shard_by))
+    if plan.compile:
+        compile_blocks(model, _compile_options(plan), plan.shard_by)
+    block_policy, root_policy = precision.fsdp_policies(plan)
+    options: dict[str, Any] = {"mesh": state.mesh}
+    if plan.reshard is not None:
+        options["reshard_after_forward"] = plan.reshard
+    if plan.offload and device.type != "cpu":
+        options["offload_policy"] = CPUOffloadPolicy()
+    materializer = Materializer(device) if weights is None else None
+    norms = _norms(model) if block_policy.param_dtype is not None else []
+    for norm in norms:
+        _make_alike([norm], norm, materializer, device)
+        fully_shard(norm, mp_policy=precision.full_precision_policy(), **options)
+    groups = [*_input_embedding(model, blocks), *blocks]
+    for group in groups:
+        _make_alike([module for module in group.modules() if module not in norms], None, materializer, device)
+        fully_shard(group, mp_policy=block_policy, **options)
+    inside = {module for group in groups for module in group.modules()} | set(norms)
+    rest = [module for module in model.modules() if module not in inside]
+    _make_alike(rest, None if inside else model, materializer, device)
+    fully_shard(model, mp_policy=root_policy, **options)
+    if weights is not None:
+        give_storage(model, device, parameters_on=torch.device("cpu") if plan.offload else None)
+        weights.fill(model)
+    _prefetch(blocks, plan.prefetch)
+    if callable(getattr(model, "generate", None)):
+        register_fsdp_forward_method(model, "generate")
+    return model
+
+
+def _input_embedding(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The input embedding of a model of transformers, if it can be sharded by itself.
+
+    With the rest it would be whole from the first block to the last, gigabytes for a large vocabulary. Other models may
+    use an embedding's weight without calling it, for example for their logits; `shard_by` can name it.
+    """
+    if not callable(tell := getattr(model, "get_input_embeddings", None)):
+        return []
+    with contextlib.suppress(NotImplementedError):  # of a model that has several, or none
+        found = tell()
+        inside = {module for block in blocks for module in block.modules()}
+        if isinstance(found, nn.Module) and found is not model and found not in inside:
+            return _separable(model, [found])
+    return []
+
+
+def _norms(model: nn.Module) -> list[nn.Module]:
+    """BatchNorm layers, which can't have parameters of another type than their running statistics."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    return _separable(model, [norm for norm in found if norm.affine])
+
+
+def _make_alike(
+    modules: Iterable[nn.Module], whole: nn.Module | None, materializer: Materializer | None, device: torch.device
+) -> None:
+    """Bring modules that are about to be sharded to the device, with the values of rank 0 on all ranks.
+
+    Without a materializer tensors on the meta device stay there.
+    """
+    modules = list(modules)
+    if materializer is not None:
+        materializer.materialize(modules)
+    if whole is not None and materializer is not None:
+        whole.to(device)
+    else:
+        _move_own(modules, device)
+    take_from_rank_0(modules)
+
+
+def _move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move what belongs to these modules but not to their children, which are sharded already."""
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter.device != device and not parameter.is_meta:
+                _move(parameter, device)
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
+    moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+    is_wrapper: bool = is_traceable_wrapper_subclass(moved)
+    if is_wrapper:  # as fp8 weights are: setting `data` of these leaves what is inside where it was
+        torch.utils.swap_tensors(parameter, moved)
+    else:
+        parameter.data = moved.data
+
+
+def _separable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that share no parameter with the rest; the others are sharded with the rest, so that it stays tied."""
+    holders = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in {id(parameter): parameter for parameter in module.parameters(recurse=False)}.values()
+    )
+    found = []
+    for block in blocks:
+        within = Counter(
+            id(parameter)
+            for module in block.modules()
+            for parameter in {id(parameter): parameter for parameter in module.parameters(recurse=False)}.values()
+        )
+        if all(holders[number] == count for number, count in within.items()):
+            found.append(block)
+    return found
+
+
+def _prefetch(blocks: Sequence[Any], ahead: int) -> None:
+    if not ahead:
+        return
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[number + 1 : number + 1 + ahead]))
+        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, number - ahead) : number])))
+
+
+def make_mesh(plan: Plan, device: torch.device) -> Any:
+    """The ranks as FSDP and HSDP see them."""
+    ranks = training.world_size()
+    if plan.strategy == "fsdp":
+        return dist.init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    replicas = plan.replicas or _nodes(ranks)
+    if ranks % replicas:
+        raise UsageError(
+            f"{ranks} ranks can't be divided into {replicas} replicas of the model: pass replicas= one of "
+            f"{', '.join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)}"
+        )
+    return dist.init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _nodes(ranks: int) -> int:
+    """How many nodes the ranks run on, by the launcher's variables."""
+    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

@@ -1,0 +1,70 @@
+"""Whether this process has lost its GPU: after a failed kernel CUDA answers every further call with the same error.
+
+Goes by the type and the code of what torch raises, never by its text. Knows nothing of cells.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from nbdist.metrics.node import device
+from nbdist.shells import chain
+
+# Codes of cudaError_t after which CUDA's documentation has the process end: "any further CUDA work will return the
+# same error". https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+_STICKY = {
+    214: "uncorrectable memory error",
+    220: "uncorrectable NVLink error",
+    226: "contained memory error",
+    700: "illegal memory access",
+    702: "time-out of a kernel",
+    709: "destroyed context",
+    710: "device-side assert",
+    714: "hardware stack error",
+    715: "illegal instruction",
+    716: "misaligned address",
+    717: "invalid address space",
+    718: "invalid program counter",
+    719: "failed kernel",
+}
+_OF_CODE = (700, 710, 716, 719)  # usually the fault of an index that is out of range
+
+
+def advice(error: BaseException) -> str:
+    """What an error means that comes with the loss of the GPU, and what to type; empty if the GPU is not lost."""
+    code = next((code for part in chain(error) if (code := _code(part))), 0) or _probe()
+    if not code:
+        return ""
+    words = (
+        f"this rank has lost its GPU (CUDA error {code}, {_STICKY[code]}): whatever it does there fails from now on, "
+        "and its tensors on the GPU are gone. Type `%distributed restart` for fresh ranks (what is in CPU memory can "
+        "be pulled before), or launch again."
+    )
+    if code not in _OF_CODE:
+        return words
+    return (
+        f"{words} The usual cause is a label or an index that is out of range, and the line that is shown may be a "
+        "later one: type `%env CUDA_LAUNCH_BLOCKING=1` first to see the right one, or run the batch on the CPU."
+    )
+
+
+def _code(error: BaseException) -> int:
+    """The code of a CUDA error after which the GPU is lost; 0 for any other error."""
+    kind = getattr(sys.modules.get("torch"), "AcceleratorError", None)  # since torch 2.8
+    if kind is None or not isinstance(error, kind):
+        return 0
+    code = getattr(error, "error_code", 0)
+    return code if code in _STICKY else 0
+
+
+def _probe() -> int:
+    """The same of the GPU as it is now: libraries such as NCCL and cuBLAS raise errors of their own. Does not wait."""
+    if not device.uses_gpu():
+        return 0
+    cuda: Any = sys.modules["torch.cuda"]
+    try:
+        cuda.current_stream().query()
+    except Exception as error:
+        return _code(error)
+    return 0

@@ -1,0 +1,1 @@
+"""Process groups: joining them, watching them, cutting and renewing them."""

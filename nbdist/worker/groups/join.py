@@ -1,0 +1,227 @@
+"""How a rank gets into its first process group: its device, torchrun's environment, the rendezvous.
+
+Young or private parts of torch are probed when used, and a missing one costs that feature only. What becomes of groups
+later is for `collectives`. Knows nothing of the shell or the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from nbdist.protocol import Place, RankSetup, StartOptions
+from nbdist.worker.groups.gpu_defaults import gpu_defaults
+
+_LOOPBACK = "lo"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # whether a rendezvous only connects to a store that is there
+
+
+def environment(setup: RankSetup) -> dict[str, str]:
+    """Torchrun's variables for this rank, and what libraries are to find there unless the user has set it."""
+    place = setup.options.place or Place()
+    world, rank = str(setup.world_size), str(setup.rank)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": str(setup.local_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "ROLE_RANK": rank,
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": str(setup.options.count),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": place.master_addr or "127.0.0.1",
+        "MASTER_PORT": str(place.master_port if place.master_addr else setup.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run or f"nbdist-{setup.epoch}",
+        # The user's own init_process_group() then connects to our store instead of opening one.
+        _AGENT_STORE: "True",
+    }
+    defaults = {
+        "OMP_NUM_THREADS": str(setup.threads),
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "TTY_INTERACTIVE": "0",  # rich's live displays print their last state only: there is no cursor to move
+    }
+    if place.num_nodes == 1:  # nothing of it listens to the network
+        defaults |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+    if setup.options.gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.options.gpus)
+        defaults |= gpu_defaults(setup.options.environment)
+    return {name: value for name, value in defaults.items() if name not in setup.options.environment} | variables
+
+
+def prepare_torch(setup: RankSetup) -> None:
+    """Give the forked torch what a fresh process would have read from its environment."""
+    import numpy
+    import torch
+    import torch.distributed
+
+    wanted = os.environ["OMP_NUM_THREADS"].split(",")[0].strip()  # OpenMP allows a list by nesting level
+    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else setup.threads)
+    read_debug_level = getattr(torch.distributed, "set_debug_level_from_env", None)
+    if read_debug_level is not None:
+        read_debug_level()
+    # torch's own generator starts from a constant in every process, so it is left as a fresh one would be.
+    random.seed()
+    numpy.random.seed()
+
+
+def device(setup: RankSetup) -> Any:
+    """The device of this rank: its own GPU, or the CPU."""
+    import torch
+
+    if _gpu_count(setup) == 0:
+        return torch.device("cpu")
+    local = _gpu(setup)
+    torch.cuda.set_device(local)
+    return local
+
+
+def _gpu(setup: RankSetup) -> Any:
+    import torch
+
+    return torch.device("cuda", setup.local_rank % setup.gpu_count)
+
+
+def _gpu_count(setup: RankSetup) -> int:
+    """The GPUs that this torch can use."""
+    import torch
+
+    built = torch.backends.cuda.is_built() or torch.version.hip is not None
+    return setup.gpu_count if built else 0
+
+
+def backend_for(options: StartOptions, gpu_count: int) -> str:
+    """The backend to use: what was asked for, else nccl and gloo where every rank has a GPU of its own, else gloo."""
+    if options.backend is not None:
+        return options.backend
+    return "cpu:gloo,cuda:nccl" if gpu_count >= options.count else "gloo"
+
+
+def bound_device(setup: RankSetup, backend: str) -> Any:
+    """The device to connect to the other ranks at once, so that no first collective pays for it; None: none.
+
+    Only where each rank has a GPU of its own: NCCL refuses a GPU that several ranks connect.
+    """
+    own = _gpu_count(setup) >= setup.options.count
+    return _gpu(setup) if own and "nccl" in backend else None
+
+
+def join(setup: RankSetup, store: Any, attempt: int = 0) -> str:
+    """Make the default process group.
+
+    Args:
+        setup: What this rank is.
+        store: A client of the session's rendezvous store.
+        attempt: A number that no making of it has had before, the same on all ranks.
+
+    Returns:
+        Its backend, as torch names it.
+    """
+    import torch.distributed as dist
+
+    backend = backend_for(setup.options, _gpu_count(setup))
+    bound = bound_device(setup, backend)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"nbdist/{setup.epoch}/{attempt}", store),
+        rank=setup.rank,
+        world_size=setup.options.count,
+        timeout=timedelta(seconds=setup.options.timeout),
+        device_id=bound,
+    )
+    if bound is not None:
+        _let_groups_connect_by_themselves()
+    return backend
+
+
+def _let_groups_connect_by_themselves() -> None:
+    """Have later groups make connections of their own instead of splitting those of the default group.
+
+    A split takes part of all ranks. It would wait for ranks that have died, that are not called for a group of gloo, or
+    whose connections were cut and renewed: torch knows none of that.
+    """
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    group.bound_device_id = None
+
+
+def separate_rendezvous(
+    cell: Callable[[], int], connecting: Callable[[int], contextlib.AbstractContextManager[None]]
+) -> None:
+    """Give each `init_process_group()` of the user's a part of the store of its own.
+
+    Without that, a rank that runs a cell again may find the addresses that others left there the time before.
+
+    Args:
+        cell: Gives the number of the cell that runs, which is the same on all ranks, those of other nodes too.
+        connecting: Entered with the store's port while a rendezvous connects to it.
+    """
+    from torch.distributed import PrefixStore
+
+    ours = _meeting_point()
+    # Not `from torch.distributed import rendezvous`: that is the function of the same name.
+    handlers = getattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+    original = handlers.get("env")
+    if original is None:
+        return
+    latest = (0, 0)
+
+    def handler(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        nonlocal latest
+        serial = cell()
+        latest = (serial, latest[1] + 1 if latest[0] == serial else 1)
+        rendezvous = original(*args, **kwargs)
+        with connecting(int(os.environ.get("MASTER_PORT", "0"))), _own_store(_meeting_point() != ours):
+            store, rank, world_size = next(rendezvous)
+        # The store of several nodes outlives a restart.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        yield PrefixStore(f"cell/{attempt}/{latest[0]}/{latest[1]}", store), rank, world_size
+        yield from rendezvous
+
+    handlers["env"] = handler
+
+
+def _meeting_point() -> tuple[str | None, str | None]:
+    return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+
+
+@contextlib.contextmanager
+def _own_store(wanted: bool) -> Iterator[None]:
+    """While the body runs, rank 0 of a rendezvous opens a store, if `wanted`: the script has chosen where to meet."""
+    before = os.environ.get(_AGENT_STORE)
+    if wanted:
+        os.environ[_AGENT_STORE] = "False"
+    try:
+        yield
+    finally:
+        if wanted and before is not None:
+            os.environ[_AGENT_STORE] = before
+        elif wanted:
+            del os.environ[_AGENT_STORE]
+
+
+def serve_store(listener: socket.socket) -> Any:
+    """Host the rendezvous store on a listening socket. It serves from a thread of its own for as long as it is kept.
+
+    Given only a host name, TCPStore would listen on every interface.
+    """
+    import torch.distributed as dist
+
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )

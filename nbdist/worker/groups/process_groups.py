@@ -1,0 +1,517 @@
+"""The process groups of a rank that lives on: where they stand, how a stuck one is freed, how a broken one is renewed.
+
+The module for private parts of torch.distributed; each is probed when used. Knows nothing of cells, models or the wire.
+
+An interrupt between two collectives leaves ranks a collective apart, and then sums are silently wrong. So ranks compare
+how many collectives each has entered, and a group that is out of step gets a new backend inside the living ProcessGroup
+object: models, meshes and the user's own handles stay valid.
+
+gloo can't abort. But a gloo device keeps its connections in one epoll set of its own, which appears when the backend is
+made; shutting down exactly these connections frees a rank at once, and nothing of the user's is among them. Only their
+reading side: when a write fails in gloo's own thread, the operation is lost, and who waits for it waits for ever. For
+the same reason the peers must not notice: a copy of each descriptor keeps the connection open until all are renewed.
+While a group is made, a rank may wait for a peer to connect: this rank then connects in its place, and hangs up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from nbdist.errors import StaleGroupError, UsageError
+from nbdist.ranks import describe_ranks
+from nbdist.worker.cell import failures, stacks
+from nbdist.worker.groups import descriptors
+from nbdist.worker.groups.flight_record import Record
+
+_FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
+_LAST_SLOT = 254
+_RENEWAL_LIMIT = timedelta(seconds=10)  # all members are idle and come at once; more means that one has gone
+_STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
+_UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
+
+
+@dataclass
+class _Creation:
+    """A group that is being made."""
+
+    size: int  # how many ranks it has
+    before: dict[int, str]  # epoll sets that there were when it began, with the inodes of their listeners
+    called: set[str] = field(default_factory=set)  # inodes of the listeners that have had a caller for each peer
+
+    def new_epolls(self, links: Mapping[int, str]) -> dict[int, str]:
+        """Epoll sets that have appeared since it began, with the inodes of their listeners."""
+        return {fd: inode for fd, inode in descriptors.epolls(links).items() if self.before.get(fd) != inode}
+
+
+@dataclass
+class _Group:
+    """What is kept of a process group, by its name."""
+
+    epolls: dict[int, str] = field(default_factory=dict)  # descriptor of a gloo epoll set -> its listener's inode
+    entered: tuple[int, ...] = ()  # collectives entered when the present cell began, by backend
+    slot: int = _FIRST_SLOT
+    unusable: str = ""  # why it can't be used, and what to do about it
+
+
+class Collectives:
+    """All process groups of this rank.
+
+    Args:
+        epoch: Number of the set of ranks.
+        store_port: Where the session's rendezvous store listens, on loopback.
+
+    Attributes:
+        record: Which collectives have been started, and which have ended.
+        stranded: What the main thread waits in and for whom, where that can't happen any more; "" for nothing.
+    """
+
+    def __init__(self, epoch: int, store_port: int) -> None:
+        self.record = Record()
+        self._epoch = epoch
+        self._store_port = store_port
+        self._store: Any = None
+        self._clients: set[str] = set()  # inodes of the connections to stores that rendezvous of ours have opened
+        self._groups: dict[str, _Group] = {}
+        self._creating: list[_Creation] = []
+        self._connecting: list[tuple[int, set[str]]] = []  # port, sockets that there were before
+        self._cut: set[str] = set()  # groups whose connections were cut
+        self._copies: list[int] = []  # descriptors that keep cut connections open towards the peers
+        self._stale: set[str] = set()
+        self._store_cut = False
+        self._aborts: dict[int, threading.Thread] = {}  # by the backend's id; each thread keeps its backend alive
+        self.stranded = ""
+
+    # --- making groups
+
+    def watch(self) -> None:
+        """See every group that is made from now on, by whomever."""
+        import torch.distributed.distributed_c10d as c10d
+
+        original = getattr(c10d, "_new_process_group_helper", None)
+        if original is None:
+            return
+
+        def helper(*args: Any, **kwargs: Any) -> Any:
+            name = str(kwargs.get("group_name", args[5] if len(args) > 5 else ""))
+            self._groups.pop(name, None)  # an earlier group of this name has been destroyed
+            self._cut.discard(name)
+            size = int(kwargs.get("group_size", args[0] if args else 0))
+            with self._created(name, size):
+                return original(*args, **kwargs)
+
+        c10d._new_process_group_helper = helper
+
+    def store(self) -> Any:
+        """This rank's client of the session's store, which only its main thread may use."""
+        import torch.distributed as dist
+
+        if self._store is None or self._store_cut:
+            limit = _STORE_LIMIT if self._store is None else _RENEWAL_LIMIT
+            with self.connecting(self._store_port):
+                self._store = dist.TCPStore("127.0.0.1", self._store_port, is_master=False, timeout=limit)
+            self._store.set_timeout(_STORE_LIMIT)
+            self._store_cut = False
+        return self._store
+
+    @contextlib.contextmanager
+    def connecting(self, port: int) -> Iterator[None]:
+        """While the body runs, connections to this port are those of a store that serves a rendezvous."""
+        entry = (port, {inode for _, inode in descriptors.sockets()})
+        self._connecting.append(entry)
+        try:
+            yield
+        finally:
+            self._connecting.remove(entry)
+            new = {
+                fd: inode
+                for fd, inode in descriptors.sockets()
+                if inode not in entry[1] and descriptors.peer_port(fd) == port
+            }
+            self._clients |= set(new.values())
+            descriptors.keep_from_children(new)
+
+    @contextlib.contextmanager
+    def _created(self, name: str, size: int) -> Iterator[None]:
+        """While the body runs, a group is made; epoll sets that appear are those of its gloo devices."""
+        before = dict(descriptors.links())
+        creation = _Creation(size, descriptors.epolls(before))
+        self._creating.append(creation)
+        try:
+            yield
+        finally:
+            self._creating.remove(creation)
+            after = dict(descriptors.links())
+            new = {fd: inode for fd, inode in creation.new_epolls(after).items() if inode}
+            if new:
+                self._groups.setdefault(name, _Group()).epolls.update(new)
+            descriptors.keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
+
+    def name_of(self, group: Any) -> str:
+        """The name that torch has given a group (None: the default one); "" for none that it knows."""
+        world = _world()
+        if group is None:
+            group = getattr(world, "default_pg", None)
+        return str(getattr(world, "pg_names", {}).get(group, ""))
+
+    @property
+    def creating(self) -> bool:
+        """Whether the main thread is making a group, or on its way to a rendezvous."""
+        return bool(self._creating or self._connecting)
+
+    # --- where groups stand
+
+    def begin(self) -> None:
+        """A cell begins: what is entered from now on counts as its own."""
+        self.stranded = ""
+        living = _living()
+        while self._copies and not self._cut & living.keys():  # peers must notice nothing until all are renewed
+            with contextlib.suppress(OSError):  # a cell has closed it
+                os.close(self._copies.pop())
+        for name, group in living.items():
+            self._groups.setdefault(name, _Group()).entered = _entered(group)
+
+    def state(self, *, current: bool) -> dict[str, Any]:
+        """Where this rank stands in every group. From any thread.
+
+        Args:
+            current: Whether the cell in question is the one that began last; else nothing was entered in it.
+
+        Returns:
+            "groups": by name, members (global ranks), collectives entered since the cell began (by backend), and
+            whether it is broken. "count": how many groups have been numbered.
+        """
+        groups = {}
+        for name, group in _living().items():
+            known = self._groups.get(name) or _Group()
+            now = _entered(group)
+            before = known.entered if len(known.entered) == len(now) else (0,) * len(now)
+            delta = [late - early for late, early in zip(now, before, strict=True)] if current else [0] * len(now)
+            groups[name] = [_members(group), delta, name in self._cut]
+        world = _world()
+        return {
+            "groups": groups,
+            "count": getattr(world, "group_count", 0) if world is not None else 0,
+        }
+
+    # --- freeing a stuck rank
+
+    def cut(self) -> list[str]:
+        """Free the main thread from whatever collective, or making of a group, it waits in. From any thread.
+
+        Returns:
+            The names of the groups that can't be used any more until they are renewed.
+        """
+        names = [name for name, group in _living().items() if self._abort(name, group)]
+        for creation in list(self._creating):
+            for fd in creation.new_epolls(dict(descriptors.links())):
+                self._silence(fd)
+                _call_as_peers(creation, *descriptors.listening(fd))
+        if self.creating:
+            self._cut_store()
+        self._cut |= set(names)
+        return names
+
+    def _abort(self, name: str, group: Any, *, limit: timedelta = timedelta(0)) -> bool:
+        """Abort a group. Returns whether there was something to abort; it may be under way after the limit still."""
+        if group.size() < 2:
+            return False
+        aborted = False
+        for backend in _backends(group).values():
+            if "gloo" not in _kind(backend) and hasattr(backend, "abort"):
+                self._abort_apart(backend).join(limit.total_seconds())
+                aborted = True
+        known = self._groups.get(name)
+        for fd, listener in known.epolls.items() if known is not None else ():
+            if descriptors.listening(fd)[1] == listener:  # else the descriptor has become somebody else's
+                self._silence(fd)
+                aborted = True
+        return aborted
+
+    def _abort_apart(self, backend: Any) -> threading.Thread:
+        """NCCL's abort can wait for as long as the group's own time-out, and the control thread never may."""
+        thread = self._aborts.get(id(backend))
+        if thread is None:
+
+            def abort() -> None:
+                with contextlib.suppress(Exception):  # what can't be aborted is freed by its own time-out
+                    backend.abort()
+                del self._aborts[id(backend)]
+
+            thread = self._aborts[id(backend)] = threading.Thread(target=abort, name="nbdist-abort", daemon=True)
+            thread.start()
+        return thread
+
+    def _silence(self, epoll: int) -> None:
+        """Let gloo see the end of the connections in an epoll set; not of the listener, or gloo ends the process."""
+        self._copies += descriptors.stop_reading(descriptors.targets(epoll))
+
+    def _cut_store(self) -> None:
+        waiting = [fd for fd, inode in descriptors.sockets() if inode in self._clients]
+        for port, before in list(self._connecting):
+            waiting += [
+                fd for fd, inode in descriptors.sockets() if inode not in before and descriptors.peer_port(fd) == port
+            ]
+        descriptors.shut_down(waiting)
+        self._store_cut = True
+
+    # --- renewing
+
+    def renew(self, generation: int, groups: Sequence[str], stale: Sequence[str], count: int) -> None:
+        """Give groups new backends, in place. All their members do so at the same time. On the main thread.
+
+        Args:
+            generation: A number that no renewal has had before.
+            groups: Names of the groups, as `state` gives them; those that this rank is not in are passed over.
+            stale: Names of groups that only some of their members have: they are dropped.
+            count: How many groups have been numbered on the rank that has numbered most.
+
+        Raises:
+            RuntimeError: A member did not come, or torch lacks what this takes.
+        """
+        import torch.distributed as dist
+
+        for name in stale:
+            self._drop(name)
+        world = _world()
+        if world is not None and getattr(world, "group_count", count) < count:
+            world.group_count = count
+        living = _living()
+        chosen = [name for name in sorted(groups, key=_order) if name in living]
+        if not chosen:
+            return
+        descriptors.make_room()  # backends of before keep theirs for as long as the group lives
+        self._cut |= set(chosen)  # until they are renewed, should that fail
+        base = self.store()
+        for name in chosen:
+            # What still waits for a collective of before must not wait for ever.
+            self._abort(name, living[name], limit=_RENEWAL_LIMIT)
+            self._groups.setdefault(name, _Group()).epolls.clear()
+            store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)
+            known = self._groups[name]
+            try:
+                with self._created(name, living[name].size()):
+                    self._renew(living[name], store, known)
+            except Exception as error:
+                known.unusable = f"this process group could not be renewed ({error}): `%distributed restart`"
+                raise
+            self._cut.discard(name)
+            known.unusable = ""
+        self.record.give_up()
+
+    def _renew(self, group: Any, store: Any, known: _Group) -> None:
+        import torch
+        import torch.distributed as dist
+
+        register = getattr(group, "_register_backend", None)
+        if register is None:
+            raise RuntimeError("this torch can't give a living group a new backend")
+        name, description = group.group_name, group.group_desc
+        made: dict[str, tuple[Any, Any]] = {}
+        for device, backend in _backends(group).items():
+            kind = _kind(backend)
+            if kind not in made:
+                made[kind] = (_make_backend(backend, dist.PrefixStore(kind, store), group), _next_slot(group, known))
+            new, slot = made[kind]
+            register(torch.device(device), slot, new)
+        group._set_group_name(name)  # the backends keep it, and functional collectives (DTensor's) go by it
+        group._set_group_desc(description)
+        known.entered = _entered(group)
+        world = _world()
+        if world is not None and group in world.pg_map:
+            world.pg_map[group] = (world.pg_map[group][0], store)  # what further groups meet through
+
+    def _drop(self, name: str) -> None:
+        """Forget a group that is not whole; using it raises from now on."""
+        import torch.distributed as dist
+
+        group = _living().get(name)
+        if group is None:
+            return
+        self._stale.add(name)
+        self._abort(name, group, limit=_RENEWAL_LIMIT)
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(group)
+
+    def agree(self, topic: str, yes: bool, ranks: Sequence[int], rank: int) -> bool:
+        """Whether all of these ranks say yes; each of them asks. On the main thread, through the store.
+
+        Raises:
+            RuntimeError: A rank did not say anything in time.
+        """
+        import torch.distributed as dist
+
+        votes = dist.PrefixStore(f"nbdist/{self._epoch}/{topic}", self.store())
+        votes.set(str(rank), "yes" if yes else "no")
+        names = [str(other) for other in ranks]
+        votes.wait(names, _RENEWAL_LIMIT)
+        return all(vote == b"yes" for vote in votes.multi_get(names))
+
+    def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
+        """Members of these groups have died: using them raises from now on, instead of hanging."""
+        why = (
+            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed restart` brings up a "
+            "fresh set; among the living: `dist.new_group([...], use_local_synchronization=True)`"
+        )
+        for name, group in _living().items():
+            if name in groups:
+                self._groups.setdefault(name, _Group()).unusable = why
+                self._abort(name, group, limit=_RENEWAL_LIMIT)
+
+    def forbid(self, groups: Sequence[str] | None) -> dict[str, Any]:
+        """These groups (None: all) may be out of step: using them raises until they are renewed. From any thread.
+
+        Returns:
+            "groups": their members (global ranks), by name.
+        """
+        found = {}
+        for name, group in _living().items():
+            if group.size() > 1 and (groups is None or name in groups):
+                found[name] = _members(group)
+                self._cut.add(name)
+                known = self._groups.setdefault(name, _Group())
+                known.unusable = known.unusable or (
+                    "this process group may be out of step: a cell failed while some of "
+                    f"{describe_ranks(found[name])} were busy or did not answer. nbdist rebuilds it before the next "
+                    "cell that starts while all of them are idle; `%distributed status` shows what they run"
+                )
+                self._abort(name, group)
+        return {"groups": found}
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a group of this rank's has been cut, and is yet to be renewed."""
+        return bool(self._cut)
+
+    def explain(self, error: BaseException) -> StaleGroupError | UsageError | None:
+        """The error to show instead, where a group was used that is gone, or waited in, for a reason we know."""
+        if self.stranded and (isinstance(error, KeyboardInterrupt) or failures.from_communication(error)):
+            return (UsageError if stacks.in_meeting(error) else StaleGroupError)(self.stranded)
+        reasons = {known.unusable for known in self._groups.values() if known.unusable}
+        if reasons and failures.from_communication(error):
+            return StaleGroupError("; or ".join(sorted(reasons)))
+        if self._stale and failures.from_torch(error) and _UNKNOWN_GROUP.search(str(error)):
+            return StaleGroupError(
+                "not all of its ranks had this process group (they were interrupted while they made it, or some have "
+                "destroyed it), so it was dropped: make it again with `dist.new_group(...)` on all ranks"
+            )
+        return None
+
+
+# --- torch's side
+
+
+def _world() -> Any:
+    """Torch's own registry of groups; None where there is none yet."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return getattr(c10d, "_world", None)
+
+
+def _living() -> dict[str, Any]:
+    """The groups that this rank is a member of, by name."""
+    world = _world()
+    names: dict[Any, str] = getattr(world, "pg_names", {}) if world is not None else {}
+    return {name: group for group, name in list(names.items()) if hasattr(group, "size") and group.rank() >= 0}
+
+
+def _members(group: Any) -> list[int]:
+    """Global ranks, in the order of their ranks in the group."""
+    world = _world()
+    mapping = world.pg_group_ranks.get(group) or {rank: rank for rank in range(group.size())}
+    return sorted(mapping, key=mapping.__getitem__)
+
+
+def _backends(group: Any) -> dict[str, Any]:
+    """The backends of a group that are in use, by device type."""
+    import torch
+
+    found = {}
+    for device in getattr(group, "_device_types", []):
+        with contextlib.suppress(RuntimeError):  # one that is made at first use
+            found[str(torch.device(device).type)] = group._get_backend(torch.device(device))
+    return found
+
+
+def _kind(backend: Any) -> str:
+    """The name of a backend's kind: "gloo", "nccl", ..."""
+    with contextlib.suppress(Exception):
+        return str(backend.name()).lower()
+    return type(backend).__name__.removeprefix("ProcessGroup").lower()
+
+
+def _entered(group: Any) -> tuple[int, ...]:
+    """Collectives and messages that this rank has entered in a group, by backend.
+
+    The group's own number is that of its first backend, which may have been replaced.
+    """
+    numbers = []
+    seen: list[Any] = []
+    for backend in _backends(group).values():
+        if not any(backend is known for known in seen):
+            seen.append(backend)
+            with contextlib.suppress(Exception):  # a backend that does not count
+                numbers.append(int(backend._get_sequence_number_for_group()))
+    return tuple(numbers)
+
+
+def _next_slot(group: Any, known: _Group) -> Any:
+    if known.slot > _LAST_SLOT:
+        raise RuntimeError("this group has been renewed as often as torch allows")
+    known.slot += 1
+    return type(group).BackendType(known.slot - 1)
+
+
+def _make_backend(old: Any, store: Any, group: Any) -> Any:
+    """A backend like another, that meets its peers through this store."""
+    import torch.distributed as dist
+
+    kind = _kind(old)
+    backend: Any
+    timeout = getattr(getattr(old, "options", None), "_timeout", None)
+    if kind == "gloo":
+        backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=_RENEWAL_LIMIT)
+        if timeout is not None:
+            backend._set_default_timeout(timeout)
+    elif kind == "nccl":
+        backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), _nccl_options(old))
+    else:
+        raise RuntimeError(f"a {kind} group can't be renewed; gloo and nccl can")
+    backend._set_sequence_number_for_group()  # without, the counting stops
+    return backend
+
+
+def _nccl_options(old: Any) -> Any:
+    """The options of a backend, for another that takes its place: its connections come from no other group's."""
+    options = copy.deepcopy(old.options)
+    options.split_from, options.split_color = None, type(options)().split_color
+    return options
+
+
+def _order(name: str) -> tuple[bool, int, str]:
+    """The same order of groups on all ranks: else two ranks wait for each other in different ones."""
+    return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
+
+
+# --- gloo's side
+
+
+def _call_as_peers(creation: _Creation, listener: int, inode: str) -> None:
+    """Connect to a gloo listener as each of its peers would, and hang up: a peer that was freed first never comes.
+
+    The side that listens waits for its peer without a socket of its own that could be shut down. A peer says which
+    pair it belongs to by a number below the size of the group (gloo/transport/tcp/listener.cc).
+    """
+    if not inode or inode in creation.called:
+        return
+    creation.called.add(inode)
+    for pair in range(creation.size):
+        descriptors.call(listener, struct.pack("=q", pair))

@@ -1,0 +1,1 @@
+"""What leaves a rank: its text, its displays, its widgets."""

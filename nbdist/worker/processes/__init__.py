@@ -1,0 +1,1 @@
+"""The processes that a rank starts or leaves behind."""

@@ -1,0 +1,318 @@
+"""Models that a lost step has left half done: finds those that live in this rank and makes them ready for the next.
+
+Leans on private parts of torch (DDP's reducer, FSDP2's state, GradScaler's state); each is probed when used, and a
+missing one costs that model only, with a note. Knows nothing of process groups' backends, cells or the wire: whoever
+calls it has put the groups in order before, and calls it on all ranks, because a reset DDP model agrees on its
+buckets anew, with a collective, in its next forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+from typing import Any
+
+from nbdist.train.structure.unexchanged import drop_unexchanged, parameter_groups
+
+STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
+
+
+@dataclass(frozen=True)
+class ResetReport:
+    """What was reset.
+
+    Attributes:
+        models: Number of DDP and FSDP2 models that are ready again.
+        gradients: Whether some parameter had a gradient, which is dropped.
+        notes: What could not be revived, with what to type, and what of the lost step stays.
+    """
+
+    models: int = 0
+    gradients: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+class _CannotRevive(Exception):
+    """Why a model can't be made ready again."""
+
+
+def let_groups_outlive_ddp() -> None:
+    """Have DDP models that are freed let go of their process group last.
+
+    A reducer that is the last to hold a gloo group ends the group's threads with the GIL held, and one of them may be
+    waiting for it: the rank would hang for ever where `destroy_process_group()` came before the end of the model.
+    Python's own reference lets go of the GIL for that.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    make_reducer = getattr(DistributedDataParallel, "_ddp_init_helper", None)
+    if make_reducer is None:
+        return
+
+    @functools.wraps(make_reducer)
+    def helper(model: Any, *args: Any, **kwargs: Any) -> None:
+        make_reducer(model, *args, **kwargs)
+        state = vars(model)
+        if "process_group" in state:  # attributes are freed in the order in which they were set
+            state["process_group"] = state.pop("process_group")
+
+    DistributedDataParallel._ddp_init_helper = helper  # type: ignore[method-assign,assignment]
+
+
+def living(*kinds: type | None) -> list[Any]:
+    """All objects of these classes and their subclasses that the garbage collector knows, those of None left out.
+
+    Only the objects' types are looked at: isinstance would ask proxies and other lazy objects for their class, which
+    runs code of the user's. Objects that were there at a `gc.freeze()` are not found.
+    """
+    wanted = tuple(kind for kind in kinds if kind is not None)
+    if not wanted:
+        return []
+    objects = gc.get_objects()
+    try:
+        matching = {kind for kind in set(map(type, objects)) if issubclass(kind, wanted)}
+        return list(compress(objects, map(matching.__contains__, map(type, objects))))
+    except TypeError:  # some class is unhashable, by a metaclass that defines __eq__
+        return [thing for thing in objects if issubclass(type(thing), wanted)]
+
+
+def loaded(module: str, name: str) -> type | None:
+    """A class of a module, if that module is imported and has it. Nobody has an instance of it otherwise."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def buckets_settled() -> bool:
+    """Whether the buckets of every living DDP model have their final layout on this rank."""
+    found = living(loaded("torch.nn.parallel", "DistributedDataParallel"))
+    return all(_is_settled(model) for model in found if _is_built(model))
+
+
+def begin_forwards_alike() -> None:
+    """Let the next forward of every living DDP model share buffers. Enough where no rank was in a model or behind it.
+
+    DDP does so unless the last forward was without gradients; some ranks may have had another since. From any thread.
+    """
+    for model in living(loaded("torch.nn.parallel", "DistributedDataParallel")):
+        model.require_forward_param_sync = True
+
+
+def reset_models(*, keep_buckets: bool = False, moved: Callable[[Any], bool] = lambda norm: True) -> ResetReport:
+    """Make every living model ready for a step of its own, after one that did not end.
+
+    DDP and FSDP2 models forget the collectives they waited for; gradients of these models and of what living
+    optimizers train are dropped; gradient scalers forget the half step. Parameters and optimizer state stay as they
+    are. To be called on the main thread, on all ranks or none, once the process groups work again.
+
+    Args:
+        keep_buckets: Whether DDP models keep the layout of their buckets, and with it the order in which more than
+            two ranks are summed. Only right if `buckets_settled()` on all ranks. Else each gets a new reducer, which
+            is right wherever its ranks have stopped.
+        moved: Whether a BatchNorm layer's statistics may have moved in the lost step.
+
+    Returns:
+        What was reset. A model that can't be reset stops no other: it becomes a note.
+    """
+    if "torch" not in sys.modules:
+        return ResetReport()
+    ddp = loaded("torch.nn.parallel", "DistributedDataParallel")
+    sharded = loaded("torch.distributed.fsdp", "FSDPModule")
+    optimizer = loaded("torch.optim", "Optimizer")
+    scaler = loaded("torch.amp", "GradScaler")
+    norm = loaded("torch.nn.modules.batchnorm", "_NormBase")
+    hopeless = [loaded(module, name) for module, name in _HOPELESS]
+
+    found = living(ddp, sharded, optimizer, scaler, norm, *hopeless)
+    notes: list[str] = []
+    replicated = [model for model in _of(found, ddp) if _is_built(model)]
+    blocks = [block for block in _of(found, sharded) if _fsdp_state(block) is not None]
+    gradients = _drop_gradients(_parameters(replicated, _of(found, optimizer)))  # before: they may be views of buckets
+    reset_ddp = partial(_reset_ddp, keep_buckets=keep_buckets)
+    models = _reset_each(replicated, reset_ddp, notes) + _reset_each(_fsdp_roots(blocks), _reset_fsdp, notes)
+    gradients |= _drop_gradients(_parameters(blocks, ()))  # after: now they have their sharded parameters again
+    _reset_each(_of(found, scaler), _reset_scaler, notes)
+    if (training := sys.modules.get("nbdist.train.state")) is not None:
+        training.abandon_window()  # the micro-batches gathered before are lost, with their gradients
+    for kind, advice in zip(hopeless, _HOPELESS.values(), strict=True):
+        if _of(found, kind):
+            notes.append(advice)
+    if any(_keeps_statistics(module) and moved(module) for module in _of(found, norm)):
+        notes.append(STATISTICS_STAY)
+    return ResetReport(models, gradients, list(dict.fromkeys(notes)))
+
+
+_HOPELESS = {
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
+        "FullyShardedDataParallel (FSDP1) can't go on after a lost step: "
+        "build the model and its optimizer again, or use `torch.distributed.fsdp.fully_shard`, which can"
+    ),
+    ("deepspeed", "DeepSpeedEngine"): (
+        "a DeepSpeed engine can't go on after a lost step: call `deepspeed.initialize` again and load a checkpoint"
+    ),
+}
+
+
+def _of(found: Iterable[Any], kind: type | None) -> list[Any]:
+    return [] if kind is None else [thing for thing in found if issubclass(type(thing), kind)]
+
+
+def _reset_each(things: Iterable[Any], reset: Any, notes: list[str]) -> int:
+    """Reset all; what fails becomes a note. Returns how many were reset."""
+    count = 0
+    for thing in things:
+        try:
+            reset(thing)
+            count += 1
+        except _CannotRevive as reason:
+            notes.append(f"{_title(thing)} can't go on after a lost step: {reason}")
+        except Exception as error:
+            text = str(error).split("\n", 1)[0]
+            notes.append(f"{_title(thing)} can't go on ({type(error).__name__}: {text}): build it again")
+    return count
+
+
+def _title(thing: Any) -> str:
+    inner = getattr(thing, "__dict__", {}).get("_modules", {}).get("module")
+    name = type(thing).__name__
+    return name if inner is None else f"{name}({type(inner).__name__})"
+
+
+def _is_built(model: Any) -> bool:
+    """Whether a DDP model has a reducer: not if its making was interrupted, or if it reduces by itself."""
+    return "reducer" in model.__dict__
+
+
+def _reset_ddp(model: Any, keep_buckets: bool) -> None:
+    from torch.distributed import get_process_group_ranks
+
+    try:
+        get_process_group_ranks(model.process_group)
+    except KeyError:
+        raise _CannotRevive("its process group was destroyed; wrap the module again") from None
+    model.require_forward_param_sync = True  # a forward without gradients clears it, and some ranks have had another
+    if all(hasattr(model, name) for name in _NEEDED_FOR_REDUCER) and not keep_buckets:
+        _renew_reducer(model)
+        return
+    if not hasattr(model, "_update_process_group"):
+        raise _CannotRevive("this torch can't reset it; wrap the module in DistributedDataParallel again")
+    settled = _is_settled(model)
+    model._update_process_group(model.process_group)
+    model.__dict__[_SETTLED] = settled  # which that call makes torch forget
+
+
+_SETTLED = "_nbdist_settled"
+_NEEDED_FOR_REDUCER = (
+    "_build_params_for_reducer",
+    "_build_debug_param_to_name_mapping",
+    "_ddp_init_helper",
+    "_comm_hooks",
+    "_get_ddp_logging_data",
+)
+
+
+def _is_settled(model: Any) -> bool:
+    """Buckets are laid out anew once, in an early forward; with unused parameters in a changing graph never."""
+    if getattr(model, "_has_rebuilt_buckets", False) or getattr(model, _SETTLED, False):
+        return True
+    return bool(model.find_unused_parameters and not model.static_graph)
+
+
+def _renew_reducer(model: Any) -> None:
+    """As `__setstate__`, but with this model's own group and hooks, and with a static graph that is learned anew.
+
+    Ranks that were stopped around a first iteration differ in what their reducers have learned; resetting those
+    would let collectives of different sizes meet.
+    """
+    import torch.distributed as dist
+
+    built_in = dist.BuiltinCommHookType.__members__.get(_hook_name(model))
+    model.reducer._remove_autograd_hooks()
+    model.reducer = model.logger = None  # frees its buckets before there are new ones
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    model._has_rebuilt_buckets = False
+    model.__dict__.pop(_SETTLED, None)
+    if model.static_graph:
+        model._static_graph_delay_allreduce_enqueued = False
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()
+    if getattr(model, "mixed_precision", None) is not None:
+        model.reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
+    if built_in is not None:
+        model._register_builtin_comm_hook(built_in)
+    for hook, state in model._comm_hooks:
+        dist._register_comm_hook(model.reducer, state, hook)
+
+
+def _hook_name(model: Any) -> str:
+    """The name of the communication hook: of one that is built in, torch keeps nothing else."""
+    return str(model._get_ddp_logging_data().get("comm_hook", "")).rpartition(".")[2]
+
+
+def _fsdp_roots(blocks: Iterable[Any]) -> list[Any]:
+    """The outermost modules, one for each model. Before its first forward a module does not know whether it is one."""
+    return [block for block in blocks if _fsdp_state(block)._is_root is not False]
+
+
+def _fsdp_state(block: Any) -> Any:
+    """The state of a module that `fully_shard` was applied to, None where it did not get that far."""
+    try:
+        return block._get_fsdp_state()
+    except Exception:
+        return None
+
+
+def _reset_fsdp(root: Any) -> None:
+    state = _fsdp_state(root)
+    if state._is_root is None:
+        _forget(state)  # an unshard() that was asked for before the first forward
+        return
+    if not hasattr(root, "reset_iter_state"):
+        raise _CannotRevive("this torch can't reset it; build the model again, or use torch 2.13 or newer")
+    for part in state._state_ctx.all_states:
+        _forget(part)
+    root.reset_iter_state()
+
+
+def _forget(state: Any) -> None:
+    """Drop what `reset_iter_state` would wait for in vain, and the two gradients that torch 2.13 leaves there."""
+    for group in parameter_groups(state):
+        group._all_gather_result = None
+        drop_unexchanged(group)
+
+
+def _reset_scaler(scaler: Any) -> None:
+    """An optimizer whose gradients were unscaled in the lost step may be unscaled again."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if isinstance(states, dict):
+        states.clear()
+
+
+def _parameters(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[Any]:
+    for module in modules:
+        yield from module.parameters()
+    for optimizer in optimizers:
+        with contextlib.suppress(Exception):  # one that is half made
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+
+def _drop_gradients(parameters: Iterable[Any]) -> bool:
+    """Set gradients to None, as `zero_grad()` does; DDP makes its views of buckets anew."""
+    dropped = False
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = None
+            dropped = True
+    return dropped
+
+
+def _keeps_statistics(module: Any) -> bool:
+    return bool(getattr(module, "training", False) and getattr(module, "track_running_stats", False))

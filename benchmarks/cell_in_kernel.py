@@ -13,7 +13,7 @@ BUDGET = 5e-3
 
 def main() -> None:
     _tools.prepare()
-    from tests.harness import kernel_with_ranks
+    from tests.support.harness import kernel_with_ranks
 
     with kernel_with_ranks(RANKS) as kernel:
         cells = {"local": "pass", "distributed": "%%distributed\npass"}

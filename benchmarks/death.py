@@ -21,7 +21,7 @@ _CELLS = {
 
 def main() -> None:
     _tools.prepare()
-    from tests.harness import Kernel, kernel_with_ranks
+    from tests.support.harness import Kernel, kernel_with_ranks
 
     def measure(kernel: Kernel, code: str) -> float:
         victim = kernel.rank_pids()[3]

@@ -20,7 +20,7 @@ AT_MOST = 1 / 0.9  # of the estimate: it is within 10 % of a real step
 
 def main() -> None:
     _tools.prepare()
-    import tests.train_estimate as models
+    import tests.support.train_estimate as models
     from nbdist.client.session.session import Session
     from nbdist.plan import Plan
     from nbdist.train.estimate.estimate import estimate, estimate_each

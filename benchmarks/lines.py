@@ -22,7 +22,7 @@ _LOCAL = (
 
 def main() -> None:
     _tools.prepare()
-    from tests.harness import Kernel, Outcome, kernel_with_ranks
+    from tests.support.harness import Kernel, Outcome, kernel_with_ranks
 
     seen: dict[str, tuple[float, Outcome]] = {}
 

@@ -36,7 +36,7 @@ for step in range(100000):
 def main() -> None:
     _tools.prepare()
     import nbdist
-    from tests.harness import Kernel, kernel_with_ranks
+    from tests.support.harness import Kernel, kernel_with_ranks
 
     def stopped(kernel: Kernel, code: str, forced: bool) -> float:
         """Seconds from the interrupt that does it to the end of the next cell."""

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nbdist.devices import visible_gpus
-from tests.harness import MARK, Kernel, files_of_sessions, kernel_with_ranks, processes_of_this_run, wait_until
+from tests.support.harness import MARK, Kernel, files_of_sessions, kernel_with_ranks, processes_of_this_run, wait_until
 
 REHEARSAL = "NBDIST_GPU_REHEARSAL"  # set to 1: tests marked `gpu` that can do with a CPU run there
 

@@ -235,7 +235,7 @@ def compiled(strategy: str) -> tuple[bool, int, float, float]:
 
 def checkpointed(kind: str) -> tuple[float, int]:
     """The norm of all gradients of one step of a transformer, and its peak in MiB."""
-    from tests.train_estimate import Gpt
+    from tests.support.train_estimate import Gpt
 
     torch.manual_seed(0)
     model = nbdist.prepare(Gpt(384, 6), plan=Plan(strategy="ddp", activation_checkpointing=kind))

@@ -8,7 +8,7 @@ import pytest
 
 import nbdist
 from tests.gpu.conftest import Record, values
-from tests.harness import wait_until
+from tests.support.harness import wait_until
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 1 << 20, 1 << 30

@@ -9,8 +9,8 @@ import pytest
 import nbdist
 from tests.gpu.conftest import Record, join_nccl, nccl_session, value, values
 from tests.gpu.sharing import is_stuck, stuck_cell
-from tests.harness import wait_until
-from tests.roles import alive
+from tests.support.harness import wait_until
+from tests.support.roles import alive
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 
 import nbdist
 from tests.gpu.conftest import Record, value, values
-from tests.harness import Kernel, wait_until
+from tests.support.harness import Kernel, wait_until
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ def test_two_ranks_on_nccl_train_in_bf16(nccl: nbdist.Session, strategy: str) ->
 def test_ranks_train_as_one_process_does(pair: nbdist.Session, strategy: str) -> None:
     for accumulate, clip in ((1, False), (3, True)):
         code = (
-            f"from tests import train_equality as equality\n"
+            f"from tests.support import train_equality as equality\n"
             f"plan = equality.plan_of({strategy!r}, {accumulate}, {clip})\n"
             f"equality.distance_from_one_process(plan, 'float64')"
         )
@@ -34,7 +34,7 @@ def test_ranks_train_as_one_process_does(pair: nbdist.Session, strategy: str) ->
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bf16_is_bit_for_bit_that_of_pytorch_s_own_recipe(pair: nbdist.Session, strategy: str) -> None:
     code = (
-        "from tests import train_equality as equality\n"
+        "from tests.support import train_equality as equality\n"
         f"equality.differing_from_recipe(equality.plan_of({strategy!r}, 2, True, 'bf16'))"
     )
     assert value(pair, code) == []

@@ -11,7 +11,7 @@ import inspect
 
 import pytest
 
-from tests.harness import Kernel
+from tests.support.harness import Kernel
 
 pytest.importorskip("accelerate")
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cells import on_ranks, refused, value
-from tests.harness import Kernel
+from tests.support.cells import on_ranks, refused, value
+from tests.support.harness import Kernel
 
 SETUP = """
 import logging, os, pickle, torch, nbdist
 from nbdist.plan import Plan
 from nbdist.train import state
-from tests.train_models import *
+from tests.support.train_models import *
 """
 
 

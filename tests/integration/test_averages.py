@@ -13,15 +13,15 @@ from torch import nn
 import nbdist
 from nbdist.plan import Plan
 from nbdist.train import state
-from tests.cells import on_ranks, refused, value
-from tests.harness import Kernel
-from tests.train_models import Net, values
+from tests.support.cells import on_ranks, refused, value
+from tests.support.harness import Kernel
+from tests.support.train_models import Net, values
 
 SETUP = """
 import torch, nbdist
 from nbdist.plan import Plan
 from nbdist.train import state
-from tests.train_models import *
+from tests.support.train_models import *
 
 def average_of(model):
     with nbdist.averaged(model):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.harness import Kernel, Outcome, both, lines_by_rank
+from tests.support.harness import Kernel, Outcome, both, lines_by_rank
 
 
 def on_ranks(kernel: Kernel, code: str) -> Outcome:

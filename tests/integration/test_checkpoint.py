@@ -15,10 +15,10 @@ from nbdist.errors import CheckpointError, UsageError
 from nbdist.train import state
 from nbdist.train.checkpoint.checkpoint import load_state, save_state
 from nbdist.train.data.loaders import prepare_loader
-from tests import train_checkpoint
 from tests.conftest import shared_kernel
-from tests.harness import Kernel, Outcome
-from tests.train_checkpoint import Training, equal
+from tests.support import train_checkpoint
+from tests.support.harness import Kernel, Outcome
+from tests.support.train_checkpoint import Training, equal
 
 HELPERS = Path(train_checkpoint.__file__).read_text()
 HELPERS += "\nfrom nbdist import latest_state, load_state, register_for_checkpointing, save_state\n"

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.harness import Kernel, both, wait_until
-from tests.roles import revive
+from tests.support.harness import Kernel, both, wait_until
+from tests.support.roles import revive
 
 HANG = 20.0
 
@@ -152,6 +152,6 @@ def test_a_death_is_on_screen_soon(own: Kernel) -> None:
 
 
 def _pid_while_busy(kernel: Kernel) -> int:
-    from tests.roles import children, find
+    from tests.support.roles import children, find
 
     return max(children(find(kernel.pid, "template")))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nbdist.ranks import parse_ranks
-from tests.harness import Kernel, Outcome, both, lines_by_rank
+from tests.support.harness import Kernel, Outcome, both, lines_by_rank
 
 IMPORTS = "%%distributed\nfrom IPython.display import *\n"
 

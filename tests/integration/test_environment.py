@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import nbdist
-from tests.harness import Kernel, both
-from tests.roles import find
+from tests.support.harness import Kernel, both
+from tests.support.roles import find
 
 HANG = 30.0
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Execution, Kernel, Outcome, both, files_of_sessions, wait_until
-from tests.roles import alive, await_end, await_role, children, family, find, find_store, revive
+from tests.support.harness import Execution, Kernel, Outcome, both, files_of_sessions, wait_until
+from tests.support.roles import alive, await_end, await_role, children, family, find, find_store, revive
 
 KINDS = {
     "exit": ("os._exit(3)", "exit code 3"),

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from tests.harness import Kernel
+from tests.support.harness import Kernel
 
 BOUND = 150_000_000  # bytes that any process of ours may grow by
 

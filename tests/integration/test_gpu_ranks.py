@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Kernel
 from tests.stand_ins.nvml import as_module, machine
+from tests.support.harness import Kernel
 
 NAMES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",

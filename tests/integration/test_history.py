@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Kernel, wait_until
+from tests.support.harness import Kernel, wait_until
 
 
 @pytest.fixture

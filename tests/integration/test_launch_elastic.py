@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Kernel, lines_by_rank, wait_until
-from tests.roles import children, find
+from tests.support.harness import Kernel, lines_by_rank, wait_until
+from tests.support.roles import children, find
 
 pytestmark = pytest.mark.torch_private  # torch's elastic agent is young
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Kernel, both, kernel_with_ranks, lines_by_rank, wait_until
-from tests.roles import await_end, children, find
+from tests.support.harness import Kernel, both, kernel_with_ranks, lines_by_rank, wait_until
+from tests.support.roles import await_end, children, find
 
 SETUP = """
 import os, signal, sys, threading, time

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Kernel, both, lines_by_rank, wait_until
-from tests.roles import children
+from tests.support.harness import Kernel, both, lines_by_rank, wait_until
+from tests.support.roles import children
 
 EXIT_CODE = "child.join() or child.exitcode"
 RESTORED = "it is restored for the next cell"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.harness import Kernel, both, files_of_sessions, kernel_with_ranks, wait_until
-from tests.roles import alive, await_end, await_role, family, find
+from tests.support.harness import Kernel, both, files_of_sessions, kernel_with_ranks, wait_until
+from tests.support.roles import alive, await_end, await_role, family, find
 
 HANG = 20.0
 

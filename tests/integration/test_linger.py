@@ -12,8 +12,8 @@ import zmq
 
 from nbdist.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
 from nbdist.protocol import LogPart, ReadLog, Shutdown, decode, encode
-from tests.harness import Kernel, files_of_sessions, kernel_with_ranks, wait_until
-from tests.roles import await_end, family
+from tests.support.harness import Kernel, files_of_sessions, kernel_with_ranks, wait_until
+from tests.support.roles import await_end, family
 
 LIMIT_MS = 10_000
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.cells import on_ranks, refused, value
-from tests.harness import Kernel
+from tests.support.cells import on_ranks, refused, value
+from tests.support.harness import Kernel
 
 SETUP = """
 import copy, os, warnings, torch, nbdist
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from nbdist.plan import Plan
 from nbdist.train import state
-from tests.train_models import *
+from tests.support.train_models import *
 """
 
 

@@ -10,9 +10,9 @@ import torch
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.train.checkpoint.model_files import load_model, save_model
-from tests import train_checkpoint
-from tests.harness import Kernel
-from tests.train_checkpoint import Net, equal
+from tests.support import train_checkpoint
+from tests.support.harness import Kernel
+from tests.support.train_checkpoint import Net, equal
 
 HELPERS = Path(train_checkpoint.__file__).read_text()
 HELPERS += """

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Kernel, both, kernel_with_ranks
+from tests.support.harness import Kernel, both, kernel_with_ranks
 
 pytestmark = pytest.mark.torch_private
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Execution, Kernel, wait_until
+from tests.support.harness import Execution, Kernel, wait_until
 
 pytestmark = pytest.mark.torch_private
 

@@ -16,13 +16,14 @@ import pytest
 from nbconvert import HTMLExporter
 
 from nbdist.panel.updates import LIMIT
-from tests.harness import LIMIT as PATIENCE
-from tests.harness import Kernel, Outcome
+from tests.support.harness import LIMIT as PATIENCE
+from tests.support.harness import Kernel, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SAMPLES = (
-    f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tests.panel_samples import Source, gpus\nimport nbdist\n"
+    f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tests.support.panel_samples import Source, gpus\n"
+    "import nbdist\n"
 )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cells import on_ranks, refused, value
-from tests.harness import Kernel
+from tests.support.cells import on_ranks, refused, value
+from tests.support.harness import Kernel
 
 SETUP = """
 import copy, io, os, pickle, torch, nbdist
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from nbdist.plan import Plan
 from nbdist.train import state
-from tests.train_models import *
+from tests.support.train_models import *
 """
 
 
@@ -61,7 +61,7 @@ def test_the_embedding_of_a_language_model_is_whole_only_while_it_is_used(
 ) -> None:
     code = f"""
 from torch.distributed.fsdp import FSDPModule
-from tests.train_weights import llama
+from tests.support.train_weights import llama
 torch.manual_seed(rank)
 model = llama(tie_word_embeddings={tied}); dist.broadcast(model.lm_head.weight.data, 0)
 copied = copy.deepcopy(model)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Kernel, both
-from tests.odd_cells import DIES, FAILS, ODD_CELLS, OddCell
-from tests.roles import revive
+from tests.support.harness import Kernel, both
+from tests.support.odd_cells import DIES, FAILS, ODD_CELLS, OddCell
+from tests.support.roles import revive
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 SEED = int(os.environ.get("NBDIST_TEST_SEED", "2026"))
@@ -97,6 +97,6 @@ def row_of(odd: OddCell) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, CELLS, PER_SESSION))
 def test_random_cells_leave_ranks_that_work(first: int) -> None:
-    fuzz = [sys.executable, "-m", "tests.cell_fuzz", "--cells", str(PER_SESSION), "--seed", str(SEED + first)]
+    fuzz = [sys.executable, "-m", "tests.stress.cell_fuzz", "--cells", str(PER_SESSION), "--seed", str(SEED + first)]
     done = subprocess.run(fuzz, cwd=PAGE.parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import _shared as shared
-from tests.harness import Kernel, kernel_with_ranks
+from tests.support.harness import Kernel, kernel_with_ranks
 
 DDP = """
 import nbdist, torch

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Kernel, kernel_with_ranks, wait_until
-from tests.resilience import PHASES, WRAPPERS
+from tests.stress.resilience import PHASES, WRAPPERS
+from tests.support.harness import Kernel, kernel_with_ranks, wait_until
 
 SEED = int(os.environ.get("NBDIST_TEST_SEED", "2026"))
 INTERRUPTS = 2  # in each phase
@@ -17,7 +17,7 @@ INTERRUPTS = 2  # in each phase
 TRAIN = """
 import pathlib, tempfile
 import nbdist
-from tests.resilience import Training
+from tests.stress.resilience import Training
 folder = tempfile.TemporaryDirectory()
 training = Training(nbdist.get_session(), {wrapper!r}, {seed}, pathlib.Path(folder.name))
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cells import on_ranks, refused, value
-from tests.harness import Kernel
+from tests.support.cells import on_ranks, refused, value
+from tests.support.harness import Kernel
 
 SETUP = """
 import gc, json, os, torch, nbdist
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from nbdist.plan import Plan
 from nbdist.train import state
-from tests.train_models import *
+from tests.support.train_models import *
 
 def bytes_of_tensors():
     found = {}

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Kernel, kernel_with_ranks, wait_until
 from tests.stand_ins.nvml import GIB, as_module, machine
+from tests.support.harness import Kernel, kernel_with_ranks, wait_until
 
 FOR_EVER = 1e6
 NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22

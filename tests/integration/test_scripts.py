@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Kernel, both
+from tests.support.harness import Kernel, both
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 

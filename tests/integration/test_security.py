@@ -15,8 +15,8 @@ import psutil
 import pytest
 import zmq
 
-from tests.harness import Kernel, both, files_of_sessions
-from tests.roles import alive, family, find
+from tests.support.harness import Kernel, both, files_of_sessions
+from tests.support.roles import alive, family, find
 
 SILENCE_MS = 400  # that an intruder waits for an answer
 
@@ -289,7 +289,7 @@ def test_a_connection_that_does_not_authenticate_is_closed(keys: dict[str, str])
 
 
 def test_lies_of_strangers_friends_and_ranks_cost_nothing(ranks: Kernel, key_file: Path) -> None:
-    ranks.ok("import nbdist\nfrom tests import fuzz\nfuzz.tell(1, nbdist.get_session(), 300)")
+    ranks.ok("import nbdist\nfrom tests.stress import fuzz\nfuzz.tell(1, nbdist.get_session(), 300)")
 
 
 def test_a_display_that_is_larger_than_a_frame_arrives_whole(ranks: Kernel) -> None:

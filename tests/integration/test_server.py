@@ -14,8 +14,8 @@ import pytest
 import websocket
 
 from tests.conftest import _shared
-from tests.harness import LIMIT, Kernel
-from tests.jupyter import Server
+from tests.support.harness import LIMIT, Kernel
+from tests.support.jupyter import Server
 
 EXCEEDED = "rate exceeded"
 

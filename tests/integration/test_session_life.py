@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel
-from tests.roles import alive, await_end
+from tests.support.harness import Kernel
+from tests.support.roles import alive, await_end
 
 HANG = 30.0
 PIDS = "[info.pid for info in {}.ranks]"

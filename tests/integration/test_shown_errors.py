@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel, Outcome
+from tests.support.harness import Kernel, Outcome
 
 SCRIPT = "def train():\n    raise ValueError('no data')  # the cause\n\n\ntrain()\n"
 NOTEBOOK = (

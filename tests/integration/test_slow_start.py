@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel
-from tests.roles import find
+from tests.support.harness import Kernel
+from tests.support.roles import find
 
 HANG = 60.0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel
+from tests.support.harness import Kernel
 
 
 @pytest.mark.parametrize("options", ["", "-r 0", "--record"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Kernel
+from tests.support.harness import Kernel
 
 pytestmark = pytest.mark.torch_private
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.harness import Kernel, wait_until
+from tests.support.harness import Kernel, wait_until
 
 STUCK = """import torch, torch.distributed as dist, time
 

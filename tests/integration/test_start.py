@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import Kernel, both
-from tests.roles import alive, family, find, listening
 from tests.stand_ins.nvml import as_module, machine
+from tests.support.harness import Kernel, both
+from tests.support.roles import alive, family, find, listening
 
 HANG = 30.0
 cpu_torch = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a stand-in for GPUs that this torch would try")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Kernel, Outcome
+from tests.support.harness import Kernel, Outcome
 
 pytestmark = pytest.mark.torch_private
 

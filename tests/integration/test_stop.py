@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel, wait_until
-from tests.roles import alive, await_end, children, family, find, listening, revive
+from tests.support.harness import Kernel, wait_until
+from tests.support.roles import alive, await_end, children, family, find, listening, revive
 
 HANG = 20.0
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from nbdist.ranks import parse_ranks
-from tests.harness import Kernel, kernel_with_ranks, wait_until
+from tests.support.harness import Kernel, kernel_with_ranks, wait_until
 
 SETUP = """%%distributed
 import socket, time, torch, torch.distributed as dist

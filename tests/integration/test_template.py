@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Kernel, wait_until
-from tests.roles import await_role, children, find
+from tests.support.harness import Kernel, wait_until
+from tests.support.roles import await_role, children, find
 
 TRAIN = """%%distributed
 import sys, torch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel
+from tests.support.harness import Kernel
 
 RUN = """
 import torch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Kernel
+from tests.support.harness import Kernel
 
 SETUP = """
 import torch
@@ -17,7 +17,7 @@ import nbdist
 from nbdist.plan import Plan
 from nbdist.train import state
 from nbdist.train.data.loaders import prepare_loader, skip_first_batches
-from tests.train_data import *
+from tests.support.train_data import *
 
 def prepared(dataset, batch_size=2, plan=Plan(), **settings):
     return prepare_loader(DataLoader(dataset, batch_size, **settings), plan=plan, device="cpu")

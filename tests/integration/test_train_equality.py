@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.harness import Kernel
+from tests.support.harness import Kernel
 
 STRATEGIES = ["none", "ddp", "fsdp", "hsdp"]
 
@@ -17,7 +17,9 @@ STRATEGIES = ["none", "ddp", "fsdp", "hsdp"]
 def some_ranks(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """A kernel with two ranks, then one with four."""
     with shared_kernel(request.param) as kernel:
-        kernel.ok("import nbdist\nfrom tests import train_equality as equality\ncall = nbdist.get_session().call")
+        kernel.ok(
+            "import nbdist\nfrom tests.support import train_equality as equality\ncall = nbdist.get_session().call"
+        )
         yield kernel
 
 

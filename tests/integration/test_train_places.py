@@ -14,8 +14,8 @@ import pytest
 
 import nbdist
 from tests.conftest import shared_kernel
-from tests.harness import Kernel
-from tests.train_places import train
+from tests.support.harness import Kernel
+from tests.support.train_places import train
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = {"strategy": "fsdp", "accumulate": 2}  # the last of the three windows of an epoch is a short one
@@ -26,7 +26,7 @@ BATCH = 3
 def planned() -> Iterator[Kernel]:
     """Two ranks whose plan was typed."""
     with shared_kernel(2) as kernel:
-        kernel.ok("import nbdist\nfrom tests import train_places")
+        kernel.ok("import nbdist\nfrom tests.support import train_places")
         kernel.ok("%distributed plan fsdp --accumulate 2")
         yield kernel
 
@@ -42,7 +42,9 @@ def expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_in_a_cell(planned: Kernel, tmp_path: Path, expected: Any) -> None:
-    planned.ok(f"%%distributed\nfrom tests import train_places\nfound = train_places.train('{tmp_path}/a', {BATCH})")
+    planned.ok(
+        f"%%distributed\nfrom tests.support import train_places\nfound = train_places.train('{tmp_path}/a', {BATCH})"
+    )
     first, second = planned.value("nbdist.get_session().pull('found')")
     assert first == second == expected
 
@@ -56,7 +58,7 @@ def test_in_a_launched_function(planned: Kernel, tmp_path: Path, expected: Any) 
 
 def test_in_a_script_under_torchrun(tmp_path: Path, expected: Any) -> None:
     """It makes no process group by itself."""
-    done = torchrun("-m", "tests.train_places", str(tmp_path / "a"), str(BATCH))
+    done = torchrun("-m", "tests.support.train_places", str(tmp_path / "a"), str(BATCH))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == expected
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel, Outcome
+from tests.support.harness import Kernel, Outcome
 
 
 def live_line(seen: Outcome) -> str:

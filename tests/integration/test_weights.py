@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from nbdist.errors import UsageError
-from tests.cells import on_ranks, refused, value
 from tests.conftest import shared_kernel
-from tests.harness import Kernel
-from tests.train_weights import fake_hub, filled, gpt2, llama, on_meta, prepared, without_prefix
+from tests.support.cells import on_ranks, refused, value
+from tests.support.harness import Kernel
+from tests.support.train_weights import fake_hub, filled, gpt2, llama, on_meta, prepared, without_prefix
 
 SETUP = """
 import os, torch, nbdist
@@ -22,7 +22,7 @@ from pathlib import Path
 from torch import nn
 from nbdist.plan import Plan
 from nbdist.train import state
-from tests.train_weights import *
+from tests.support.train_weights import *
 """
 NOWHERE = "http://127.0.0.1:9"  # the port that discards: nobody listens
 

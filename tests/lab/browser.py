@@ -17,8 +17,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from tests.conftest import _shared
-from tests.harness import LIMIT, MARK, Kernel, wait_until
-from tests.jupyter import Server
+from tests.support.harness import LIMIT, MARK, Kernel, wait_until
+from tests.support.jupyter import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "screenshots"

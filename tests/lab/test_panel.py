@@ -16,7 +16,7 @@ pytestmark = pytest.mark.lab
 
 SAMPLES = f"""\
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from tests.panel_samples import Source, gpus, stuck
+from tests.support.panel_samples import Source, gpus, stuck
 import nbdist
 """
 SHOW = SAMPLES + "source = Source()\npanel = nbdist.Panel(source=source)\nsource.show(gpus({count}))\npanel"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conftest import sharing
-from tests.harness import Execution, Kernel, Outcome, lines_by_rank, wait_until
 from tests.multinode.hosts import Host, two_hosts
+from tests.support.harness import Execution, Kernel, Outcome, lines_by_rank, wait_until
 
 SETUP = """
 import os, time

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nbdist.worker.recovery.step_stop import StepCounter
-from tests.stepping import CELL
+from tests.support.stepping import CELL
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_a_replacement_that_was_killed_between_two_renames_leaves_the_earlier_on
 def test_whenever_a_save_is_killed_a_whole_checkpoint_is_found_and_the_next_save_tidies_up(
     tmp_path: Path, which: str
 ) -> None:
-    code = [sys.executable, "-m", "tests.killed_saves", str(tmp_path), which]
+    code = [sys.executable, "-m", "tests.stress.killed_saves", str(tmp_path), which]
     root = Path(__file__).parents[2]
     found = json.loads(subprocess.run(code, check=True, capture_output=True, cwd=root).stdout)
     *killed, unharmed = found

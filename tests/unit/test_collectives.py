@@ -14,8 +14,8 @@ import torch.distributed.distributed_c10d as c10d
 from nbdist.errors import StaleGroupError
 from nbdist.worker.groups import process_groups as module
 from nbdist.worker.groups.process_groups import Collectives
-from tests.native_errors import from_native_code
 from tests.stand_ins.nccl import Group, NcclBackend
+from tests.support.native_errors import from_native_code
 
 pytestmark = pytest.mark.torch_private
 

@@ -14,8 +14,8 @@ from nbdist.errors import UsageError
 from nbdist.metrics import flops
 from nbdist.metrics.compute import passes
 from nbdist.metrics.flops import Counting, FlopCount, count
-from tests import closed_forms
-from tests.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
+from tests.support import closed_forms
+from tests.support.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 
 pytestmark = pytest.mark.torch_private
 

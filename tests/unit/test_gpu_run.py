@@ -14,8 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.harness import wait_until
-from tests.roles import alive
+from tests.support.harness import wait_until
+from tests.support.roles import alive
 
 ROOT = Path(__file__).resolve().parents[2]
 FAR = 1e9  # a deadline that never comes, in seconds of the monotonic clock

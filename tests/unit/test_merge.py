@@ -6,7 +6,7 @@ import pytest
 
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import Shown, Text
-from tests.merging import WINDOW, merged, text_of
+from tests.support.merging import WINDOW, merged, text_of
 
 # When lines go out, and under which ranks.
 

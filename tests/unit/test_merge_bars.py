@@ -10,7 +10,7 @@ from tqdm import tqdm
 from nbdist.client.output.bars import signature
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import Text
-from tests.merging import WINDOW, Page, bar, merged, text_of
+from tests.support.merging import WINDOW, Page, bar, merged, text_of
 
 
 def start_bars(merger: Merger, *percents: int) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.worker.recovery.reset_models import STATISTICS_STAY, buckets_settled, living, reset_models
 from tests.conftest import _shared as shared
-from tests.lost_steps import Scenarios
+from tests.stress.lost_steps import Scenarios
 
 DDP_KINDS = [
     "DDP",

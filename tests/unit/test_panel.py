@@ -21,7 +21,7 @@ from nbdist.panel.model import HEAT_ABOVE, Row, Stat, View, view_of
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import LIMIT, METRICS, Updates
 from nbdist.panel.words import duration, flops, part_of, sizes
-from tests.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
+from tests.support.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
 
 ENVELOPE = {"method": "custom", "content": None}
 

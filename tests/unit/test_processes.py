@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from nbdist.processes import describe_exit, python_command
-from tests.harness import wait_until
-from tests.roles import alive
+from tests.support.harness import wait_until
+from tests.support.roles import alive
 
 HERE = str(Path(__file__).resolve().parents[2])
 

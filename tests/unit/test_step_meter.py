@@ -23,7 +23,7 @@ from nbdist.metrics.compute.clock import DeviceClock
 from nbdist.metrics.flops import FlopCount
 from nbdist.metrics.node.sample import StepSample
 from nbdist.metrics.steps import Meter
-from tests.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
+from tests.support.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 
 pytestmark = pytest.mark.torch_private
 

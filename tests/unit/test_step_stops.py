@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nbdist.worker.recovery.step_stop import StepCounter, StepStop
-from tests.stepping import CELL, LIMIT, MANY, Log, Step, ask, parameter
+from tests.support.stepping import CELL, LIMIT, MANY, Log, Step, ask, parameter
 
 pytestmark = pytest.mark.torch_private
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from nbdist.worker.recovery.step_stop import StepCounter
-from tests.stepping import CELL, parameter
+from tests.support.stepping import CELL, parameter
 
 pytestmark = pytest.mark.torch_private
 

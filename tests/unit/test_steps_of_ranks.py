@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from nbdist.processes import die_with_parent
 from nbdist.worker.recovery.step_stop import StepCounter, StepStop
-from tests.stepping import MANY
+from tests.support.stepping import MANY
 
 pytestmark = pytest.mark.torch_private
 

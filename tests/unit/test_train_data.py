@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nbdist.plan import Plan
 from nbdist.train import state
 from nbdist.train.data.loaders import prepare_loader
-from tests.train_data import (
+from tests.support.train_data import (
     AnySampler,
     Buckets,
     Draws,

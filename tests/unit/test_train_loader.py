@@ -23,7 +23,7 @@ from nbdist.train import state
 from nbdist.train.data.batches import map_tensors
 from nbdist.train.data.feed import DeviceFeed, LoadingWatch
 from nbdist.train.data.loaders import prepare_loader, skip_first_batches
-from tests.train_data import Numbers, Pair, PlacedStream, Stream, all_ranks, flat, lists, maker, real, rounds
+from tests.support.train_data import Numbers, Pair, PlacedStream, Stream, all_ranks, flat, lists, maker, real, rounds
 
 # Loops that do nothing with their data do wait for it.
 pytestmark = pytest.mark.filterwarnings("ignore:waiting for data")

@@ -10,7 +10,7 @@ from torch import nn
 import nbdist
 from nbdist.plan import Plan
 from nbdist.train import state
-from tests.train_models import Net, batch, values
+from tests.support.train_models import Net, batch, values
 
 
 class Lion(torch.optim.Optimizer):

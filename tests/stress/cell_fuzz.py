@@ -1,6 +1,6 @@
 """Runs random sequences of odd cells in a session and checks after each what has to hold: a seed gives the sequence.
 
-`python -m tests.cell_fuzz --cells 100000 --seed 1` runs it as long as you like; the tests run a sample.
+`python -m tests.stress.cell_fuzz --cells 100000 --seed 1` runs it as long as you like; the tests run a sample.
 
 What has to hold: no cell takes longer than its bound; all that a living rank printed has come, in its order; ranks that
 nobody has killed live and keep their variables; every all-reduce is right; nothing is left when the session is closed.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nbdist import RankDied, RankError, RankTimeout, Session, StaleGroupError
 from nbdist.client.session.background import BackgroundCell
-from tests.odd_cells import DIES, FAILS, ODD_CELLS, OddCell
+from tests.support.odd_cells import DIES, FAILS, ODD_CELLS, OddCell
 
 RANKS = 3
 _LIMIT = 60.0  # seconds until a cell counts as hanging, however busy the machine is

@@ -2,7 +2,8 @@
 
 Cells run on some of the ranks or on all, in front or in the background; they fail before or behind a collective that
 others never enter, hold the GIL, or are interrupted; ranks are stopped and go on. What is random comes from one seed.
-Knows of the ranks what a user sees. `python -m tests.right_sums --count 500` tries many, and says how they ended.
+Knows of the ranks what a user sees. `python -m tests.stress.right_sums --count 500` tries many and reports how they
+ended.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Scenarios:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.lost_steps"],
+            [sys.executable, "-W", "ignore", "-m", "tests.stress.lost_steps"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

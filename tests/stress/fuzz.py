@@ -1,6 +1,6 @@
 """Lies for the listening sockets of a session: bytes from somebody without keys, messages from somebody with them.
 
-`python -m tests.fuzz 10000` tells 10,000 of each to a session of its own.
+`python -m tests.stress.fuzz 10000` tells 10,000 of each to a session of its own.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harness import Kernel
+from tests.support.harness import Kernel
 
 
 def on_ranks(kernel: Kernel, code: str) -> list[str]:

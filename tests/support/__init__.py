@@ -1,0 +1,1 @@
+"""What tests stand on: kernels, sessions, models, cells that are odd."""

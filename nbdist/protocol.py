@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from nbdist.checks import LONGEST
 from nbdist.metrics.memory import MemoryUsage
 from nbdist.metrics.node.sample import NodeSample
 
@@ -31,7 +32,6 @@ OUTPUT_CREDIT = 1 << 17
 
 # What is out of these bounds is refused when it is decoded.
 PATIENCE_VARIABLE = "NBDIST_START_PATIENCE"  # seconds that a start may go without progress
-LONGEST = 1e9  # seconds that anything may be told to wait
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

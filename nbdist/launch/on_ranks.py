@@ -22,6 +22,7 @@ from nbdist.errors import RankError, RankTimeout, SessionBroken, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
 from nbdist.protocol import Place, RankInfo, Reply, StartOptions
+from nbdist.text import counted
 
 _COLLECTIVE_GRACE = 0.5  # seconds that ranks may wait in a collective for one that has raised
 _FAILED_GRACE = 0.5  # seconds that ranks have to end when another has failed
@@ -83,7 +84,7 @@ def _end(crew: Crew, grace: float) -> None:
 def announce(crew: Crew, request: Request) -> None:
     """Say what is about to run."""
     count, cpu = len(crew.ranks), all(info.device == "cpu" for info in crew.ranks)
-    print(f"Launching {request.name} on {count} {'CPU' if cpu else 'GPU'} rank{'s' if count != 1 else ''}.", flush=True)
+    print(f"Launching {request.name} on {counted(count, 'CPU rank' if cpu else 'GPU rank')}.", flush=True)
 
 
 def conclude(crew: Crew, task: Task, request: Request) -> list[Any]:

@@ -23,10 +23,10 @@ from typing import Any
 
 import msgspec
 
-from nbdist.metrics import units
 from nbdist.metrics.allocation import watermarks
 from nbdist.metrics.allocation.watermarks import Scope, SharedStats
 from nbdist.metrics.node import device
+from nbdist.text import duration, size
 
 _ALLOCATED = ("allocated_bytes", "all")
 _RESERVED = ("reserved_bytes", "all")
@@ -147,11 +147,11 @@ class MemoryUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __str__(self) -> str:
         parts = [
-            f"{name}: consumed {units.size(one.consumed, signed=True)}, "
-            f"peaked {units.size(one.peaked, signed=True)}, used {units.size(one.end)}"
+            f"{name}: consumed {size(one.consumed, signed=True)}, "
+            f"peaked {size(one.peaked, signed=True)}, used {size(one.end)}"
             for name, one in self.kinds.items()
         ]
-        return "; ".join([*parts, units.time(self.seconds), *([self.why] if self.why else [])])
+        return "; ".join([*parts, duration(self.seconds), *([self.why] if self.why else [])])
 
 
 class Meter:
@@ -316,13 +316,6 @@ def kept_by_malloc() -> int:
         return 0
     function.restype = _MallocInfo
     return int(function().fordblks)
-
-
-def trim_malloc() -> None:
-    """Have malloc give back what it keeps."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def resolution() -> int:

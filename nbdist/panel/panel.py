@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import secrets
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import comm
 import comm.base_comm
 import traitlets
 
+from nbdist import shells
 from nbdist.client.costs.history import history
 from nbdist.client.costs.monitor import Monitor
 from nbdist.client.session.session import Session, current_session
@@ -31,7 +31,7 @@ from nbdist.panel import fallback
 from nbdist.panel.model import View, view_of
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import METRICS, Updates
-from nbdist.panel.words import size
+from nbdist.text import size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -257,7 +257,7 @@ class Panel(anywidget.AnyWidget):
         from IPython.display import display
 
         self._follow()
-        if not _in_a_kernel():
+        if not shells.in_kernel():
             print(self.text)
             return
         self._shown, self._paused = True, False
@@ -276,11 +276,11 @@ class Panel(anywidget.AnyWidget):
         return {"text/plain": self.text, "text/html": self.html}
 
     def _watch_cells(self) -> None:
-        if (shell := _shell()) is not None:
+        if (shell := shells.current()) is not None:
             shell.events.register("post_run_cell", self._on_cell_end)
 
     def _unwatch_cells(self) -> None:
-        if (shell := _shell()) is not None:
+        if (shell := shells.current()) is not None:
             with contextlib.suppress(ValueError):  # it has been closed before
                 shell.events.unregister("post_run_cell", self._on_cell_end)
 
@@ -385,13 +385,3 @@ class Panel(anywidget.AnyWidget):
 
 def _is_over(session: Session | None) -> bool:
     return session is None or session.closed or bool(session.broken)
-
-
-def _shell() -> Any:
-    """IPython's, where there is one."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
-
-
-def _in_a_kernel() -> bool:
-    return hasattr(_shell(), "kernel")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from nbdist.planning.rules import SHARDED, default_of
+from nbdist.text import counted
 
 if TYPE_CHECKING:
     from nbdist.plan import Plan
@@ -65,8 +66,7 @@ def _strategy(plan: Plan, world_size: int | None) -> str:
         return f"{state} over {ranks}; each block is gathered when it is needed"
     if plan.replicas is None:
         return f"{state} over the ranks of each node; gradients are averaged between nodes"
-    groups = f"{plan.replicas} group{'s' if plan.replicas > 1 else ''} of ranks"
-    return f"{state} inside each of {groups}; gradients are averaged between groups"
+    return f"{state} inside each of {counted(plan.replicas, 'group')} of ranks; gradients are averaged between groups"
 
 
 def _precision(plan: Plan) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
+from nbdist.checks import check_choice, is_number, is_whole, unknown_choice
 from nbdist.errors import UsageError
+from nbdist.text import did_you_mean
 
 if TYPE_CHECKING:
     from nbdist.plan import Plan
@@ -77,11 +77,11 @@ _PARTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LIMIT
+    return is_whole(value, 1) and value < _LIMIT
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return is_number(value) and value >= 0
 
 
 def _is_seed(value: object) -> bool:
@@ -143,7 +143,7 @@ def choose(name: str, value: object) -> str:
         return "fp32"
     if isinstance(value, str) and value in allowed:
         return value
-    raise UsageError(_unknown(name, value, allowed))
+    raise unknown_choice(name, value, allowed)
 
 
 def choose_way(name: str, value: object) -> bool | str:
@@ -156,7 +156,7 @@ def choose_way(name: str, value: object) -> bool | str:
         return value
     if isinstance(value, str) and value in WAYS[name]:
         return value == "default" or value
-    raise UsageError(_unknown(name, value, (True, False, *WAYS[name])))
+    raise unknown_choice(name, value, (True, False, *WAYS[name]))
 
 
 def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
@@ -167,16 +167,9 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
     """
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, 1)
-            hint = f": did you mean {close[0]!r}?" if close else "."
-            raise UsageError(f"a plan has no setting {name!r}{hint} It has {', '.join(known)}")
-
-
-def _unknown(name: str, value: object, allowed: Sequence[object]) -> str:
-    words = [word for word in allowed if isinstance(word, str)]
-    close = difflib.get_close_matches(str(value).lower(), words, 1)
-    hint = f": did you mean {close[0]!r}?" if close else "."
-    return f"{name} {value!r} is unknown{hint} Allowed are {', '.join(map(repr, allowed))}"
+            raise UsageError(
+                f"a plan has no setting {name!r}{did_you_mean(str(name), known)} It has {', '.join(known)}"
+            )
 
 
 def _expect(name: str, value: object, holds: Callable[[object], bool], allowed: str) -> None:
@@ -188,7 +181,7 @@ def _refuse_count(name: str, value: object, least: int) -> None:
     if value is None and name in _OPTIONAL_COUNTS:
         return
     most = _SEEDS if name == "seed" else _LIMIT
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < most:
+    if not is_whole(value, least) or value >= most:
         allowed = f"a whole number of {least} or more"
         if isinstance(value, int) and value >= most:
             allowed = f"a whole number less than {most}"
@@ -198,7 +191,7 @@ def _refuse_count(name: str, value: object, least: int) -> None:
 def _amount(name: str, value: object) -> float | None:
     if value is None and name == "clip_grad_norm":
         return None
-    if not isinstance(value, (int, float)) or not _is_number(value) or value == 0:
+    if not is_number(value) or value <= 0:
         raise UsageError(
             f"{name} must be a number of more than 0{', or None' if name == 'clip_grad_norm' else ''}, not {value!r}"
         )
@@ -208,7 +201,7 @@ def _amount(name: str, value: object) -> float | None:
 def _decay(value: object) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, (int, float)) or not _is_number(value) or not 0 < value < 1:
+    if not is_number(value) or not 0 < value < 1:
         raise UsageError(f"ema must be a number between 0 and 1, such as 0.999, or None, not {value!r}")
     return value
 
@@ -216,7 +209,7 @@ def _decay(value: object) -> float | None:
 def _share(value: object) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, (int, float)) or not _is_number(value) or value >= 1:
+    if not is_number(value) or not 0 <= value < 1:
         raise UsageError(
             f"activation_budget must be a number from 0 to less than 1, such as 0.5, or None, not {value!r}"
         )
@@ -243,8 +236,7 @@ def _hook_options(options: object) -> dict[str, Any]:
             f"comm_hook_options must be a dictionary like {{'matrix_approximation_rank': 2}}, not {options!r}"
         )
     for name, value in options.items():
-        if name not in HOOK_OPTIONS:
-            raise UsageError(_unknown("the comm_hook option", name, list(HOOK_OPTIONS)))
+        check_choice("the comm_hook option", name, list(HOOK_OPTIONS))
         _expect(f"the comm_hook option {name}", value, *HOOK_OPTIONS[name])
     return dict(options)
 

@@ -127,6 +127,7 @@ def _become_store(listener: int, stderr: int) -> None:
 
 
 def _become_rank(stdout: int, stderr: int, setup_file: int) -> None:
+    shells.become_rank()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     with open(setup_file, "rb") as file:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.metrics import memory, units
+from nbdist.metrics import memory
 from nbdist.metrics.allocation import watermarks
 from nbdist.metrics.allocation.watermarks import Peaks, SharedDevices, SharedStats, Watermark
 from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage, resolution
@@ -176,26 +176,6 @@ def test_a_meter_reads_as_one_line() -> None:
         "cuda:0 reserved: consumed +2.0 MiB, peaked n/a, used 2.0 MiB",
         "2.50 s",
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 KiB"), (3 << 29, "1.5 GiB"), (None, "n/a")]
-)
-def test_sizes_have_units(value: int | None, text: str) -> None:
-    assert units.size(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.0123, "12.3 ms"), (2.314, "2.31 s"), (200, "3 min 20 s")])
-def test_times_have_units(value: float, text: str) -> None:
-    assert units.time(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(3.296e15, "3,296.0 TFLOPS"), (1.2e12, "1.20 TFLOPS"), (11.5e9, "11.5 GFLOPS"), (5.2e5, "0.52 MFLOPS")],
-)
-def test_rates_have_units(value: float, text: str) -> None:
-    assert units.flops(value) == text
 
 
 # --- counters that several share

@@ -19,10 +19,10 @@ from nbdist.client.session import session as sessions
 from nbdist.client.session.task import Task
 from nbdist.client.session.workers import Workers
 from nbdist.errors import UsageError
-from nbdist.metrics import units
 from nbdist.metrics.allocation import oom
 from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage
 from nbdist.metrics.node.sample import GpuSample, Sample, gpu_among
+from nbdist.text import size
 
 MODES = ("on", "compact", "off")
 MARK = re.compile(r"%%memory[ \t]*(on|compact)?[ \t]*(?:(?<=[ \t])#[^\r\n]*)?(?=[\r\n]|$)")
@@ -115,7 +115,7 @@ class CellMemory:
             self._growth.popitem(last=False)
         if times < _TIMES:
             return ""
-        amount = units.size(growth[0], signed=True)
+        amount = size(growth[0], signed=True)
         return (
             f"this cell has kept memory {times} times in a row, now {amount} ({growth[1]}). "
             "What does it append to? A loss that is kept without `.item()` keeps its whole graph."

@@ -14,12 +14,11 @@ from typing import Any
 import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.client.magics.magic_line import table
 from nbdist.client.session.session import Session
 from nbdist.errors import NbdistError
-from nbdist.metrics import units
 from nbdist.metrics.node.sample import StepSample
 from nbdist.ranks import describe_ranks
+from nbdist.text import duration, flop_rate, percent, table
 
 HERE = -1  # the notebook's own process, among ranks
 _ANSWER_LIMIT = 1.0  # seconds
@@ -138,7 +137,7 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> st
         parts += [_time(timed), *_throughput(timed), _rate(timed), *_shares(timed)]
     notes = sorted({sample.why for sample in stepping.values() if sample.why})
     if timed and (uncounted := statistics.fmean(sample.uncounted for sample in timed.values())):
-        notes.append(f"{uncounted:.0%} of the steps have shapes that were not counted")
+        notes.append(f"{percent(uncounted)} of the steps have shapes that were not counted")
     if missing:
         notes.append(f"{describe_ranks(sorted(missing))} missing")
     line = " | ".join(part for part in parts if part)
@@ -152,15 +151,11 @@ def _steps(samples: Mapping[int, StepSample]) -> str:
 
 def _time(samples: Mapping[int, StepSample]) -> str:
     seconds = {rank: sample.seconds or 0.0 for rank, sample in samples.items()}
-    text = f"{_span(statistics.median(seconds.values())):>8} a step"
+    text = f"{duration(statistics.median(seconds.values())):>8} a step"
     if len(seconds) == 1:
         return text
     slowest = max(seconds, key=lambda rank: seconds[rank])
-    return f"{text} (slowest: rank {slowest}, {_span(seconds[slowest])})"
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return f"{text} (slowest: rank {slowest}, {duration(seconds[slowest])})"
 
 
 def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
@@ -178,8 +173,8 @@ def _rate(samples: Mapping[int, StepSample]) -> str:
     slowest = max(sample.seconds or 0.0 for sample in samples.values())
     total = sum(sample.flops or 0.0 for sample in samples.values()) / slowest
     if len(samples) == 1:
-        return f"{units.flops(total):>12}"
-    return f"{units.flops(total / len(samples)):>12} a rank, {units.flops(total):>12} in all"
+        return f"{flop_rate(total):>12}"
+    return f"{flop_rate(total / len(samples)):>12} a rank, {flop_rate(total):>12} in all"
 
 
 def _shares(samples: Mapping[int, StepSample]) -> list[str]:
@@ -194,12 +189,12 @@ def _shares(samples: Mapping[int, StepSample]) -> list[str]:
         if len(known) < len(flops) or not all(peaks):
             parts.append(f"{name} n/a")
             continue
-        parts.append(f"{name} {sum(known) / slowest / sum(peak or 0.0 for peak in peaks):6.1%}")
+        parts.append(f"{name} {percent(sum(known) / slowest / sum(peak or 0.0 for peak in peaks), 1):>6}")
     if sources := {sample.peak_source.partition(":")[0] for sample in samples.values() if sample.peak}:
         marks = [mark for mark in ("estimated", "measured here") if mark in sources]
         parts[-1] += "".join(f" (of a peak {mark})" for mark in marks)
     waiting = [sample.waiting for sample in samples.values() if sample.waiting is not None]
-    parts.append(f"waiting for data {max(waiting):4.0%}" if waiting else "waiting for data n/a")
+    parts.append(f"waiting for data {percent(max(waiting)):>4}" if waiting else "waiting for data n/a")
     return parts
 
 
@@ -229,14 +224,14 @@ def measure_peaks(session: Session | None, dtype: str | None, seconds: float) ->
             who,
             rate.device,
             rate.dtype,
-            units.flops(rate.tflops * 1e12),
-            "n/a" if rate.stated is None else units.flops(rate.stated * 1e12),
-            "n/a" if rate.stated is None else f"{rate.tflops / rate.stated:.0%}",
+            flop_rate(rate.tflops * 1e12),
+            "n/a" if rate.stated is None else flop_rate(rate.stated * 1e12),
+            "n/a" if rate.stated is None else percent(rate.tflops / rate.stated),
         )
         for who, rate in found
     ]
     total = sum(rate.tflops for _, rate in found)
     lines = [table(rows, ("rank", "device", "dtype", "reached", "stated peak", "share"))]
     if len(found) > 1:
-        lines.append(f"in all: {units.flops(total * 1e12)}")
+        lines.append(f"in all: {flop_rate(total * 1e12)}")
     return "\n".join(lines)

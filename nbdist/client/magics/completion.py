@@ -15,8 +15,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.client.magics.magic_line import MagicParser
 from nbdist.client.session.session import Session, get_session
-from nbdist.errors import SessionClosed
-from nbdist.ranks import parse_ranks
+from nbdist.errors import SessionClosed, UsageError
+from nbdist.ranks import ranks_among
 
 _PATIENCE = 0.15  # seconds that a rank may take to answer
 _KIND = "nbdist"
@@ -183,13 +183,11 @@ def _complete_on_ranks(session: Session, code: str, start: int, ranks: str | Non
 
 def _chosen(session: Session, ranks: str | None) -> list[int]:
     living = session.living()
-    if ranks is None:
-        return living
     try:
-        wanted = parse_ranks(ranks, len(session.ranks))
-    except ValueError:
-        return living
-    return [rank for rank in wanted if rank in living]
+        wanted = ranks_among(ranks, len(session.ranks))
+    except UsageError:
+        wanted = None
+    return living if wanted is None else [rank for rank in wanted if rank in living]
 
 
 def _inspect(name: str, detail: int) -> dict[str, Any] | None:

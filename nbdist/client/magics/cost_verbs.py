@@ -14,9 +14,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist import shells
 from nbdist.client.costs.cell_memory import CellMemory
 from nbdist.client.costs.cell_steps import CellSteps, measure_peaks
-from nbdist.client.magics.magic_line import ranks_among, size, table
 from nbdist.client.session.session import get_session, living_session
 from nbdist.metrics.node import host
+from nbdist.ranks import ranks_among
+from nbdist.text import size, table
 
 if TYPE_CHECKING:
     from nbdist.client.costs.memory_report import CellCost

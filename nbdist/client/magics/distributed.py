@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import os
 import re
 import shlex
 import sys
@@ -18,7 +17,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
-from nbdist import cuda_guard
+from nbdist import cuda_guard, shells
 from nbdist.client.costs import history
 from nbdist.client.costs.cell_memory import parse_mark
 from nbdist.client.costs.profiles import CellProfile
@@ -26,7 +25,7 @@ from nbdist.client.magics import parsers
 from nbdist.client.magics import plan_verb as plans
 from nbdist.client.magics.completion import install_completion
 from nbdist.client.magics.cost_verbs import CostVerbs
-from nbdist.client.magics.magic_line import HelpShown, ranks_among, size, suggest_verb, table, without_comment
+from nbdist.client.magics.magic_line import HelpShown, suggest_verb, without_comment
 from nbdist.client.magics.router import CellRouter
 from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
 from nbdist.client.session import interruption, stack_report
@@ -34,14 +33,15 @@ from nbdist.client.session import session as sessions
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.session import Session, get_session, living_session
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import cell_number, prewarm
+from nbdist.client.session.workers import prewarm
 from nbdist.errors import SessionClosed, UsageError
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import describe_ranks, ranks_among
+from nbdist.text import counted, size, table
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbdist`: register the magics and warm up in the background."""
-    if os.environ.get("RANK") is not None and type(shell).__name__ == "RankShell":
+    if shells.on_rank():
         raise UsageError("this is a rank: nbdist's magics live in the notebook, so load it in a local cell")
     if isinstance(shell.magics_manager.registry.get("DistributedMagics"), DistributedMagics):
         return  # `%reload_ext`
@@ -51,8 +51,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     magics.watch_cells()
     history.watch_cells(shell)
     install_completion(shell, magics)
-    if os.environ.get("NBDIST_PREWARM", "1").lower() not in ("0", "false", "no", "off"):
-        prewarm()
+    prewarm()
 
 
 @magics_class
@@ -150,7 +149,7 @@ class DistributedMagics(Magics):
             raise UsageError("--profile shows its table below the cell, so the cell can't run in the --background")
         session = self._session_for_cell(arguments.auto)
         code, offset = _strip(cell, 0 if arguments.auto else 1)
-        number = cell_number()
+        number = shells.cell_number()
         _check_syntax(code, offset, number)
         ranks = ranks_among(arguments.ranks, len(session.ranks))
         where: dict[str, Any] = {"number": number, "offset": offset, "grace": arguments.grace}
@@ -219,7 +218,7 @@ class DistributedMagics(Magics):
             if not arguments.replace:
                 count = arguments.n or len(running.ranks)
                 raise UsageError(
-                    f"a session with {_number_of_ranks(running)} is running already: "
+                    f"a session with {counted(len(running.ranks), 'rank')} is running already: "
                     f"`%distributed restart -n {count}` for a fresh set, "
                     "`%distributed start --replace ...` for one of another kind, or `%distributed stop`"
                 )
@@ -241,7 +240,7 @@ class DistributedMagics(Magics):
         session = get_session()
         session.close()
         self._session = None
-        print(f"{_number_of_ranks(session)} stopped")
+        print(f"{counted(len(session.ranks), 'rank')} stopped")
         if self._router.auto:
             self._router.auto = False
             print("auto is off: cells run in the notebook again")
@@ -347,11 +346,9 @@ class _Progress:
     def done(self, session: Session) -> None:
         devices = sorted({info.device for info in session.ranks})
         group = f"process group {session.backend}" if session.backend != "none" else "no process group"
-        print(f"{_number_of_ranks(session)} ready in {session.started_in:.1f} s: {', '.join(devices)}; {group}")
-
-
-def _number_of_ranks(session: Session) -> str:
-    return f"{len(session.ranks)} rank{'s' if len(session.ranks) != 1 else ''}"
+        print(
+            f"{counted(len(session.ranks), 'rank')} ready in {session.started_in:.1f} s: {', '.join(devices)}; {group}"
+        )
 
 
 def _strip(cell: str, above: int) -> tuple[str, int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbdist.client.magics.magic_line import MagicParser, names
+from nbdist.client.magics.magic_line import MagicParser
 from nbdist.errors import UsageError
 from nbdist.plan import Plan, setting_names
 from nbdist.planning import rules
+from nbdist.text import did_you_mean, split_commas
 
 _TRISTATE = {"on": True, "off": False, "default": None}
 _STRATEGIES = (*rules.CHOICES["strategy"], "auto")
@@ -137,8 +137,7 @@ def _chooser(name: str) -> Callable[[str], str]:
 def _strategy(text: str) -> str:
     if text in _STRATEGIES:
         return text
-    close = difflib.get_close_matches(text, _STRATEGIES, 1)
-    hint = f": did you mean {close[0]}?" if close else "."
+    hint = did_you_mean(text, _STRATEGIES, "{}")
     raise argparse.ArgumentTypeError(f"unknown strategy {text!r}{hint} Allowed are {', '.join(_STRATEGIES)}")
 
 
@@ -155,7 +154,7 @@ def _number(text: str) -> int | float | str | None:
 
 
 def _classes(text: str) -> str | tuple[str, ...] | None:
-    found = names(text)
+    found = split_commas(text)
     return None if found == ["none"] else text if len(found) < 2 else tuple(found)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nbdist.client.magics.magic_line import size, table
 from nbdist.client.magics.plan_line import flags, named_settings
 from nbdist.errors import RankError, UsageError
 from nbdist.plan import PLAN_VARIABLE, Plan
@@ -16,6 +15,7 @@ from nbdist.planning.follow import follow
 from nbdist.planning.rules import with_parts_dropped
 from nbdist.planning.variables import NAMES
 from nbdist.protocol import StartOptions
+from nbdist.text import percent, size, table
 
 if TYPE_CHECKING:
     from nbdist.client.session.session import Session
@@ -154,7 +154,7 @@ def _propose(session: Session | None, plan: Plan, arguments: argparse.Namespace)
 
     session = session or get_session()
     found = _ask_for_proposal(session, plan, arguments.model, arguments.batch)
-    rows = [(name, size(total), f"{total / found['memory']:.0%}") for name, total in found["tried"]]
+    rows = [(name, size(total), percent(total / found["memory"])) for name, total in found["tried"]]
     shown = table(rows, ("strategy", "memory per rank", f"of {size(found['memory'])}"))
     if found["taken"] > _WORTH_A_WORD:
         shown += f"\nOther processes hold {size(found['taken'])} of the GPU: `nvidia-smi` lists them."

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nbdist.client.magics.magic_line import size
 from nbdist.client.session.results import CellResult, Decoders
 from nbdist.errors import UsageError
 from nbdist.protocol import LogPart
+from nbdist.text import size
 
 Ask = Callable[..., LogPart]
 

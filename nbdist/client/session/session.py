@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import difflib
 import os
 import sys
 import warnings
@@ -19,14 +18,15 @@ from typing import Any
 
 import msgspec
 
-from nbdist import transfer
+from nbdist import shells, transfer
+from nbdist.checks import check_seconds
 from nbdist.client.magics.plan_verb import SessionPlan
 from nbdist.client.session import calls, interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.stack_report import Stack, stack_of, with_native_frames
-from nbdist.client.session.start_options import Arguments, check_seconds
+from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.task import Task
 from nbdist.client.session.workers import Ranks, Workers
 from nbdist.devices import visible_gpus
@@ -42,6 +42,7 @@ from nbdist.metrics.allocation import memory_snapshot
 from nbdist.plan import Plan
 from nbdist.protocol import Kind
 from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.text import counted, nearest
 
 _STACK_LIMIT = 1.0
 
@@ -438,17 +439,19 @@ def _stop_others() -> None:
     for session in _known_sessions():
         if not session.closed and session.owned:
             session.close()
-            count = f"{len(session.ranks)} rank{'s' if len(session.ranks) != 1 else ''}"
             keep = "`nbdist.Session(..., replace=False)` keeps it"
-            print(f"nbdist: the previous session ({count}) was stopped; {keep}", file=sys.stderr, flush=True)
+            print(
+                f"nbdist: the previous session ({counted(len(session.ranks), 'rank')}) was stopped; {keep}",
+                file=sys.stderr,
+                flush=True,
+            )
     _sessions.clear()
 
 
 def _refuse_on_ranks() -> None:
     """Each rank would have ranks of its own."""
-    if "nbdist.worker.rank" in sys.modules:
-        rank = os.environ.get("RANK")
-        raise UsageError(f"this is rank {rank} already: start sessions in the notebook, not on ranks")
+    if shells.on_rank():
+        raise UsageError(f"this is rank {os.environ.get('RANK')} already: start sessions in the notebook, not on ranks")
 
 
 def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:
@@ -474,8 +477,7 @@ def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int
     if have:
         verb = "has" if len(have) == 1 else "have"
         text += f" ({describe_ranks(have)} {verb}: `%distributed pull {name} -r {format_ranks(have)}`)"
-    close = difflib.get_close_matches(name, {known for rank in missing for known in names.get(rank, [])}, 3)
-    if close:
+    if close := nearest(name, {known for rank in missing for known in names.get(rank, [])}, 3):
         text += f"; names like it: {', '.join(sorted(close))}"
     elif not have:
         text += ": define it in a `%%distributed` cell first"

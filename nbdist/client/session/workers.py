@@ -11,19 +11,18 @@ import contextlib
 import itertools
 import os
 import queue
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
+from nbdist import shells
+from nbdist.checks import check_seconds, is_on
 from nbdist.client.costs import history
-from nbdist.client.magics.magic_line import ranks_among
 from nbdist.client.session import calls, interruption
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
-from nbdist.client.session.start_options import check_seconds
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.devices import unusable_gpus
@@ -45,7 +44,8 @@ from nbdist.protocol import (
     Stop,
     Stopped,
 )
-from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.ranks import describe_ranks, format_ranks, ranks_among
+from nbdist.text import counted
 
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
@@ -60,9 +60,12 @@ _idle: Connection | None = None
 
 
 def prewarm() -> None:
-    """Start a controller with its agent and template, if none is there, so that the next session starts at once."""
+    """Start a controller with its agent and template, if none is there, so that the next session starts at once.
+
+    Not with NBDIST_PREWARM=0.
+    """
     global _idle
-    if _idle is None or not _idle.alive:
+    if is_on("NBDIST_PREWARM", default=True) and (_idle is None or not _idle.alive):
         with contextlib.suppress(SessionBroken):  # `start` will tell
             _idle = Connection(patient=True)
 
@@ -236,8 +239,7 @@ class Workers:
             return "this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs"
         if gpus and len(gpus) < options.count:
             so = "" if "nccl" in self.backend else "so "  # it was asked for
-            plural = "s" if len(gpus) != 1 else ""
-            return f"{options.count} ranks share {len(gpus)} GPU{plural}, {so}their group uses {self.backend}"
+            return f"{options.count} ranks share {counted(len(gpus), 'GPU')}, {so}their group uses {self.backend}"
         if not gpus and (files := unusable_gpus(options.environment)):
             return (
                 f"this machine has GPUs ({', '.join(files)}) that PyTorch can't use, so the ranks use the CPU. "
@@ -318,7 +320,7 @@ class Workers:
             raise UsageError(f"code is a text, and {type(code).__name__} was given: `session.run('print(rank)')`")
         check_seconds("grace", grace)
         chosen = self._choose(ranks)
-        number = number or cell_number()
+        number = number or shells.cell_number()
         task = Task(
             self.traffic,
             next(self._serials),
@@ -424,11 +426,3 @@ def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:
             found(message)
 
     return call
-
-
-def cell_number() -> int:
-    """The number of the notebook's cell that is running, 0 outside of notebooks."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    # `execution_count` is ahead of the running cell in some versions of IPython, and not in others.
-    return int(shell.displayhook.prompt_count) if shell is not None else 0

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from nbdist import transfer
+from nbdist import shells, transfer
 from nbdist.processes import adopt_orphans, die_with_parent
 from nbdist.protocol import END, Answer, Ask, Execute, Failure, Message, Quit, RankSetup, Reply, decode, encode
 from nbdist.worker.cell import failures, launched, stacks
@@ -34,13 +34,6 @@ from nbdist.worker.recovery import reset_models
 from nbdist.worker.recovery.position import Progress
 
 INTERRUPTED = -2  # the number of the "answer" by which a rank says, unasked, that an interrupt has reached its code
-
-_in_rank = False
-
-
-def in_rank() -> bool:
-    """Whether this process is such a rank, or was forked from one."""
-    return _in_rank
 
 
 @dataclass
@@ -105,8 +98,7 @@ class Start:
 
 def main(start: Start) -> None:
     """What the rank's process does."""
-    global _in_rank
-    _in_rank = True
+    shells.become_rank()
     os.setsid()
     die_with_parent(start.parent)
     forks.mend()
@@ -150,7 +142,7 @@ def _take_shell(lane: DisplayLane) -> list[BaseException]:
     """
     refuse_keyboard()
     shown: list[BaseException] = []
-    shell = _shell()
+    shell = shells.current()
     if shell is None:
         return shown
     shell.lane = lane
@@ -166,10 +158,6 @@ def _take_shell(lane: DisplayLane) -> list[BaseException]:
 
     shell.showtraceback, shell.showsyntaxerror = show, lambda *_, **__: show()
     return shown
-
-
-def _shell() -> Any:
-    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 class _Socket:
@@ -292,7 +280,7 @@ class ForkedRank:
 def _describe(error: BaseException, better: BaseException | None = None) -> Failure:
     """The failure to send, with its traceback as the notebook's ranks show it; `better` is shown in its place."""
     traceback = failures.trim(error.__traceback__, innermost=not isinstance(error, KeyboardInterrupt))
-    renderer = getattr(_shell(), "InteractiveTB", None)
+    renderer = getattr(shells.current(), "InteractiveTB", None)
     shown = better or error
     return failures.describe(shown, failures.render(type(shown), shown, traceback, renderer))
 

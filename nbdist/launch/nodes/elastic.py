@@ -25,12 +25,12 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from nbdist import transfer
+from nbdist import shells, transfer
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.session import report
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import Workers, cell_number
+from nbdist.client.session.workers import Workers
 from nbdist.errors import NbdistError, NodesMissing, RankError, RankFailure
 from nbdist.launch import on_ranks
 from nbdist.launch.launch_errors import launch_error
@@ -342,7 +342,7 @@ class _WaitingLine:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._screen = Screen([], Publisher(cell_number()), f"nodes-{id(self):x}")
+        self._screen = Screen([], Publisher(shells.cell_number()), f"nodes-{id(self):x}")
         self._shown: Waiting | None = None
         self._line_due = 0.0
 

@@ -14,9 +14,14 @@ def main() -> None:
     _tools.prepare()
     import torch
 
+    from nbdist.client.session import observers
     from nbdist.client.session.session import Session
-    from nbdist.client.session.workers import Workers
+    from nbdist.client.session.task import Task
     from nbdist.metrics.memory import Meter
+
+    class Metering(observers.Observer):
+        def cell_began(self, task: Task) -> None:
+            task.metered = True
 
     def metered() -> float:
         began = time.thread_time()
@@ -37,9 +42,9 @@ def main() -> None:
                 session.run("pass")
 
             def run_metered(session: Session = session) -> None:
-                Workers.metered = lambda task: None
+                stop = observers.subscribe(Metering())
                 session.run("pass")
-                Workers.metered = None
+                stop()
 
             measures = {"plain": _tools.timed(run), "metered": _tools.timed(run_metered)}
             samples = _tools.rounds(ROUNDS, measures, warm_up=30)

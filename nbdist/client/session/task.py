@@ -11,13 +11,12 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from nbdist.client.costs import history
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
-from nbdist.client.session import interruption, report
+from nbdist.client.session import interruption, observers, report
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
@@ -94,7 +93,7 @@ class Task:
     Attributes:
         recovered: What was put in order after it had failed.
         waits: What ranks wait in, and for whom, of those that have not moved for seconds.
-        on_end: Called in the task's own thread once every rank has ended its part; must not raise.
+        metered: Whether its ranks measure what it costs in memory. For an observer to set when the task begins.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Task:
         self._launch = launch
         self.recovered: Recovered | None = None
         self.waits: dict[int, str] = {}
-        self.on_end: Callable[[Task], None] = lambda task: None
+        self.metered = False
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
         self._unpaid: list[Display] = []
@@ -180,9 +179,13 @@ class Task:
                 self._finish_output()
         finally:
             self.close()
-            history.note_end(self)
-            self.on_end(self)
+            observers.cell_ended(self)
         self._conclude(timeout if timed_out else None)
+
+    @property
+    def runs_users_code(self) -> bool:
+        """Whether it costs the user something: code of a cell, or a function."""
+        return self.kind in ("cell", "call", "launch")
 
     @property
     def status(self) -> str:

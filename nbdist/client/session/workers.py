@@ -19,8 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from nbdist import shells
 from nbdist.checks import check_seconds, is_on
-from nbdist.client.costs import history
-from nbdist.client.session import calls, interruption
+from nbdist.client.session import calls, interruption, observers
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.task import Task
@@ -50,7 +49,6 @@ from nbdist.text import counted
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
 _INTERRUPTED = "the start was interrupted, and no rank is left"
-_COSTS = ("cell", "call", "launch")  # what runs code of the user's
 
 Ranks = Iterable[int] | int | str | None  # which: some, one, "0,2-3"; None: all
 
@@ -91,11 +89,8 @@ class Workers:
         broken: Why it is closed, if nobody closed it.
         started_in: Seconds that the last start took.
         traffic: Which rank runs what; for the parts of the client.
-        metered: Called with each task that runs code of the user's, whose ranks then tell what it costs in memory;
-            None: they don't.
     """
 
-    metered: ClassVar[Callable[[Task], None] | None] = None
     instances: ClassVar[weakref.WeakSet[Workers]] = weakref.WeakSet()
 
     closed = True
@@ -336,12 +331,10 @@ class Workers:
         if others := self._assign(task):
             raise self._busy(others)
         try:
-            meter = Workers.metered if kind in _COSTS else None
-            if meter is not None:
-                meter(task)
-            history.note_begin()
-            memory = meter is not None
-            self.traffic.send(Execute(task.serial, chosen, kind, code, number, offset, payload, grace, profile, memory))
+            observers.cell_began(task)
+            self.traffic.send(
+                Execute(task.serial, chosen, kind, code, number, offset, payload, grace, profile, task.metered)
+            )
         except BaseException:
             self.traffic.withdraw(task)
             raise

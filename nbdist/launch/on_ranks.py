@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from nbdist import transfer
-from nbdist.client.magics.plan_verb import for_launch
 from nbdist.client.session import calls
+from nbdist.client.session.session_plan import for_launch
 from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.task import Task
 from nbdist.client.session.workers import Workers

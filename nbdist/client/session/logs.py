@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nbdist.client.session.results import CellResult, Decoders
+from nbdist.client.output.decoders import Decoders
+from nbdist.client.session.results import CellResult
 from nbdist.errors import UsageError
 from nbdist.protocol import LogPart
 from nbdist.text import size

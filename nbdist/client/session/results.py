@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -118,24 +117,3 @@ class CellResult(Mapping[int, RankResult]):
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self._ranks.values()))
-
-
-class Decoders:
-    """Turns each rank's bytes into text, however they are cut."""
-
-    def __init__(self) -> None:
-        self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
-
-    def decode(self, rank: int, stream: int, data: bytes, final: bool = False) -> str:
-        """The text in these bytes, as far as its characters are complete."""
-        decoder = self._decoders.get((rank, stream))
-        if decoder is None:
-            if not data:
-                return ""
-            decoder = self._decoders[rank, stream] = codecs.getincrementaldecoder("utf-8")("replace")
-        return decoder.decode(data, final)
-
-    @staticmethod
-    def name(stream: int) -> str:
-        """The name of a descriptor."""
-        return "stdout" if stream == STDOUT else "stderr"

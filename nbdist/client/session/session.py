@@ -20,11 +20,11 @@ import msgspec
 
 from nbdist import shells, transfer
 from nbdist.checks import check_seconds
-from nbdist.client.magics.plan_verb import SessionPlan
 from nbdist.client.session import calls, interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.results import CellResult
+from nbdist.client.session.session_plan import SessionPlan
 from nbdist.client.session.stack_report import Stack, stack_of, with_native_frames
 from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.task import Task
@@ -163,7 +163,7 @@ class Session(Workers):
             SessionBusy: A rank is running something.
         """
         self._check_open()
-        self._plan.set(self, plan)
+        self._plan.set(plan, self.ranks, self.backend, lambda *call: self.set_up(*call, ranks=self.living()))
 
     # --- work
 

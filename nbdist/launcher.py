@@ -11,7 +11,7 @@ from typing import Any
 
 from nbdist import cuda_guard, shells, transfer
 from nbdist.client.session import session as sessions
-from nbdist.client.session.workers import prewarm
+from nbdist.client.session.rank_set import prewarm
 from nbdist.errors import TransferError, UsageError
 from nbdist.launch import in_process, on_ranks
 from nbdist.launch.fork import fork_launch

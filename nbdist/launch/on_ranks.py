@@ -14,10 +14,11 @@ import msgspec
 
 from nbdist import transfer
 from nbdist.client.session import calls
+from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session_plan import for_launch
 from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import Workers
 from nbdist.errors import RankError, RankTimeout, SessionBroken, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
@@ -57,12 +58,12 @@ def launch(request: Request, packed: transfer.Packed) -> list[Any]:
         KeyboardInterrupt: The user interrupted.
         UsageError: The port that was named is taken.
     """
-    workers = Workers()
-    with closing(workers):
-        start(workers, request)
-        announce(workers, request)
-        task = submit(workers, request, packed)
-        return conclude(workers, task, request)
+    rank_set = RankSet()
+    with closing(rank_set):
+        start(rank_set, request)
+        announce(rank_set, request)
+        task = submit(rank_set, request, packed)
+        return conclude(rank_set, task, request)
 
 
 @contextlib.contextmanager
@@ -110,7 +111,7 @@ def pack(request: Request) -> transfer.Packed:
     return calls.pack(request.function, request.args, {}, name=request.name, cuda=False)
 
 
-def start(workers: Workers, request: Request, place: Place | None = None) -> None:
+def start(rank_set: RankSet, request: Request, place: Place | None = None) -> None:
     """Bring up the ranks of this node.
 
     Raises:
@@ -120,13 +121,13 @@ def start(workers: Workers, request: Request, place: Place | None = None) -> Non
     own_store = place is None or not place.master_addr
     port = _port(request) if own_store else 0
     try:
-        workers.start(options(request, place, port), _progress)
+        rank_set.start(options(request, place, port), _progress)
     except SessionBroken as error:
         if not port or f"port {port} is taken" not in str(error):
             raise
         if port != DEFAULT_PORT:
             raise UsageError(f"use_port: {error}") from None
-        workers.start(options(request, place, 0), _progress)
+        rank_set.start(options(request, place, 0), _progress)
 
 
 def _port(request: Request) -> int:
@@ -140,12 +141,11 @@ def _port(request: Request) -> int:
     return request.port
 
 
-def submit(workers: Workers, request: Request, packed: transfer.Packed) -> Task:
+def submit(rank_set: RankSet, request: Request, packed: transfer.Packed) -> Task:
     """Let the ranks call the function."""
     payload = msgspec.msgpack.encode(packed.parcel)
-    return workers.submit(
-        "launch", request.name, None, payload=payload, grace=_COLLECTIVE_GRACE, show=True, launch=True
-    )
+    options = CellOptions(grace=_COLLECTIVE_GRACE, show=True)
+    return rank_set.submit("launch", request.name, None, options, payload)
 
 
 def values(crew: Crew, task: Task, request: Request) -> list[Any]:

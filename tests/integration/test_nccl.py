@@ -26,7 +26,7 @@ ASK = """
 import nbdist
 session = nbdist.get_session()
 def ask(question):
-    return session.traffic.ask([0, 1], question, {}, timeout=30)
+    return session._rank_set.traffic.ask([0, 1], question, {}, timeout=30)
 """
 RIGHT = """%%distributed
 x = torch.ones(1)

@@ -31,7 +31,7 @@ ASK = """
 import nbdist
 session = nbdist.get_session()
 def ask(question, *, timeout=30, **arguments):
-    return session.traffic.ask([0, 1], question, arguments, timeout=timeout)
+    return session._rank_set.traffic.ask([0, 1], question, arguments, timeout=timeout)
 def inspect(name, **keywords):
     return ask('inspect', name=name, detail=0, **keywords)
 """

@@ -91,9 +91,9 @@ class Failing(observers.Observer):
         called.set()
         raise LookupError("in the listening thread")
 stop = observers.subscribe(Failing())
-session.traffic.send(Watch(0.25))
+session._rank_set.traffic.send(Watch(0.25))
 assert called.wait(20)
-session.traffic.send(Watch(0.0))
+session._rank_set.traffic.send(Watch(0.0))
 stop()
 """
 

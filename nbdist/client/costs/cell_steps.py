@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.client.session.session import Session
+from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import NbdistError
 from nbdist.metrics.node.sample import StepSample
 from nbdist.ranks import describe_ranks
@@ -69,8 +69,10 @@ class CellSteps:
         Args:
             ranks: Which are about to run something; None: all.
         """
-        wanted = session.living() if ranks is None else [rank for rank in ranks if rank in session.living()]
-        busy = session.traffic.running(wanted)
+        rank_set = rank_set_of(session)
+        living = rank_set.living()
+        wanted = living if ranks is None else [rank for rank in ranks if rank in living]
+        busy = rank_set.traffic.running(wanted)
         pids = {info.rank: info.pid for info in session.ranks if info.rank in wanted and info.rank not in busy}
         change = [rank for rank, pid in pids.items() if (pid in self._measured) != self.on]
         if not change:
@@ -82,7 +84,7 @@ class CellSteps:
             (steps.start if on else steps.stop)()
 
         with contextlib.suppress(NbdistError):  # the cell itself will say what is wrong with them
-            session.set_up(switch, self.on, ranks=change)
+            rank_set.set_up(switch, self.on, ranks=change)
             found = {pids[rank] for rank in change}
             self._measured = self._measured | found if self.on else self._measured - found
 
@@ -90,10 +92,12 @@ class CellSteps:
         """The line below a cell that has run on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
-        asked = [rank for rank in ranks if rank in session.living()]
+        rank_set = rank_set_of(session)
+        living = rank_set.living()
+        asked = [rank for rank in ranks if rank in living]
         answers: Mapping[int, Any] = {}
         with contextlib.suppress(NbdistError):
-            answers = session.traffic.ask(asked, "steps", timeout=_ANSWER_LIMIT)
+            answers = rank_set.traffic.ask(asked, "steps", timeout=_ANSWER_LIMIT)
         found = {rank: msgspec.convert(data, StepSample) for rank, data in answers.items() if "steps" in data}
         return render(found, missing=[rank for rank in ranks if rank not in answers])
 
@@ -217,7 +221,7 @@ def measure_peaks(session: Session | None, dtype: str | None, seconds: float) ->
         device = None if torch.cuda.is_initialized() else "cpu"
         found: list[tuple[object, Any]] = [("notebook", matmul_rate.measure(dtype, seconds, device))]
     else:
-        living = session.living()
+        living = rank_set_of(session).living()
         found = list(zip(living, session.call(matmul_rate.measure, dtype, seconds, ranks=living), strict=True))
     rows = [
         (

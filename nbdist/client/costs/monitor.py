@@ -22,7 +22,7 @@ from nbdist import shells
 from nbdist.client.session import observers
 from nbdist.client.session.observers import Observer
 from nbdist.client.session.report import describe_death
-from nbdist.client.session.session import Session
+from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.errors import UsageError
@@ -165,15 +165,16 @@ class Monitor(Observer):
         if self._session is not None and session is None:
             self._watched = 0.0, None
             return
-        ranks = session.ranks if session is not None else None
+        rank_set = rank_set_of(session) if session is not None else None
+        ranks = rank_set.ranks if rank_set is not None else None
         if self._watched[0] == period and self._watched[1] is ranks:
             return
         self._watched = period, ranks
         self._nodes.clear()
         self._places.clear()
         self._node_known.clear()
-        if session is not None:
-            session.traffic.send(Watch(period))
+        if rank_set is not None:
+            rank_set.traffic.send(Watch(period))
             if period:
                 self._node_known.wait(_NODE_LIMIT)
         elif self._own_process is not None:
@@ -182,7 +183,7 @@ class Monitor(Observer):
     def node_looked_at(self, traffic: Traffic, look: Look) -> None:
         """A node of this session, or of another, has been looked at."""
         session = self._open_session()
-        if session is not None and session.traffic is traffic:
+        if session is not None and rank_set_of(session).traffic is traffic:
             self._nodes[look.node.name] = look.node
             self._node_known.set()
 
@@ -210,17 +211,18 @@ class Monitor(Observer):
         session = self._open_session()
         if session is None:
             return None
-        living = session.living()
-        answers = session.traffic.ask(living, "metrics", timeout=_ANSWER_LIMIT)
-        running = session.traffic.running(living)
+        rank_set = rank_set_of(session)
+        living = rank_set.living()
+        answers = rank_set.traffic.ask(living, "metrics", timeout=_ANSWER_LIMIT)
+        running = rank_set.traffic.running(living)
         nodes = list(self._nodes.values())
         ranks = [
-            _looked_at(info, answers.get(info.rank), running.get(info.rank), session.traffic.dead.get(info.rank))
-            for info in session.ranks
+            _looked_at(info, answers.get(info.rank), running.get(info.rank), rank_set.traffic.dead.get(info.rank))
+            for info in rank_set.ranks
         ]
         ranks = [_named(self._placed(rank, nodes), nodes) for rank in ranks]
         cell = max((task.number for task in running.values()), default=0)
-        return Sample(at=time.time(), ranks=ranks, nodes=nodes, cell=cell, generation=session.generation)
+        return Sample(at=time.time(), ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation)
 
     def _placed(self, rank: RankSample, nodes: list[NodeSample]) -> RankSample:
         """The same on the node that it has named, if only in an earlier answer."""

@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
@@ -31,9 +32,11 @@ from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
 from nbdist.client.session import interruption, stack_report
 from nbdist.client.session import session as sessions
 from nbdist.client.session.background import BackgroundCell
-from nbdist.client.session.session import Session, get_session, living_session
+from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.logs import CellLog
+from nbdist.client.session.rank_set import prewarm
+from nbdist.client.session.session import Session, get_session, living_session, rank_set_of
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import prewarm
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.ranks import describe_ranks, ranks_among
 from nbdist.text import counted, size, table
@@ -152,17 +155,18 @@ class DistributedMagics(Magics):
         number = shells.cell_number()
         _check_syntax(code, offset, number)
         ranks = ranks_among(arguments.ranks, len(session.ranks))
-        where: dict[str, Any] = {"number": number, "offset": offset, "grace": arguments.grace}
         show = not arguments.quiet and (arguments.capture is None or arguments.tee)
+        keep = arguments.capture is not None or arguments.background
+        options = CellOptions(number, offset, arguments.grace, show, keep)
         if arguments.background:
-            handle = session.run_in_background(code, ranks, arguments.timeout, show=show, **where)
+            handle = sessions.start_in_background(session, code, ranks, arguments.timeout, options)
             return self._keep(arguments.capture, handle)
         self._costs.steps.prepare(session, ranks)
         profile = CellProfile(arguments.profile, number) if arguments.profile is not None else None
-        folder = profile.folder if profile is not None else ""
-        keep = arguments.capture is not None
+        if profile is not None:
+            options = replace(options, profile=profile.folder)
         with contextlib.ExitStack() as afterwards, interruption.deferred():
-            task = session.start_cell(code, ranks, show=show, keep=keep, profile=folder, **where)
+            task = rank_set_of(session).submit("cell", code, ranks, options)
             afterwards.callback(self._report, session, task, profile)
             self._keep(arguments.capture, task.result)
             task.wait(arguments.timeout)
@@ -290,8 +294,7 @@ class DistributedMagics(Magics):
             raise UsageError(
                 f"the notebook has no {', '.join(map(repr, missing))} to push; define it in a local cell first"
             )
-        ranks = ranks_among(arguments.ranks, len(session.ranks))
-        session.push({name: self.shell.user_ns[name] for name in arguments.names}, ranks)
+        session.push({name: self.shell.user_ns[name] for name in arguments.names}, arguments.ranks)
 
     def _pull(self, arguments: argparse.Namespace) -> None:
         session = get_session()
@@ -311,7 +314,7 @@ class DistributedMagics(Magics):
     def _logs(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         ranks = ranks_among(arguments.ranks, len(session.ranks))
-        log = session.open_log(arguments.cell)
+        log = CellLog(rank_set_of(session).traffic.read_log, arguments.cell)
         pieces = log.lines([info.rank for info in session.ranks] if ranks is None else ranks, arguments.tail)
         if arguments.save is not None:
             print(f"{size(_save(pieces, arguments.save))} written to {arguments.save}")
@@ -322,12 +325,12 @@ class DistributedMagics(Magics):
 
     def _interrupt(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        if not session.interrupt(ranks_among(arguments.ranks, len(session.ranks)), now=arguments.now):
+        if not session.interrupt(arguments.ranks, now=arguments.now):
             print("nothing to interrupt: these ranks run nothing")
 
     def _stacks(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        found = session.look_at_stacks(ranks_among(arguments.ranks, len(session.ranks)), native=arguments.native)
+        found = stack_report.look_at_stacks(rank_set_of(session), arguments.ranks, native=arguments.native)
         print(stack_report.render(found))
 
 
@@ -346,9 +349,8 @@ class _Progress:
     def done(self, session: Session) -> None:
         devices = sorted({info.device for info in session.ranks})
         group = f"process group {session.backend}" if session.backend != "none" else "no process group"
-        print(
-            f"{counted(len(session.ranks), 'rank')} ready in {session.started_in:.1f} s: {', '.join(devices)}; {group}"
-        )
+        ready = f"{counted(len(session.ranks), 'rank')} ready in {rank_set_of(session).started_in:.1f} s"
+        print(f"{ready}: {', '.join(devices)}; {group}")
 
 
 def _strip(cell: str, above: int) -> tuple[str, int]:

@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 
 _WIDEST = 120  # characters: the names of C++ templates run to thousands
 IDLE = "idle"
+_ANSWER_LIMIT = 1.0  # seconds
 _DUMP_LIMIT = 60.0  # seconds: py-spy reads the symbols of all of torch's libraries
 _MAIN_THREAD = re.compile(r'^Thread .*: "MainThread"\n((?: .*\n?)*)', re.MULTILINE)
 _IN_CELL = re.compile(r"^(\S+) \(<ipython-input-(\d+)-[^>]*>:(\d+)\)$")
@@ -48,6 +50,17 @@ class Stack:
 
     def __str__(self) -> str:
         return "\n".join(self.lines) or self.note
+
+
+def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
+    """Where ranks are; the arguments are those of `Session.stacks`."""
+    chosen = rank_set.choose(rank_set.living() if ranks is None else ranks)
+    answers = rank_set.traffic.ask(chosen, "stack", timeout=_ANSWER_LIMIT)
+    cells = {rank: task.describe() for rank, task in rank_set.traffic.running(chosen).items()}
+    found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
+    if native:
+        found = with_native_frames(found, {info.rank: info.pid for info in rank_set.ranks if info.rank in chosen})
+    return found
 
 
 def stack_of(answer: Mapping[str, Any] | None, cell: str) -> Stack:

@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from nbdist import shells
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.session import interruption, observers, report
+from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
@@ -25,6 +27,7 @@ from nbdist.protocol import (
     Died,
     Display,
     Interrupt,
+    Kind,
     Message,
     Notice,
     Output,
@@ -81,14 +84,10 @@ class Task:
     Args:
         traffic: What sends for it.
         serial: Its number on the wire.
-        number: The cell's number in the notebook.
         ranks: Where it runs.
         code: What it runs, for messages.
-        kind: Of the Execute.
-        show: Whether output goes to the notebook.
-        keep: Whether output is kept in `result`.
-        grace: Seconds that ranks may wait in a collective for one that has raised.
-        launch: Whether the ranks live for this task only, so that the first failure ends it.
+        options: How.
+        kind: Of the Execute. The ranks of a "launch" live for this task only, so that the first failure ends it.
 
     Attributes:
         recovered: What was put in order after it had failed.
@@ -100,18 +99,13 @@ class Task:
         self,
         traffic: Carrier,
         serial: int,
-        number: int,
         ranks: list[int],
         code: str,
-        *,
-        kind: str = "cell",
-        show: bool,
-        keep: bool,
-        grace: float = 1.0,
-        launch: bool = False,
+        options: CellOptions,
+        kind: Kind = "cell",
     ) -> None:
         self.serial = serial
-        self.number = number
+        self.number = options.number or shells.cell_number()
         self.ranks = ranks
         self.result = CellResult(ranks, serial)
         self.replies: dict[int, Reply] = {}
@@ -122,9 +116,8 @@ class Task:
         self._traffic = traffic
         self.code = code
         self.kind = kind
-        self._keep = keep
-        self._grace = grace
-        self._launch = launch
+        self._options = options
+        self._launch = kind == "launch"
         self.recovered: Recovered | None = None
         self.waits: dict[int, str] = {}
         self.metered = False
@@ -134,7 +127,7 @@ class Task:
         self._left = set(ranks)
         self._lock = threading.Lock()
         self._closed = False  # what comes from now on is late
-        self._screen = self._new_screen() if show else None
+        self._screen = self._new_screen() if options.show else None
         self._interrupts = 0
         self._explain_at: float | None = None
         self._give_up_at: float | None = None
@@ -294,7 +287,7 @@ class Task:
         if self._launch and failure.kind == "raised" and self._give_up_at is None:
             self._give_up_at = now + _LAUNCH_GRACE
         elif self._explain_at is None and failure.kind == "raised" and self._left:
-            self._explain_at = now + self._grace + _EXPLAIN_AFTER
+            self._explain_at = now + self._options.grace + _EXPLAIN_AFTER
 
     # --- showing
 
@@ -363,11 +356,11 @@ class Task:
 
     def _note(self, event: Output | Display) -> None:
         if isinstance(event, Output):
-            if self._keep:
+            if self._options.keep:
                 self.result[event.rank].add(event.stream, event.data)
             return
         self._unpaid.append(event)
-        if self._keep and event.kind in ("display", "result"):
+        if self._options.keep and event.kind in ("display", "result"):
             self.result[event.rank].show(event.data, event.size)
 
     def _pay_items(self) -> None:

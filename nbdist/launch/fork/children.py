@@ -27,9 +27,9 @@ from typing import Any
 
 import msgspec
 
-from nbdist import shells
 from nbdist.agent.pipes import PipeReader
 from nbdist.client.session import interruption
+from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.task import Task
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.controller.watch import Watch
@@ -177,7 +177,7 @@ class Children:
             name: What messages call it.
         """
         ranks = sorted(self._living)
-        task = self._task = Task(self, 1, shells.cell_number(), ranks, name, show=True, keep=False, launch=True)
+        task = self._task = Task(self, 1, ranks, name, CellOptions(show=True), "launch")
         self._watch = Watch(
             task.serial,
             ranks,

@@ -13,13 +13,14 @@ import os
 import queue
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from nbdist import shells
+import msgspec
+
 from nbdist.checks import check_seconds, is_on
 from nbdist.client.session import calls, interruption, observers
+from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.task import Task
@@ -48,11 +49,10 @@ from nbdist.text import counted
 
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
+_SHOWN = CellOptions(show=True)
 _INTERRUPTED = "the start was interrupted, and no rank is left"
 
 Ranks = Iterable[int] | int | str | None  # which: some, one, "0,2-3"; None: all
-
-_Workers = TypeVar("_Workers", bound="Workers")
 
 _idle: Connection | None = None
 
@@ -70,14 +70,14 @@ def prewarm() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for workers in list(Workers.instances):
-        workers._forget()
+    for rank_set in list(RankSet.instances):
+        rank_set._forget()
     if _idle is not None:
         _idle.close()
 
 
-class Workers:
-    """Ranks that take work. As a context manager it stops them at the end.
+class RankSet:
+    """Ranks that take work.
 
     Args:
         linger: Seconds that the ranks outlive a kernel that was killed.
@@ -91,7 +91,7 @@ class Workers:
         traffic: Which rank runs what; for the parts of the client.
     """
 
-    instances: ClassVar[weakref.WeakSet[Workers]] = weakref.WeakSet()
+    instances: ClassVar[weakref.WeakSet[RankSet]] = weakref.WeakSet()
 
     closed = True
 
@@ -123,9 +123,9 @@ class Workers:
         if self.broken or not self.ranks:
             self._connect()
         else:
-            self._check_open()
+            self.check_open()
         self._bring_up(options, progress)
-        Workers.instances.add(self)
+        RankSet.instances.add(self)
 
     def close(self, grace: float = 1.0) -> None:
         """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.
@@ -148,16 +148,6 @@ class Workers:
             return
         self.traffic.release("the session was stopped")
         self._park()
-
-    stop = close
-
-    def __enter__(self: _Workers) -> _Workers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         """Nobody can give them work any more, so they end. Called in any thread, at any moment."""
@@ -281,7 +271,13 @@ class Workers:
             self.traffic.release(message.text)
         self._life.put(message)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise what keeps them from any work.
+
+        Raises:
+            SessionBroken: A process that they can't do without has ended.
+            SessionClosed: They were stopped.
+        """
         if self.broken:
             raise SessionBroken(self.broken)
         if self.closed:
@@ -300,40 +296,44 @@ class Workers:
         kind: Kind,
         code: str,
         ranks: Ranks,
-        *,
-        number: int = 0,
-        offset: int = 0,
+        options: CellOptions = _SHOWN,
         payload: bytes = b"",
-        grace: float = 1.0,
-        show: bool = False,
-        keep: bool = False,
-        launch: bool = False,
-        profile: str = "",
     ) -> Task:
-        """Send an Execute, once nothing speaks against it."""
+        """Send an Execute, once nothing speaks against it.
+
+        Args:
+            kind: Of the Execute.
+            code: What to run, or a name for it.
+            ranks: Where; None: on all.
+            options: How.
+            payload: The parcel that goes along.
+
+        Raises:
+            UsageError: Something is wrong with them.
+            SessionBusy: One of these ranks is running something else.
+        """
         if not isinstance(code, str):
             raise UsageError(f"code is a text, and {type(code).__name__} was given: `session.run('print(rank)')`")
-        check_seconds("grace", grace)
-        chosen = self._choose(ranks)
-        number = number or shells.cell_number()
-        task = Task(
-            self.traffic,
-            next(self._serials),
-            number,
-            chosen,
-            code,
-            kind=kind,
-            show=show,
-            keep=keep,
-            grace=grace,
-            launch=launch,
-        )
+        check_seconds("grace", options.grace, optional=False)
+        chosen = self.choose(ranks)
+        task = Task(self.traffic, next(self._serials), chosen, code, options, kind)
         if others := self._assign(task):
             raise self._busy(others)
         try:
             observers.cell_began(task)
             self.traffic.send(
-                Execute(task.serial, chosen, kind, code, number, offset, payload, grace, profile, task.metered)
+                Execute(
+                    task.serial,
+                    chosen,
+                    kind,
+                    code,
+                    task.number,
+                    options.offset,
+                    payload,
+                    options.grace,
+                    options.profile,
+                    task.metered,
+                )
             )
         except BaseException:
             self.traffic.withdraw(task)
@@ -348,13 +348,13 @@ class Workers:
         self.traffic.wait_free(task.ranks, _SURVIVORS_LIMIT)
         return self.traffic.assign(task)
 
-    def _choose(self, ranks: Ranks, living: bool = True) -> list[int]:
+    def choose(self, ranks: Ranks, living: bool = True) -> list[int]:
         """The ranks meant, checked.
 
         Raises:
             UsageError: One of them does not exist, or is dead.
         """
-        self._check_open()
+        self.check_open()
         everyone = [info.rank for info in self.ranks]
         if isinstance(ranks, str):
             ranks = ranks_among(ranks, len(everyone))
@@ -388,6 +388,27 @@ class Workers:
             f"{others[ranks[0]].describe()}{''.join(where[:8])}\n"
             "Wait for it, `%distributed interrupt`, or as the last resort `%distributed restart`."
         )
+
+    def call(
+        self, kind: Kind, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Ranks
+    ) -> list[Any]:
+        """Call a function on ranks, which travels by value, and take what it returns, in the order of the ranks.
+
+        Raises:
+            TransferError: Something can't travel; the text names it.
+            RankError: A rank raised.
+        """
+        if not callable(function):
+            raise UsageError(f"call takes a function, not {function!r}: `session.call(function, *args)`")
+        name = getattr(function, "__name__", "function")
+        with calls.pack(function, args, kwargs, name=name) as packed:
+            payload = msgspec.msgpack.encode(packed.parcel)
+            with interruption.deferred():
+                return self.fetch(self.submit(kind, name, ranks, payload=payload))
+
+    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> None:
+        """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
+        self.call("setup", function, args, {}, ranks)
 
     def collect(self, task: Task, read: Callable[[Reply], Any] = calls.value) -> list[Any]:
         """The values that ranks have sent, in the order of the ranks, as `read` finds them in the replies."""

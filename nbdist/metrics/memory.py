@@ -1,9 +1,9 @@
 """What a piece of code costs in memory: what it consumed, where it peaked, on the CPU and on each GPU.
 
-Owns the definitions and the Meter. Runs no thread and waits for no device. Knows nothing of notebooks or ranks: it
+Owns the definitions and the MemoryMeter. Runs no thread and waits for no device. Knows nothing of notebooks or ranks: it
 works in any script.
 
-    >>> with Meter() as meter:
+    >>> with MemoryMeter() as meter:
     ...     x = torch.ones(1 << 28)
     >>> print(meter)
     CPU: consumed +1.0 GiB, peaked +0.0 GiB, used 1.2 GiB; 0.31 s
@@ -154,10 +154,10 @@ class MemoryUsage(msgspec.Struct, frozen=True, omit_defaults=True):
         return "; ".join([*parts, duration(self.seconds), *([self.why] if self.why else [])])
 
 
-class Meter:
+class MemoryMeter:
     """Measures its body, also when that raises. Meters may nest and overlap, in any number of threads.
 
-    The user's own `torch.cuda.max_memory_allocated()` and its relatives go on as if there were no Meter.
+    The user's own `torch.cuda.max_memory_allocated()` and its relatives go on as if there were no MemoryMeter.
 
     Attributes:
         usage: What was measured; None until the end.
@@ -166,7 +166,7 @@ class Meter:
     def __init__(self) -> None:
         self.usage: MemoryUsage | None = None
 
-    def begin(self) -> Meter:
+    def begin(self) -> MemoryMeter:
         """Measure from now on. Raises nothing: what can't be measured is n/a in the end."""
         self.usage = None
         self._began = time.perf_counter()
@@ -191,7 +191,7 @@ class Meter:
         """The figures, in bytes and seconds; empty until the end."""
         return self.usage.data if self.usage is not None else {}
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> MemoryMeter:
         return self.begin()
 
     def __exit__(

@@ -28,7 +28,7 @@ import zmq
 import nbdist
 from nbdist import shells, transfer
 from nbdist.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, connect, lane
-from nbdist.metrics.memory import Meter
+from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
 from nbdist.protocol import (
@@ -340,7 +340,7 @@ class Rank:
         """Run the work; its reply tells what it cost in memory, if that was asked for."""
         if not task.memory:
             return self._guarded(task, work)
-        with Meter() as meter:
+        with MemoryMeter() as meter:
             reply = self._guarded(task, work)
         return msgspec.structs.replace(reply, memory=meter.usage)
 

@@ -33,7 +33,7 @@ def test_every_name_in_all_can_be_had() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda_guard.report", "metrics.flops.count", "metrics.memory.Meter", "metrics.steps.Meter"]
+    "name", ["cuda_guard.report", "metrics.flops.count", "metrics.memory.MemoryMeter", "metrics.steps.StepMeter"]
 )
 def test_modules_in_the_reference_can_be_had_from_nbdist_alone(name: str) -> None:
     program = f"import nbdist; print(callable(nbdist.{name}))"

@@ -21,7 +21,7 @@ from nbdist.client.session.observers import Observer
 from nbdist.client.session.task import Task
 from nbdist.errors import UsageError
 from nbdist.metrics.allocation import oom
-from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage
+from nbdist.metrics.memory import DeviceUsage, MemoryMeter, MemoryUsage, Usage
 from nbdist.metrics.node.sample import GpuSample, Sample, gpu_among
 from nbdist.text import size
 
@@ -154,7 +154,7 @@ class _Cell:
         self.code: str = MARK.sub("", info.raw_cell.lstrip(), count=1) if explicit else info.raw_cell
         self.mode = mode
         self.explicit = explicit
-        self.meter: Meter | None = None
+        self.meter: MemoryMeter | None = None
         self.closed = False
         self._ranks: CellCost | None = None
         self._devices: _DevicePeaks | None = None
@@ -162,7 +162,7 @@ class _Cell:
 
     def measure(self) -> None:
         """Measure from now on."""
-        self.meter = Meter().begin()
+        self.meter = MemoryMeter().begin()
 
     def begin_task(self) -> None:
         """It has started a task that is measured."""

@@ -18,7 +18,7 @@ import msgspec
 from nbdist import shells
 from nbdist.errors import UsageError
 from nbdist.metrics.allocation import tensors
-from nbdist.metrics.memory import MemoryUsage, Meter, Usage
+from nbdist.metrics.memory import MemoryMeter, MemoryUsage, Usage
 from nbdist.metrics.node.host import trim_malloc
 from nbdist.text import duration, size
 
@@ -117,7 +117,7 @@ class Experiment:
         self._state = "open"
         self._before = set(self._namespace)
         self._open.append(self)
-        self._meter = Meter().begin()
+        self._meter = MemoryMeter().begin()
         return self
 
     def keep(self, *names: str) -> None:
@@ -192,7 +192,7 @@ class Experiment:
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         trim_malloc()
-        return Meter().begin().end()
+        return MemoryMeter().begin().end()
 
     def _balance(self, during: MemoryUsage, after: MemoryUsage) -> None:
         kept = {name: self._namespace[name] for name in self._keep - self._before if name in self._namespace}

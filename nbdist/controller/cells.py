@@ -14,8 +14,11 @@ from nbdist.controller.ladder import Ladder
 from nbdist.controller.recovery import FailedCell
 from nbdist.controller.repairs import Handler, Repairs, Wires
 from nbdist.controller.watch import Watch
-from nbdist.lanes import RANK_CONTROL
-from nbdist.protocol import Answer, Ask, Died, Execute, InOrder, Interrupt, Message, Remark, Reply, Returned
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Remark, Reply, Returned
+from nbdist.wire.lanes import RANK_CONTROL
+from nbdist.wire.life import Died
+from nbdist.wire.message import Message
+from nbdist.wire.questions import Answer, Ask
 
 _DEATH_GRACE = 0.03  # seconds until the survivors of a death count as stuck
 

@@ -29,7 +29,11 @@ from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.switchboard import Switchboard
-from nbdist.lanes import (
+from nbdist.processes import describe_exit, end_descendants
+from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
+from nbdist.wire.frames import decode, encode, sequence_of
+from nbdist.wire.lanes import (
     AGENT_CONTROL,
     CLIENT_EVENTS,
     LANES,
@@ -40,55 +44,25 @@ from nbdist.lanes import (
     parse_lane,
     whole,
 )
-from nbdist.processes import describe_exit, end_descendants
-from nbdist.protocol import (
+from nbdist.wire.life import (
     PATIENCE_VARIABLE,
     SERIALS,
-    VERSION,
-    Answer,
-    Ask,
-    AskController,
     Broken,
-    Credit,
     Died,
-    Display,
-    Execute,
-    Exited,
-    Gone,
-    Hello,
-    InOrder,
-    Interrupt,
-    Kill,
-    LogPart,
-    Look,
-    Message,
-    Notice,
-    Output,
     Progress,
-    Quit,
     RankInfo,
-    ReadLog,
-    Ready,
-    Reply,
-    Returned,
     Shutdown,
-    Spawn,
-    Spawned,
-    SpawnFailed,
-    Spawning,
     Start,
     Started,
     StartFailed,
     StartOptions,
     Stop,
     Stopped,
-    Watch,
-    WidgetMessage,
-    decode,
-    encode,
-    sequence_of,
 )
-from nbdist.ranks import describe_ranks
+from nbdist.wire.message import VERSION, Hello, Message
+from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
+from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.questions import Answer, Ask, AskController, Look, Watch
 
 _QUIT_GRACE = 1.0
 _TICK_PAUSE = 1.0  # seconds, after an error

@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nbdist.protocol import END, PLAIN_END, STDOUT, Died, Display, Message, Notice, Output, Reply
+from nbdist.wire.cells import Reply
+from nbdist.wire.life import Died
+from nbdist.wire.message import Message
+from nbdist.wire.output import END, PLAIN_END, STDOUT, Display, Notice, Output
 
 _DISPLAY_LIMIT = 10.0  # seconds after the end of a cell in which its displays may still arrive
 

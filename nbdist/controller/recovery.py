@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.protocol import InOrder, Recover
 from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import InOrder, Recover
 
 _COMPARE_LIMIT = 1.0  # seconds that idle ranks have to say where they stand
 _RENEW_LIMIT = 15.0

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import msgspec
 
 from nbdist.controller.recovery import FailedCell, Recovery
-from nbdist.lanes import RANK_CELL
-from nbdist.protocol import Execute, Failure, InOrder, Interrupt, Message, Recover, Recovered, Remark, Reply
 from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import Execute, Failure, InOrder, Interrupt, Recover, Recovered, Remark, Reply
+from nbdist.wire.lanes import RANK_CELL
+from nbdist.wire.message import Message
 
 _EXPLAIN_EVERY = 1.0  # seconds that a cell waits for ranks before that is said, and between updates of the line
 

@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-from nbdist.protocol import Answer, Ask, Interrupt, decode, encode
+from nbdist.wire.cells import Interrupt
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.questions import Answer, Ask
 from nbdist.worker.cell.interrupts import InterruptGate
 from nbdist.worker.lanes import streams
 from nbdist.worker.questions import Questions

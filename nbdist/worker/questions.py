@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from nbdist.metrics.node import device, host
-from nbdist.protocol import Ask
+from nbdist.wire.questions import Ask
 from nbdist.worker.cell.main_thread import MainThreadLook
 from nbdist.worker.cell.shell import RankShell
 

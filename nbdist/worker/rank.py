@@ -27,28 +27,17 @@ import zmq
 
 import nbdist
 from nbdist import shells, transfer
-from nbdist.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, connect, lane
 from nbdist.metrics.memory import Meter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
-from nbdist.protocol import (
-    END,
-    PLAIN_END,
-    SERIALS,
-    Execute,
-    Failure,
-    InOrder,
-    Message,
-    Quit,
-    RankSetup,
-    Ready,
-    Recover,
-    Reply,
-    WidgetMessage,
-    decode,
-    encode,
-)
 from nbdist.train.collective import participants
+from nbdist.wire.cells import Execute, Failure, InOrder, Recover, Reply
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, connect, lane
+from nbdist.wire.life import SERIALS
+from nbdist.wire.message import Message
+from nbdist.wire.output import END, PLAIN_END, WidgetMessage
+from nbdist.wire.processes import Quit, RankSetup, Ready
 from nbdist.worker.cell import failures, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell

@@ -83,7 +83,7 @@ def test_a_cell_in_the_background_keeps_its_session(empty: Kernel, tmp_path: Pat
 
 FAILING_HANDLER = """
 import threading
-from nbdist.protocol import Watch
+from nbdist.wire.questions import Watch
 session, called = nbdist.Session(1), threading.Event()
 def fail(look):
     called.set()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nbdist.controller.recovery import FailedCell, Plan, Recovery, plan
-from nbdist.protocol import InOrder, Recover
+from nbdist.wire.cells import InOrder, Recover
 
 
 def state(entered: int = 3, *, cut: bool = False, members: tuple[int, ...] = (0, 1), **other: Any) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from nbdist.controller.recovery import FailedCell
 from nbdist.controller.repairs import Handler, Repairs
-from nbdist.protocol import Execute, InOrder, Interrupt, Message, Recover, Recovered, Remark, Reply
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply
+from nbdist.wire.message import Message
 
 STATE = {"count": 1, "current": True, "caught": False, "steps": 0, "stopped": None}
 

@@ -27,7 +27,8 @@ from nbdist.errors import UsageError
 from nbdist.metrics.node import device
 from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, gpu_of
 from nbdist.metrics.node.sampler import FASTEST, Sampler
-from nbdist.protocol import Died, Look, RankInfo, Watch
+from nbdist.wire.life import Died, RankInfo
+from nbdist.wire.questions import Look, Watch
 
 SLOWEST = 60.0  # seconds
 _ANSWER_LIMIT = 0.5  # seconds that ranks have to answer; one that does not is in a call that keeps Python from it

@@ -40,8 +40,8 @@ from nbdist.errors import (
 )
 from nbdist.metrics.allocation import memory_snapshot
 from nbdist.plan import Plan
-from nbdist.protocol import Kind
 from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.wire.cells import Kind
 
 _STACK_LIMIT = 1.0
 

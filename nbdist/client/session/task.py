@@ -21,21 +21,11 @@ from nbdist.client.session import interruption, report
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
-from nbdist.protocol import (
-    Broken,
-    Died,
-    Display,
-    Interrupt,
-    Message,
-    Notice,
-    Output,
-    Recovered,
-    Remark,
-    Reply,
-    Returned,
-    WidgetMessage,
-)
 from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import Interrupt, Recovered, Remark, Reply, Returned
+from nbdist.wire.life import Broken, Died
+from nbdist.wire.message import Message
+from nbdist.wire.output import Display, Notice, Output, WidgetMessage
 
 _EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or another rank's failure, until it is explained
 # A death is an error on screen within 0.5 s: the time that survivors have to stop, and then to say where they are.

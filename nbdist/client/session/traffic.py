@@ -19,26 +19,11 @@ from nbdist.client.session.report import describe_death
 from nbdist.client.session.task import Task
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import SessionBroken, SessionError
-from nbdist.protocol import (
-    OUTPUT_CREDIT,
-    Answer,
-    Ask,
-    AskController,
-    Broken,
-    Credit,
-    Died,
-    Display,
-    LogPart,
-    Look,
-    Message,
-    Notice,
-    Output,
-    ReadLog,
-    Recovered,
-    Remark,
-    Reply,
-    WidgetMessage,
-)
+from nbdist.wire.cells import Recovered, Remark, Reply
+from nbdist.wire.life import Broken, Died
+from nbdist.wire.message import Message
+from nbdist.wire.output import OUTPUT_CREDIT, Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
+from nbdist.wire.questions import Answer, Ask, AskController, Look
 
 _ANSWER_LIMIT = 5.0
 

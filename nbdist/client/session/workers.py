@@ -28,24 +28,12 @@ from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.devices import unusable_gpus
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
-from nbdist.protocol import (
-    Ask,
-    Broken,
-    Execute,
-    Kind,
-    Message,
-    Notice,
-    Progress,
-    RankInfo,
-    Reply,
-    Start,
-    Started,
-    StartFailed,
-    StartOptions,
-    Stop,
-    Stopped,
-)
 from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.wire.cells import Execute, Kind, Reply
+from nbdist.wire.life import Broken, Progress, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
+from nbdist.wire.message import Message
+from nbdist.wire.output import Notice
+from nbdist.wire.questions import Ask
 
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0

@@ -38,32 +38,13 @@ from nbdist.launch import on_ranks
 from nbdist.launch.fork import forked_rank
 from nbdist.launch.fork.forked_rank import INTERRUPTED, Ends
 from nbdist.launch.request import Request
-from nbdist.protocol import (
-    END,
-    STDERR,
-    STDOUT,
-    Answer,
-    Ask,
-    Broken,
-    Credit,
-    Died,
-    Display,
-    Execute,
-    Failure,
-    Interrupt,
-    Message,
-    Output,
-    Place,
-    Quit,
-    RankInfo,
-    RankSetup,
-    Remark,
-    Reply,
-    Stop,
-    WidgetMessage,
-    decode,
-    encode,
-)
+from nbdist.wire.cells import Execute, Failure, Interrupt, Remark, Reply
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.life import Broken, Died, Place, RankInfo, Stop
+from nbdist.wire.message import Message
+from nbdist.wire.output import END, STDERR, STDOUT, Credit, Display, Output, WidgetMessage
+from nbdist.wire.processes import Quit, RankSetup
+from nbdist.wire.questions import Answer, Ask
 from nbdist.worker.groups import join
 
 _KILL_AFTER = 0.8  # seconds after an interrupt that has not reached Python: Ctrl-C leaves nothing after 1 s

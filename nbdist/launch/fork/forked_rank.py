@@ -21,7 +21,12 @@ import msgspec
 
 from nbdist import transfer
 from nbdist.processes import adopt_orphans, die_with_parent
-from nbdist.protocol import END, Answer, Ask, Execute, Failure, Message, Quit, RankSetup, Reply, decode, encode
+from nbdist.wire.cells import Execute, Failure, Reply
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.message import Message
+from nbdist.wire.output import END
+from nbdist.wire.processes import Quit, RankSetup
+from nbdist.wire.questions import Answer, Ask
 from nbdist.worker.cell import failures, launched, stacks
 from nbdist.worker.cell.shell import RankDisplayPublisher, refuse_keyboard
 from nbdist.worker.groups import accelerate_state, join

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbdist.errors import NbdistError, TransferError
-from nbdist.protocol import Failure
 from nbdist.shells import chain
+from nbdist.wire.cells import Failure
 from nbdist.worker.cell import lost_context
 from nbdist.worker.recovery.step_stop import StepStop
 

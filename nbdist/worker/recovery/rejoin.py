@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbdist.protocol import Failure, InOrder, RankSetup, Recover
+from nbdist.wire.cells import Failure, InOrder, Recover
+from nbdist.wire.processes import RankSetup
 from nbdist.worker.control import ControlThread
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery import reset_models

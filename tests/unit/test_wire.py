@@ -9,8 +9,10 @@ import msgspec
 import pytest
 import zmq
 
-from nbdist.lanes import LARGEST_FRAME, Keys, Lane, connect, whole
-from nbdist.protocol import Credit, Watch, decode, encode
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.lanes import LARGEST_FRAME, Keys, Lane, connect, whole
+from nbdist.wire.output import Credit
+from nbdist.wire.questions import Watch
 
 
 class Pair:

@@ -30,7 +30,7 @@ from nbdist.wire.life import Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.output import STDERR, STDOUT, Credit
 from nbdist.wire.processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
-from nbdist.wire.questions import Look, Watch
+from nbdist.wire.questions import Look, WatchNodes
 
 _STORE = -1
 _FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500
@@ -182,7 +182,7 @@ class Agent:
             self._spawn(message)
         elif isinstance(message, Kill):
             self._kill(message)
-        elif isinstance(message, Watch):
+        elif isinstance(message, WatchNodes):
             self._sampler.watch(message.period)
 
     def _spawn(self, message: Spawn) -> None:

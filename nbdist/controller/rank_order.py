@@ -42,7 +42,6 @@ class Rank:
     ready: bool = False
     dead: Died | None = None
     serial: int = 0  # the cell it runs
-    since: float = 0.0
     due: float | None = None
     _last: tuple[int, int] = (0, 0)  # the newest cell that it was given: serial and number
     _reply: Reply | None = None
@@ -60,7 +59,6 @@ class Rank:
         """It is given a cell, which has a number in the notebook."""
         self.serial = serial
         self._last = serial, number
-        self.since = time.time()
         self._reply, self._printed = None, False
 
     def answer(self, reply: Reply) -> None:

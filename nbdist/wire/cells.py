@@ -10,6 +10,8 @@ from nbdist.metrics.memory import MemoryUsage
 from nbdist.wire.message import Message, Seconds
 
 Kind = Literal["cell", "call", "setup", "launch", "push", "pull", "free"]  # of an Execute
+FailureKind = Literal["raised", "lost", "interrupted", "stopped"]
+Outcome = Literal["ok", "error", "interrupted"]
 
 
 class Execute(Message, frozen=True):
@@ -48,6 +50,12 @@ class Interrupt(Message, frozen=True):
     patience: Seconds | None = None
 
 
+class Interrupted(Message, frozen=True):
+    """An interrupt has reached the rank's own code, which may save what it has."""
+
+    rank: int
+
+
 class Returned(Message, frozen=True):
     """Ranks on other nodes of the launch `serial` have returned: they take part in nothing any more."""
 
@@ -66,18 +74,18 @@ class Failure(msgspec.Struct, frozen=True):
     traceback: str
     when: float
     pickled: bytes | None = None
-    kind: str = "raised"
+    kind: FailureKind = "raised"
 
 
 class Reply(Message, frozen=True):
-    """A rank has finished an Execute. status: "ok", "error" or "interrupted".
+    """A rank has finished an Execute.
 
     grouped: whether it has its default process group, where the session is to have one.
     """
 
     serial: int
     rank: int
-    status: str
+    status: Outcome
     failure: Failure | None = None
     result: str | None = None
     payload: bytes = b""

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from nbdist.wire.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply, Returned
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
 from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
-from nbdist.wire.questions import Answer, Ask, AskController, Look, Watch
+from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
 from nbdist.wire.system_text import as_bytes, escaped, mapped
 
 AnyMessage = (
@@ -23,13 +23,15 @@ AnyMessage = (
     | Execute
     | Interrupt
     | Ask
-    | AskController
+    | GetStatus
+    | Status
     | ReadLog
     | Credit
     | WidgetMessage
+    | Interrupted
     | Returned
     | Stop
-    | Watch
+    | WatchNodes
     | Look
     | Shutdown
     | Progress

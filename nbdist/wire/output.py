@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from nbdist.wire.message import Message, Size
 
@@ -17,6 +17,9 @@ OUTPUT_WINDOW = 1 << 20
 OUTPUT_CREDIT = 1 << 17
 
 
+ItemKind = Literal["display", "update", "result", "clear"]
+
+
 class Output(Message, frozen=True):
     """Bytes that a rank printed. On the way from the agent they may carry the mark that follows them."""
 
@@ -27,14 +30,14 @@ class Output(Message, frozen=True):
 
 
 class Display(Message, frozen=True):
-    """A rich item of a rank. kind: "display", "update", "result", "clear". `sequence`: its place in the rank's stdout.
+    """A rich item of a rank. `sequence`: its place in the rank's stdout.
 
     size: bytes to be credited to the rank when the client has taken it.
     """
 
     rank: int
     sequence: int
-    kind: str
+    kind: ItemKind
     data: dict[str, Any]
     metadata: dict[str, Any]
     display_id: str = ""

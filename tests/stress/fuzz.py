@@ -121,6 +121,7 @@ def _value(rng: random.Random, kind: Any) -> Any:
         return rng.choice(known.values)
     if isinstance(known, (msgspec.inspect.StructType)):
         values = [_value(rng, field.type) for field in msgspec.structs.fields(known.cls)]
+        values = [known.tag, *values] if known.tag is not None else values
         return values if known.array_like else dict(zip(known.cls.__struct_fields__, values, strict=True))
     wanted = _PYTHON.get(type(known), object)
     return rng.choice([value for value in _VALUES if isinstance(value, wanted)])

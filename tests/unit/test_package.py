@@ -75,7 +75,7 @@ def test_wheel_carries_types_license_and_what_pages_load_but_no_tests(tmp_path: 
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "nbdist/py.typed" in names
+    assert {"nbdist/py.typed", "nbdist/__init__.pyi"} <= set(names)
     assert {"nbdist/panel/static/widget.js", "nbdist/panel/static/widget.css"} <= set(names)
     assert [name for name in names if name.endswith("/licenses/LICENSE")]
     assert {name.split("/")[0] for name in names} == {"nbdist", f"nbdist-{nbdist.__version__}.dist-info"}

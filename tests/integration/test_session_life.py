@@ -84,16 +84,16 @@ def test_a_cell_in_the_background_keeps_its_session(empty: Kernel, tmp_path: Pat
 FAILING_OBSERVER = """
 import threading
 from nbdist.client.session import observers
-from nbdist.protocol import Watch
+from nbdist.wire.questions import WatchNodes
 session, called = nbdist.Session(1), threading.Event()
 class Failing(observers.Observer):
     def node_looked_at(self, traffic, look):
         called.set()
         raise LookupError("in the listening thread")
 stop = observers.subscribe(Failing())
-session._rank_set.traffic.send(Watch(0.25))
+session._rank_set.traffic.send(WatchNodes(0.25))
 assert called.wait(20)
-session._rank_set.traffic.send(Watch(0.0))
+session._rank_set.traffic.send(WatchNodes(0.0))
 stop()
 """
 

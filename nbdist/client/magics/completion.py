@@ -18,6 +18,7 @@ from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import get_session, rank_set_of
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.ranks import ranks_among
+from nbdist.wire.knowing import Complete, Completions, Inspect, Inspection
 
 _PATIENCE = 0.15  # seconds that a rank may take to answer
 _KIND = "nbdist"
@@ -169,12 +170,10 @@ def _complete_on_ranks(rank_set: RankSet, code: str, start: int, ranks: str | No
     chosen = _chosen(rank_set, ranks)
     idle = next((rank for rank in chosen if not rank_set.traffic.running([rank])), None)
     if idle is not None:
-        asked = {"code": code, "position": len(code)}
-        answer = rank_set.traffic.ask([idle], "complete", asked, timeout=_PATIENCE).get(idle, {})
-        if "matches" in answer:
+        answer = rank_set.traffic.ask([idle], Complete(code, len(code)), timeout=_PATIENCE).get(idle)
+        if isinstance(answer, Completions):
             return [
-                Completion(start + first, start + last, text, type=kind)
-                for text, kind, first, last in answer["matches"]
+                Completion(start + item.start, start + item.end, item.text, type=item.kind) for item in answer.matches
             ]
     fragment = _last_name(code)
     if code[: len(code) - len(fragment)].endswith("."):
@@ -200,11 +199,9 @@ def _inspect(name: str, detail: int) -> dict[str, Any] | None:
     for rank in rank_set.living():
         if rank_set.traffic.running([rank]) or root not in rank_set.traffic.names.get(rank, []):
             continue
-        answer = rank_set.traffic.ask([rank], "inspect", {"name": name, "detail": detail}, timeout=_PATIENCE).get(
-            rank, {}
-        )
-        if answer:
-            return answer.get("data") if answer.get("found") else None
+        answer = rank_set.traffic.ask([rank], Inspect(name, detail), timeout=_PATIENCE).get(rank)
+        if answer is not None:
+            return answer.bundle if isinstance(answer, Inspection) else None
     text = f"{root} lives on ranks, which are busy: its documentation is there when they are done"
     return {"text/plain": text, "text/html": f"<pre>{text}</pre>"}
 

@@ -36,6 +36,7 @@ from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.rank_set import prewarm
 from nbdist.client.session.session import Session, get_session, living_session, rank_set_of
+from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.ranks import describe_ranks, ranks_among
@@ -330,7 +331,7 @@ class DistributedMagics(Magics):
 
     def _stacks(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        found = stack_report.look_at_stacks(rank_set_of(session), arguments.ranks, native=arguments.native)
+        found = look_at_stacks(rank_set_of(session), arguments.ranks, native=arguments.native)
         print(stack_report.render(found))
 
 

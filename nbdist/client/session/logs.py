@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from nbdist.client.output.decoders import Decoders
 from nbdist.client.session.results import CellResult
 from nbdist.errors import UsageError
-from nbdist.protocol import LogPart
 from nbdist.text import size
+from nbdist.wire.output import LogPart
 
 Ask = Callable[..., LogPart]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nbdist.metrics.node.sample import Sample
-from nbdist.protocol import Look
+from nbdist.wire.questions import Look
 
 if TYPE_CHECKING:
     from nbdist.client.session.task import Task

@@ -28,9 +28,8 @@ from nbdist.client.session.logs import CellLog
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.session_plan import SessionPlan
-from nbdist.client.session.stack_report import look_at_stacks
 from nbdist.client.session.start_options import Arguments
-from nbdist.client.session.status import status_of
+from nbdist.client.session.status import look_at_stacks, status_of
 from nbdist.client.session.task import Task
 from nbdist.devices import visible_gpus
 from nbdist.errors import (
@@ -43,9 +42,9 @@ from nbdist.errors import (
 )
 from nbdist.metrics.allocation import memory_snapshot
 from nbdist.plan import Plan
-from nbdist.protocol import RankInfo
 from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.text import counted, nearest
+from nbdist.wire.life import RankInfo
 
 _sessions: list[weakref.ref[Session]] = []  # of this notebook, the newest last
 

@@ -11,7 +11,7 @@ from nbdist.errors import UsageError
 from nbdist.plan import PLAN_VARIABLE, Plan
 from nbdist.planning.follow import follow
 from nbdist.planning.variables import NAMES
-from nbdist.protocol import RankInfo, StartOptions
+from nbdist.wire.life import RankInfo, StartOptions
 
 _kept: Plan | None = None  # what was typed, for the sessions that are yet to start
 

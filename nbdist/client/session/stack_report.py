@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.stopping import ThreadStack
 
 _WIDEST = 120  # characters: the names of C++ templates run to thousands
 IDLE = "idle"
-_ANSWER_LIMIT = 1.0  # seconds
 _DUMP_LIMIT = 60.0  # seconds: py-spy reads the symbols of all of torch's libraries
 _MAIN_THREAD = re.compile(r'^Thread .*: "MainThread"\n((?: .*\n?)*)', re.MULTILINE)
 _IN_CELL = re.compile(r"^(\S+) \(<ipython-input-(\d+)-[^>]*>:(\d+)\)$")
@@ -52,19 +52,13 @@ class Stack:
         return "\n".join(self.lines) or self.note
 
 
-def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
-    """Where ranks are; the arguments are those of `Session.stacks`."""
-    chosen = rank_set.choose(rank_set.living() if ranks is None else ranks)
-    answers = rank_set.traffic.ask(chosen, "stack", timeout=_ANSWER_LIMIT)
-    cells = {rank: task.describe() for rank, task in rank_set.traffic.running(chosen).items()}
-    found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
-    if native:
-        found = with_native_frames(found, {info.rank: info.pid for info in rank_set.ranks if info.rank in chosen})
-    return found
+def line_of(answer: ThreadStack | NoAnswer | None) -> str:
+    """Where a rank is, in words; "" if that is not known, or it runs nothing."""
+    return answer.line if isinstance(answer, ThreadStack) else ""
 
 
-def stack_of(answer: Mapping[str, Any] | None, cell: str) -> Stack:
-    """What a rank has answered to "stack".
+def stack_of(answer: ThreadStack | NoAnswer | None, cell: str) -> Stack:
+    """What a rank has answered when it was asked for its stack.
 
     Args:
         answer: None: it has not.
@@ -72,10 +66,10 @@ def stack_of(answer: Mapping[str, Any] | None, cell: str) -> Stack:
     """
     if answer is None:
         return Stack(cell=cell, note="in a call that does not let Python answer; `--native` shows it")
-    if not answer.get("running"):
+    if isinstance(answer, NoAnswer) or not answer.running:
         return Stack(note=IDLE)
-    lines = tuple(answer["stack"].splitlines())
-    return Stack(lines, cell, answer["collective"], answer["still"], "" if lines else "at work for nbdist")
+    lines = tuple(answer.stack.splitlines())
+    return Stack(lines, cell, answer.collective, answer.still, "" if lines else "at work for nbdist")
 
 
 def render(stacks: Mapping[int, Stack]) -> str:

@@ -14,8 +14,8 @@ from nbdist import shells
 from nbdist.checks import LONGEST, check_seconds, check_whole
 from nbdist.devices import nccl_variables, visible_gpus
 from nbdist.errors import UsageError
-from nbdist.protocol import PATIENCE_VARIABLE, StartOptions
 from nbdist.text import counted, did_you_mean, split_commas
+from nbdist.wire.life import PATIENCE_VARIABLE, StartOptions
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL, from 2.30 on, takes several ranks on one GPU

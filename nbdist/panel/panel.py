@@ -42,7 +42,7 @@ _TARGET = "nbdist.panel"  # of comms that pages open to be heard while a cell ru
 _FIRST_LOOK = 1.0  # seconds that the first copy in the notebook waits for something to show
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Where Samples come from; a `Monitor` is one."""
 
     rate: float
@@ -74,7 +74,7 @@ class Panel(anywidget.AnyWidget):
     frame = traitlets.Dict().tag(sync=True, to_json=lambda _, panel: panel.state())
 
     def __init__(
-        self, session: Session | None = None, *, rate: float | None = None, source: Source | None = None
+        self, session: Session | None = None, *, rate: float | None = None, source: SampleSource | None = None
     ) -> None:
         self._identity = secrets.token_hex(4)
         self._lock = threading.RLock()  # what the page knows: the monitor's thread and the notebook's change it
@@ -83,7 +83,7 @@ class Panel(anywidget.AnyWidget):
         self._seen = threading.Event()
         self._session: weakref.ref[Session] | None = None
         self._follows = session is None and source is None
-        self._source: Source = source or Monitor.of(None)
+        self._source: SampleSource = source or Monitor.of(None)
         self._rate = rate  # that somebody has asked for; a new session's monitor has its own
         self._unsubscribe: Callable[[], None] | None = None
         self._views = 0  # that pages have opened and not closed again
@@ -205,7 +205,7 @@ class Panel(anywidget.AnyWidget):
                 self._unsubscribe()
                 self._unsubscribe = None
 
-    def _on_sample(self, source: Source, sample: Sample) -> None:
+    def _on_sample(self, source: SampleSource, sample: Sample) -> None:
         """From the monitor's thread, which others need too."""
         if source is not self._source or (self._session is not None and _is_over(self._looked_at())):
             return  # a look that was under way when its session ended

@@ -81,7 +81,7 @@ class Closable(Protocol):
 
 
 @dataclass(frozen=True)
-class Start:
+class ForkStart:
     """What a rank begins with.
 
     Attributes:
@@ -101,7 +101,7 @@ class Start:
     parent: int
 
 
-def main(start: Start) -> None:
+def main(start: ForkStart) -> None:
     """What the rank's process does."""
     shells.become_rank()
     os.setsid()
@@ -181,7 +181,7 @@ class _Gate:
 class ForkedRank:
     """One forked rank at work."""
 
-    def __init__(self, start: Start, lane: DisplayLane, shown: Sequence[BaseException]) -> None:
+    def __init__(self, start: ForkStart, lane: DisplayLane, shown: Sequence[BaseException]) -> None:
         self._setup = start.setup
         self._shown = shown
         self._function, self._args = start.function, start.args

@@ -338,9 +338,6 @@ class DistributedMagics(Magics):
 class _Progress:
     """Says what a start is doing, when it takes long enough to wonder."""
 
-    def __init__(self) -> None:
-        self._notes: list[str] = []
-
     def __call__(self, text: str) -> None:
         if text.startswith("importing"):
             print(f"{text} …", flush=True)

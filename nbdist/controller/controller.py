@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import os
 import secrets
 import subprocess
@@ -63,17 +62,11 @@ from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog
 from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, WatchNodes
+from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
 _QUIT_GRACE = 1.0
 _TICK_PAUSE = 1.0  # seconds, after an error
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
-
-
-class ControllerSetup(msgspec.Struct, frozen=True):
-    """What the notebook tells its controller on standard input."""
-
-    kernel: int
-    runtime_folder: str
 
 
 def run(agent: subprocess.Popen[bytes]) -> None:
@@ -105,8 +98,13 @@ def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
         what = f"the session's controller did not start: {error.strerror}{where}."
         text = f"{what} Fix that, then type `%distributed start` again."
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps({"error": text}), flush=True)
+            _say_first(ControllerFailed(text))
     return None
+
+
+def _say_first(line: ControllerReady | ControllerFailed) -> None:
+    sys.stdout.buffer.write(encode_line(line))
+    sys.stdout.buffer.flush()
 
 
 @dataclass
@@ -158,17 +156,17 @@ class Controller:
     def _introduce(self, log_folder: Path | None) -> None:
         """Let the agent and the notebook know where to connect."""
         files = [*self._switchboard.files, *([log_folder] if log_folder is not None else [])]
-        line = {
-            "keys": self._switchboard.node_keys,
-            "token": b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode(),
-            "leftovers": [str(path) for path in files],
-            "folder": str(log_folder or ""),
-        }
+        setup = AgentSetup(
+            keys=self._switchboard.node_keys,
+            token=b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode(),
+            leftovers=[str(path) for path in files],
+            folder=str(log_folder or ""),
+        )
         assert self._agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
-            self._agent.stdin.write(msgspec.json.encode(line) + b"\n")
+            self._agent.stdin.write(encode_line(setup))
             self._agent.stdin.close()
-        print(json.dumps(str(self._switchboard.key_file)), flush=True)
+        _say_first(ControllerReady(str(self._switchboard.key_file)))
 
     def run(self) -> None:
         """Serve until the notebook has gone or says so."""
@@ -525,7 +523,7 @@ class Controller:
         if group.ending:
             return
         what = message.cause or describe_exit(message.code)
-        if message.rank < 0:
+        if message.rank is None:
             self._store_died(group, message)
             return
         rank = group.ranks[message.rank]

@@ -26,7 +26,7 @@ from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, connect
-from nbdist.wire.life import Progress, Shutdown, StartOptions
+from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.output import STDERR, STDOUT, Credit
 from nbdist.wire.processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
@@ -197,7 +197,7 @@ class Agent:
         if self._template.ready:
             self._fork_all(self._template, self._set)
         else:
-            self._say(Progress(self._template.progress() or "importing torch"))
+            self._say(Progress("import", self._template.progress() or "importing torch"))
             self._report_at = time.monotonic() + _REPORT_PERIOD
 
     def _imports_for(self) -> WarmTemplate | None:
@@ -212,7 +212,7 @@ class Agent:
             return
         self._report_at = time.monotonic() + _REPORT_PERIOD
         if text := template.progress():
-            self._say(Progress(text))
+            self._say(Progress("import", text))
 
     def _kill(self, message: Kill) -> None:
         if self._set is None or self._set.spawn.epoch != message.epoch:
@@ -282,7 +282,7 @@ class Agent:
             self._fork_store(template, group)
             self._fork_more(template, group)
         except OSError as error:
-            self._spawn_failed(self._explain(error, group.spawn.options))
+            self._refused(error, group.spawn.options)
 
     def _fork_more(self, template: WarmTemplate, group: _Set) -> None:
         """Ask for ranks, not all at once: a template whose answers nobody reads would read no requests either."""
@@ -337,16 +337,18 @@ class Agent:
         """Where a rank keeps temporary files that end with it."""
         return f"{self._setup.folder}/rank-{group.spawn.epoch}-{rank}" if self._setup.folder else ""
 
-    def _explain(self, error: OSError, options: StartOptions) -> str:
-        count = options.count
+    def _refused(self, error: OSError, options: StartOptions) -> None:
+        """The system does not allow what the ranks need."""
         if error.errno == errno.EADDRINUSE:
-            return f"port {options.port} is taken{describe_owner(options.port)}: name another, or none"
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            return (
-                f"too few file handles for {count} ranks: this system allows a process {allow_many_files()}. "
+            text = f"port {options.port} is taken{describe_owner(options.port)}: name another, or none"
+            self._spawn_failed(text, "port taken")
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            self._spawn_failed(
+                f"too few file handles for {options.count} ranks: this system allows a process {allow_many_files()}. "
                 "Type `ulimit -n 4096` in the shell before you start Jupyter, or ask for fewer ranks (`-n 2`)."
             )
-        return f"the ranks could not be forked: {error}. Type `%distributed start` to try again."
+        else:
+            self._spawn_failed(f"the ranks could not be forked: {error}. Type `%distributed start` to try again.")
 
     def _forked(self, rank: int, pid: int) -> None:
         group = self._set
@@ -364,18 +366,18 @@ class Agent:
             try:
                 self._fork_more(self._template, group)
             except OSError as error:
-                self._spawn_failed(self._explain(error, group.spawn.options))
+                self._refused(error, group.spawn.options)
         if len(group.pids) == group.spawn.options.count + 1:
             group.complete = True
             self._say(Spawning(group.spawn.epoch, self._notes))
 
-    def _spawn_failed(self, text: str) -> None:
+    def _spawn_failed(self, text: str, obstacle: Obstacle = "other") -> None:
         group = self._set
         if group is None or group.ending:
             return
         group.ending = True
         group.kill_at = time.monotonic()
-        self._say(SpawnFailed(group.spawn.epoch, text))
+        self._say(SpawnFailed(group.spawn.epoch, text, obstacle))
         self._check_gone()
 
     # --- ends

@@ -47,6 +47,7 @@ from nbdist.wire.life import (
     SERIALS,
     Broken,
     Died,
+    Obstacle,
     Progress,
     RankInfo,
     Shutdown,
@@ -115,7 +116,7 @@ class _Set:
     options: StartOptions
     ranks: dict[int, Rank]
     moved: float  # when it got on last
-    stage: str = ""  # what it is doing, in words
+    progress: Progress | None = None  # what it was doing last
     up: bool = False
     ending: bool = False
     backend: str = ""
@@ -430,11 +431,11 @@ class Controller:
                 self.to_rank(RANK_CELL, rank.rank, Quit())
         self._switchboard.send(AGENT_CONTROL, Kill(group.epoch, grace if group.up else 0.0))
 
-    def _start_failed(self, text: str) -> None:
+    def _start_failed(self, text: str, obstacle: Obstacle = "other") -> None:
         group = self._set
         if group is None or group.ending:
             return
-        self.to_notebook(StartFailed(text))
+        self.to_notebook(StartFailed(text, obstacle))
         self._end_set()
 
     def _check_start(self) -> None:
@@ -448,19 +449,20 @@ class Controller:
             serials = next(self._serials) * SERIALS
             self.to_notebook(Started(group.epoch, infos, group.backend, group.notes, serials))
         elif time.monotonic() > group.moved + group.options.patience:
-            where = f"{describe_ranks(missing)} not ready" if group.notes is not None else group.stage
+            said = group.progress.text if group.progress is not None else ""
+            where = f"{describe_ranks(missing)} not ready" if group.notes is not None else said
             self._start_failed(
                 f"the start has made no progress for {group.options.patience:g} s ({where or 'no process came up'}). "
                 f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
                 "the environment to wait longer."
             )
 
-    def _got_on(self, group: _Set, stage: str) -> None:
-        """A start has made progress. `stage` is what it does now."""
+    def _got_on(self, group: _Set, progress: Progress) -> None:
+        """A start has made progress. `progress` is what it does now."""
         group.moved = time.monotonic()
-        if stage != group.stage:
-            group.stage = stage
-            self.to_notebook(Progress(stage))
+        if progress != group.progress:
+            group.progress = progress
+            self.to_notebook(progress)
 
     def _check_cells(self) -> None:
         group = self._set
@@ -505,15 +507,15 @@ class Controller:
             if rank.due is not None:
                 group.late.add(rank.rank)
         elif isinstance(message, Progress):
-            self._got_on(group, message.text)
+            self._got_on(group, message)
         elif isinstance(message, Spawned):
             group.ranks[message.rank].pid = message.pid
             group.moved = time.monotonic()
         elif isinstance(message, Spawning):
             group.notes = message.notes
-            self._got_on(group, "ranks join their group")
+            self._got_on(group, Progress("join", "ranks join their group"))
         elif isinstance(message, SpawnFailed):
-            self._start_failed(message.text)
+            self._start_failed(message.text, message.obstacle)
         elif isinstance(message, Exited):
             self._exited(group, message)
         elif isinstance(message, Gone):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nbdist.wire.life import StartOptions
+from nbdist.wire.life import Obstacle, StartOptions
 from nbdist.wire.message import Message
 
 
@@ -78,6 +78,7 @@ class SpawnFailed(Message, frozen=True):
 
     epoch: int
     text: str
+    obstacle: Obstacle = "other"
 
 
 class Kill(Message, frozen=True):

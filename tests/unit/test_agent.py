@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from nbdist.wire.frames import AnyMessage, decode, encode
 from nbdist.wire.lanes import AGENT_CONTROL, Keys, whole
 from nbdist.wire.life import Shutdown, StartOptions
 from nbdist.wire.message import Hello, Message
-from nbdist.wire.processes import Gone, Kill, Spawn, Spawned, Spawning
+from nbdist.wire.processes import Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.setup import AgentSetup, encode_line
 
 LIMIT_MS = 30_000
@@ -105,6 +106,14 @@ def test_more_ranks_than_the_template_s_channel_has_room_for_are_forked_and_ende
     assert any(isinstance(message, Gone) for message in controller.messages())
 
 
-def _options(count: int) -> StartOptions:
+def test_a_port_that_is_taken_is_reported_as_such_and_not_by_its_text_alone(controller: Controller) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        controller.send(Spawn(1, _options(2, port)))
+        failed = next(message for message in controller.messages() if isinstance(message, SpawnFailed))
+    assert failed.obstacle == "port taken" and f"port {port} is taken by process {os.getpid()}" in failed.text
+
+
+def _options(count: int, port: int = 0) -> StartOptions:
     environment = dict(os.environ)
-    return StartOptions(count, environment, cwd="/", sys_path=sys.path, argv=[], umask=0o22, open_files=1024)
+    return StartOptions(count, environment, cwd="/", sys_path=sys.path, argv=[], umask=0o22, open_files=1024, port=port)

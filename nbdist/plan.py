@@ -44,6 +44,8 @@ class Plan:
             "selective-half" (and every second matrix product of linear layers).
         activation_budget: How much of the memory of activations may be kept, from 0 to less than 1; the others are
             computed again in backward. Compiled models choose operations, others blocks; None: all are kept.
+        activation_offload: Whether activations of blocks wait in CPU memory for backward; with "full" checkpointing
+            the inputs of blocks.
         comm_hook: DDP's communication hook: "none", "fp16", "bf16", "powersgd", "batched_powersgd".
         comm_hook_options: Settings of the hook, as torch names them (`matrix_approximation_rank`, ...).
         bucket_mb: Size of DDP's buckets, MiB.
@@ -84,6 +86,7 @@ class Plan:
     compile_fullgraph: bool = False
     activation_checkpointing: Literal["none", "full", "selective", "selective-half"] = "none"
     activation_budget: float | None = None
+    activation_offload: bool = False
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "batched_powersgd"] = "none"
     comm_hook_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     bucket_mb: float = 25.0

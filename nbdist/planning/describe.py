@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from nbdist.planning.rules import SHARDED, default_of
+from nbdist.planning.rules import CUDA_GRAPHS, SHARDED, default_of
 
 if TYPE_CHECKING:
     from nbdist.plan import Plan
@@ -102,9 +102,10 @@ def _ema(plan: Plan, kind: str) -> str:
 
 def _compile(plan: Plan, kind: str) -> str:
     what = "each block is compiled; equal blocks share the code"
+    again = "; a graph is recorded again when parameters are gathered elsewhere, so the first steps are slow"
     if plan.strategy not in SHARDED:
-        what = "the whole model is compiled, in its first step"
-    return what + _MODES.get(plan.compile, "")
+        what, again = "the whole model is compiled, in its first step", ""
+    return what + _MODES.get(plan.compile, "") + (again if plan.compile in CUDA_GRAPHS else "")
 
 
 _MODES: Mapping[bool | str, str] = {
@@ -135,6 +136,15 @@ def _budget(plan: Plan, kind: str) -> str:
             "the compiler keeps what is slowest to compute again, up to this share, and computes the rest in backward"
         )
     return "this share of the blocks keeps its activations; the others are computed again in backward"
+
+
+def _offload(plan: Plan, kind: str) -> str:
+    what = (
+        "the inputs of blocks wait"
+        if plan.activation_checkpointing == "full"
+        else "what blocks keep for backward waits"
+    )
+    return f"{what} in pinned CPU memory until backward: less memory on the GPU, more traffic to the CPU"
 
 
 def _hook(plan: Plan, kind: str) -> str:
@@ -196,6 +206,7 @@ _TELLERS: dict[str, str | Teller] = {
     "compile_fullgraph": "what would break the graph in two is an error",
     "activation_checkpointing": _checkpointing,
     "activation_budget": _budget,
+    "activation_offload": _offload,
     "comm_hook": _hook,
     "find_unused_parameters": "each backward looks for parameters without a gradient, which takes time",
     "static_graph": "every step has the same graph, so DDP learns its order once",

@@ -23,6 +23,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "comm_hook": ("none", "fp16", "bf16", "powersgd", "batched_powersgd"),
 }
 SWITCHES = (
+    "activation_offload",
     "compile_fullgraph",
     "find_unused_parameters",
     "static_graph",
@@ -40,7 +41,7 @@ OPTIONAL_SWITCHES = ("compile_dynamic", "reshard", "tf32")
 WAYS: Mapping[str, Sequence[str]] = {
     "compile": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
 }
-_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that use them
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that use them
 SHARDED = ("fsdp", "hsdp")
 
 _COUNTS = {"accumulate": 1, "prefetch": 0, "local_sgd_steps": 0, "gc_interval": 0}  # and the least they may be
@@ -278,6 +279,12 @@ def refuse_contradictions(plan: Plan) -> None:
             f"activation_checkpointing ({plan.activation_checkpointing!r}): set activation_checkpointing to 'none', or "
             "activation_budget to None"
         )
+    if plan.activation_offload and plan.activation_checkpointing.startswith("selective"):
+        raise UsageError(
+            f"activation_offload excludes activation_checkpointing {plan.activation_checkpointing!r}, whose results "
+            "torch keeps on the GPU. Set activation_checkpointing to 'full' or 'none', or activation_offload "
+            "to False"
+        )
     if plan.ema is not None and plan.local_sgd_steps:
         raise UsageError(
             f"ema ({plan.ema:g}) excludes local SGD ({plan.local_sgd_steps}): each rank would average weights of its "
@@ -305,13 +312,18 @@ def _refuse_compilation(plan: Plan) -> None:
                 f"{name} ({value!r}) is for compiled models, and compile is off: set compile to True, or {name} to "
                 f"{default_of(plan, name)!r}"
             )
-    if plan.compile in _CUDA_GRAPHS and plan.accumulate > 1:
+    if plan.compile_fullgraph and plan.activation_offload:
+        raise UsageError(
+            "compile_fullgraph excludes activation_offload, which breaks the graph at each block: set one of them to "
+            "False"
+        )
+    if plan.compile in CUDA_GRAPHS and plan.accumulate > 1:
         raise UsageError(
             f"compile {plan.compile!r} excludes accumulate ({plan.accumulate}): gradients of one micro-batch live in "
             "memory that CUDA graphs overwrite in the next (pytorch/pytorch#169545). Set compile to True or "
             "'max-autotune-no-cudagraphs', or accumulate to 1"
         )
-    if plan.compile in _CUDA_GRAPHS and plan.compile_dynamic:
+    if plan.compile in CUDA_GRAPHS and plan.compile_dynamic:
         raise UsageError(
             f"compile {plan.compile!r} excludes compile_dynamic (True): CUDA graphs have fixed shapes, so each new one "
             "is recorded, with memory of its own. Set compile_dynamic to None, or compile to True"
@@ -344,8 +356,10 @@ def default_of(plan: Plan, name: str) -> Any:
 
 
 def _is_for(plan: Plan, name: str, strategy: str) -> bool:
-    if name == "shard_by" and (plan.activation_checkpointing != "none" or plan.activation_budget is not None):
-        return True  # it says what a block is, and activation checkpointing works by blocks, too
+    if name == "shard_by" and (
+        plan.activation_checkpointing != "none" or plan.activation_budget is not None or plan.activation_offload
+    ):
+        return True  # it says what a block is, and activation checkpointing and offload work by blocks, too
     return strategy in OWNERS[name][0]
 
 
@@ -396,6 +410,11 @@ def refuse_impossible(
         )
     if plan.precision == "fp8":
         _refuse_fp8(on_cpu, capability)
+    if plan.activation_offload and on_cpu:
+        raise UsageError(
+            "activation_offload is for GPUs: the activations of CPU ranks are in CPU memory already. Set "
+            "activation_offload to False"
+        )
     if plan.comm_hook == "bf16" and backend and "nccl" not in backend:
         raise UsageError(
             f"comm_hook 'bf16' needs NCCL, and the ranks' backend is {backend}: PyTorch refuses it. Set comm_hook to "

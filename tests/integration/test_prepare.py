@@ -423,6 +423,18 @@ for _ in range(3): step(model, optimizer)
     assert value(ranks, code) == "([6, 6, 6], True)"
 
 
+def test_offloaded_activations_of_sharded_blocks_give_the_same_result(ranks: Kernel) -> None:
+    """By the function itself, as plans refuse it on the CPU."""
+    code = """
+from nbdist.train.structure.activations import keep_less
+plain = trained("fsdp")
+model, optimizer = prepared("fsdp")
+keep_less(list(model.blocks), offload=True)
+for _ in range(3): step(model, optimizer)
+torch.equal(values(model), plain)"""
+    assert value(ranks, code) == "True"
+
+
 def test_fsdp_settings_do_not_change_the_result(ranks: Kernel) -> None:
     code = """
 plain = trained("fsdp")

@@ -36,6 +36,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "compile_fullgraph": {"strategy": "fsdp", "compile": True, "compile_fullgraph": True},
     "activation_checkpointing": {"activation_checkpointing": "selective"},
     "activation_budget": {"activation_budget": 0.5},
+    "activation_offload": {"activation_offload": True},
     "comm_hook": {"comm_hook": "fp16"},
     "comm_hook_options": {"comm_hook": "powersgd", "comm_hook_options": {"matrix_approximation_rank": 7}},
     "bucket_mb": {"bucket_mb": 77.0},
@@ -185,6 +186,14 @@ def test_a_plan_needs_no_torch() -> None:
             {"activation_budget": 0.5, "activation_checkpointing": "full"},
             "set activation_checkpointing to 'none', or activation_budget to None",
         ),
+        (
+            {"activation_offload": True, "activation_checkpointing": "selective-half"},
+            "Set activation_checkpointing to 'full' or 'none', or activation_offload to False",
+        ),
+        (
+            {"strategy": "none", "compile": True, "compile_fullgraph": True, "activation_offload": True},
+            "compile_fullgraph excludes activation_offload",
+        ),
         ({"ema": 0.9, "local_sgd_steps": 2}, "ema (0.9) excludes local SGD (2)"),
         ({"seed_per_rank": True}, "there is none: set seed"),
         (
@@ -210,6 +219,8 @@ def test_what_excludes_each_other_is_refused_with_the_reason(settings: dict[str,
         {"compile": "max-autotune-no-cudagraphs", "accumulate": 3, "compile_dynamic": True},
         {"strategy": "none", "compile": "reduce-overhead", "compile_dynamic": False, "compile_fullgraph": True},
         {"activation_budget": 0, "shard_by": "Block"},
+        {"activation_checkpointing": "full", "activation_offload": True},
+        {"activation_offload": True, "activation_budget": 0.5, "shard_by": "Block"},
         {"activation_checkpointing": "full", "shard_by": "Block"},  # it says which blocks are computed again
         {
             "comm_hook": "powersgd",
@@ -237,6 +248,7 @@ def test_a_plan_can_be_taken_to_any_strategy_without_what_is_not_for_it(name: st
         ({"strategy": "fsdp", "precision": "fp16"}, {"device": "cpu"}, "under fsdp is for GPUs"),
         ({"precision": "fp8"}, {"device": "cpu"}, "needs GPUs of compute capability 8.9 or more, not a CPU"),
         ({"precision": "fp8"}, {"device": "cuda:0", "capability": (8, 6)}, "and these have 8.6"),
+        ({"activation_offload": True}, {"device": "cpu"}, "the activations of CPU ranks are in CPU memory already"),
         ({"comm_hook": "bf16"}, {"backend": "gloo"}, "comm_hook 'bf16' needs NCCL, and the ranks' backend is gloo"),
         ({"sync_batchnorm": True}, {"device": "cpu", "world_size": 2}, "sync_batchnorm is for GPUs"),
         ({"strategy": "hsdp", "replicas": 4}, {"world_size": 6}, "which is 6: set replicas to 1 or 2 or 3 or 6"),
@@ -258,6 +270,7 @@ def test_what_ranks_of_a_kind_can_not_do_is_refused(
     [
         ({"precision": "fp16"}, {"device": "cpu", "world_size": 2}),
         ({"strategy": "fsdp", "precision": "fp16"}, {"device": "cuda:1", "world_size": 2}),
+        ({"activation_offload": True}, {"device": "cuda:0"}),
         ({"comm_hook": "fp16"}, {"backend": "gloo"}),
         ({"comm_hook": "powersgd"}, {"backend": "gloo"}),
         ({"comm_hook": "bf16"}, {"backend": "cpu:gloo,cuda:nccl"}),
@@ -305,6 +318,7 @@ def test_every_setting_changes_what_the_table_says(name: str) -> None:
         ({"accumulate": 4}, "an optimizer step every 4 micro-batches; gradients are exchanged in the last"),
         ({"strategy": "fsdp", "shard_by": ("A", "B")}, "each module of class A or B is a block"),
         ({"strategy": "fsdp", "shard_by": every_block}, "every_block  this function says which modules are blocks"),
+        ({"strategy": "fsdp", "compile": "reduce-overhead"}, "recorded again when parameters are gathered elsewhere"),
         ({"numa": True}, "on    nothing to do: these ranks have no GPU"),
         ({"seed": 7, "seed_per_rank": True}, "start from 7 plus the rank"),
         (OTHERS["comm_hook_options"], "from step 1000 on gradients travel as factors of rank 7"),

@@ -202,6 +202,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "compile_fullgraph": ("", "a break of the graph is an error"),
         "activation_checkpointing": ("", "what is computed again in backward"),
         "activation_budget": ("SHARE", "how much of the activations is kept, such as 0.5, or none: all"),
+        "activation_offload": ("", "activations wait in CPU memory for backward"),
         "sync_batchnorm": ("", "BatchNorm over all ranks"),
     },
     "ddp": {

@@ -1,1 +1,1 @@
-"""What stands behind `nbdist.plan`: rules, words and variables. Knows nothing of torch, ranks or notebooks."""
+"""What stands behind `nbdist.plan`: settings, rules, words and variables. Knows nothing of torch, ranks or notebooks."""

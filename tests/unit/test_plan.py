@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from nbdist.client.magics.plan_line import flags, named_settings, plan_parser
 from nbdist.errors import UsageError
-from nbdist.plan import Plan, setting_names
+from nbdist.plan import Plan
+from nbdist.planning.kinds import Choice
 from nbdist.planning.rules import own_settings
+from nbdist.planning.settings import SETTINGS
 from nbdist.planning.variables import NAMES
 
 
@@ -60,7 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "dispatch": {"dispatch": True},
     "even_batches": {"even_batches": False},
 }
-EVERY_SETTING = pytest.mark.parametrize("name", setting_names())
+EVERY_SETTING = pytest.mark.parametrize("name", SETTINGS)
 
 
 def refused(**settings: Any) -> str:
@@ -130,7 +133,7 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(setting: str, value: Any,
 
 
 def test_every_setting_can_have_another_value() -> None:
-    assert set(OTHERS) == set(setting_names())
+    assert set(OTHERS) == set(SETTINGS)
     for name, settings in OTHERS.items():
         assert getattr(Plan(**settings), name) != getattr(Plan(), name)
 
@@ -284,6 +287,29 @@ def test_what_ranks_can_do_or_what_is_not_known_of_them_is_allowed(
     settings: dict[str, Any], ranks: dict[str, Any]
 ) -> None:
     Plan(**settings).check(**ranks)
+
+
+# --- the settings
+
+
+def test_every_setting_has_a_line_in_the_plan_s_docstring_in_order() -> None:
+    text = (Plan.__doc__ or "").partition("Attributes:")[2]
+    assert re.findall(r"^        (\w+): ", text, re.MULTILINE) == list(SETTINGS)
+
+
+def test_every_setting_stands_once_in_the_table_of_the_docs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \|", page.partition("| setting |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(
+        SETTINGS.keys() - {"replicas"}
+    )  # hsdp's own: in its row
+
+
+def test_the_values_of_a_setting_are_those_of_its_type() -> None:
+    hints = get_type_hints(Plan)
+    for name, setting in SETTINGS.items():
+        if isinstance(setting.kind, Choice):
+            assert get_args(hints[name]) == setting.kind.words
 
 
 # --- words

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.plan import Plan
-from nbdist.planning.rules import SHARDED
+from nbdist.planning.settings import SHARDED
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weight_sources import described, open_source
 from nbdist.train.checkpoint.weights import Fitting, fit, set_buffers

@@ -29,48 +29,31 @@ import msgspec
 
 from nbdist.agent.pipes import PipeReader
 from nbdist.client.session import interruption
+from nbdist.client.session.answers import gather
 from nbdist.client.session.task import Task
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.client.session.workers import cell_number
+from nbdist.controller.inquiries import Inquiries
 from nbdist.controller.watch import Watch
 from nbdist.errors import UsageError
 from nbdist.launch import on_ranks
 from nbdist.launch.fork import forked_rank
-from nbdist.launch.fork.forked_rank import INTERRUPTED, Ends
+from nbdist.launch.fork.forked_rank import Ends
 from nbdist.launch.request import Request
-from nbdist.protocol import (
-    END,
-    STDERR,
-    STDOUT,
-    Answer,
-    Ask,
-    Broken,
-    Credit,
-    Died,
-    Display,
-    Execute,
-    Failure,
-    Interrupt,
-    Message,
-    Output,
-    Place,
-    Quit,
-    RankInfo,
-    RankSetup,
-    Remark,
-    Reply,
-    Stop,
-    WidgetMessage,
-    decode,
-    encode,
-)
+from nbdist.wire.cells import Execute, Failure, Interrupt, Interrupted, Remark, Reply
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.life import Broken, Died, Place, RankInfo, Stop
+from nbdist.wire.message import Message
+from nbdist.wire.output import END, STDERR, STDOUT, Credit, Display, Output, WidgetMessage
+from nbdist.wire.processes import Quit, RankSetup
+from nbdist.wire.question import A, NoAnswer, Question
+from nbdist.wire.questions import Answer, Ask, ask
+from nbdist.wire.stopping import Strand
 from nbdist.worker.groups import join
 
 _KILL_AFTER = 0.8  # seconds after an interrupt that has not reached Python: Ctrl-C leaves nothing after 1 s
 _FAILED_GRACE = 0.5  # seconds until ranks are interrupted when another has raised: theirs may be the same error
 _DEATH_GRACE = 0.1  # ... when it has died
-_WATCH = -1  # the number of the watch's questions
-_STRAND = -3  # ... of what it has ranks do, to which the answer is their end
 
 _epochs = itertools.count(1)
 
@@ -153,6 +136,7 @@ class Children:
         self._bell.setblocking(False)
         self._requests = itertools.count(1)
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._inquiries = Inquiries(lambda rank, question: self._tell([rank], question), lambda: ())
         self._late: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._task: Task | None = None
         self._watch: Watch | None = None
@@ -182,7 +166,7 @@ class Children:
             task.serial,
             ranks,
             _FAILED_GRACE,
-            lambda who, question, arguments: self._tell(who, Ask(_WATCH, list(who), question, arguments)),
+            self._inquiries.ask,
             lambda text, same, stuck: self._put(Remark(task.serial, text, "watch", same, stuck)),
             lambda who: None,  # no rank can be freed but by its end
             time.monotonic(),
@@ -220,18 +204,11 @@ class Children:
         with contextlib.suppress(BlockingIOError, OSError):  # woken already; or all is over
             self._bell.send(b".")
 
-    def ask(self, ranks: Sequence[int], question: str, *, timeout: float) -> dict[int, dict[str, Any]]:
+    def ask(self, ranks: Sequence[int], question: Question[A], *, timeout: float) -> dict[int, A | NoAnswer]:
         """What the ranks' control threads answer within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        gathered: dict[int, dict[str, Any]] = {}
         request = next(self._requests)
-        self.send(Ask(request, list(ranks), question))
-        with contextlib.suppress(queue.Empty):
-            while len(gathered) < len(ranks):
-                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
-                if answer.request == request:  # else too late for another question
-                    gathered[answer.rank] = answer.data
-        return gathered
+        self.send(ask(request, ranks, question))
+        return gather(self._answers, request, question, len(ranks), timeout)
 
     def pay(self, rank: int, size: int) -> None:
         """Output of a rank has been taken."""
@@ -366,7 +343,7 @@ class Children:
         """A rank waits for one that has returned: free it, or end it if that does not help."""
         rank = self._living[number]
         rank.stranded = why
-        rank.send(Ask(_STRAND, [number], "strand", {"why": why}))
+        self._inquiries.ask([number], Strand(self._the_watch.serial, why))  # the answer is its end
         rank.signal(signal.SIGINT)
         rank.kill_at = time.monotonic() + _KILL_AFTER
 
@@ -400,12 +377,12 @@ class Children:
         if isinstance(message, Reply):
             rank.reply = message
             self._check_done(rank)
-        elif isinstance(message, Answer) and message.request == INTERRUPTED:
+        elif isinstance(message, Interrupted):
             if not self._ending:
                 rank.kill_at = None  # its function may save what it has, until the next Ctrl-C
-        elif isinstance(message, Answer) and message.request == _WATCH:
-            self._the_watch.answered(message.rank, message.data, time.monotonic())
-        elif isinstance(message, Answer) and message.request != _STRAND:
+        elif isinstance(message, Answer) and message.asker == "controller":
+            self._inquiries.answered(message, time.monotonic())
+        elif isinstance(message, Answer):
             self._answers.put(message)
 
     def _show(self, rank: _Rank) -> None:

@@ -21,8 +21,15 @@ import msgspec
 
 from nbdist import transfer
 from nbdist.processes import adopt_orphans, die_with_parent
-from nbdist.protocol import END, Answer, Ask, Execute, Failure, Message, Quit, RankSetup, Reply, decode, encode
-from nbdist.worker.cell import failures, launched, stacks
+from nbdist.wire.cells import Execute, Failure, Interrupted, Outcome, Reply
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.message import Message
+from nbdist.wire.output import END
+from nbdist.wire.processes import Quit, RankSetup
+from nbdist.wire.question import Done, NoAnswer
+from nbdist.wire.questions import Answer, AnyQuestion, Ask
+from nbdist.wire.stopping import GetPosition, GetStack, Position, Strand, ThreadStack
+from nbdist.worker.cell import failures, launched
 from nbdist.worker.cell.shell import RankDisplayPublisher, refuse_keyboard
 from nbdist.worker.groups import accelerate_state, join
 from nbdist.worker.groups.process_groups import Collectives
@@ -32,8 +39,6 @@ from nbdist.worker.lanes.widget_relay import WidgetRelay
 from nbdist.worker.processes import forks
 from nbdist.worker.recovery import reset_models
 from nbdist.worker.recovery.position import Progress
-
-INTERRUPTED = -2  # the number of the "answer" by which a rank says, unasked, that an interrupt has reached its code
 
 _in_rank = False
 
@@ -225,7 +230,7 @@ class ForkedRank:
         except BaseException as error:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             failure = _describe(error, self._collectives.explain(error))
-            status = "interrupted" if failure.kind == "interrupted" else "error"
+            status: Outcome = "interrupted" if failure.kind == "interrupted" else "error"
             return Reply(serial, rank, status, failure), None
         packed = launched.pack(value, self._setup)
         return Reply(serial, rank, "ok", payload=msgspec.msgpack.encode(packed.parcel)), packed
@@ -244,7 +249,7 @@ class ForkedRank:
     def _interrupt(self, *_: Any) -> NoReturn:
         """Who is stuck in a call into C never gets here, and is ended; who does has the time to save what it has."""
         with contextlib.suppress(OSError):
-            self._send(Answer(INTERRUPTED, self._setup.rank, {}))
+            self._send(Interrupted(self._setup.rank))
         raise KeyboardInterrupt
 
     def _prepare(self) -> None:
@@ -269,20 +274,23 @@ class ForkedRank:
         with contextlib.suppress(EOFError, OSError):
             while not isinstance(message := decode(self._control.recv_bytes()), Quit):
                 if isinstance(message, Ask):
-                    self._send(Answer(message.request, self._setup.rank, self._look(message)))
+                    body = self._answer_to(message.question)
+                    self._send(Answer(message.request, self._setup.rank, body, message.asker))
         self._released.set()
 
-    def _look(self, message: Ask) -> dict[str, Any]:
+    def _answer_to(self, question: AnyQuestion) -> Position | ThreadStack | Done | NoAnswer:
         try:
-            if message.question == "progress":
-                return self._progress.look(**message.arguments)
-            if message.question == "strand":
-                self._collectives.stranded = message.arguments["why"]
-                return {"groups": self._collectives.cut()}
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            return {"line": stacks.describe(frame) if frame is not None else ""}
+            if isinstance(question, GetPosition):
+                return self._progress.look(question)
+            if isinstance(question, GetStack):
+                return self._progress.stack(question)
+            if isinstance(question, Strand):
+                self._collectives.stranded = question.why
+                self._collectives.cut()
+                return Done()
+            return NoAnswer("forked ranks do not answer this")
         except Exception as error:  # the thread must outlive any question
-            return {"error": f"{type(error).__name__}: {error}"}
+            return NoAnswer(f"{type(error).__name__}: {error}")
 
     def _send(self, message: Message) -> None:
         with self._sending:

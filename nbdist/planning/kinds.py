@@ -32,21 +32,17 @@ class Kind:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class Choice(Kind):
     """One of a few words.
 
-    Attributes:
+    Args:
         words: These.
         synonyms: Others that mean one of them.
     """
 
-    words: tuple[str, ...]
-    synonyms: Mapping[str, str]
-
     def __init__(self, *words: str, **synonyms: str) -> None:
-        object.__setattr__(self, "words", words)
-        object.__setattr__(self, "synonyms", synonyms)
+        self.words = words
+        self.synonyms = synonyms
 
     def refined(self, name: str, value: Any) -> str:
         if isinstance(value, str):
@@ -70,14 +66,11 @@ class OptionalSwitch(Kind):
         return None if value is None else bool(_expected(name, value, is_switch, "True, False or None"))
 
 
-@dataclass(frozen=True)
 class Way(Kind):
     """On or off, or a word that says how it is on; "default" is plainly on."""
 
-    words: tuple[str, ...]
-
     def __init__(self, *words: str) -> None:
-        object.__setattr__(self, "words", words)
+        self.words = words
 
     def refined(self, name: str, value: Any) -> bool | str:
         if isinstance(value, bool):
@@ -87,19 +80,17 @@ class Way(Kind):
         raise UsageError(unknown(name, value, (True, False, *self.words)))
 
 
-@dataclass(frozen=True)
 class Count(Kind):
     """A whole number.
 
-    Attributes:
+    Args:
         least: The smallest allowed.
         below: The smallest that is too large.
         optional: Whether None is allowed.
     """
 
-    least: int = 0
-    below: int = _LIMIT
-    optional: bool = False
+    def __init__(self, least: int = 0, below: int = _LIMIT, *, optional: bool = False) -> None:
+        self.least, self.below, self.optional = least, below, optional
 
     def refined(self, name: str, value: Any) -> int | None:
         if value is None and self.optional:
@@ -112,19 +103,17 @@ class Count(Kind):
         return int(value)
 
 
-@dataclass(frozen=True)
 class Number(Kind):
     """A finite number.
 
-    Attributes:
+    Args:
         allowed: Which, in words.
         fits: Whether one of 0 or more is allowed.
         optional: Whether None is allowed.
     """
 
-    allowed: str
-    fits: Callable[[float], bool]
-    optional: bool = True
+    def __init__(self, allowed: str, fits: Callable[[float], bool], *, optional: bool = True) -> None:
+        self.allowed, self.fits, self.optional = allowed, fits, optional
 
     def refined(self, name: str, value: Any) -> float | None:
         if value is None and self.optional:
@@ -151,19 +140,17 @@ class Blocks(Kind):
         )
 
 
-@dataclass(frozen=True)
 class Options(Kind):
     """Named values.
 
-    Attributes:
+    Args:
         of: Of what they are options, in words.
         example: Of a dictionary.
         known: For each whether a value will do, and what will.
     """
 
-    of: str
-    example: str
-    known: Mapping[str, tuple[Callable[[object], bool], str]]
+    def __init__(self, of: str, example: str, known: Mapping[str, tuple[Callable[[object], bool], str]]) -> None:
+        self.of, self.example, self.known = of, example, known
 
     def refined(self, name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -180,7 +167,7 @@ Teller = Callable[[Any, str], str]
 Tell = str | Teller
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Setting:
     """All that is known of a setting beside its name and its type.
 

@@ -191,7 +191,7 @@ _HOOK_OPTIONS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)  # of these `Plan` has its own
 class Settings:
     """The values of all settings.
 

@@ -601,7 +601,7 @@ def test_a_scaler_of_the_users_own_is_refused(ranks: Kernel) -> None:
 
 def test_ranks_that_disagree_on_the_plan_are_told_so(ranks: Kernel) -> None:
     text = refused(ranks, "nbdist.prepare(Net(), plan=Plan(accumulate=1 + rank))")
-    assert "ranks disagree on the plan: rank 0 has Plan(); rank 1 has Plan(accumulate=2)" in text
+    assert "ranks called prepare with different plans: rank 0 with Plan(); rank 1 with Plan(accumulate=2)" in text
 
 
 def test_ranks_that_bring_different_objects_are_told_so(ranks: Kernel) -> None:

@@ -218,7 +218,7 @@ class Rank:
             self._shell.explain = collectives.explain
             self._control.questions.shell = self._shell
             self._names = self._current_names()
-            spawning.refuse(self._shell.is_from_cell)
+            spawning.refuse(self._shell.is_main)
             backend = self._group.make()
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))

@@ -18,8 +18,9 @@ from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session_plan import for_launch
 from nbdist.client.session.start_options import Arguments
+from nbdist.client.session.starting import PortTaken, StartLine
 from nbdist.client.session.task import Task
-from nbdist.errors import RankError, RankTimeout, SessionBroken, UsageError
+from nbdist.errors import RankError, RankTimeout, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
 from nbdist.text import counted
@@ -123,8 +124,8 @@ def start(rank_set: RankSet, request: Request, place: Place | None = None) -> No
     port = _port(request) if own_store else 0
     try:
         rank_set.start(options(request, place, port), _progress)
-    except SessionBroken as error:
-        if not port or f"port {port} is taken" not in str(error):
+    except PortTaken as error:
+        if not port:
             raise
         if port != DEFAULT_PORT:
             raise UsageError(f"use_port: {error}") from None
@@ -159,10 +160,10 @@ def values(crew: Crew, task: Task, request: Request) -> list[Any]:
     return found if request.all_results else found[:1]
 
 
-def _progress(text: str) -> None:
-    """Say what takes long enough to wonder."""
-    if not text.startswith("ranks join"):
-        print(f"nbdist: {text}", flush=True)
+def _progress(line: StartLine) -> None:
+    """Report what takes long enough to wonder."""
+    if line.stage != "join":
+        print(f"nbdist: {line}", flush=True)
 
 
 def options(request: Request, place: Place | None = None, port: int = 0) -> StartOptions:

@@ -39,7 +39,7 @@ ALLOWED = {
     "train.loop": "plan train train.collective train.structure",
     "train.compare": "train train.collective train.loop train.structure",
     "train.checkpoint": "train train.collective train.loop train.structure",
-    "train.data": "plan train train.collective train.compare",
+    "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
     "train.prepare": "plan planning train train.checkpoint train.collective train.data train.loop train.structure",
     "train.estimate": "metrics.node plan planning train train.loop train.prepare",
@@ -71,7 +71,6 @@ ALLOWED = {
 
 # Arrows that run upward still, and should not.
 UPWARD = {
-    ("planning", "plan"),  # types of the rules' argument
     ("metrics.allocation", "metrics"),  # an experiment is measured by the meter
     ("metrics.compute", "metrics"),  # steps are counted as a model is
     ("train.checkpoint", "nbdist"),  # the version that a checkpoint names
@@ -81,8 +80,8 @@ UPWARD = {
 }
 
 # Names on several doors, which should be told apart.
-MODULES_ALIKE = {"cells", "processes", "questions"}
-CLASSES_ALIKE = {"Part", "Place", "Plan", "Progress", "Rank", "Recovery", "Task"}
+MODULES_ALIKE = {"cells", "processes", "questions", "template"}
+CLASSES_ALIKE = {"Part", "Place", "Plan", "Progress", "Rank", "Recovery", "Setting", "Task"}
 
 
 def modules() -> dict[str, Path]:

@@ -36,6 +36,7 @@ from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.rank_set import prewarm
 from nbdist.client.session.session import Session, get_session, living_session, rank_set_of
+from nbdist.client.session.starting import StartLine
 from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
 from nbdist.errors import SessionClosed, UsageError
@@ -338,11 +339,11 @@ class DistributedMagics(Magics):
 class _Progress:
     """Says what a start is doing, when it takes long enough to wonder."""
 
-    def __call__(self, text: str) -> None:
-        if text.startswith("importing"):
-            print(f"{text} …", flush=True)
-        elif not text.startswith("ranks join"):
-            print(text, flush=True)
+    def __call__(self, line: StartLine) -> None:
+        if line.stage == "import":
+            print(f"{line} …", flush=True)
+        elif line.stage != "join":
+            print(line, flush=True)
 
     def done(self, session: Session) -> None:
         devices = sorted({info.device for info in session.ranks})

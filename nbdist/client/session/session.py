@@ -29,6 +29,7 @@ from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.session_plan import SessionPlan
 from nbdist.client.session.start_options import Arguments
+from nbdist.client.session.starting import StartLine
 from nbdist.client.session.status import look_at_stacks, status_of
 from nbdist.client.session.task import Task
 from nbdist.devices import visible_gpus
@@ -123,7 +124,7 @@ class Session:
         linger: float = 0.0,
         exact: bool = False,
         replace: bool = True,
-        progress: Callable[[str], None] = lambda text: None,
+        progress: Callable[[StartLine], None] = lambda line: None,
     ) -> None:
         _refuse_on_ranks()
         check_seconds("linger", linger, zero=True)
@@ -136,7 +137,9 @@ class Session:
         self._rank_set.start(options, progress)
         _sessions[:] = [weakref.ref(session) for session in (*_known_sessions(), self)]
 
-    def restart(self, num_processes: int | None = None, *, progress: Callable[[str], None] = lambda text: None) -> None:
+    def restart(
+        self, num_processes: int | None = None, *, progress: Callable[[StartLine], None] = lambda line: None
+    ) -> None:
         """End the ranks and bring up a fresh set, with an environment as it is now. Variables on ranks are lost.
 
         Args:

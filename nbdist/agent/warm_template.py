@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.machinery
-import json
 import os
 import socket
 import subprocess
@@ -13,12 +12,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist.processes import python_command
 
 if TYPE_CHECKING:
     from nbdist.wire.life import StartOptions
+    from nbdist.wire.template import Report
 
 # Variables that are read when a library is imported, so that a template made before can't follow a change.
 _LATCHED_PREFIXES = (
@@ -71,7 +71,7 @@ class WarmTemplate:
 
     def __post_init__(self) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = python_command("nbdist.agent.template", str(theirs.fileno()), json.dumps(self.sys_path))
+        command = python_command("nbdist.agent.template", str(theirs.fileno()), *self.sys_path)
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -117,34 +117,38 @@ class WarmTemplate:
             reasons.append(f"sys.path leads to another torch ({found})")
         return reasons
 
-    def fork(self, key: int, role: str, descriptors: list[int], *, fresh: bool = False) -> None:
-        """Ask for a child; the answer comes by the channel and carries `key`.
+    def fork(self, rank: int | None, descriptors: list[int], *, fresh: bool = False) -> None:
+        """Ask for a child; the answer comes by the channel.
 
         Args:
-            key: What the answer carries.
-            role: "rank" or "store".
-            descriptors: What the child needs for it.
+            rank: Which; None: the store.
+            descriptors: What the child needs.
             fresh: Whether it starts as a new Python, in the environment of the ranks.
         """
-        request = json.dumps({"id": key, "role": role, "fresh": fresh}).encode()
-        socket.send_fds(self.channel, [request], descriptors)
+        from nbdist.wire.template import Fork, encode
+
+        socket.send_fds(self.channel, [encode(Fork(rank, fresh))], descriptors)
 
     def kill(self, pids: Iterable[int]) -> None:
         """End children and their process groups."""
+        from nbdist.wire.template import EndChildren, encode
+
         left = list(pids)
         while left:
-            self.channel.send(json.dumps({"kill": left[:_KILLS_AT_ONCE]}).encode())
+            self.channel.send(encode(EndChildren(left[:_KILLS_AT_ONCE])))
             left = left[_KILLS_AT_ONCE:]
 
-    def receive(self) -> tuple[dict[str, Any] | None, int | None]:
-        """The next answer, and the pidfd that came with it. None: the template has gone."""
+    def receive(self) -> tuple[Report | None, int | None]:
+        """The next report, and the pidfd that came with it. None: the template has gone."""
+        from nbdist.wire.template import decode_report
+
         try:
             data, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
         except ConnectionResetError:
             return None, None
         if not data:
             return None, None
-        return json.loads(data), descriptors[0] if descriptors else None
+        return decode_report(data), descriptors[0] if descriptors else None
 
     def end(self) -> None:
         """End it and its children."""

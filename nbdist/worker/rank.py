@@ -60,23 +60,13 @@ _CANCELLED = "nbdist: this cell left an alarm pending (SIGALRM); it is cancelled
 _AROUND = "This failed in nbdist's own work around the cell, {}; the rank and its variables are kept."
 
 
-def enter(parent: int, role: str, descriptors: list[int]) -> None:
-    """What a process does that the template has just forked; returns when its work is done.
-
-    Args:
-        parent: The template's process id.
-        role: "rank" or "store".
-        descriptors: Of a rank: stdout, stderr, its setup. Of the store: the listening socket, stderr.
-    """
+def _enter(parent: int) -> None:
+    """What a process does first that the template has just forked. `parent`: the template's process id."""
     os.setsid()
     die_with_parent(parent)
     adopt_orphans()  # what its children leave behind stays below it, and so is found when it dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.enable()
-    if role == "store":
-        _become_store(*descriptors)
-    else:
-        _become_rank(*descriptors)
 
 
 def enter_anew(parent: int, descriptors: list[int]) -> NoReturn:
@@ -100,7 +90,7 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     code = 1
     try:
-        enter(parent, "rank", descriptors)
+        become_rank(parent, *descriptors)
         code = 0
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
@@ -108,7 +98,15 @@ def main() -> None:
         os._exit(code)
 
 
-def _become_store(listener: int, stderr: int) -> None:
+def become_store(parent: int, listener: int, stderr: int) -> None:
+    """Serve the rendezvous store.
+
+    Args:
+        parent: The template's process id.
+        listener: The descriptor of its listening socket.
+        stderr: Where it prints.
+    """
+    _enter(parent)
     os.dup2(stderr, 1)
     os.dup2(stderr, 2)
     os.close(stderr)
@@ -117,7 +115,16 @@ def _become_store(listener: int, stderr: int) -> None:
     del store
 
 
-def _become_rank(stdout: int, stderr: int, setup_file: int) -> None:
+def become_rank(parent: int, stdout: int, stderr: int, setup_file: int) -> None:
+    """Be a rank; returns when its work is done.
+
+    Args:
+        parent: The template's process id.
+        stdout: A descriptor.
+        stderr: A descriptor.
+        setup_file: The descriptor of a file that holds its RankSetup.
+    """
+    _enter(parent)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     with open(setup_file, "rb") as file:

@@ -65,10 +65,10 @@ class _Gathered:
         self.units = 0
 
 
-class Meter:
+class StepMeter:
     """Measures the training steps of the thread that starts it.
 
-    >>> with Meter() as meter:
+    >>> with StepMeter() as meter:
     ...     train(model, loader)
     ...     print(meter.sample())
 
@@ -91,7 +91,7 @@ class Meter:
         self._clock_is_off = False  # in this lap
         self._ends: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> StepMeter:
         self.start()
         return self
 
@@ -329,7 +329,7 @@ def _is_running(wanted: FrameType) -> bool:
 
 # --- the meter of this process
 
-_meter: Meter | None = None
+_meter: StepMeter | None = None
 _last_lap: StepSample | None = None
 
 
@@ -337,7 +337,7 @@ def start() -> None:
     """Measure the steps of this process from now on, for `current_sample`. Again: nothing happens."""
     global _meter
     if _meter is None:
-        _meter = Meter()
+        _meter = StepMeter()
         _meter.start()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from nbdist.errors import UsageError
 from nbdist.planning.kinds import STRATEGIES
 from nbdist.planning.settings import CUDA_GRAPHS, SETTINGS, SHARDED, Settings, default_of
+from nbdist.text import did_you_mean
 
 # --- values
 
@@ -31,8 +31,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in SETTINGS:
-            close = difflib.get_close_matches(str(name), list(SETTINGS), 1)
-            hint = f": did you mean {close[0]!r}?" if close else "."
+            hint = did_you_mean(str(name), SETTINGS)
             raise UsageError(f"a plan has no setting {name!r}{hint} It has {', '.join(SETTINGS)}")
 
 

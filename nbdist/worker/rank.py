@@ -27,7 +27,7 @@ import zmq
 
 import nbdist
 from nbdist import shells, transfer
-from nbdist.metrics.memory import Meter
+from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
 from nbdist.train.collective import participants
@@ -124,6 +124,7 @@ def become_rank(parent: int, stdout: int, stderr: int, setup_file: int) -> None:
         stderr: A descriptor.
         setup_file: The descriptor of a file that holds its RankSetup.
     """
+    shells.become_rank()
     _enter(parent)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -337,7 +338,7 @@ class Rank:
         """Run the work; its reply tells what it cost in memory, if that was asked for."""
         if not task.memory:
             return self._guarded(task, work)
-        with Meter() as meter:
+        with MemoryMeter() as meter:
             reply = self._guarded(task, work)
         return msgspec.structs.replace(reply, memory=meter.usage)
 

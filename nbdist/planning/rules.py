@@ -133,8 +133,6 @@ def with_parts_dropped(plan: Settings, changes: Mapping[str, Any]) -> dict[str, 
 def own_settings(plan: Settings, strategy: str) -> dict[str, Any]:
     """The changes that take a plan to another strategy, and what is not for that one back to its default."""
     strangers = [name for name in SETTINGS if not _is_for(plan, name, strategy)]
-    if "comm_hook" in strangers:
-        strangers.append("comm_hook_options")
     return {"strategy": strategy, **{name: default_of(name) for name in strangers}}
 
 

@@ -259,9 +259,9 @@ class Session(Workers):
         """
         return self._call("call", function, args, kwargs, ranks)
 
-    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> None:
+    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> list[Any]:
         """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
-        self._call("setup", function, args, {}, ranks)
+        return self._call("setup", function, args, {}, ranks)
 
     def _call(self, kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any, ranks: Ranks) -> list[Any]:
         if not callable(function):

@@ -13,15 +13,17 @@ from typing import Any, Protocol
 import msgspec
 
 from nbdist import transfer
-from nbdist.client.magics.plan_verb import for_launch
 from nbdist.client.session import calls
+from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.rank_set import RankSet
+from nbdist.client.session.session_plan import for_launch
 from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.starting import PortTaken, StartLine
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import Workers
 from nbdist.errors import RankError, RankTimeout, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
+from nbdist.text import counted
 from nbdist.wire.cells import Reply
 from nbdist.wire.life import Place, RankInfo, StartOptions
 
@@ -58,12 +60,12 @@ def launch(request: Request, packed: transfer.Packed) -> list[Any]:
         KeyboardInterrupt: The user interrupted.
         UsageError: The port that was named is taken.
     """
-    workers = Workers()
-    with closing(workers):
-        start(workers, request)
-        announce(workers, request)
-        task = submit(workers, request, packed)
-        return conclude(workers, task, request)
+    rank_set = RankSet()
+    with closing(rank_set):
+        start(rank_set, request)
+        announce(rank_set, request)
+        task = submit(rank_set, request, packed)
+        return conclude(rank_set, task, request)
 
 
 @contextlib.contextmanager
@@ -85,7 +87,7 @@ def _end(crew: Crew, grace: float) -> None:
 def announce(crew: Crew, request: Request) -> None:
     """Say what is about to run."""
     count, cpu = len(crew.ranks), all(info.device == "cpu" for info in crew.ranks)
-    print(f"Launching {request.name} on {count} {'CPU' if cpu else 'GPU'} rank{'s' if count != 1 else ''}.", flush=True)
+    print(f"Launching {request.name} on {counted(count, 'CPU rank' if cpu else 'GPU rank')}.", flush=True)
 
 
 def conclude(crew: Crew, task: Task, request: Request) -> list[Any]:
@@ -111,7 +113,7 @@ def pack(request: Request) -> transfer.Packed:
     return calls.pack(request.function, request.args, {}, name=request.name, cuda=False)
 
 
-def start(workers: Workers, request: Request, place: Place | None = None) -> None:
+def start(rank_set: RankSet, request: Request, place: Place | None = None) -> None:
     """Bring up the ranks of this node.
 
     Raises:
@@ -121,13 +123,13 @@ def start(workers: Workers, request: Request, place: Place | None = None) -> Non
     own_store = place is None or not place.master_addr
     port = _port(request) if own_store else 0
     try:
-        workers.start(options(request, place, port), _progress)
+        rank_set.start(options(request, place, port), _progress)
     except PortTaken as error:
         if not port:
             raise
         if port != DEFAULT_PORT:
             raise UsageError(f"use_port: {error}") from None
-        workers.start(options(request, place, 0), _progress)
+        rank_set.start(options(request, place, 0), _progress)
 
 
 def _port(request: Request) -> int:
@@ -141,12 +143,11 @@ def _port(request: Request) -> int:
     return request.port
 
 
-def submit(workers: Workers, request: Request, packed: transfer.Packed) -> Task:
+def submit(rank_set: RankSet, request: Request, packed: transfer.Packed) -> Task:
     """Let the ranks call the function."""
     payload = msgspec.msgpack.encode(packed.parcel)
-    return workers.submit(
-        "launch", request.name, None, payload=payload, grace=_COLLECTIVE_GRACE, show=True, launch=True
-    )
+    options = CellOptions(grace=_COLLECTIVE_GRACE, show=True)
+    return rank_set.submit("launch", request.name, None, options, payload)
 
 
 def values(crew: Crew, task: Task, request: Request) -> list[Any]:

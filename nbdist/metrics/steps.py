@@ -66,10 +66,10 @@ class _Gathered:
         self.units = 0
 
 
-class Meter:
+class StepMeter:
     """Measures the training steps of the thread that starts it.
 
-    >>> with Meter() as meter:
+    >>> with StepMeter() as meter:
     ...     train(model, loader)
     ...     print(meter.sample())
 
@@ -92,7 +92,7 @@ class Meter:
         self._clock_is_off = False  # in this lap
         self._ends: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> StepMeter:
         self.start()
         return self
 
@@ -331,6 +331,6 @@ def _is_running(wanted: FrameType) -> bool:
 def start() -> None:
     """Measure the steps of this process from now on, for `nbdist.metrics.current`. Again: nothing happens."""
     if not measures():
-        meter = Meter()
+        meter = StepMeter()
         meter.start()
         set_meter(meter)

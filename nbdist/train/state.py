@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nbdist.metrics.memory import trim_malloc
+from nbdist.metrics.node.host import trim_malloc
 from nbdist.plan import Plan
 from nbdist.train import current as holder
 

@@ -28,7 +28,7 @@ import zmq
 import nbdist
 from nbdist import shells, transfer
 from nbdist.metrics import current as measuring
-from nbdist.metrics.memory import Meter
+from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
 from nbdist.train import current as training
@@ -126,6 +126,7 @@ def become_rank(parent: int, stdout: int, stderr: int, setup_file: int) -> None:
         stderr: A descriptor.
         setup_file: The descriptor of a file that holds its RankSetup.
     """
+    shells.become_rank()
     _enter(parent)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -220,7 +221,7 @@ class Rank:
             self._shell.explain = collectives.explain
             self._control.questions.shell = self._shell
             self._names = self._current_names()
-            spawning.refuse(self._shell.is_from_cell)
+            spawning.refuse(self._shell.is_main)
             backend = self._group.make()
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))
@@ -339,7 +340,7 @@ class Rank:
         """Run the work; its reply tells what it cost in memory, if that was asked for."""
         if not task.memory:
             return self._guarded(task, work)
-        with Meter() as meter:
+        with MemoryMeter() as meter:
             reply = self._guarded(task, work)
         return msgspec.structs.replace(reply, memory=meter.usage)
 

@@ -30,9 +30,9 @@ import msgspec
 from nbdist.agent.pipes import PipeReader
 from nbdist.client.session import interruption
 from nbdist.client.session.answers import gather
+from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.task import Task
 from nbdist.client.session.widget_proxies import WidgetProxies
-from nbdist.client.session.workers import cell_number
 from nbdist.controller.inquiries import Inquiries
 from nbdist.controller.watch import Watch
 from nbdist.errors import UsageError
@@ -161,7 +161,7 @@ class Children:
             name: What messages call it.
         """
         ranks = sorted(self._living)
-        task = self._task = Task(self, 1, cell_number(), ranks, name, show=True, keep=False, launch=True)
+        task = self._task = Task(self, 1, ranks, name, CellOptions(show=True), "launch")
         self._watch = Watch(
             task.serial,
             ranks,
@@ -242,7 +242,7 @@ class Children:
                     listener,
                     *(end for pair in ends for end in pair if end is not theirs),
                 ]
-                start = forked_rank.Start(setup, request.function, request.args, theirs, others, os.getpid())
+                start = forked_rank.ForkStart(setup, request.function, request.args, theirs, others, os.getpid())
                 self._living[rank] = _forked(start, ours)
                 self.ranks.append(RankInfo(rank, self._living[rank].pid, f"cuda:{rank % gpus}" if gpus else "cpu"))
         except OSError as error:
@@ -480,7 +480,7 @@ class Children:
         self._task.show_late(None, time.monotonic() + 1)
 
 
-def _forked(start: forked_rank.Start, ends: Ends) -> _Rank:
+def _forked(start: forked_rank.ForkStart, ends: Ends) -> _Rank:
     rank = start.setup.rank
     process = multiprocessing.get_context("fork").Process(
         target=forked_rank.main, args=(start,), name=f"nbdist-rank-{rank}"

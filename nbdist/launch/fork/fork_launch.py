@@ -13,7 +13,6 @@ from typing import Any
 from nbdist import cuda_guard, transfer
 from nbdist.errors import LaunchError, NbdistError, TransferError, UsageError
 from nbdist.launch import on_ranks
-from nbdist.launch.fork import forked_rank
 from nbdist.launch.fork.children import Children
 from nbdist.launch.fork.kernel_threads import describe_threads
 from nbdist.launch.request import DEFAULT_PORT, Request
@@ -25,8 +24,6 @@ _LACKS = (
 )
 
 _said: set[str] = set()
-
-in_rank = forked_rank.in_rank
 
 
 def launch(request: Request) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from nbdist import transfer
+from nbdist import shells, transfer
 from nbdist.processes import adopt_orphans, die_with_parent
 from nbdist.wire.cells import Execute, Failure, Interrupted, Outcome, Reply
 from nbdist.wire.frames import decode, encode
@@ -39,13 +39,6 @@ from nbdist.worker.lanes.widget_relay import WidgetRelay
 from nbdist.worker.processes import forks
 from nbdist.worker.recovery import reset_models
 from nbdist.worker.recovery.position import Progress
-
-_in_rank = False
-
-
-def in_rank() -> bool:
-    """Whether this process is such a rank, or was forked from one."""
-    return _in_rank
 
 
 @dataclass
@@ -88,7 +81,7 @@ class Closable(Protocol):
 
 
 @dataclass(frozen=True)
-class Start:
+class ForkStart:
     """What a rank begins with.
 
     Attributes:
@@ -108,10 +101,9 @@ class Start:
     parent: int
 
 
-def main(start: Start) -> None:
+def main(start: ForkStart) -> None:
     """What the rank's process does."""
-    global _in_rank
-    _in_rank = True
+    shells.become_rank()
     os.setsid()
     die_with_parent(start.parent)
     forks.mend()
@@ -155,7 +147,7 @@ def _take_shell(lane: DisplayLane) -> list[BaseException]:
     """
     refuse_keyboard()
     shown: list[BaseException] = []
-    shell = _shell()
+    shell = shells.current()
     if shell is None:
         return shown
     shell.lane = lane
@@ -171,10 +163,6 @@ def _take_shell(lane: DisplayLane) -> list[BaseException]:
 
     shell.showtraceback, shell.showsyntaxerror = show, lambda *_, **__: show()
     return shown
-
-
-def _shell() -> Any:
-    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 class _Socket:
@@ -193,7 +181,7 @@ class _Gate:
 class ForkedRank:
     """One forked rank at work."""
 
-    def __init__(self, start: Start, lane: DisplayLane, shown: Sequence[BaseException]) -> None:
+    def __init__(self, start: ForkStart, lane: DisplayLane, shown: Sequence[BaseException]) -> None:
         self._setup = start.setup
         self._shown = shown
         self._function, self._args = start.function, start.args
@@ -300,7 +288,7 @@ class ForkedRank:
 def _describe(error: BaseException, better: BaseException | None = None) -> Failure:
     """The failure to send, with its traceback as the notebook's ranks show it; `better` is shown in its place."""
     traceback = failures.trim(error.__traceback__, innermost=not isinstance(error, KeyboardInterrupt))
-    renderer = getattr(_shell(), "InteractiveTB", None)
+    renderer = getattr(shells.current(), "InteractiveTB", None)
     shown = better or error
     return failures.describe(shown, failures.render(type(shown), shown, traceback, renderer))
 

@@ -15,6 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import NbdistError
+from nbdist.metrics import current
 from nbdist.metrics.node.sample import StepSample
 from nbdist.ranks import describe_ranks
 from nbdist.text import duration, flop_rate, percent, table
@@ -79,9 +80,9 @@ class CellSteps:
             return
 
         def switch(on: bool) -> None:  # inside, so that it travels by value and ranks need nothing of the client
-            from nbdist.metrics import steps
+            from nbdist.metrics import current, steps
 
-            (steps.start if on else steps.stop)()
+            (steps.start if on else current.stop)()
 
         with contextlib.suppress(NbdistError):  # the cell itself will say what is wrong with them
             rank_set.set_up(switch, self.on, ranks=change)
@@ -107,20 +108,18 @@ class CellSteps:
     # --- the notebook's own process
 
     def _before(self, info: object = None) -> None:
-        steps: Any = sys.modules.get("nbdist.metrics.steps")
         if self.on and "torch" in sys.modules:
             from nbdist.metrics import steps
 
             steps.start()
-        elif not self.on and steps is not None:
-            steps.stop()
+        elif not self.on:
+            current.stop()
 
     def _after(self, result: object) -> None:
-        steps: Any = sys.modules.get("nbdist.metrics.steps")
-        if not self.on or steps is None:
+        if not self.on:
             return
-        steps.end_lap()
-        lap = steps.last_lap()
+        current.end_lap()
+        lap = current.last_lap()
         if self.shown and lap is not None and (line := render({HERE: lap})):
             print(line)
 

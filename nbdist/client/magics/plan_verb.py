@@ -7,7 +7,7 @@ from typing import Any
 
 from nbdist.client.magics.plan_line import flags, named_settings
 from nbdist.client.session import session_plan
-from nbdist.client.session.session import Session, get_session
+from nbdist.client.session.session import Session, get_session, rank_set_of
 from nbdist.errors import RankError, UsageError
 from nbdist.plan import Plan
 from nbdist.planning.rules import with_parts_dropped
@@ -86,15 +86,17 @@ def _propose(session: Session | None, plan: Plan, arguments: argparse.Namespace)
 
 def _ask_for_proposal(session: Session, plan: Plan, model: str, batch: str) -> dict[str, Any]:
     """Have rank 0 estimate its variables, where they are."""
+    from nbdist.train.estimate.propose import propose_variables
+
     world_size = len(session.ranks)
     device = session.ranks[0].device
     sharing = sum(info.device == device for info in session.ranks)
-    function = "__import__('nbdist.train.estimate.propose', fromlist=['propose']).propose"
-    call = f"{function}(({model}), ({batch}), {plan.to_json()!r}, world_size={world_size}, sharing={sharing})"
     try:
-        return dict(session.pull(call, 0))
-    except UsageError as error:
-        cause = error.__context__
-        if isinstance(cause, RankError) and cause.first is not None:
-            raise UsageError(f"--model and --batch are variables of rank 0: {cause.first.text}") from None
+        (found,) = rank_set_of(session).set_up(
+            propose_variables, model, batch, plan.to_json(), world_size, sharing, ranks=[0]
+        )
+    except RankError as error:
+        if error.first is not None and isinstance(error.first.exception, UsageError):
+            raise error.first.exception from None
         raise
+    return dict(found)

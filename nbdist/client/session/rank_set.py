@@ -402,9 +402,9 @@ class RankSet:
             with interruption.deferred():
                 return self.fetch(self.submit(kind, name, ranks, payload=payload))
 
-    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> None:
+    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> list[Any]:
         """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
-        self.call("setup", function, args, {}, ranks)
+        return self.call("setup", function, args, {}, ranks)
 
     def collect(self, task: Task, read: Callable[[Reply], Any] = calls.value) -> list[Any]:
         """The values that ranks have sent, in the order of the ranks, as `read` finds them in the replies."""

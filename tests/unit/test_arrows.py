@@ -55,8 +55,8 @@ ALLOWED = {
     "controller": "processes wire",
     # the notebook
     "client.output": "shells wire",
-    "client.session": "client.output devices metrics.allocation metrics.node plan planning processes shells train transfer "
-    "wire",
+    "client.session": "client.output devices metrics.allocation metrics.node plan planning processes shells train "
+    "transfer wire",
     "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
     "panel": "client.costs client.session metrics.allocation metrics.node shells",

@@ -31,8 +31,14 @@ class _Cell:
     left: set[int]
     watch: Watch
     failed: set[int] = field(default_factory=set)
+    cut: set[int] = field(default_factory=set)  # ranks that were to be freed by force
     repaired: set[int] = field(default_factory=set)  # have failed, and been put in order while others ran on
     ladder: Ladder | None = None
+
+    @property
+    def unsure(self) -> set[int]:
+        """Ranks that have left it, perhaps out of step: a cell may catch what has freed it, and end well."""
+        return (self.failed | self.cut) - self.left
 
     @property
     def stopping(self) -> bool:
@@ -72,7 +78,7 @@ class Cells:
             now,
             launch=message.kind == "launch",
             part=bool(self._running) or len(self._wires.idle()) > len(ranks),
-            strand=lambda rank, why: self._inquiries.ask([rank], Strand(serial, why)),
+            strand=lambda rank, why: self._asking_about(serial)([rank], Strand(serial, why)),
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
         return True
@@ -80,9 +86,9 @@ class Cells:
     def _repair_failed_parts(self, ranks: set[int]) -> None:
         """Ranks that a cell is to use may have failed in another that has not ended yet."""
         for cell in self._running.values():
-            if ranks & cell.failed - cell.repaired:
-                cell.repaired |= cell.failed
-                self._repairs.add(FailedCell(cell.serial, cell.ranks, set(cell.failed)))
+            if ranks & cell.unsure - cell.repaired:
+                cell.repaired |= cell.unsure
+                self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.unsure))
 
     def stop(self, message: Interrupt, now: float) -> None:
         """The user wants a cell to stop; once more: at once."""
@@ -177,6 +183,9 @@ class Cells:
         """Asks ranks about a cell; after its end nobody wants to know any more."""
 
         def ask(ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None:
+            if isinstance(question, Cut | Strand) and serial in self._running:
+                self._running[serial].cut.update(ranks)
+
             def handle(rank: int, answer: A | NoAnswer, now: float) -> None:
                 if serial in self._running and handler is not None:
                     handler(rank, answer, now)
@@ -189,7 +198,7 @@ class Cells:
         """Free ranks that wait for one that has failed."""
         for rank in ranks:
             self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
-        self._inquiries.ask(ranks, Cut(serial, force=True))
+        self._asking_about(serial)(ranks, Cut(serial, force=True))
 
     # --- the end of a cell
 
@@ -200,11 +209,11 @@ class Cells:
         cell.watch.ended(rank, failed, now)
         if cell.ladder is not None:
             cell.ladder.ended(rank)
-        if cell.left or not cell.failed:
+        if cell.left or not cell.unsure:
             self._wires.to_notebook(message)
         if cell.left:
             return
         del self._running[cell.serial]
-        if cell.failed:
-            self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.failed), message)
+        if cell.unsure:
+            self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.unsure), message)
             self._repairs.go_on(now)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from nbdist.ranks import parse_ranks
-from tests.support.harness import Kernel, kernel_with_ranks, wait_until
+from tests.support.harness import Kernel, both, kernel_with_ranks, wait_until
 
 SETUP = """%%distributed
 import socket, time, torch, torch.distributed as dist
@@ -114,6 +114,15 @@ def test_a_second_interrupt_frees_them_at_once(ranks: Kernel) -> None:
 
 
 @pytest.mark.torch_private
+def test_after_a_cell_that_has_caught_what_freed_it_the_next_sum_is_right(ranks: Kernel) -> None:
+    ranks.ok(SETUP)
+    stick(
+        ranks, "try:\n    if rank: dist.all_reduce(x.clone())\nexcept BaseException:\n    print('caught')", "all_reduce"
+    )
+    ranks.ok("handle.interrupt(now=True)\nhandle.wait(20)")
+    assert ranks.ok("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())").lines == both("2.0")
+
+
 def test_ranks_that_wait_for_one_that_has_raised_are_freed_and_its_error_is_shown(ranks: Kernel) -> None:
     ranks.ok(SETUP)
     outcome = ranks.run("%%distributed\nif rank == 1: raise KeyError('first')\ndist.all_reduce(x.clone())")

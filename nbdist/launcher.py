@@ -170,7 +170,7 @@ def _pack(request: Request) -> transfer.Packed | None:
 
 
 def _check_here() -> None:
-    if "nbdist.worker.rank" in sys.modules or fork_launch.in_rank():
+    if "nbdist.worker.rank" in sys.modules:
         raise UsageError(
             f"this is rank {os.environ.get('RANK')} already: "
             "launch from the notebook, not from a function or a cell that ranks run"

@@ -117,16 +117,25 @@ class Template:
         self._children: dict[int, int] = {}  # pid -> pidfd
 
     def serve(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is not self._channel:
-                    self._reap(int(key.data))
-                elif not self._handle_request():
-                    self._end_children()
-                    return
+        """Do what the agent asks for; return when it has gone, and no child is left."""
+        try:
+            while self._serve_once():
+                pass
+        finally:
+            self._end_children()
+
+    def _serve_once(self) -> bool:
+        """Wait for what comes and see to it. False: the agent has gone."""
+        for key, _ in self._selector.select():
+            if key.fileobj is not self._channel:
+                self._reap(int(key.data))
+            elif not self._handle_request():
+                return False
+        return True
 
     def _handle_request(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 4)
+        # Not for programs that another thread of this process starts.
+        data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
         request = json.loads(data)
@@ -144,6 +153,18 @@ class Template:
         return True
 
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        pid = self.make_child(request, descriptors)
+        pidfd = os.pidfd_open(pid)
+        self._children[pid] = pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, pid)
+        socket.send_fds(self._channel, [json.dumps({"forked": request["id"], "pid": pid}).encode()], [pidfd])
+
+    def make_child(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Fork a process that becomes what is asked for.
+
+        Returns:
+            Its process id.
+        """
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise RuntimeError(f"the template has {threads} threads; a fork would not take them along")
@@ -151,18 +172,19 @@ class Template:
         pid = os.fork()
         if pid == 0:
             self._run_child(parent, request, descriptors)
-        pidfd = os.pidfd_open(pid)
-        self._children[pid] = pidfd
-        self._selector.register(pidfd, selectors.EVENT_READ, pid)
-        socket.send_fds(self._channel, [json.dumps({"forked": request["id"], "pid": pid}).encode()], [pidfd])
+        return pid
+
+    def let_go(self) -> None:
+        """In a child: close what is the parent's."""
+        self._channel.close()
+        self._selector.close()
+        for pidfd in self._children.values():
+            os.close(pidfd)
 
     def _run_child(self, parent: int, request: dict[str, Any], descriptors: list[int]) -> None:
         code = 1
         try:
-            self._channel.close()
-            self._selector.close()
-            for pidfd in self._children.values():
-                os.close(pidfd)
+            self.let_go()
             from nbdist.worker import rank
 
             if request["fresh"]:

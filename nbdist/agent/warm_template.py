@@ -1,4 +1,4 @@
-"""The agent's hold on its warm template: starting it, asking it to fork, and knowing when it has become stale."""
+"""The agent's hold on its warm template: starting it, and knowing when it has become stale."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nbdist.agent.fork_channel import ForkChannel
 from nbdist.processes import python_command
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ _READ_LATER_PREFIXES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCHELASTIC_")
 _PACKAGES = ("torch", "numpy", "ipython", "nbdist")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LOW_PRIORITY = 10
-_KILLS_AT_ONCE = 2_000  # in one request, so that a set's many ranks don't fill the channel
 _ROUND = 10  # seconds to which the time is rounded that an import has taken so far
 
 
@@ -70,7 +70,8 @@ class WarmTemplate:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = ForkChannel(ours)
         command = python_command("nbdist.agent.template", str(theirs.fileno()), json.dumps(self.sys_path))
         with theirs:
             self._process = subprocess.Popen(
@@ -116,35 +117,6 @@ class WarmTemplate:
         if self.origin and found and found != self.origin:
             reasons.append(f"sys.path leads to another torch ({found})")
         return reasons
-
-    def fork(self, key: int, role: str, descriptors: list[int], *, fresh: bool = False) -> None:
-        """Ask for a child; the answer comes by the channel and carries `key`.
-
-        Args:
-            key: What the answer carries.
-            role: "rank" or "store".
-            descriptors: What the child needs for it.
-            fresh: Whether it starts as a new Python, in the environment of the ranks.
-        """
-        request = json.dumps({"id": key, "role": role, "fresh": fresh}).encode()
-        socket.send_fds(self.channel, [request], descriptors)
-
-    def kill(self, pids: Iterable[int]) -> None:
-        """End children and their process groups."""
-        left = list(pids)
-        while left:
-            self.channel.send(json.dumps({"kill": left[:_KILLS_AT_ONCE]}).encode())
-            left = left[_KILLS_AT_ONCE:]
-
-    def receive(self) -> tuple[dict[str, Any] | None, int | None]:
-        """The next answer, and the pidfd that came with it. None: the template has gone."""
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
-        except ConnectionResetError:
-            return None, None
-        if not data:
-            return None, None
-        return json.loads(data), descriptors[0] if descriptors else None
 
     def end(self) -> None:
         """End it and its children."""

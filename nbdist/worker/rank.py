@@ -69,13 +69,14 @@ _CANCELLED = "nbdist: this cell left an alarm pending (SIGALRM); it is cancelled
 _AROUND = "This failed in nbdist's own work around the cell, {}; the rank and its variables are kept."
 
 
-def enter(parent: int, role: str, descriptors: list[int]) -> None:
-    """What a process does that the template has just forked; returns when its work is done.
+def enter(parent: int, role: str, descriptors: list[int], function: Callable[[], Any] | None = None) -> None:
+    """What a process does that the template, or the notebook, has just forked; returns when its work is done.
 
     Args:
-        parent: The template's process id.
+        parent: The process id of that.
         role: "rank" or "store".
         descriptors: Of a rank: stdout, stderr, its setup. Of the store: the listening socket, stderr.
+        function: What a rank that was forked from the notebook is to call: it need not travel.
     """
     os.setsid()
     die_with_parent(parent)
@@ -85,7 +86,7 @@ def enter(parent: int, role: str, descriptors: list[int]) -> None:
     if role == "store":
         _become_store(*descriptors)
     else:
-        _become_rank(*descriptors)
+        _become_rank(*descriptors, function=function)
 
 
 def enter_anew(parent: int, descriptors: list[int]) -> NoReturn:
@@ -126,7 +127,7 @@ def _become_store(listener: int, stderr: int) -> None:
     del store
 
 
-def _become_rank(stdout: int, stderr: int, setup_file: int) -> None:
+def _become_rank(stdout: int, stderr: int, setup_file: int, *, function: Callable[[], Any] | None) -> None:
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     with open(setup_file, "rb") as file:
@@ -136,7 +137,7 @@ def _become_rank(stdout: int, stderr: int, setup_file: int) -> None:
     _take_on(setup)
     streams.redirect_python()
     faulthandler.enable(file=2)
-    Rank(setup).run()
+    Rank(setup, function).run()
 
 
 def _take_on(setup: RankSetup) -> None:
@@ -179,10 +180,11 @@ def _keep_sockets_in(folder: str) -> None:
 
 
 class Rank:
-    """One rank at work."""
+    """One rank at work. `function`: what a launch calls that sends none."""
 
-    def __init__(self, setup: RankSetup) -> None:
+    def __init__(self, setup: RankSetup, function: Callable[[], Any] | None = None) -> None:
         self._setup = setup
+        self._function = function
         self._pid = os.getpid()
         self._streams = streams.StandardStreams()
         self._orphans = Orphans()
@@ -346,7 +348,8 @@ class Rank:
     def _guarded(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
         """Run the work so that whatever it raises, an interrupt at its very end too, becomes its reply."""
         try:
-            with self._control.gate.open(task.serial):
+            # A launched function that catches the interrupt may save what it has; the next one ends it.
+            with self._control.gate.open(task.serial, once=task.kind == "launch"):
                 reply = work(task)
             failure = self._shell.failure  # what IPython has shown instead of raising it
             if failure is not None and reply.status == "ok":
@@ -378,8 +381,11 @@ class Rank:
         return self._with_value(task, function(*arguments, **keywords), "the return value")
 
     def _launch(self, task: Execute) -> Reply:
-        function, arguments, keywords = self._unpack_call(task)
-        value = launched.call(function, *arguments, **keywords)
+        if self._function is not None:
+            value = launched.call(self._function)
+        else:
+            function, arguments, keywords = self._unpack_call(task)
+            value = launched.call(function, *arguments, **keywords)
         return self._with_parcel(task, launched.pack(value, self._setup))
 
     def _unpack_call(self, task: Execute) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -75,6 +76,13 @@ def _close_all() -> None:
         _idle.close()
 
 
+@dataclass(frozen=True)
+class _Errand:
+    """What the thread that starts the ranks is to do meanwhile."""
+
+    run: Callable[[], None]
+
+
 class Workers:
     """Ranks that take work. As a context manager it stops them at the end.
 
@@ -106,7 +114,7 @@ class Workers:
         self.traffic = Traffic(_weakly(self._on_life))
         self._linger = linger
         self._parked = False  # the controller is no longer ours, but kept for any start
-        self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages; KeyboardInterrupt for a Ctrl-C
+        self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, errands, KeyboardInterrupt for a Ctrl-C
 
     # --- life
 
@@ -149,6 +157,7 @@ class Workers:
             self._connection.close()
             return
         self.traffic.release("the session was stopped")
+        self.traffic.end_late()
         self._park()
 
     stop = close
@@ -264,10 +273,16 @@ class Workers:
                 return message
             if message is KeyboardInterrupt and Started in kinds:
                 raise interruption.interruption(_INTERRUPTED)
-            if isinstance(message, Progress):
+            if isinstance(message, _Errand):
+                message.run()
+            elif isinstance(message, Progress):
                 progress(message.text)
             elif isinstance(message, Broken):
                 raise SessionBroken(message.text)
+
+    def call_soon(self, run: Callable[[], None]) -> None:
+        """Have the thread that starts the ranks call a function meanwhile. From any thread."""
+        self._life.put(_Errand(run))
 
     def _heed(self) -> None:
         """Hear a Ctrl-C while the controller comes up."""

@@ -1,32 +1,29 @@
 """A launch on children of the notebook's own process, which have its memory: nothing has to travel to them.
 
-Owns what speaks against that, and what it lacks. `children` holds the ranks, `forked_rank` is what they do.
+Owns what speaks against that, and what it lacks. From the fork on they are ranks like any others (`on_ranks`).
 """
 
 from __future__ import annotations
 
-import errno
-import socket
+import functools
 import sys
 from typing import Any
 
 from nbdist import cuda_guard, transfer
+from nbdist.client.session.workers import Workers
 from nbdist.errors import LaunchError, NbdistError, TransferError, UsageError
 from nbdist.launch import on_ranks
-from nbdist.launch.fork import forked_rank
-from nbdist.launch.fork.children import Children
+from nbdist.launch.fork.forker import Forker
 from nbdist.launch.fork.kernel_threads import describe_threads
-from nbdist.launch.request import DEFAULT_PORT, Request
-from nbdist.processes import describe_owner
+from nbdist.launch.request import Request
+from nbdist.protocol import Place
 
 _LACKS = (
-    "ranks forked from the notebook take over its random numbers, compute with one thread on the CPU, and can't be "
-    "freed from a collective but by their end; docs/launcher.md lists what else differs"
+    "ranks forked from the notebook take over its random numbers, and compute with one thread on the CPU; "
+    "docs/launcher.md lists what else differs"
 )
 
 _said: set[str] = set()
-
-in_rank = forked_rank.in_rank
 
 
 def launch(request: Request) -> list[Any]:
@@ -55,10 +52,12 @@ def launch(request: Request) -> list[Any]:
 
 
 def _attempt(request: Request, restart: int) -> list[Any]:
-    children = Children(request, _listen(request), restart)
-    with on_ranks.closing(children):
-        on_ranks.announce(children, request)
-        return on_ranks.conclude(children, children.submit(request.name), request)
+    import torch.distributed  # noqa: F401  # here, so that not each rank does it
+
+    workers = Workers()
+    place = Place(world_size=request.count, restart=restart, max_restarts=request.max_restarts)
+    with Forker(functools.partial(request.function, *request.args), workers.call_soon) as forker:
+        return on_ranks.launch(request, None, workers, place, forker.address)
 
 
 def hindrance(request: Request) -> str:
@@ -94,29 +93,3 @@ def _say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         print(f"nbdist: {text}", flush=True)
-
-
-def _listen(request: Request) -> socket.socket:
-    """Where the rendezvous store will listen: at the port that was asked for; if that is a taken default, at any.
-
-    Raises:
-        UsageError: The port that was named is taken.
-    """
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        try:
-            listener.bind(("127.0.0.1", request.port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            if request.port != DEFAULT_PORT:
-                raise UsageError(
-                    f"use_port: port {request.port} is taken{describe_owner(request.port)}: name another, or none"
-                ) from None
-            listener.bind(("127.0.0.1", 0))
-        listener.listen(1024)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -10,7 +10,7 @@
 #   plan.py       how models are made distributed; planning/: its rules, words and variables
 #   train/        what training code on a rank calls; works under torchrun, too
 #   metrics/      what cells, steps and machines cost; works in any process
-#   protocol.py   the only module that knows the wire; transfer/: how values travel
+#   wire/         every message between these processes; transfer/: how values travel
 #   shells.py     what IPython shells keep alive, in the notebook and on ranks
 #   errors.py     the error tree; cuda_guard.py: who initialized CUDA in the notebook
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.

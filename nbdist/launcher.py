@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbdist import cuda_guard, transfer
+from nbdist import cuda_guard, shells, transfer
 from nbdist.client.session import session as sessions
 from nbdist.client.session.workers import prewarm
 from nbdist.errors import TransferError, UsageError
@@ -170,7 +170,7 @@ def _pack(request: Request) -> transfer.Packed | None:
 
 
 def _check_here() -> None:
-    if "nbdist.worker.rank" in sys.modules:
+    if shells.on_rank():
         raise UsageError(
             f"this is rank {os.environ.get('RANK')} already: "
             "launch from the notebook, not from a function or a cell that ranks run"
@@ -201,7 +201,7 @@ def _warn_of_session() -> None:
 def _get_ready() -> None:
     """In a notebook a launch is to come: what it needs is warmed up meanwhile."""
     ipython = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None or "nbdist.worker.rank" in sys.modules:
+    if ipython is None or ipython.get_ipython() is None or shells.on_rank():
         return
     cuda_guard.arm()
     if os.environ.get("NBDIST_PREWARM", "1").lower() not in ("0", "false", "no", "off"):

@@ -18,11 +18,24 @@ from nbdist.metrics.memory import trim_malloc
 _LAST = ("last_exc", "last_value", "last_traceback", "last_type")
 _OUTPUTS = ("_", "__", "___")
 
+_on_rank = False
+
 
 def current() -> Any:
     """The IPython shell of this process, None if there is none."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None
+
+
+def become_rank() -> None:
+    """This process, and what is forked from it, is a rank from now on."""
+    global _on_rank
+    _on_rank = True
+
+
+def on_rank() -> bool:
+    """Whether this process is a rank, or was forked from one. Ranks that torchrun has started are not meant."""
+    return _on_rank
 
 
 def experiment(name: str = "", *, keep: Iterable[str] = ()) -> Experiment:

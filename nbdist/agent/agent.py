@@ -24,30 +24,15 @@ import zmq
 from nbdist.agent.fork_channel import ForkChannel
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.warm_template import WarmTemplate, find_torch
-from nbdist.lanes import AGENT_CONTROL, AGENT_OUTPUT, Keys, connect
 from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
-from nbdist.protocol import (
-    STDERR,
-    STDOUT,
-    Credit,
-    Exited,
-    Gone,
-    Kill,
-    Look,
-    Message,
-    Progress,
-    RankSetup,
-    Shutdown,
-    Spawn,
-    Spawned,
-    SpawnFailed,
-    Spawning,
-    StartOptions,
-    Watch,
-    decode,
-    encode,
-)
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, Keys, connect
+from nbdist.wire.life import Progress, Shutdown, StartOptions
+from nbdist.wire.message import Message
+from nbdist.wire.output import STDERR, STDOUT, Credit
+from nbdist.wire.processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.questions import Look, WatchNodes
 
 _STORE = -1
 _FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500
@@ -210,7 +195,7 @@ class Agent:
             self._spawn(message)
         elif isinstance(message, Kill):
             self._kill(message)
-        elif isinstance(message, Watch):
+        elif isinstance(message, WatchNodes):
             self._sampler.watch(message.period)
 
     def _spawn(self, message: Spawn) -> None:

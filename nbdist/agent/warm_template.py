@@ -19,7 +19,7 @@ from nbdist.agent.fork_channel import ForkChannel
 from nbdist.processes import python_command
 
 if TYPE_CHECKING:
-    from nbdist.protocol import StartOptions
+    from nbdist.wire.life import StartOptions
 
 # Variables that are read when a library is imported, so that a template made before can't follow a change.
 _LATCHED_PREFIXES = (

@@ -5,27 +5,23 @@ Drives a ladder and a watch per cell, and the repairs between cells. Knows messa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from nbdist.controller.inquiries import A, AskRanks, Handler, Inquiries
 from nbdist.controller.ladder import Ladder
 from nbdist.controller.recovery import FailedCell
-from nbdist.controller.repairs import Handler, Repairs, Wires
+from nbdist.controller.repairs import Repairs, Wires
 from nbdist.controller.watch import Watch
-from nbdist.lanes import RANK_CONTROL
-from nbdist.protocol import Answer, Ask, Died, Execute, InOrder, Interrupt, Message, Remark, Reply, Returned
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Remark, Reply, Returned
+from nbdist.wire.lanes import RANK_CONTROL
+from nbdist.wire.life import Died
+from nbdist.wire.message import Message
+from nbdist.wire.question import NoAnswer, Question
+from nbdist.wire.questions import Answer
+from nbdist.wire.stopping import Cut, Strand
 
 _DEATH_GRACE = 0.03  # seconds until the survivors of a death count as stuck
-
-
-@dataclass
-class _Question:
-    """A question to control threads, and who has not answered it yet."""
-
-    left: set[int]
-    handler: Handler
 
 
 @dataclass
@@ -55,9 +51,8 @@ class Cells:
     def __init__(self, wires: Wires, execute: Callable[[Execute], None]) -> None:
         self._wires = wires
         self._running: dict[int, _Cell] = {}
-        self._repairs = Repairs(wires, self._ask, execute)
-        self._requests = itertools.count(-1, -1)
-        self._asked: dict[int, _Question] = {}
+        self._inquiries = Inquiries(lambda rank, question: wires.to_rank(RANK_CONTROL, rank, question), wires.dead)
+        self._repairs = Repairs(wires, self._inquiries.ask, execute)
 
     # --- what happens
 
@@ -71,13 +66,13 @@ class Cells:
             serial,
             ranks,
             message.grace,
-            lambda who, question, arguments: self._ask(who, question, arguments, self._to_watch(serial)),
+            self._asking_about(serial),
             lambda text, same, stuck: self._wires.to_notebook(Remark(serial, text, "watch", same, stuck, watch.waits)),
             lambda who: self._free(serial, who),
             now,
             launch=message.kind == "launch",
             part=bool(self._running) or len(self._wires.idle()) > len(ranks),
-            strand=lambda rank, why: self._ask([rank], "strand", {"serial": serial, "why": why}),
+            strand=lambda rank, why: self._inquiries.ask([rank], Strand(serial, why)),
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
         return True
@@ -123,8 +118,7 @@ class Cells:
         for each in self._running.values():
             each.watch.forget(died.rank)
         self._repairs.died(died.rank, now)
-        for request in [request for request, question in self._asked.items() if died.rank in question.left]:
-            self._answer(request, died.rank, {"error": "dead"}, now)
+        self._inquiries.died(died.rank, now)
         cell = self._running.get(died.serial)
         if cell is None:
             self._wires.to_notebook(died)
@@ -136,7 +130,7 @@ class Cells:
 
     def answered(self, answer: Answer, now: float) -> None:
         """A control thread has answered a question of ours."""
-        self._answer(answer.request, answer.rank, answer.data, now)
+        self._inquiries.answered(answer, now)
         self._repairs.go_on(now)
 
     def in_order(self, rank: int, report: InOrder, now: float) -> None:
@@ -167,8 +161,7 @@ class Cells:
     ) -> None:
         serial = cell.serial
 
-        def ask(who: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
-            self._ask(who, question, arguments, self._to_ladder(serial, question))
+        ask = self._asking_about(serial)
 
         def raise_on(who: Sequence[int]) -> None:
             for rank in who:
@@ -180,27 +173,23 @@ class Cells:
         keywords = {} if grace is None else {"grace": grace}
         cell.ladder = Ladder(serial, ranks, ask, raise_on, say, now, together=together, **keywords)
 
-    def _to_ladder(self, serial: int, question: str) -> Handler:
-        def handle(rank: int, data: dict[str, Any], now: float) -> None:
-            cell = self._running.get(serial)
-            if cell is not None and cell.ladder is not None:
-                cell.ladder.answered(rank, question, data, now)
+    def _asking_about(self, serial: int) -> AskRanks:
+        """Asks ranks about a cell; after its end nobody wants to know any more."""
 
-        return handle
+        def ask(ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None:
+            def handle(rank: int, answer: A | NoAnswer, now: float) -> None:
+                if serial in self._running and handler is not None:
+                    handler(rank, answer, now)
 
-    def _to_watch(self, serial: int) -> Handler:
-        def handle(rank: int, data: dict[str, Any], now: float) -> None:
-            cell = self._running.get(serial)
-            if cell is not None:
-                cell.watch.answered(rank, data, now)
+            self._inquiries.ask(ranks, question, None if handler is None else handle)
 
-        return handle
+        return ask
 
     def _free(self, serial: int, ranks: Sequence[int]) -> None:
         """Free ranks that wait for one that has failed."""
         for rank in ranks:
             self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
-        self._ask(ranks, "cut", {"serial": serial, "force": True})
+        self._inquiries.ask(ranks, Cut(serial, force=True))
 
     # --- the end of a cell
 
@@ -219,24 +208,3 @@ class Cells:
         if cell.failed:
             self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.failed), message)
             self._repairs.go_on(now)
-
-    # --- questions to control threads
-
-    def _ask(
-        self, ranks: Sequence[int], question: str, arguments: dict[str, Any], handler: Handler | None = None
-    ) -> None:
-        request = next(self._requests)
-        living = [rank for rank in ranks if rank not in self._wires.dead()]
-        if handler is not None and living:
-            self._asked[request] = _Question(set(living), handler)
-        for rank in living:
-            self._wires.to_rank(RANK_CONTROL, rank, Ask(request, [rank], question, arguments))
-
-    def _answer(self, request: int, rank: int, data: dict[str, Any], now: float) -> None:
-        question = self._asked.get(request)
-        if question is None or rank not in question.left:
-            return
-        question.left.discard(rank)
-        if not question.left:
-            del self._asked[request]
-        question.handler(rank, data, now)

@@ -18,7 +18,6 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
@@ -29,7 +28,11 @@ from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.switchboard import Switchboard
-from nbdist.lanes import (
+from nbdist.processes import describe_exit, end_descendants
+from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
+from nbdist.wire.frames import decode, encode, sequence_of
+from nbdist.wire.lanes import (
     AGENT_CONTROL,
     CLIENT_EVENTS,
     LANES,
@@ -40,55 +43,26 @@ from nbdist.lanes import (
     parse_lane,
     whole,
 )
-from nbdist.processes import describe_exit, end_descendants
-from nbdist.protocol import (
+from nbdist.wire.life import (
     PATIENCE_VARIABLE,
     SERIALS,
-    VERSION,
-    Answer,
-    Ask,
-    AskController,
     Broken,
-    Credit,
     Died,
-    Display,
-    Execute,
-    Exited,
-    Gone,
-    Hello,
-    InOrder,
-    Interrupt,
-    Kill,
-    LogPart,
-    Look,
-    Message,
-    Notice,
-    Output,
     Progress,
-    Quit,
     RankInfo,
-    ReadLog,
-    Ready,
-    Reply,
-    Returned,
     Shutdown,
-    Spawn,
-    Spawned,
-    SpawnFailed,
-    Spawning,
     Start,
     Started,
     StartFailed,
     StartOptions,
     Stop,
     Stopped,
-    Watch,
-    WidgetMessage,
-    decode,
-    encode,
-    sequence_of,
 )
-from nbdist.ranks import describe_ranks
+from nbdist.wire.message import VERSION, Hello, Message
+from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
+from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, WatchNodes
 
 _QUIT_GRACE = 1.0
 _TICK_PAUSE = 1.0  # seconds, after an error
@@ -304,7 +278,7 @@ class Controller:
         self._news.clear()
         for credit in self._ledger.settle():
             self._pay(credit)
-        self._switchboard.send(AGENT_CONTROL, Watch(0.0))
+        self._switchboard.send(AGENT_CONTROL, WatchNodes(0.0))
         self._leave_at = time.monotonic() + (self._linger if self._set is not None else 0.0)
 
     def _deliver_news(self) -> None:
@@ -329,13 +303,13 @@ class Controller:
                 self._set.cells.returned_elsewhere(message, time.monotonic())
         elif isinstance(message, Ask):
             self._ask(message)
-        elif isinstance(message, AskController):
-            self.to_notebook(Answer(message.request, -1, self._answer(message.question, message.arguments)))
+        elif isinstance(message, GetStatus):
+            self.to_notebook(Status(message.request, self._status()))
         elif isinstance(message, ReadLog):
             self._read_log(message)
         elif isinstance(message, WidgetMessage):
             self.to_rank(RANK_CELL, message.rank, message)
-        elif isinstance(message, Watch):
+        elif isinstance(message, WatchNodes):
             self._switchboard.send(AGENT_CONTROL, message)
         elif isinstance(message, Start):
             self._start(message)
@@ -343,7 +317,7 @@ class Controller:
             self._shut_down = True
         elif isinstance(message, Stop):
             self._pending = None
-            self._switchboard.send(AGENT_CONTROL, Watch(0.0))  # for another session the agent is asked anew
+            self._switchboard.send(AGENT_CONTROL, WatchNodes(0.0))  # for another session the agent is asked anew
             self._end_set(message.grace)
 
     def _execute(self, message: Execute) -> None:
@@ -365,11 +339,11 @@ class Controller:
             self._switchboard.forward(lane(RANK_CELL, group.epoch, number), frame)
 
     def _ask(self, message: Ask) -> None:
-        if message.request < 0:
-            raise ValueError(f"request {message.request} is one of the controller's own")
+        if message.asker != "notebook":
+            raise ValueError("only the controller asks in its own name")
         for number in message.ranks:
             if self._set is None or number not in self._set.ranks or self._set.ranks[number].dead:
-                self.to_notebook(Answer(message.request, number, {"error": "dead"}))
+                self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))
             else:
                 self.to_rank(RANK_CONTROL, number, message)
 
@@ -421,21 +395,12 @@ class Controller:
             answer, serials=message.serials, number=message.cell, ranks=message.ranks, position=message.position
         )
 
-    def _answer(self, question: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _status(self) -> list[RankStatus]:
         ranks = self._set.ranks.values() if self._set is not None else ()
-        return {
-            "ranks": [
-                {
-                    "rank": r.rank,
-                    "pid": r.pid,
-                    "device": r.device,
-                    "serial": r.serial,
-                    "since": r.since,
-                    "dead": describe_exit(r.dead.code) if r.dead is not None else "",
-                }
-                for r in ranks
-            ]
-        }
+        return [
+            RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
+            for r in ranks
+        ]
 
     # --- start and end of a set
 
@@ -625,7 +590,7 @@ class Controller:
                 rank.answer(message)
         elif isinstance(message, Display):
             rank.display(message)
-        elif isinstance(message, Answer) and message.request < 0:
+        elif isinstance(message, Answer) and message.asker == "controller":
             group.cells.answered(message, time.monotonic())
         elif isinstance(message, (Answer, WidgetMessage)):
             self.to_notebook(message)

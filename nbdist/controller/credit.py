@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from nbdist.protocol import Credit, Display, Message, Output, WidgetMessage
+from nbdist.wire.message import Message
+from nbdist.wire.output import Credit, Display, Output, WidgetMessage
 
 
 class Ledger:

@@ -8,9 +8,10 @@ sockets, and ranks only by their answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-Ask = Callable[[Sequence[int], str, dict[str, Any]], None]
+from nbdist.controller.inquiries import AskRanks
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.stopping import Aim, Arm, Cut, Disarm, Meet, StepsMade
 
 ARM, AIM, MEET, RAISE, CUT = "arm", "aim", "meet", "raise", "cut"
 
@@ -34,7 +35,7 @@ class Ladder:
     Args:
         serial: The cell.
         ranks: Those that are to stop.
-        ask: Sends a question to control threads; the answers come back by `answered`.
+        ask: Asks control threads.
         raise_on: Sends KeyboardInterrupt to ranks.
         say: Shows a line below the cell.
         now: The time, in seconds; so are all other times here.
@@ -50,7 +51,7 @@ class Ladder:
         self,
         serial: int,
         ranks: Sequence[int],
-        ask: Ask,
+        ask: AskRanks,
         raise_on: Callable[[Sequence[int]], None],
         say: Callable[[str], None],
         now: float,
@@ -70,10 +71,10 @@ class Ladder:
         self._forced = False
         self._together = together
         self._behind: set[int] = set()
-        self._steps: dict[int, dict[str, Any]] = {}
+        self._steps: dict[int, StepsMade | NoAnswer] = {}
         self._in_the_end = ""  # what takes the place of the line
         if together:
-            self._question("arm")
+            self._arm()
             self.due = now + _ARM_LIMIT
         else:
             self._raise(now)
@@ -98,11 +99,11 @@ class Ladder:
         if not self.left and self._in_the_end:
             self._say(self._in_the_end)
 
-    def answered(self, rank: int, question: str, data: dict[str, Any], now: float) -> None:
-        """A rank has answered one of our questions."""
-        if question != "arm" or self.rung not in (ARM, MEET):
+    def armed(self, rank: int, steps: StepsMade | NoAnswer, now: float) -> None:
+        """A rank has reported the steps that it has made."""
+        if self.rung not in (ARM, MEET) or not self.left:
             return
-        self._steps[rank] = data
+        self._steps[rank] = steps
         if self.left <= self._steps.keys():
             self._aim(now) if self.rung == ARM else self._meet(now)
 
@@ -121,13 +122,13 @@ class Ladder:
 
     def _aim(self, now: float) -> None:
         """Let all stop after the step that no rank has left yet; go on down if they are not stepping."""
-        steps = {rank: answer for rank, answer in self._steps.items() if rank in self.left and answer.get("running")}
+        steps = self._known()
         if len(steps) < len(self.left) or not _stepping(list(steps.values())):
             self._interrupt(now)
             return
-        target = max(answer["count"] for answer in steps.values()) + 1
-        left = {rank: target - answer["count"] for rank, answer in steps.items()}
-        needed = {rank: left[rank] * (answer["median"] or 0.0) for rank, answer in steps.items()}
+        target = max(answer.count for answer in steps.values()) + 1
+        left = {rank: target - answer.count for rank, answer in steps.items()}
+        needed = {rank: left[rank] * (answer.median or 0.0) for rank, answer in steps.items()}
         limit = max(_limit(answer, left[rank]) for rank, answer in steps.items())
         last = max(needed, key=needed.__getitem__)
         if needed[last] > limit:  # it won't be there in time
@@ -135,7 +136,7 @@ class Ladder:
             return
         self.rung = AIM
         self.due = now + limit
-        self._question("aim", {"target": target})
+        self._ask(sorted(self.left), Aim(self.serial, target))
         if left[last] > 1 and needed[last] > _LONG:
             self._say(
                 f"all ranks stop after step {target:,}: rank {last} has {left[last]:,} steps to make until then, about "
@@ -151,18 +152,14 @@ class Ladder:
         self.rung = MEET
         self._steps = {}
         self.due = now + (_HURRIED_ARM_LIMIT if self._forced else _ARM_LIMIT)
-        self._question("arm")
+        self._arm()
 
     def _meet(self, now: float) -> None:
         """Interrupt those that are in or past the last step that any has begun; let the others finish it."""
-        made = {
-            rank: answer["count"] + answer.get("stepping", False)
-            for rank, answer in self._steps.items()
-            if rank in self.left and answer.get("running")
-        }
-        target = max(made.values(), default=0)
-        self._behind = {rank for rank in made if self._steps[rank]["count"] < target}  # in that step, or before it
-        self._question("meet", {"target": target})
+        steps = self._known()
+        target = max((answer.count + answer.stepping for answer in steps.values()), default=0)
+        self._behind = {rank for rank, answer in steps.items() if answer.count < target}  # in that step, or before it
+        self._ask(sorted(self.left), Meet(self.serial, target))
         if self._behind or self._forced:
             self.due = now + (_BEHIND_LIMIT if self._behind else _BODY_LIMIT)
         else:
@@ -170,7 +167,7 @@ class Ladder:
 
     def _raise(self, now: float) -> None:
         if self._together:
-            self._question("disarm")
+            self._ask(sorted(self.left), Disarm(self.serial))
         self._raise_on(sorted(self.left))
         if self._forced:
             self._cut(now)
@@ -185,25 +182,29 @@ class Ladder:
     def _cut(self, now: float) -> None:
         self.rung = CUT
         self.due = now + _CUT_EVERY
-        self._question("cut", {"force": self._forced})
+        self._ask(sorted(self.left), Cut(self.serial, self._forced))
 
-    def _question(self, question: str, arguments: dict[str, Any] | None = None) -> None:
-        if self.left:
-            self._ask(sorted(self.left), question, {"serial": self.serial, **(arguments or {})})
+    def _arm(self) -> None:
+        self._ask(sorted(self.left), Arm(self.serial), self.armed)
+
+    def _known(self) -> dict[int, StepsMade]:
+        """The steps of ranks that still run the cell, as far as they have reported them."""
+        known = {rank: steps for rank, steps in self._steps.items() if isinstance(steps, StepsMade)}
+        return {rank: steps for rank, steps in known.items() if rank in self.left and steps.running}
 
 
-def _stepping(steps: Sequence[dict[str, Any]]) -> bool:
+def _stepping(steps: Sequence[StepsMade]) -> bool:
     """Whether every rank has made a step in this cell, and not too long ago."""
     recent = max(_STEP_LIMIT, _STEPS * _median(steps))
-    return all(answer["count"] > 0 and (answer["age"] or 0.0) < recent for answer in steps)
+    return all(answer.count > 0 and (answer.age or 0.0) < recent for answer in steps)
 
 
-def _limit(answer: dict[str, Any], left: int) -> float:
+def _limit(answer: StepsMade, left: int) -> float:
     """Seconds that a rank has to make this many steps: the slowest decides, but nobody waits for long who is behind."""
-    median = answer["median"] or 0.0
+    median = answer.median or 0.0
     behind = min(_BEHIND_STEPS_LIMIT, (left + _SPARE_STEPS) * median)
     return max(_STEP_LIMIT, _STEPS * median, behind)
 
 
-def _median(steps: Sequence[dict[str, Any]]) -> float:
-    return max((answer["median"] or 0.0 for answer in steps), default=0.0)
+def _median(steps: Sequence[StepsMade]) -> float:
+    return max((answer.median or 0.0 for answer in steps), default=0.0)

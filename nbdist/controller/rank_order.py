@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nbdist.protocol import END, PLAIN_END, STDOUT, Died, Display, Message, Notice, Output, Reply
+from nbdist.wire.cells import Reply
+from nbdist.wire.life import Died
+from nbdist.wire.message import Message
+from nbdist.wire.output import END, PLAIN_END, STDOUT, Display, Notice, Output
 
 _DISPLAY_LIMIT = 10.0  # seconds after the end of a cell in which its displays may still arrive
 
@@ -39,7 +42,6 @@ class Rank:
     ready: bool = False
     dead: Died | None = None
     serial: int = 0  # the cell it runs
-    since: float = 0.0
     due: float | None = None
     _last: tuple[int, int] = (0, 0)  # the newest cell that it was given: serial and number
     _reply: Reply | None = None
@@ -57,7 +59,6 @@ class Rank:
         """It is given a cell, which has a number in the notebook."""
         self.serial = serial
         self._last = serial, number
-        self.since = time.time()
         self._reply, self._printed = None, False
 
     def answer(self, reply: Reply) -> None:

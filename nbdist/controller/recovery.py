@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from nbdist.protocol import InOrder, Recover
+from nbdist.controller.inquiries import AskRanks
 from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import InOrder, Recover
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.stopping import GetState, RankState
 
 _COMPARE_LIMIT = 1.0  # seconds that idle ranks have to say where they stand
 _RENEW_LIMIT = 15.0
@@ -52,7 +54,7 @@ class FailedCell:
 
 
 def plan(
-    states: Mapping[int, Mapping[str, Any]],
+    states: Mapping[int, RankState],
     idle: Collection[int],
     dead: Collection[int],
     known_lost: Collection[str],
@@ -61,7 +63,7 @@ def plan(
     """Compare where ranks are.
 
     Args:
-        states: What ranks answered to "state", by rank.
+        states: Of ranks that have answered, by rank.
         idle: Those of them that run nothing. A rank that is neither here nor dead is busy, or late with its answer.
         dead: Ranks that have died.
         known_lost: Groups that were lost before.
@@ -71,8 +73,8 @@ def plan(
     free = set(idle)
     groups: dict[str, list[int]] = {}
     for state in states.values():
-        for name, (members, _, _) in state["groups"].items():
-            groups.setdefault(name, members)
+        for name, group in state.groups.items():
+            groups.setdefault(name, group.members)
     for name, members in groups.items():
         if set(members) & set(dead):
             if name not in known_lost:
@@ -82,42 +84,40 @@ def plan(
         elif not _untouched(name, members, states, cell):
             found.owed[name] = members
     compared = [states[rank] for rank in idle]
-    counts = {state["count"] for state in compared}
+    counts = {state.count for state in compared}
     found.count, found.uneven = max(counts, default=0), len(counts) > 1
-    found.reset = bool(found.renew) or any(state["caught"] for state in compared)
+    found.reset = bool(found.renew) or any(state.caught for state in compared)
     return found
 
 
-def _judge(
-    found: Plan, name: str, members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: FailedCell
-) -> None:
-    present = [states[rank]["groups"][name] for rank in members if name in states[rank]["groups"]]
+def _judge(found: Plan, name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> None:
+    present = [states[rank].groups[name] for rank in members if name in states[rank].groups]
     if len(present) < len(members):
         found.stale.append(name)
         return
-    even = len({tuple(entered) for _, entered, _ in present}) == 1
-    if any(cut for _, _, cut in present) or not even or not _known(members, states, cell):
+    even = len({tuple(group.entered) for group in present}) == 1
+    if any(group.cut for group in present) or not even or not _known(members, states, cell):
         found.renew.append(name)
 
 
-def _untouched(name: str, members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: FailedCell) -> bool:
+def _untouched(name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> bool:
     """Whether the cell left a group alone, as far as that can be known without members that are busy or late."""
-    present = [state["groups"][name] for rank in members if (state := states.get(rank)) and name in state["groups"]]
-    if any(cut for _, _, cut in present):
+    present = [state.groups[name] for rank in members if (state := states.get(rank)) and name in state.groups]
+    if any(group.cut for group in present):
         return False
     if not set(members) & set(cell.failed):
         return True
-    return _known(members, states, cell) and not any(any(entered) for _, entered, _ in present)
+    return _known(members, states, cell) and not any(any(group.entered) for group in present)
 
 
-def _known(members: Sequence[int], states: Mapping[int, Mapping[str, Any]], cell: FailedCell) -> bool:
+def _known(members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> bool:
     """Whether it is known what the cell did in a group, if it failed on one of its members.
 
     A rank that has begun another cell since can't tell any more what it entered in this one.
     """
     if not set(members) & set(cell.failed):
         return True
-    return all(rank in states and states[rank]["current"] for rank in set(members) & set(cell.ranks))
+    return all(rank in states and states[rank].current for rank in set(members) & set(cell.ranks))
 
 
 class Recovery:
@@ -174,24 +174,20 @@ class Recovery:
         self._idle = list(idle)
         self._busy = list(busy)
         self._dead = list(dead)
-        self._states: dict[int, dict[str, Any]] = {}
+        self._states: dict[int, RankState] = {}
         self._plan: Plan | None = None
         self._reports: dict[int, InOrder] = {}
 
-    def begin(
-        self,
-        ask: Callable[[Sequence[int], str, dict[str, Any]], None],
-        tell: Callable[[Sequence[int], Recover], None],
-    ) -> None:
+    def begin(self, ask: AskRanks, tell: Callable[[Sequence[int], Recover], None]) -> None:
         """Ask the ranks where they are.
 
         Args:
-            ask: Sends a question to control threads; answers come by `answered`.
+            ask: Asks control threads.
             tell: Sends a Recover to ranks' main threads; what they did comes by `in_order`.
         """
         self._tell = tell
         if not self.done:
-            ask(self._idle + self._busy, "state", {"serial": self._cell.serial})
+            ask(self._idle + self._busy, GetState(self._cell.serial), self.answered)
 
     @property
     def open(self) -> bool:
@@ -205,14 +201,14 @@ class Recovery:
             return {*self._idle, *self._busy} - self._states.keys()
         return set(self._idle) - self._reports.keys()
 
-    def answered(self, rank: int, data: dict[str, Any], now: float) -> None:
-        """A rank has said where it is."""
+    def answered(self, rank: int, state: RankState | NoAnswer, now: float) -> None:
+        """A rank has reported where it is, or why it can't."""
         if self._plan is not None:
             return
-        if "error" in data:
+        if isinstance(state, NoAnswer):
             self._forget(rank)
         else:
-            self._states[rank] = data
+            self._states[rank] = state
         self.late.discard(rank)
         self._decide_if_all_have_answered(now)
 
@@ -270,7 +266,7 @@ class Recovery:
             self._decide(now)
 
     def _decide(self, now: float) -> None:
-        stopped = {self._states[rank]["stopped"] for rank in self._ranks if rank in self._states}
+        stopped = {self._states[rank].stopped for rank in self._ranks if rank in self._states}
         self._plan = found = self._compared()
         if not found.renew and len(stopped) == 1:
             self.step = next(iter(stopped)) or 0
@@ -329,10 +325,7 @@ class Recovery:
         self.text = "; ".join(parts)
 
     def _members(self, name: str) -> list[int]:
-        members: list[int] = next(
-            state["groups"][name][0] for state in self._states.values() if name in state["groups"]
-        )
-        return members
+        return next(state.groups[name].members for state in self._states.values() if name in state.groups)
 
     def _postponed(self, owed: Mapping[str, Collection[int]]) -> str:
         """What becomes of groups that can't be renewed yet."""
@@ -344,7 +337,7 @@ class Recovery:
 
     def _apart(self) -> str:
         """Which ranks have made more steps than others in this cell, and what to type."""
-        steps = {rank: self._states[rank]["steps"] for rank in self._ranks if rank in self._states}
+        steps = {rank: self._states[rank].steps for rank in self._ranks if rank in self._states}
         if len(set(steps.values())) < 2:
             return ""
         by_count: dict[int, list[int]] = {}

@@ -12,18 +12,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
+from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.recovery import FailedCell, Recovery
-from nbdist.lanes import RANK_CELL
-from nbdist.protocol import Execute, Failure, InOrder, Interrupt, Message, Recover, Recovered, Remark, Reply
 from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import Execute, Failure, InOrder, Interrupt, Recover, Recovered, Remark, Reply
+from nbdist.wire.lanes import RANK_CELL
+from nbdist.wire.message import Message
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.stopping import Forbid, Forbidden
 
 _EXPLAIN_EVERY = 1.0  # seconds that a cell waits for ranks before that is said, and between updates of the line
-
-Handler = Callable[[int, dict[str, Any], float], None]
 
 
 class Wires(Protocol):
@@ -43,12 +45,6 @@ class Wires(Protocol):
 
     def everyone(self) -> list[int]:
         """All ranks, the dead too."""
-
-
-class AskRanks(Protocol):
-    """Sends a question to control threads; the handler is called with each answer."""
-
-    def __call__(self, ranks: Sequence[int], question: str, arguments: dict[str, Any], handler: Handler) -> None: ...
 
 
 @dataclass
@@ -201,10 +197,7 @@ class Repairs:
 
     def _begin_repair(self, repair: _Repair) -> None:
         self._repair = repair
-        repair.recovery.begin(
-            lambda ranks, question, arguments: self._ask(ranks, question, arguments, repair.recovery.answered),
-            self._send_recover,
-        )
+        repair.recovery.begin(self._ask, self._send_recover)
 
     def _send_recover(self, ranks: Sequence[int], message: Recover) -> None:
         for rank in ranks:
@@ -267,12 +260,12 @@ class Repairs:
         for ranks, groups in ((members, sorted(recovery.owed)), (recovery.late - dead, None)):
             if ranks:
                 self._uninformed |= ranks
-                self._ask(sorted(ranks), "forbid", {"groups": groups}, self._forbidden)
+                self._ask(sorted(ranks), Forbid(groups), self._forbidden)
 
-    def _forbidden(self, rank: int, data: dict[str, Any], now: float) -> None:
+    def _forbidden(self, rank: int, answer: Forbidden | NoAnswer, now: float) -> None:
         self._uninformed.discard(rank)
-        if "error" not in data:
-            self._owed |= data["groups"]
+        if isinstance(answer, Forbidden):
+            self._owed |= answer.groups
 
     # --- cells that wait
 

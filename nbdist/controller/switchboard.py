@@ -14,8 +14,9 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from nbdist.lanes import HANDSHAKE_LIMIT, LARGEST_FRAME, Keys, write_key_file
-from nbdist.protocol import Message, encode
+from nbdist.wire.frames import encode
+from nbdist.wire.lanes import HANDSHAKE_LIMIT, LARGEST_FRAME, Keys, write_key_file
+from nbdist.wire.message import Message
 
 _ENVELOPE = 1 << 10  # bytes that encryption adds to a frame, and more
 _LINGER = 500  # milliseconds

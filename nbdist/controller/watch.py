@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from nbdist.controller.inquiries import AskRanks
 from nbdist.ranks import describe_ranks
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.stopping import GetPosition, Position
 
 _BUSY = 0.2  # of a core: a rank that uses more is computing, not waiting
 _WORTH_SAYING = 5.0  # seconds: less is not known well enough, for a rank may have waited since before the first look
@@ -45,36 +47,6 @@ class Pauses:
     failed: float = 1.0
 
 
-@dataclass(frozen=True)
-class Look:
-    """What a rank was doing when it was asked: see `Progress.look` of the worker."""
-
-    running: int
-    at: float
-    position: str
-    cpu: float
-    collective: str
-    members: Sequence[int] | None
-    group: str
-    place: str
-    line: str
-    groups: dict[str, Any]
-    unfinished: dict[str, Sequence[int]]
-    meeting: bool = False
-
-    def is_same_as(self, before: Look | None) -> bool:
-        """Whether the rank has not moved since, nor computed."""
-        if before is None or self._where() != before._where():
-            return False
-        # CUDA uses a processor to wait, so that counts only where no collective is known to be under way.
-        known = self.members is None or bool(self.members)
-        known = known or any(before.unfinished.get(name) == at for name, at in self.unfinished.items())
-        return known or (self.cpu - before.cpu) / max(1e-3, self.at - before.at) < _BUSY
-
-    def _where(self) -> tuple[object, ...]:
-        return self.running, self.position, [sum(group[1]) for group in self.groups.values()]
-
-
 class Watch:
     """Watches one running cell.
 
@@ -82,7 +54,7 @@ class Watch:
         serial: The cell.
         ranks: Where it runs.
         grace: Seconds that ranks may wait for one that has failed.
-        ask: Sends a question to control threads; answers come by `answered`.
+        ask: Asks control threads.
         say: Shows a line below the cell, in place of the last one. Further arguments: whether it says the same as that
             one but for the time; whether ranks are stuck.
         free: Frees ranks that wait in vain.
@@ -102,7 +74,7 @@ class Watch:
         serial: int,
         ranks: Sequence[int],
         grace: float,
-        ask: Callable[[Sequence[int], str, dict[str, Any]], None],
+        ask: AskRanks,
         say: Callable[[str, bool, bool], None],
         free: Callable[[Sequence[int]], None],
         now: float,
@@ -134,8 +106,8 @@ class Watch:
         self._asked = now
         self._looking = False  # a look has begun, and not all have answered
         self._silent: set[int] = set()  # have not answered yet
-        self._looks: dict[int, Look] = {}
-        self._before: dict[int, Look] = {}
+        self._looks: dict[int, Position] = {}
+        self._before: dict[int, Position] = {}
         self._since: dict[int, float] = {}  # when ranks that wait were first seen to do so
         self._told: tuple[dict[int, str], set[int], bool] | None = None  # who waits where, for whom, for ever
         self._waited_since = 0.0
@@ -171,11 +143,11 @@ class Watch:
         if rank in self._ranks:
             self._ranks.remove(rank)
 
-    def answered(self, rank: int, data: dict[str, Any], now: float) -> None:
-        """A rank has said what it does; "error": it can't."""
+    def answered(self, rank: int, look: Position | NoAnswer, now: float) -> None:
+        """A rank has reported what it does, or why it can't."""
         self._silent.discard(rank)
-        if "error" not in data and rank in self._ranks:
-            self._looks[rank] = Look(**data)
+        if isinstance(look, Position) and rank in self._ranks:
+            self._looks[rank] = look
         if self._looking and not self._silent:
             self._compare(now)
 
@@ -198,7 +170,7 @@ class Watch:
         self._looking = True
         self._asked = now
         self.due = now + self._pauses.answer
-        self._ask(asked, "progress", {"serial": self.serial})
+        self._ask(asked, GetPosition(self.serial), self.answered)
 
     def _compare(self, now: float) -> None:
         self._looking = False
@@ -209,7 +181,7 @@ class Watch:
         self._since = {
             rank: self._since.get(rank, before[rank].at)
             for rank in awaited
-            if self._looks[rank].is_same_as(before.get(rank))
+            if _is_same(self._looks[rank], before.get(rank))
         }
         self.due = max(now, self._next(bool(before), bool(awaited)))
         self._early = self._early and not before and bool(awaited)
@@ -233,7 +205,7 @@ class Watch:
         return self._finished_at is not None and not self._failed and now >= self._finished_at + _WORTH_SAYING
 
     def _hasten(self, now: float) -> None:
-        """Look again as soon as those that go on are late."""
+        """Position again as soon as those that go on are late."""
         if self._finished_at is not None and not self._failed and not self._looking:
             self.due = min(self.due, max(now, self._finished_at + _WORTH_SAYING))
 
@@ -264,13 +236,13 @@ class Watch:
             return set() if any(self._collective(other).startswith(opposite) for other in others) else others
         return {other for other in others if not self._takes_part(other, look)}
 
-    def _behind(self, rank: int, look: Look) -> set[int]:
+    def _behind(self, rank: int, look: Position) -> set[int]:
         """Members of its groups that have entered fewer collectives."""
         found = set()
-        for name, (members, entered, _) in look.groups.items():
-            for other in members:
+        for name, group in look.groups.items():
+            for other in group.members:
                 there = self._looks[other].groups.get(name) if other in self._looks else None
-                if there is not None and sum(there[1]) < sum(entered):
+                if there is not None and sum(there.entered) < sum(group.entered):
                     found.add(other)
         return found - {rank}
 
@@ -278,7 +250,7 @@ class Watch:
         look = self._looks.get(rank)
         return look.collective if look is not None and look.running else ""
 
-    def _takes_part(self, rank: int, in_what: Look) -> bool:
+    def _takes_part(self, rank: int, in_what: Position) -> bool:
         look = self._looks.get(rank)
         return (
             look is not None
@@ -316,15 +288,15 @@ class Watch:
                 self.due = min(self.due, due)
         return found
 
-    def _left_out(self, returned: int, look: Look) -> bool:
+    def _left_out(self, returned: int, look: Position) -> bool:
         """Whether a rank has returned without entering what another waits in; what it has begun may go on."""
         there = self._looks.get(returned)
         if there is None:
             return returned not in self._ranks  # of another node nothing else is known
         if look.group not in look.groups or look.group not in there.groups:
             return True
-        entered, waited_for = (sum(each.groups[look.group][1]) for each in (there, look))
-        return bool(entered < waited_for)
+        entered, waited_for = (sum(each.groups[look.group].entered) for each in (there, look))
+        return entered < waited_for
 
     # --- saying
 
@@ -392,6 +364,20 @@ class Watch:
         whom = f" for {describe_ranks(others)}" if others else ""
         self._told, self.waits = None, {}
         self._say(f"{waited}{whom}{end}", False, False)
+
+
+def _is_same(look: Position, before: Position | None) -> bool:
+    """Whether a rank has not moved since, nor computed."""
+    if before is None or _where(look) != _where(before):
+        return False
+    # CUDA uses a processor to wait, so that counts only where no collective is known to be under way.
+    known = look.members is None or bool(look.members)
+    known = known or any(before.unfinished.get(name) == at for name, at in look.unfinished.items())
+    return known or (look.cpu - before.cpu) / max(1e-3, look.at - before.at) < _BUSY
+
+
+def _where(look: Position) -> tuple[object, ...]:
+    return look.running, look.position, [sum(group.entered) for group in look.groups.values()]
 
 
 def _sentence(waits: dict[int, str], rest: dict[int, str]) -> str:

@@ -21,7 +21,7 @@ from nbdist.client.session.workers import Workers
 from nbdist.errors import RankError, RankTimeout, SessionBroken, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
-from nbdist.protocol import Place, StartOptions
+from nbdist.wire.life import Place, StartOptions
 
 _COLLECTIVE_GRACE = 0.5  # seconds that ranks may wait in a collective for one that has raised
 _FAILED_GRACE = 0.5  # seconds that ranks have to end when another has failed

@@ -13,15 +13,18 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-import msgspec
 import zmq
 
-from nbdist.protocol import Answer, Ask, Interrupt, decode, encode
+from nbdist.wire.cells import Interrupt
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.knowing import GetLap, Lap
+from nbdist.wire.question import NoAnswer, Question
+from nbdist.wire.questions import Answer, Ask
 from nbdist.worker.cell.interrupts import InterruptGate
 from nbdist.worker.lanes import streams
-from nbdist.worker.questions import Questions
+from nbdist.worker.questions import Questions, Work
 
 
 class ControlThread:
@@ -34,7 +37,7 @@ class ControlThread:
 
     Attributes:
         gate: Who may be interrupted.
-        answers: Questions that others answer, at once, by name.
+        answers: What answers questions at once, by their type.
         questions: Those whose answers may take their time.
         on_interrupt: Called when KeyboardInterrupt is asked for.
         overdue: Seconds until a stop at the end of a step should be given up, None if none is pending.
@@ -49,7 +52,7 @@ class ControlThread:
         self.on_interrupt: Callable[[], None] = lambda: None
         self.overdue: Callable[[], float | None] = lambda: None
         self.on_overdue: Callable[[], None] = lambda: None
-        self.answers: dict[str, Callable[..., dict[str, Any]]] = {"steps": self._steps}
+        self.answers: dict[type[Question[Any]], Work] = dict([GetLap.by(_lap)])
         self.questions = Questions(rank, lambda: not self.gate.running, self._answer_later)
         self._answered: deque[bytes] = deque()
 
@@ -92,31 +95,26 @@ class ControlThread:
                 self.on_interrupt()
             finally:
                 self.gate.request(message.serial)
-        elif isinstance(message, Ask) and message.question in self.questions:
+        elif isinstance(message, Ask) and type(message.question) in self.questions:
             self.questions.put(message)
         elif isinstance(message, Ask):
-            self._socket.send(self._answer(message, self.answers.get(message.question, _unknown)))
+            self._socket.send(self._answer(message, self.answers[type(message.question)]))
 
-    def _answer_later(self, message: Ask, work: Callable[..., dict[str, Any]]) -> None:
+    def _answer_later(self, message: Ask, work: Work) -> None:
         """From the thread that has worked it out: the socket belongs to this one."""
         self._answered.append(self._answer(message, work))
         self.wake()
 
-    def _answer(self, message: Ask, work: Callable[..., dict[str, Any]]) -> bytes:
+    def _answer(self, message: Ask, work: Work) -> bytes:
         """The answer's frame, whatever the work raises or returns: the thread must outlive any question."""
         try:
-            return encode(Answer(message.request, self._rank, work(**message.arguments)))
+            return encode(Answer(message.request, self._rank, work(message.question), message.asker))
         except BaseException as error:
-            what = traceback.format_exception_only(type(error), error)[-1].strip()
-            return encode(Answer(message.request, self._rank, {"error": what}))
-
-    def _steps(self) -> dict[str, Any]:
-        """The training steps of what ran last here; empty if they are not measured."""
-        steps: Any = sys.modules.get("nbdist.metrics.steps")
-        lap = steps.last_lap() if steps is not None else None
-        found: dict[str, Any] = {} if lap is None else {"steps": 0} | msgspec.to_builtins(lap)
-        return found
+            why = traceback.format_exception_only(type(error), error)[-1].strip()
+            return encode(Answer(message.request, self._rank, NoAnswer(why), message.asker))
 
 
-def _unknown(**_: Any) -> NoReturn:
-    raise ValueError("unknown question")
+def _lap(_: GetLap) -> Lap:
+    """The training steps of what ran last here."""
+    steps: Any = sys.modules.get("nbdist.metrics.steps")
+    return Lap(steps.last_lap() if steps is not None else None)

@@ -15,11 +15,26 @@ from typing import Any
 import msgspec
 
 from nbdist.metrics.node import device, host
-from nbdist.protocol import Ask
+from nbdist.wire.knowing import (
+    Complete,
+    CompletionItem,
+    Completions,
+    GetMemory,
+    GetMetrics,
+    Inspect,
+    Inspection,
+    Metrics,
+    ProcessMemory,
+)
+from nbdist.wire.question import NoAnswer, Question
+from nbdist.wire.questions import Ask
 from nbdist.worker.cell.main_thread import MainThreadLook
 from nbdist.worker.cell.shell import RankShell
 
 _STALE = 1.0  # seconds after which nobody waits for an answer any more
+
+
+Work = Callable[[Any], Any]  # from a question to its answer; `Question.by` has seen to it that they belong together
 
 
 class Questions:
@@ -35,9 +50,7 @@ class Questions:
         gpu: The rank's GPU, as torch counts.
     """
 
-    def __init__(
-        self, rank: int, idle: Callable[[], bool], answer: Callable[[Ask, Callable[..., dict[str, Any]]], None]
-    ) -> None:
+    def __init__(self, rank: int, idle: Callable[[], bool], answer: Callable[[Ask, Work], None]) -> None:
         self.shell: RankShell | None = None
         self.gpu = 0
         self._rank = rank
@@ -45,14 +58,16 @@ class Questions:
         self._answer = answer
         self._inherited = host.anonymous_memory()
         self._waiting: queue.SimpleQueue[tuple[float, Ask]] = queue.SimpleQueue()
-        self._known: dict[str, Callable[..., dict[str, Any]]] = {
-            "complete": self._complete,
-            "inspect": self._inspect,
-            "memory": self.memory,
-            "metrics": self._metrics,
-        }
+        self._known: dict[type[Question[Any]], Work] = dict(
+            [
+                Complete.by(self._complete),
+                Inspect.by(self._inspect),
+                GetMemory.by(lambda question: self.memory()),
+                GetMetrics.by(self._metrics),
+            ]
+        )
 
-    def __contains__(self, question: str) -> bool:
+    def __contains__(self, question: type[Question[Any]]) -> bool:
         return question in self._known
 
     def start(self) -> None:
@@ -66,35 +81,34 @@ class Questions:
         while True:
             asked_at, question = self._waiting.get()
             late = time.monotonic() - asked_at > _STALE
-            self._answer(question, _too_late if late else self._known[question.question])
+            self._answer(question, _too_late if late else self._known[type(question.question)])
 
-    def memory(self) -> dict[str, Any]:
-        """Bytes that this rank holds: of the CPU's memory what it shares with nobody, of its GPU's, if it uses one."""
+    def memory(self) -> ProcessMemory:
+        """Bytes that this rank holds."""
         figures = self._gpu.newest() if device.uses_gpu() else {}
-        on_gpu: dict[str, Any] = {name: figures[name] for name in ("allocated", "reserved") if name in figures}
-        return {"private": host.private_memory()} | on_gpu
+        return ProcessMemory(host.private_memory(), figures.get("allocated"), figures.get("reserved"))
 
-    def _metrics(self) -> dict[str, Any]:
+    def _metrics(self, _: GetMetrics) -> Metrics:
         """This rank for the panel, once a second: so nothing that costs more than microseconds."""
-        found: dict[str, Any] = msgspec.to_builtins(device.look_at_host(self._rank, self._inherited))
-        return found | (self._gpu.newest() if device.uses_gpu() else {})
+        sample = device.look_at_host(self._rank, self._inherited)
+        return Metrics(msgspec.structs.replace(sample, **self._gpu.newest()) if device.uses_gpu() else sample)
 
-    def _complete(self, code: str, position: int) -> dict[str, Any]:
+    def _complete(self, question: Complete) -> Completions:
         from IPython.core.completer import provisionalcompleter
 
         assert self.shell is not None
         with provisionalcompleter():
-            found = list(self.shell.Completer.completions(code, position))
-        return {"matches": [[item.text, item.type, item.start, item.end] for item in found[:500]]}
+            found = list(self.shell.Completer.completions(question.code, question.position))
+        return Completions([CompletionItem(item.text, item.type, item.start, item.end) for item in found[:500]])
 
-    def _inspect(self, name: str, detail: int) -> dict[str, Any]:
+    def _inspect(self, question: Inspect) -> Inspection:
         assert self.shell is not None
         try:
             shell: Any = self.shell
-            return {"found": True, "data": shell.object_inspect_mime(name, detail_level=detail)}
+            return Inspection(shell.object_inspect_mime(question.name, detail_level=question.detail))
         except KeyError:
-            return {"found": False}
+            return Inspection(None)
 
 
-def _too_late(**_: Any) -> dict[str, Any]:
-    return {"error": "it was busy with another question"}
+def _too_late(_: Question[Any]) -> NoAnswer:
+    return NoAnswer("it was busy with another question")

@@ -27,28 +27,19 @@ import zmq
 
 import nbdist
 from nbdist import shells, transfer
-from nbdist.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, connect, lane
 from nbdist.metrics.memory import Meter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
-from nbdist.protocol import (
-    END,
-    PLAIN_END,
-    SERIALS,
-    Execute,
-    Failure,
-    InOrder,
-    Message,
-    Quit,
-    RankSetup,
-    Ready,
-    Recover,
-    Reply,
-    WidgetMessage,
-    decode,
-    encode,
-)
 from nbdist.train.collective import participants
+from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.knowing import Release
+from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, connect, lane
+from nbdist.wire.life import SERIALS
+from nbdist.wire.message import Message
+from nbdist.wire.output import END, PLAIN_END, WidgetMessage
+from nbdist.wire.processes import Quit, RankSetup, Ready
+from nbdist.wire.question import Done
 from nbdist.worker.cell import failures, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell
@@ -128,6 +119,7 @@ def _become_store(listener: int, stderr: int) -> None:
 
 
 def _become_rank(stdout: int, stderr: int, setup_file: int, *, function: Callable[[], Any] | None) -> None:
+    shells.become_rank()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     with open(setup_file, "rb") as file:
@@ -192,7 +184,7 @@ class Rank:
         self._cells = self._connect(RANK_CELL)
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
-        self._control.answers["release"] = self._release
+        self._control.answers |= dict([Release.by(self._release)])
         self._recovery = Recovery(setup, self._control)
         self._group = DefaultGroup(setup, self._recovery.collectives.store)
         self._recovery.make_group_again = self._group.make_again
@@ -408,10 +400,10 @@ class Rank:
         device = shells.free_memory(self._shell)
         after = self._control.questions.memory()
         report = {
-            "private": before["private"] - after["private"],
+            "private": before.private - after.private,
             "device": device,
-            "private_left": after["private"],
-            "device_left": after.get("reserved", 0),
+            "private_left": after.private,
+            "device_left": after.reserved or 0,
         }
         return Reply(task.serial, self._setup.rank, "ok", payload=msgspec.msgpack.encode(report))
 
@@ -423,16 +415,16 @@ class Rank:
         payload = msgspec.msgpack.encode(packed.parcel)
         return Reply(task.serial, self._setup.rank, "ok", payload=payload, names=self._changed_names())
 
-    def _release(self, serial: int) -> dict[str, Any]:
-        packed = self._parcels.pop(serial, None)
+    def _release(self, order: Release) -> Done:
+        packed = self._parcels.pop(order.serial, None)
         if packed is not None:
             packed.close()
-        return {}
+        return Done()
 
     def _failed(self, task: Execute, failure: Failure) -> Reply:
         if failure.kind == "lost" and self._control.gate.was_asked(task.serial) and self._recovery.collectives.is_cut:
             failure = msgspec.structs.replace(failure, name="KeyboardInterrupt", kind="interrupted")
-        status = "interrupted" if failure.kind in ("interrupted", "stopped") else "error"
+        status: Outcome = "interrupted" if failure.kind in ("interrupted", "stopped") else "error"
         return Reply(task.serial, self._setup.rank, status, failure, names=self._changed_names())
 
     def _changed_names(self) -> list[str] | None:

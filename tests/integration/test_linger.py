@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from nbdist.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
-from nbdist.protocol import LogPart, ReadLog, Shutdown, decode, encode
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
+from nbdist.wire.life import Shutdown
+from nbdist.wire.output import LogPart, ReadLog
 from tests.support.harness import Kernel, files_of_sessions, kernel_with_ranks, wait_until
 from tests.support.roles import await_end, family
 

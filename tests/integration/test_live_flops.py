@@ -52,8 +52,9 @@ def flops(kernel: Kernel, cell: str) -> list[tuple[float, float]]:
     """Model and hardware FLOPs of a step by rank, as the line below this cell is made of."""
     outcome = kernel.ok(f"%%distributed\n{cell}")
     assert "steps" in outcome.stdout and "TFLOPS n/a" not in outcome.stdout, str(outcome)
-    question = "nbdist.get_session().traffic.ask([0, 1], 'steps', timeout=5.0)"
-    answers = kernel.value(f"{{rank: (at['flops'], at['hardware_flops']) for rank, at in {question}.items()}}")
+    kernel.ok("from nbdist.wire.knowing import GetLap")
+    laps = "{rank: lap.steps for rank, lap in nbdist.get_session().traffic.ask([0, 1], GetLap(), timeout=5.0).items()}"
+    answers = kernel.value(f"{{rank: (lap.flops, lap.hardware_flops) for rank, lap in {laps}.items()}}")
     return [answers[rank] for rank in (0, 1)]
 
 
@@ -132,8 +133,9 @@ def test_the_panel_gets_the_last_steps_while_a_cell_runs(measured: Kernel) -> No
     cell.finish()
     try:
         cell.wait_late("ten")
-        question = "nbdist.get_session().traffic.ask([0, 1], 'metrics', timeout=5.0)"
-        found = measured.value(f"[at['step']['flops'] for at in {question}.values()]")
+        measured.ok("from nbdist.wire.knowing import GetMetrics")
+        answers = "nbdist.get_session().traffic.ask([0, 1], GetMetrics(), timeout=5.0)"
+        found = measured.value(f"[answer.sample.step.flops for answer in {answers}.values()]")
         assert found == [gpt(B, T)] * 2
     finally:
         measured.ok("%distributed interrupt --now")

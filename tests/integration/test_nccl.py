@@ -24,9 +24,11 @@ nccl.install()
 """
 ASK = """
 import nbdist
+from nbdist.wire.knowing import GetMemory, GetMetrics
+from nbdist.wire.stopping import GetStack
 session = nbdist.get_session()
 def ask(question):
-    return session.traffic.ask([0, 1], question, {}, timeout=30)
+    return session.traffic.ask([0, 1], question(), timeout=30)
 """
 RIGHT = """%%distributed
 x = torch.ones(1)
@@ -60,7 +62,7 @@ def test_an_abort_that_blocks_holds_up_neither_ctrl_c_nor_the_group_s_renewal(ke
     assert outcome.ename == "KeyboardInterrupt" and "process groups rebuilt" in outcome.traceback, str(outcome)
     blocked = "print(sum(thread.name == 'nbdist-abort' for thread in threading.enumerate()))"
     assert kernel.ok(f"%%distributed\n{blocked}").lines == both("1")
-    assert sorted(kernel.value("ask('stack')")) == [0, 1]
+    assert kernel.value("sorted(ask(GetStack))") == [0, 1]
 
 
 def test_a_rank_that_waits_for_a_kernel_is_freed_when_another_has_failed(kernel: Kernel) -> None:
@@ -79,9 +81,9 @@ def test_a_rank_that_is_stuck_in_cuda_s_allocator_answers_and_hears_interrupts(k
         "backend, work = nccl.current(), nccl.all_reduce(torch.ones(1))\n"
         "stand_in.gpus[0].allocate_when_full(lambda: backend.await_kernel(work))"
     )
-    kernel.ok("handle = _\nwhile 'spin' not in str(ask('stack')[0]): pass")
-    for question in ("metrics", "memory", "stack"):
-        assert sorted(kernel.value(f"ask({question!r})")) == [0, 1]
+    kernel.ok("handle = _\nwhile 'spin' not in str(ask(GetStack)[0]): pass")
+    for question in ("GetMetrics", "GetMemory", "GetStack"):
+        assert kernel.value(f"sorted(ask({question}))") == [0, 1]
     kernel.fails("handle.interrupt(); handle.wait(30)", "KeyboardInterrupt")
     kernel.ok("%%distributed\nsys.modules['torch.cuda'] = own_cuda")
 

@@ -83,15 +83,15 @@ def test_a_cell_in_the_background_keeps_its_session(empty: Kernel, tmp_path: Pat
 
 FAILING_HANDLER = """
 import threading
-from nbdist.protocol import Watch
+from nbdist.wire.questions import WatchNodes
 session, called = nbdist.Session(1), threading.Event()
 def fail(look):
     called.set()
     raise LookupError("in the listening thread")
 session.traffic.on_look = fail
-session.traffic.send(Watch(0.25))
+session.traffic.send(WatchNodes(0.25))
 assert called.wait(20)
-session.traffic.send(Watch(0.0))
+session.traffic.send(WatchNodes(0.0))
 """
 
 

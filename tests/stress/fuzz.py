@@ -17,8 +17,14 @@ import msgspec
 import zmq
 
 import nbdist
-from nbdist import Session, protocol
-from nbdist.lanes import Keys, read_key_file
+from nbdist import Session
+from nbdist.wire.cells import Execute, Interrupt
+from nbdist.wire.frames import AnyMessage
+from nbdist.wire.lanes import Keys, read_key_file
+from nbdist.wire.life import Shutdown, Start, Stop, Stopped
+from nbdist.wire.output import Credit, Output, WidgetMessage
+from nbdist.wire.processes import Exited, Gone, Spawn, SpawnFailed, Spawning
+from nbdist.wire.questions import Ask
 from nbdist.worker.lanes.display_lane import DisplayLane
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + b"\0" * 47
@@ -26,16 +32,16 @@ _HELLO = b"\x05HELLO\x01\0" + b"\0" * 72
 
 # What a holder of keys may do to their own session, and so no lie: end it, start another, end what runs.
 _HONEST = {
-    protocol.Start,
-    protocol.Stop,
-    protocol.Interrupt,
-    protocol.Spawn,
-    protocol.Spawning,
-    protocol.SpawnFailed,
-    protocol.Exited,
-    protocol.Gone,
+    Start,
+    Stop,
+    Interrupt,
+    Spawn,
+    Spawning,
+    SpawnFailed,
+    Exited,
+    Gone,
 }
-_KINDS = protocol.AnyMessage.__args__  # type: ignore[attr-defined]
+_KINDS = AnyMessage.__args__  # type: ignore[attr-defined]
 _PYTHON: dict[type, type] = {
     msgspec.inspect.IntType: int,
     msgspec.inspect.FloatType: float,
@@ -89,13 +95,13 @@ def tell_as_a_stranger(rng: random.Random, port: int) -> None:
 def lie(rng: random.Random, identity: bytes) -> bytes:
     """A message of any type whose fields hold anything. None runs code, or ends ranks that are there."""
     kind = rng.choice(_KINDS)
-    if kind is protocol.Shutdown and identity.startswith(b"client"):
-        kind = protocol.Stopped
+    if kind is Shutdown and identity.startswith(b"client"):
+        kind = Stopped
     tag = kind.__name__ if rng.random() < 0.95 else rng.choice(["Explode", 7])
     fields = [_value(rng, field.type) for field in msgspec.structs.fields(kind)]
-    if kind in (protocol.Execute, protocol.Ask):
+    if kind in (Execute, Ask):
         fields[1] = rng.choice([[], [-1], [99, 1 << 40], 5])  # ranks
-    if kind in (protocol.Output, protocol.Credit, protocol.WidgetMessage) and not identity.startswith(b"rank"):
+    if kind in (Output, Credit, WidgetMessage) and not identity.startswith(b"rank"):
         fields[0] = rng.choice([-1, 99, 1 << 40, "0"])  # rank
     if rng.random() < 0.2:
         fields = fields[: rng.randrange(len(fields) + 1)]
@@ -115,6 +121,7 @@ def _value(rng: random.Random, kind: Any) -> Any:
         return rng.choice(known.values)
     if isinstance(known, (msgspec.inspect.StructType)):
         values = [_value(rng, field.type) for field in msgspec.structs.fields(known.cls)]
+        values = [known.tag, *values] if known.tag is not None else values
         return values if known.array_like else dict(zip(known.cls.__struct_fields__, values, strict=True))
     wanted = _PYTHON.get(type(known), object)
     return rng.choice([value for value in _VALUES if isinstance(value, wanted)])

@@ -13,21 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from nbdist.lanes import AGENT_CONTROL, Keys, whole
-from nbdist.protocol import (
-    AnyMessage,
-    Gone,
-    Hello,
-    Kill,
-    Message,
-    Shutdown,
-    Spawn,
-    Spawned,
-    Spawning,
-    StartOptions,
-    decode,
-    encode,
-)
+from nbdist.wire.frames import AnyMessage, decode, encode
+from nbdist.wire.lanes import AGENT_CONTROL, Keys, whole
+from nbdist.wire.life import Shutdown, StartOptions
+from nbdist.wire.message import Hello, Message
+from nbdist.wire.processes import Gone, Kill, Spawn, Spawned, Spawning
 
 LIMIT_MS = 30_000
 AGENT = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nbdist.client.output.area import Area
 from nbdist.client.output.page import Shown, Text
-from nbdist.protocol import Display
+from nbdist.wire.output import Display
 
 
 def shown(*ranks: int, text: str = "", kind: str = "display", display_id: str = "") -> Shown:

@@ -12,7 +12,7 @@ from nbdist.client.session import results
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.results import CellResult, RankResult
 from nbdist.errors import UsageError
-from nbdist.protocol import STDERR, STDOUT, LogPart
+from nbdist.wire.output import STDERR, STDOUT, LogPart
 
 Record = tuple[int, int, bytes]
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from nbdist.protocol import Display, WidgetMessage, decode
+from nbdist.wire.frames import decode
+from nbdist.wire.output import Display, WidgetMessage
 from nbdist.worker.lanes.display_lane import DisplayLane
 
 

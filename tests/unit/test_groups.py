@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbdist.protocol import RankSetup, StartOptions
+from nbdist.wire.life import StartOptions
+from nbdist.wire.processes import RankSetup
 from nbdist.worker.groups import join
 
 

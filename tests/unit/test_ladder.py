@@ -3,12 +3,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from nbdist.controller.ladder import Ladder
+from nbdist.wire.question import Question
+from nbdist.wire.stopping import StepsMade
 
-TRAINING = {"count": 7, "stepping": False, "running": True, "age": 0.1, "median": 0.05}
-IDLE = {"count": 0, "stepping": False, "running": True, "age": None, "median": None}
+TRAINING = StepsMade(count=7, stepping=False, running=True, age=0.1, median=0.05)
+IDLE = StepsMade(count=0, stepping=False, running=True)
 
 
 class Rungs:
@@ -19,17 +23,17 @@ class Rungs:
         self.lines: list[str] = []
         self.ladder = Ladder(5, ranks, self._ask, self._raise, self.lines.append, 100.0, **options)
 
-    def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
-        assert arguments["serial"] == 5
-        rest = {name: value for name, value in arguments.items() if name != "serial"}
-        self.said.append((question, list(ranks), *rest.values()))
+    def _ask(self, ranks: Sequence[int], question: Question[Any], handler: Any = None) -> None:
+        serial, *rest = msgspec.structs.astuple(question)
+        assert serial == 5
+        self.said.append((type(question).__name__.lower(), list(ranks), *rest))
 
     def _raise(self, ranks: Sequence[int]) -> None:
         self.said.append(("raise", list(ranks)))
 
-    def arm(self, *answers: dict[str, Any], now: float = 100.01) -> None:
+    def arm(self, *answers: StepsMade, now: float = 100.01) -> None:
         for rank, answer in enumerate(answers):
-            self.ladder.answered(rank, "arm", answer, now)
+            self.ladder.armed(rank, answer, now)
 
     def new(self) -> list[Any]:
         said, self.said = self.said, []
@@ -38,7 +42,7 @@ class Rungs:
 
 def test_ranks_that_train_stop_after_the_step_that_none_has_left_yet() -> None:
     rungs = Rungs()
-    rungs.arm(TRAINING, {**TRAINING, "count": 8})
+    rungs.arm(TRAINING, replace(TRAINING, count=8))
     assert rungs.new() == [("arm", [0, 1]), ("aim", [0, 1], 9)]
     rungs.ladder.ended(0)
     rungs.ladder.ended(1)
@@ -55,21 +59,21 @@ def test_a_cell_that_makes_no_steps_is_interrupted_at_once() -> None:
 
 def test_a_cell_whose_last_step_is_long_ago_is_interrupted_at_once() -> None:
     rungs = Rungs()
-    rungs.arm(TRAINING, {**TRAINING, "age": 5.0})
-    rungs.arm(TRAINING, {**TRAINING, "age": 5.0})
+    rungs.arm(TRAINING, replace(TRAINING, age=5.0))
+    rungs.arm(TRAINING, replace(TRAINING, age=5.0))
     assert rungs.new()[-1] == ("meet", [0, 1], 7)
 
 
 def test_slow_steps_are_waited_for_three_times_as_long_as_they_take() -> None:
     rungs = Rungs()
-    rungs.arm({**TRAINING, "median": 10.0}, {**TRAINING, "median": 10.0})
+    rungs.arm(replace(TRAINING, median=10.0), replace(TRAINING, median=10.0))
     assert rungs.ladder.due == 130.01
 
 
 def test_the_slowest_rank_decides_how_long_ranks_of_different_speed_run_on() -> None:
     rungs = Rungs([0, 1, 2])
-    slow = {**TRAINING, "count": 135, "median": 0.1}
-    rungs.arm({**TRAINING, "count": 174}, {**TRAINING, "count": 174}, slow)
+    slow = replace(TRAINING, count=135, median=0.1)
+    rungs.arm(replace(TRAINING, count=174), replace(TRAINING, count=174), slow)
     assert rungs.new()[-1] == ("aim", [0, 1, 2], 175)
     assert rungs.ladder.due == pytest.approx(100.01 + (175 - 135 + 2) * 0.1)
     assert rungs.lines == [
@@ -82,20 +86,20 @@ def test_the_slowest_rank_decides_how_long_ranks_of_different_speed_run_on() -> 
 
 def test_but_nobody_waits_longer_than_ten_seconds_for_one_that_is_behind() -> None:
     rungs = Rungs()
-    rungs.arm({**TRAINING, "count": 100}, {**TRAINING, "count": 2, "median": 0.1})
+    rungs.arm(replace(TRAINING, count=100), replace(TRAINING, count=2, median=0.1))
     assert rungs.ladder.due == 110.01
 
 
 def test_one_that_would_not_be_there_in_time_is_not_waited_for_at_all() -> None:
     rungs = Rungs()
-    rungs.arm({**TRAINING, "count": 1000}, {**TRAINING, "count": 2, "median": 0.1})
+    rungs.arm(replace(TRAINING, count=1000), replace(TRAINING, count=2, median=0.1))
     assert rungs.new() == [("arm", [0, 1]), ("arm", [0, 1])]
     assert not rungs.lines
 
 
 def test_ranks_that_keep_step_stop_without_a_line() -> None:
     rungs = Rungs()
-    rungs.arm({**TRAINING, "median": 10.0}, {**TRAINING, "median": 10.0})
+    rungs.arm(replace(TRAINING, median=10.0), replace(TRAINING, median=10.0))
     assert not rungs.lines
 
 
@@ -114,7 +118,7 @@ def test_who_does_not_get_to_the_step_is_interrupted_and_then_freed_within_three
     rungs.new()
     rungs.ladder.tick(102.02)
     assert rungs.new() == [("arm", [1])]
-    rungs.ladder.answered(1, "arm", TRAINING, 102.03)
+    rungs.ladder.armed(1, TRAINING, 102.03)
     assert rungs.new() == [("meet", [1], 7)]
     assert rungs.ladder.due is not None and rungs.ladder.due < 103.1
     rungs.ladder.tick(103.1)
@@ -124,7 +128,7 @@ def test_who_does_not_get_to_the_step_is_interrupted_and_then_freed_within_three
 def test_a_rank_that_is_behind_or_not_yet_at_the_end_of_its_step_is_not_interrupted_before_it() -> None:
     rungs = Rungs()
     rungs.ladder.force(100.1)
-    rungs.arm(TRAINING, {**TRAINING, "stepping": True}, now=100.11)
+    rungs.arm(TRAINING, replace(TRAINING, stepping=True), now=100.11)
     assert rungs.new()[-1] == ("meet", [0, 1], 8)
     rungs.ladder.tick(100.2)
     assert rungs.new() == []

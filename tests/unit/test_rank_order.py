@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nbdist.controller.rank_order import Rank
-from nbdist.protocol import END, PLAIN_END, STDERR, STDOUT, Died, Display, Message, Notice, Output, Reply
+from nbdist.wire.cells import Reply
+from nbdist.wire.life import Died
+from nbdist.wire.message import Message
+from nbdist.wire.output import END, PLAIN_END, STDERR, STDOUT, Display, Notice, Output
 
 CELL = 7  # a serial number
 REPLY = Reply(CELL, 0, "ok", result="1")

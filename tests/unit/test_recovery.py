@@ -4,22 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nbdist.controller.recovery import FailedCell, Plan, Recovery, plan
-from nbdist.protocol import InOrder, Recover
+from nbdist.wire.cells import InOrder, Recover
+from nbdist.wire.stopping import GroupState, RankState
 
 
-def state(entered: int = 3, *, cut: bool = False, members: tuple[int, ...] = (0, 1), **other: Any) -> dict[str, Any]:
+def state(entered: int = 3, *, cut: bool = False, members: tuple[int, ...] = (0, 1), **other: Any) -> RankState:
     """What a rank answers that is in one group, "0"."""
-    return {
-        "groups": {"0": [list(members), [entered], cut]},
-        "count": 1,
-        "current": True,
-        "caught": False,
-        "steps": 0,
-        "stopped": None,
-        **other,
-    }
+    groups = {"0": GroupState(list(members), [entered], cut)}
+    return replace(RankState(groups, count=1, current=True), **other)
 
 
 def begun(idle: Sequence[int], cell: FailedCell, **options: Any) -> tuple[Recovery, list[Recover]]:
@@ -27,11 +22,11 @@ def begun(idle: Sequence[int], cell: FailedCell, **options: Any) -> tuple[Recove
     told: list[Recover] = []
     busy, dead, lost = (options.get(name, []) for name in ("busy", "dead", "lost"))
     found = Recovery(cell, idle, busy, dead, 1, lost, 100.0)
-    found.begin(lambda ranks, question, arguments: None, lambda ranks, message: told.append(message))
+    found.begin(lambda ranks, question, handler=None: None, lambda ranks, message: told.append(message))
     return found, told
 
 
-def recovery(*states: dict[str, Any], dead: tuple[int, ...] = (), lost: tuple[str, ...] = ()) -> tuple[Recovery, Any]:
+def recovery(*states: RankState, dead: tuple[int, ...] = (), lost: tuple[str, ...] = ()) -> tuple[Recovery, Any]:
     """A recovery whose ranks have answered, and what it told them."""
     idle = [rank for rank in range(len(states)) if rank not in dead]
     found, told = begun(idle, FailedCell(5, range(len(states)), {0}), dead=dead, lost=lost)
@@ -40,7 +35,7 @@ def recovery(*states: dict[str, Any], dead: tuple[int, ...] = (), lost: tuple[st
     return found, told[0] if told else None
 
 
-def compare(states: dict[int, dict[str, Any]], dead: Sequence[int] = (), lost: Sequence[str] = (), **cell: Any) -> Plan:
+def compare(states: dict[int, RankState], dead: Sequence[int] = (), lost: Sequence[str] = (), **cell: Any) -> Plan:
     return plan(states, list(states), dead, lost, FailedCell(5, **cell))
 
 
@@ -73,7 +68,7 @@ ALL = (0, 1, 2)
         pytest.param({0: state(0, members=ALL, cut=True)}, [0], id="its connections were cut"),
     ],
 )
-def test_a_group_with_a_member_that_is_busy_or_late_is_owed(states: dict[int, dict[str, Any]], ran: list[int]) -> None:
+def test_a_group_with_a_member_that_is_busy_or_late_is_owed(states: dict[int, RankState], ran: list[int]) -> None:
     found = compare(states, ranks=ran, failed={0})
     assert found.owed == {"0": list(ALL)} and not found.needed
 
@@ -139,7 +134,7 @@ def test_a_group_with_a_dead_member_is_lost_once() -> None:
 
 
 def test_a_group_that_a_member_does_not_have_is_stale() -> None:
-    assert compare({0: state(), 1: {**state(), "groups": {}}}).stale == ["0"]
+    assert compare({0: state(), 1: state(groups={})}).stale == ["0"]
 
 
 def test_ranks_that_have_numbered_groups_differently_are_evened_up() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nbdist.controller.inquiries import A, Handler
 from nbdist.controller.recovery import FailedCell
-from nbdist.controller.repairs import Handler, Repairs
-from nbdist.protocol import Execute, InOrder, Interrupt, Message, Recover, Recovered, Remark, Reply
+from nbdist.controller.repairs import Repairs
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply
+from nbdist.wire.message import Message
+from nbdist.wire.question import Question
+from nbdist.wire.stopping import Forbid, Forbidden, GetState, GroupState, RankState
 
-STATE = {"count": 1, "current": True, "caught": False, "steps": 0, "stopped": None}
+NOTHING = Forbidden({})
 
 
-def state(entered: int = 0, *, cut: bool = False, **changes: Any) -> dict[str, Any]:
+def state(entered: int = 0, *, cut: bool = False, current: bool = True) -> RankState:
     """What a rank answers that is in one group with two others."""
-    return STATE | {"groups": {"0": [[0, 1, 2], [entered], cut]}} | changes
+    return RankState({"0": GroupState([0, 1, 2], [entered], cut)}, count=1, current=current)
 
 
 def cell(serial: int, *ranks: int) -> Execute:
@@ -27,14 +31,15 @@ class Ranks:
     def __init__(self) -> None:
         self.now = 100.0
         self.busy: set[int] = set()
-        self.asked: list[tuple[str, list[int], Handler]] = []
+        self.asked: list[tuple[type[Question[Any]], list[int], Handler[Any]]] = []
         self.told: dict[int, Recover] = {}
         self.seen: list[Message] = []
         self.begun: list[Execute] = []
         self.repairs = Repairs(self, self._ask, self.begin)
 
-    def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any], handler: Handler) -> None:
-        self.asked.append((question, list(ranks), handler))
+    def _ask(self, ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None:
+        assert handler is not None
+        self.asked.append((type(question), list(ranks), handler))
 
     def to_rank(self, lane: str, rank: int, message: Message) -> None:
         assert isinstance(message, Recover)
@@ -58,9 +63,9 @@ class Ranks:
         self.repairs.add(FailedCell(5, list(ranks), {ranks[0]}), Reply(5, ranks[0], "error"))
         self.repairs.go_on(self.now)
 
-    def answer(self, question: str, **answers: Any) -> None:
+    def answer(self, question: type[Question[A]], **answers: A) -> None:
         """Ranks answer the last such question: rank_1=..."""
-        handler = next(handler for asked, _, handler in reversed(self.asked) if asked == question)
+        handler = next(handler for asked, _, handler in reversed(self.asked) if asked is question)
         for name, data in answers.items():
             handler(int(name.removeprefix("rank_")), data, self.now)
         self.repairs.go_on(self.now)
@@ -83,26 +88,26 @@ def ranks_that_owe() -> Ranks:
     ranks = Ranks()
     ranks.busy = {2}
     ranks.fail(0, 1)
-    ranks.answer("state", rank_0=state(1), rank_1=state(0))
+    ranks.answer(GetState, rank_0=state(1), rank_1=state(0))
     ranks.busy = set()
     return ranks
 
 
 def test_no_cell_begins_on_a_rank_that_does_not_know_yet_which_groups_it_must_not_use() -> None:
     ranks = ranks_that_owe()
-    assert ranks.asked[-1][:2] == ("forbid", [0, 1, 2])
+    assert ranks.asked[-1][:2] == (Forbid, [0, 1, 2])
     ranks.begin(cell(6, 0))
     assert not ranks.begun
-    ranks.answer("forbid", rank_0={"groups": {}})
+    ranks.answer(Forbid, rank_0=NOTHING)
     assert [message.serial for message in ranks.begun] == [6]
 
 
 def test_owed_groups_are_renewed_before_the_next_cell_which_says_so() -> None:
     ranks = ranks_that_owe()
-    ranks.answer("forbid", rank_0={"groups": {}}, rank_1={"groups": {}}, rank_2={"groups": {}})
+    ranks.answer(Forbid, rank_0=NOTHING, rank_1=NOTHING, rank_2=NOTHING)
     ranks.begin(cell(6, 0))
     cut = state(cut=True, current=False)
-    ranks.answer("state", rank_0=cut, rank_1=cut, rank_2=cut)
+    ranks.answer(GetState, rank_0=cut, rank_1=cut, rank_2=cut)
     assert ranks.told.keys() == {0, 1, 2} and ranks.told[0].renew == ["0"] and not ranks.begun
     ranks.put_in_order(0, 1, 2)
     assert [message.serial for message in ranks.begun] == [6]
@@ -114,30 +119,30 @@ def test_owed_groups_are_renewed_before_the_next_cell_which_says_so() -> None:
 
 def test_a_renewal_that_fails_is_tried_again_for_the_next_cell_only() -> None:
     ranks = ranks_that_owe()
-    ranks.answer("forbid", rank_0={"groups": {}}, rank_1={"groups": {}}, rank_2={"groups": {}})
+    ranks.answer(Forbid, rank_0=NOTHING, rank_1=NOTHING, rank_2=NOTHING)
     cut = state(cut=True, current=False)
     for serial in (6, 7):
         ranks.begin(cell(serial, 0, 1, 2))
-        ranks.answer("state", rank_0=cut, rank_1=cut, rank_2=cut)
+        ranks.answer(GetState, rank_0=cut, rank_1=cut, rank_2=cut)
         ranks.put_in_order(0, 1, 2, failure="RuntimeError: no store")
         assert "could not be renewed" in ranks.notes(Remark)[-1].text
-        ranks.answer("forbid", rank_0={"groups": {}}, rank_1={"groups": {}}, rank_2={"groups": {}})
+        ranks.answer(Forbid, rank_0=NOTHING, rank_1=NOTHING, rank_2=NOTHING)
         assert ranks.begun[-1].serial == serial
 
 
 def test_a_rank_that_did_not_come_to_a_renewal_begins_nothing_until_it_has() -> None:
     ranks = Ranks()
     ranks.fail(0, 1, 2)
-    ranks.answer("state", rank_0=state(1), rank_1=state(0), rank_2=state(0))
+    ranks.answer(GetState, rank_0=state(1), rank_1=state(0), rank_2=state(0))
     ranks.put_in_order(0, 1)
     ranks.pass_time(16)
-    ranks.answer("forbid", rank_0={"groups": {}}, rank_1={"groups": {}}, rank_2={"groups": {}})
+    ranks.answer(Forbid, rank_0=NOTHING, rank_1=NOTHING, rank_2=NOTHING)
     ranks.begin(cell(6, 0))
     ranks.begin(cell(7, 2))
     assert [message.serial for message in ranks.begun] == [6]
     ranks.put_in_order(2, failure="RuntimeError: the others have gone")
     cut = state(cut=True, current=False)
-    ranks.answer("state", rank_0=cut, rank_1=cut, rank_2=cut)
+    ranks.answer(GetState, rank_0=cut, rank_1=cut, rank_2=cut)
     ranks.put_in_order(0, 1, 2)
     assert [message.serial for message in ranks.begun] == [6, 7]
 
@@ -145,7 +150,7 @@ def test_a_rank_that_did_not_come_to_a_renewal_begins_nothing_until_it_has() -> 
 def test_what_a_cell_waits_for_is_said_every_second() -> None:
     ranks = Ranks()
     ranks.fail(0, 1)
-    ranks.answer("state", rank_0=state(1), rank_1=state(0))
+    ranks.answer(GetState, rank_0=state(1), rank_1=state(0))
     ranks.pass_time(1.1)
     ranks.begin(cell(6, 0, 1, 2))
     ranks.pass_time(1.1)
@@ -165,7 +170,7 @@ def test_an_interrupt_of_some_of_its_ranks_leaves_the_cell_to_the_others() -> No
     reply = ranks.notes(Reply)[-1]
     assert (reply.serial, reply.rank, reply.status) == (6, 1, "interrupted")
     assert reply.failure.name == "KeyboardInterrupt"
-    ranks.answer("forbid", rank_0={"groups": {}})
+    ranks.answer(Forbid, rank_0=NOTHING)
     assert ranks.begun == [cell(6, 0)]
 
 
@@ -179,11 +184,11 @@ def test_an_interrupt_of_a_failed_cell_does_not_wait_for_its_recovery() -> None:
 def test_an_answer_that_belongs_to_an_earlier_recovery_is_not_taken_for_one_to_the_next() -> None:
     ranks = Ranks()
     ranks.fail(0, 1, 2)
-    ranks.answer("state", rank_0=state(1), rank_1=state(0))
+    ranks.answer(GetState, rank_0=state(1), rank_1=state(0))
     ranks.pass_time(1.1)
     late = ranks.asked[0][2]
     ranks.fail(0, 1)
     late(2, state(1), ranks.now)
     ranks.repairs.go_on(ranks.now)
-    assert [question for question, _, _ in ranks.asked] == ["state", "forbid", "forbid", "state"]
+    assert [question for question, _, _ in ranks.asked] == [GetState, Forbid, Forbid, GetState]
     assert not ranks.told

@@ -6,7 +6,8 @@ import pytest
 
 from nbdist.client.session.report import build, from_death, from_reply
 from nbdist.errors import RankDied, RankError, RankFailure, RankTimeout
-from nbdist.protocol import Died, Failure, Reply
+from nbdist.wire.cells import Failure, Reply
+from nbdist.wire.life import Died
 
 PEER = "[pair.cc:553] Connection closed by peer [127.0.0.1]:3213"
 

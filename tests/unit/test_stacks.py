@@ -7,6 +7,7 @@ import pytest
 
 from nbdist.client.session.stack_report import Stack, render, stack_of, with_native_frames
 from nbdist.errors import UsageError
+from nbdist.wire.stopping import ThreadStack
 
 DUMP = """Process 42: python
 Python v3.11.7 (/usr/bin/python3.11)
@@ -24,7 +25,7 @@ Thread 43 (idle): "nbdist-control"
 
 
 def busy(rank_line: str, still: float = 0.0, collective: str = "") -> Stack:
-    return stack_of({"running": 1, "stack": rank_line, "collective": collective, "still": still}, "cell 7 (9 s)")
+    return stack_of(ThreadStack(1, "", rank_line, collective, still), "cell 7 (9 s)")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_equal_stacks_are_shown_once_with_the_shortest_wait() -> None:
         0: busy("cell 7 line 2: work()"),
         1: busy("cell 7 line 4: dist.barrier()", 7.2, "barrier"),
         2: busy("cell 7 line 4: dist.barrier()", 5.4, "barrier"),
-        3: stack_of({"running": 0}, ""),
+        3: stack_of(ThreadStack(), ""),
     }
     assert render(stacks).splitlines() == [
         "rank 0, cell 7 (9 s)",
@@ -62,7 +63,7 @@ def test_a_rank_that_does_not_answer_is_said_not_to() -> None:
 
 def test_native_frames_stand_below_the_cell_that_called_them(py_spy: Path) -> None:
     install(py_spy, f"cat <<'END'\n{DUMP}END")
-    found = with_native_frames({0: busy(""), 1: stack_of({"running": 0}, "")}, {0: 42, 1: 43})
+    found = with_native_frames({0: busy(""), 1: stack_of(ThreadStack(), "")}, {0: 42, 1: 43})
     assert found[0].lines == (
         "cell 5 line 8",
         "cell 5 line 4, in train",

@@ -275,7 +275,7 @@ def test_an_armed_rank_waits_at_its_next_step_for_the_target(counter: StepCounte
         optimizer.step()
 
     def answer() -> int:
-        count = int(counter.arm(CELL)["count"])
+        count = counter.arm(CELL).count
         asked.set()
         assert arrived.wait(LIMIT)
         counter.aim(CELL, count + 2)

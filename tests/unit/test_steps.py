@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
+from nbdist.wire.stopping import StepsMade
 from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL, parameter
 
@@ -204,20 +205,20 @@ def test_without_the_hooks_of_torch_the_feature_is_off_and_says_why(monkeypatch:
 
 def test_the_answer_says_how_many_steps_were_made_and_how_long_they_take(counter: StepCounter) -> None:
     optimizer = SGD([parameter()])
-    assert counter.arm(CELL) == {"count": 0, "stepping": False, "running": True, "age": None, "median": None}
+    assert counter.arm(CELL) == StepsMade(count=0, stepping=False, running=True)
     counter.disarm(CELL)
     for _ in range(3):
         optimizer.step()
     answer = counter.arm(CELL)
-    assert answer["count"] == 3
-    assert answer["age"] >= 0
-    assert answer["median"] > 0
+    assert answer.count == 3
+    assert answer.age is not None and answer.age >= 0
+    assert answer.median is not None and answer.median > 0
 
 
 def test_a_cell_that_has_not_started_is_running_and_one_that_has_ended_is_not(counter: StepCounter) -> None:
-    assert counter.arm(CELL + 1)["running"]
+    assert counter.arm(CELL + 1).running
     counter.end(CELL)
-    assert not counter.arm(CELL)["running"]
+    assert not counter.arm(CELL).running
 
 
 def test_a_new_cell_starts_at_no_steps(counter: StepCounter) -> None:
@@ -225,4 +226,4 @@ def test_a_new_cell_starts_at_no_steps(counter: StepCounter) -> None:
     counter.end(CELL)
     counter.begin(CELL + 1)
     assert counter.count == 0
-    assert counter.arm(CELL + 1)["age"] is None
+    assert counter.arm(CELL + 1).age is None

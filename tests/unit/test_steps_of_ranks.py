@@ -15,6 +15,7 @@ import time
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -142,7 +143,7 @@ def _answer(channel: socket.socket, counter: StepCounter, cells: SimpleQueue[dic
     for line in channel.makefile():
         message = json.loads(line)
         if "arm" in message:
-            _send(channel, {"armed": counter.arm(message["arm"])})
+            _send(channel, {"armed": msgspec.structs.asdict(counter.arm(message["arm"]))})
         elif "aim" in message:
             counter.aim(message["aim"], message["target"])
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.warm_template import WarmTemplate, changed_variables, find_torch, installed_versions
-from nbdist.protocol import StartOptions
+from nbdist.wire.life import StartOptions
 
 
 @pytest.mark.parametrize(

@@ -6,30 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nbdist.controller.watch import Watch
+from nbdist.wire.question import NoAnswer, Question
+from nbdist.wire.stopping import GetPosition, GroupState, Position
 
 WORLD = [0, 1, 2, 3]
 
 
-def answer(at: float, collective: str = "", line: int = 2, entered: int = 0, **changes: Any) -> dict[str, Any]:
+def answer(at: float, collective: str = "", line: int = 2, entered: int = 0, **changes: Any) -> Position:
     """What a rank says that is in cell 7: sleeping, or in a collective of all."""
-    return {
-        "running": 1,
-        "at": at,
-        "position": f"{collective} {line}",
-        "cpu": 0.0,
-        "collective": collective,
-        "members": WORLD if collective else [],
-        "group": "0" if collective else "",
-        "place": f"cell 7 line {line}",
-        "line": f"cell 7 line {line}: time.sleep(100)",
-        "groups": {"0": [WORLD, [entered], False]},
-        "unfinished": {},
-    } | changes
+    look = Position(
+        running=1,
+        at=at,
+        position=f"{collective} {line}",
+        collective=collective,
+        members=WORLD if collective else [],
+        group="0" if collective else "",
+        place=f"cell 7 line {line}",
+        line=f"cell 7 line {line}: time.sleep(100)",
+        groups={"0": GroupState(WORLD, [entered], cut=False)},
+    )
+    return replace(look, **changes)
 
 
-def waiting(at: float, collective: str = "all_reduce", line: int = 4, **changes: Any) -> dict[str, Any]:
+def waiting(at: float, collective: str = "all_reduce", line: int = 4, **changes: Any) -> Position:
     return answer(at, collective, line, 1, **changes)
 
 
@@ -56,8 +58,8 @@ class Cell:
             **options,
         )
 
-    def _ask(self, ranks: Sequence[int], question: str, arguments: dict[str, Any]) -> None:
-        assert (question, arguments) == ("progress", {"serial": 1})
+    def _ask(self, ranks: Sequence[int], question: Question[Any], handler: Any = None) -> None:
+        assert question == GetPosition(1)
         self.asked.append((self.now, list(ranks)))
         self.late += ranks
 
@@ -227,8 +229,8 @@ def test_nor_is_a_long_message_between_two_ranks() -> None:
 def test_a_loop_of_collectives_moves_although_it_is_always_seen_in_the_same_place() -> None:
     cell = cell_waiting_for_rank_0()
 
-    def looping(at: float) -> dict[str, Any]:
-        return waiting(at, groups={"0": [WORLD, [int(at * 100)], False]})
+    def looping(at: float) -> Position:
+        return waiting(at, groups={"0": GroupState(WORLD, [int(at * 100)], cut=False)})
 
     cell.does |= dict.fromkeys([1, 2, 3], looping)
     cell.run(60)
@@ -326,7 +328,7 @@ def test_a_dead_rank_is_forgotten() -> None:
 
 def test_a_question_that_a_rank_can_t_answer_does_no_harm() -> None:
     cell = cell_waiting_for_rank_0()
-    cell.does[0] = lambda at: {"error": "AttributeError: torch has changed"}
+    cell.does[0] = lambda at: NoAnswer("AttributeError: torch has changed")
     cell.run(6)
     assert cell.line.startswith("ranks 1-3 wait in all_reduce")
 

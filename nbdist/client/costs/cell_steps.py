@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.client.magics.magic_line import table
@@ -20,6 +19,7 @@ from nbdist.errors import NbdistError
 from nbdist.metrics import units
 from nbdist.metrics.node.sample import StepSample
 from nbdist.ranks import describe_ranks
+from nbdist.wire.knowing import GetLap, Lap
 
 HERE = -1  # the notebook's own process, among ranks
 _ANSWER_LIMIT = 1.0  # seconds
@@ -92,11 +92,14 @@ class CellSteps:
         if not self.shown:
             return ""
         asked = [rank for rank in ranks if rank in session.living()]
-        answers: Mapping[int, Any] = {}
+        answered: set[int] = set()
+        found: dict[int, StepSample] = {}
         with contextlib.suppress(NbdistError):
-            answers = session.traffic.ask(asked, "steps", timeout=_ANSWER_LIMIT)
-        found = {rank: msgspec.convert(data, StepSample) for rank, data in answers.items() if "steps" in data}
-        return render(found, missing=[rank for rank in ranks if rank not in answers])
+            for rank, answer in session.traffic.ask(asked, GetLap(), timeout=_ANSWER_LIMIT).items():
+                answered.add(rank)
+                if isinstance(answer, Lap) and answer.steps is not None:
+                    found[rank] = answer.steps
+        return render(found, missing=[rank for rank in ranks if rank not in answered])
 
     # --- the notebook's own process
 

@@ -13,8 +13,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import msgspec
 
@@ -27,7 +27,10 @@ from nbdist.errors import UsageError
 from nbdist.metrics.node import device
 from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, gpu_of
 from nbdist.metrics.node.sampler import FASTEST, Sampler
-from nbdist.protocol import Died, Look, RankInfo, Watch
+from nbdist.wire.knowing import GetMetrics, Metrics
+from nbdist.wire.life import Died, RankInfo
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.questions import Look, WatchNodes
 
 SLOWEST = 60.0  # seconds
 _ANSWER_LIMIT = 0.5  # seconds that ranks have to answer; one that does not is in a call that keeps Python from it
@@ -169,7 +172,7 @@ class Monitor:
         self._node_known.clear()
         if session is not None:
             session.traffic.on_look = self._on_look
-            session.traffic.send(Watch(period))
+            session.traffic.send(WatchNodes(period))
             if period:
                 self._node_known.wait(_NODE_LIMIT)
         elif self._own_process is not None:
@@ -205,7 +208,7 @@ class Monitor:
         if session is None:
             return None
         living = session.living()
-        answers = session.traffic.ask(living, "metrics", timeout=_ANSWER_LIMIT)
+        answers = session.traffic.ask(living, GetMetrics(), timeout=_ANSWER_LIMIT)
         running = session.traffic.running(living)
         nodes = list(self._nodes.values())
         ranks = [
@@ -225,18 +228,18 @@ class Monitor:
         return msgspec.structs.replace(rank, node=self._places.get(rank.rank, likely))
 
 
-def _looked_at(info: RankInfo, answer: Mapping[str, Any] | None, task: Task | None, died: Died | None) -> RankSample:
+def _looked_at(info: RankInfo, answer: Metrics | NoAnswer | None, task: Task | None, died: Died | None) -> RankSample:
     """A rank by all that is known of it: what it has told, what it runs, how it died."""
     found = RankSample(rank=info.rank, pid=info.pid, device=info.device)
     if died is not None:
         return msgspec.structs.replace(found, state="dead", doing=describe_death(died))
     if answer is None:
         found = msgspec.structs.replace(found, why="it has not answered: a call keeps its Python from it")
-    elif "error" in answer:
-        found = msgspec.structs.replace(found, why=str(answer["error"]))
+    elif isinstance(answer, NoAnswer):
+        found = msgspec.structs.replace(found, why=answer.why)
     else:
-        found = msgspec.convert(answer, RankSample)
-        found = msgspec.structs.replace(found, device=found.device if found.gpu else info.device)
+        sample = answer.sample
+        found = msgspec.structs.replace(sample, device=sample.device if sample.gpu else info.device)
     if task is None:
         return found
     if (wait := task.waits.get(info.rank)) is not None:

@@ -17,6 +17,7 @@ from nbdist.client.magics.magic_line import MagicParser
 from nbdist.client.session.session import Session, get_session
 from nbdist.errors import SessionClosed
 from nbdist.ranks import parse_ranks
+from nbdist.wire.knowing import Complete, Completions, Inspect, Inspection
 
 _PATIENCE = 0.15  # seconds that a rank may take to answer
 _KIND = "nbdist"
@@ -168,12 +169,10 @@ def _complete_on_ranks(session: Session, code: str, start: int, ranks: str | Non
     chosen = _chosen(session, ranks)
     idle = next((rank for rank in chosen if not session.traffic.running([rank])), None)
     if idle is not None:
-        asked = {"code": code, "position": len(code)}
-        answer = session.traffic.ask([idle], "complete", asked, timeout=_PATIENCE).get(idle, {})
-        if "matches" in answer:
+        answer = session.traffic.ask([idle], Complete(code, len(code)), timeout=_PATIENCE).get(idle)
+        if isinstance(answer, Completions):
             return [
-                Completion(start + first, start + last, text, type=kind)
-                for text, kind, first, last in answer["matches"]
+                Completion(start + item.start, start + item.end, item.text, type=item.kind) for item in answer.matches
             ]
     fragment = _last_name(code)
     if code[: len(code) - len(fragment)].endswith("."):
@@ -201,11 +200,9 @@ def _inspect(name: str, detail: int) -> dict[str, Any] | None:
     for rank in session.living():
         if session.traffic.running([rank]) or root not in session.traffic.names.get(rank, []):
             continue
-        answer = session.traffic.ask([rank], "inspect", {"name": name, "detail": detail}, timeout=_PATIENCE).get(
-            rank, {}
-        )
-        if answer:
-            return answer.get("data") if answer.get("found") else None
+        answer = session.traffic.ask([rank], Inspect(name, detail), timeout=_PATIENCE).get(rank)
+        if answer is not None:
+            return answer.bundle if isinstance(answer, Inspection) else None
     text = f"{root} lives on ranks, which are busy: its documentation is there when they are done"
     return {"text/plain": text, "text/html": f"<pre>{text}</pre>"}
 

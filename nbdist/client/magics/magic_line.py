@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nbdist.errors import UsageError
-from nbdist.protocol import LONGEST
 from nbdist.ranks import parse_ranks
+from nbdist.wire.message import LONGEST
 
 _QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(?P<comment>\#)""")
 

@@ -15,7 +15,7 @@ from nbdist.plan import PLAN_VARIABLE, Plan
 from nbdist.planning.follow import follow
 from nbdist.planning.rules import with_parts_dropped
 from nbdist.planning.variables import NAMES
-from nbdist.protocol import StartOptions
+from nbdist.wire.life import StartOptions
 
 if TYPE_CHECKING:
     from nbdist.client.session.session import Session

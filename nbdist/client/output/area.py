@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from nbdist.client.output.page import Shown, Text
-from nbdist.protocol import Display
 from nbdist.ranks import format_ranks, parse_ranks
+from nbdist.wire.output import Display
 
 _LIMIT = 1_000_000  # characters kept; what is older goes with the next clear_output of any rank
 _PREFIX = re.compile(r"\[([0-9,-]+)\] ")

@@ -13,8 +13,8 @@ from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import Shown, Text
 from nbdist.client.output.publisher import Kind, Publisher, can_update
 from nbdist.client.session.results import Decoders
-from nbdist.protocol import STDERR, STDOUT, Display, Output
 from nbdist.ranks import format_ranks
+from nbdist.wire.output import STDERR, STDOUT, Display, Output
 
 _RESULTS_WAIT = 0.2  # seconds that the first last value waits for the others'
 

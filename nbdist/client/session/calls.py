@@ -11,7 +11,7 @@ import msgspec
 
 from nbdist import transfer
 from nbdist.errors import TransferError
-from nbdist.protocol import Reply
+from nbdist.wire.cells import Reply
 
 _SOURCES_LIMIT = 1 << 20  # characters of cells that go along
 

@@ -22,9 +22,11 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from nbdist.client.session.interruption import HEED
 from nbdist.errors import SessionBroken
-from nbdist.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
 from nbdist.processes import describe_exit, python_command
-from nbdist.protocol import Broken, Message, Shutdown, decode, encode
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
+from nbdist.wire.life import Broken, Shutdown
+from nbdist.wire.message import Message
 
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 _END_LIMIT = 3.0

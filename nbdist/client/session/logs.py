@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from nbdist.client.magics.magic_line import size
 from nbdist.client.session.results import CellResult, Decoders
 from nbdist.errors import UsageError
-from nbdist.protocol import LogPart
+from nbdist.wire.output import LogPart
 
 Ask = Callable[..., LogPart]
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from nbdist.errors import RankDied, RankError, RankFailure, RankTimeout
 from nbdist.processes import describe_exit
-from nbdist.protocol import Died, Reply
 from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.wire.cells import Reply
+from nbdist.wire.life import Died
 
 _PLACE = re.compile(r"Cell In\[(\d+)\], line (\d+)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

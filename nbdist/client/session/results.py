@@ -9,8 +9,8 @@ from typing import Any
 
 from nbdist.client.magics.magic_line import size
 from nbdist.errors import RankFailure
-from nbdist.protocol import STDERR, STDOUT
 from nbdist.ranks import format_ranks
+from nbdist.wire.output import STDERR, STDOUT
 
 KEPT = 64 << 20  # bytes of what a rank printed that are kept here, and as many of its displays; the log has all text
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from nbdist import transfer
+from nbdist import shells, transfer
 from nbdist.client.magics.plan_verb import SessionPlan
 from nbdist.client.session import calls, interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.results import CellResult
-from nbdist.client.session.stack_report import Stack, stack_of, with_native_frames
+from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
 from nbdist.client.session.start_options import Arguments, check_seconds
 from nbdist.client.session.task import Task
 from nbdist.client.session.workers import Ranks, Workers
@@ -40,8 +40,12 @@ from nbdist.errors import (
 )
 from nbdist.metrics.allocation import memory_snapshot
 from nbdist.plan import Plan
-from nbdist.protocol import Kind
 from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.wire.cells import Kind
+from nbdist.wire.knowing import GetMemory, ProcessMemory
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.questions import RankStatus
+from nbdist.wire.stopping import GetStack, ThreadStack
 
 _STACK_LIMIT = 1.0
 
@@ -371,10 +375,10 @@ class Session(Workers):
     def status(self) -> list[dict[str, Any]]:
         """What every rank is, has and does: rank, pid, device, state, generation, memory (bytes), doing."""
         self._check_open()
-        known = self.traffic.ask_controller("status")["ranks"]
+        known = self.traffic.status()
         living = self.living()
-        memory = self.traffic.ask(living, "memory", timeout=1.0)
-        stacks = self.traffic.ask(living, "stack", timeout=1.0)
+        memory = self.traffic.ask(living, GetMemory(), timeout=1.0)
+        stacks = self.traffic.ask(living, GetStack(), timeout=1.0)
         running = self.traffic.running(living)
         return [_status_row(row, self.generation, memory, stacks, running) for row in known]
 
@@ -396,7 +400,7 @@ class Session(Workers):
     def look_at_stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
         """Like `stacks`, but with what `stacks.render` needs to group them."""
         chosen = self._choose(self.living() if ranks is None else ranks)
-        answers = self.traffic.ask(chosen, "stack", timeout=_STACK_LIMIT)
+        answers = self.traffic.ask(chosen, GetStack(), timeout=_STACK_LIMIT)
         cells = {rank: task.describe() for rank, task in self.traffic.running(chosen).items()}
         found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
         if native:
@@ -446,7 +450,7 @@ def _stop_others() -> None:
 
 def _refuse_on_ranks() -> None:
     """Each rank would have ranks of its own."""
-    if "nbdist.worker.rank" in sys.modules:
+    if shells.on_rank():
         rank = os.environ.get("RANK")
         raise UsageError(f"this is rank {rank} already: start sessions in the notebook, not on ranks")
 
@@ -489,25 +493,25 @@ def _lacks(known: Sequence[str], expression: str) -> bool:
 
 
 def _status_row(
-    row: dict[str, Any],
+    row: RankStatus,
     generation: int,
-    memory: Mapping[int, dict[str, Any]],
-    stacks: Mapping[int, dict[str, Any]],
+    memory: Mapping[int, ProcessMemory | NoAnswer],
+    stacks: Mapping[int, ThreadStack | NoAnswer],
     busy: Mapping[int, Task],
 ) -> dict[str, Any]:
-    rank = row["rank"]
-    state = "dead" if row["dead"] else "busy" if row["serial"] else "idle"
-    doing = row["dead"]
+    rank, held = row.rank, memory.get(row.rank)
+    state = "dead" if row.dead else "busy" if row.serial else "idle"
+    doing = row.dead
     if state == "busy":
         task = busy.get(rank)
-        doing = stacks.get(rank, {}).get("line") or (task.describe() if task is not None else "")
+        doing = line_of(stacks.get(rank)) or (task.describe() if task is not None else "")
     return {
         "rank": rank,
-        "pid": row["pid"],
-        "device": row["device"],
+        "pid": row.pid,
+        "device": row.device,
         "state": state,
         "generation": generation,
-        "memory": memory.get(rank, {}).get("private"),
-        "device_memory": memory.get(rank, {}).get("reserved"),
+        "memory": held.private if isinstance(held, ProcessMemory) else None,
+        "device_memory": held.reserved if isinstance(held, ProcessMemory) else None,
         "doing": doing,
     }

@@ -17,6 +17,8 @@ from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.stopping import ThreadStack
 
 _WIDEST = 120  # characters: the names of C++ templates run to thousands
 IDLE = "idle"
@@ -50,8 +52,13 @@ class Stack:
         return "\n".join(self.lines) or self.note
 
 
-def stack_of(answer: Mapping[str, Any] | None, cell: str) -> Stack:
-    """What a rank has answered to "stack".
+def line_of(answer: ThreadStack | NoAnswer | None) -> str:
+    """Where a rank is, in words; "" if that is not known, or it runs nothing."""
+    return answer.line if isinstance(answer, ThreadStack) else ""
+
+
+def stack_of(answer: ThreadStack | NoAnswer | None, cell: str) -> Stack:
+    """What a rank has answered when it was asked for its stack.
 
     Args:
         answer: None: it has not.
@@ -59,10 +66,10 @@ def stack_of(answer: Mapping[str, Any] | None, cell: str) -> Stack:
     """
     if answer is None:
         return Stack(cell=cell, note="in a call that does not let Python answer; `--native` shows it")
-    if not answer.get("running"):
+    if isinstance(answer, NoAnswer) or not answer.running:
         return Stack(note=IDLE)
-    lines = tuple(answer["stack"].splitlines())
-    return Stack(lines, cell, answer["collective"], answer["still"], "" if lines else "at work for nbdist")
+    lines = tuple(answer.stack.splitlines())
+    return Stack(lines, cell, answer.collective, answer.still, "" if lines else "at work for nbdist")
 
 
 def render(stacks: Mapping[int, Stack]) -> str:

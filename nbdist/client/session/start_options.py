@@ -14,7 +14,8 @@ from pathlib import Path
 from nbdist.client.magics.magic_line import names
 from nbdist.devices import nccl_variables, visible_gpus
 from nbdist.errors import UsageError
-from nbdist.protocol import LONGEST, PATIENCE_VARIABLE, StartOptions
+from nbdist.wire.life import PATIENCE_VARIABLE, StartOptions
+from nbdist.wire.message import LONGEST
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL, from 2.30 on, takes several ranks on one GPU

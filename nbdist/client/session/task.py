@@ -19,23 +19,16 @@ from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.session import interruption, report
 from nbdist.client.session.results import CellResult
+from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
-from nbdist.protocol import (
-    Broken,
-    Died,
-    Display,
-    Interrupt,
-    Message,
-    Notice,
-    Output,
-    Recovered,
-    Remark,
-    Reply,
-    Returned,
-    WidgetMessage,
-)
 from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import Interrupt, Recovered, Remark, Reply, Returned
+from nbdist.wire.life import Broken, Died
+from nbdist.wire.message import Message
+from nbdist.wire.output import Display, Notice, Output, WidgetMessage
+from nbdist.wire.question import A, NoAnswer, Question
+from nbdist.wire.stopping import GetStack
 
 _EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or another rank's failure, until it is explained
 # A death is an error on screen within 0.5 s: the time that survivors have to stop, and then to say where they are.
@@ -63,7 +56,7 @@ class Carrier(Protocol):
     def send(self, message: Message) -> None:
         """Send a message to the ranks."""
 
-    def ask(self, ranks: Sequence[int], question: str, *, timeout: float) -> dict[int, dict[str, Any]]:
+    def ask(self, ranks: Sequence[int], question: Question[A], *, timeout: float) -> dict[int, A | NoAnswer]:
         """What the ranks have answered within `timeout` seconds."""
 
     def pay(self, rank: int, size: int) -> None:
@@ -441,8 +434,8 @@ class Task:
         )
 
     def _lines(self, limit: float = 0.3) -> dict[int, str]:
-        answers = self._traffic.ask(sorted(self._left), "stack", timeout=limit)
-        return {rank: answer.get("line", "") for rank, answer in answers.items()}
+        answers = self._traffic.ask(sorted(self._left), GetStack(), timeout=limit)
+        return {rank: line_of(answer) for rank, answer in answers.items()}
 
     def _running(self) -> str:
         if self._launch:

@@ -12,36 +12,26 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from nbdist.client.session.answers import gather
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.task import Task
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import SessionBroken, SessionError
-from nbdist.protocol import (
-    OUTPUT_CREDIT,
-    Answer,
-    Ask,
-    AskController,
-    Broken,
-    Credit,
-    Died,
-    Display,
-    LogPart,
-    Look,
-    Message,
-    Notice,
-    Output,
-    ReadLog,
-    Recovered,
-    Remark,
-    Reply,
-    WidgetMessage,
-)
+from nbdist.wire.cells import Recovered, Remark, Reply
+from nbdist.wire.knowing import Release
+from nbdist.wire.life import Broken, Died
+from nbdist.wire.message import Message
+from nbdist.wire.output import OUTPUT_CREDIT, Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
+from nbdist.wire.question import A, NoAnswer, Question
+from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, ask
 
 _ANSWER_LIMIT = 5.0
 _LATE_LIMIT = 1.0  # seconds that the page has to take the last of what came late
+
+_Told = TypeVar("_Told", LogPart, Status)
 
 
 class Traffic:
@@ -69,7 +59,7 @@ class Traffic:
         self._connection: Connection | None = None
         self._requests = itertools.count(1)
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
-        self._log_parts: dict[int, queue.SimpleQueue[LogPart]] = {}
+        self._told: dict[int, queue.SimpleQueue[LogPart | Status]] = {}  # by the controller itself
         self._running: dict[int, Task] = {}
         self._latest: dict[int, Task] = {}
         self._untold: list[Notice] = []
@@ -158,9 +148,7 @@ class Traffic:
         if item.size:
             self.send(Credit(item.rank, item.size, items=True))
 
-    def ask(
-        self, ranks: Sequence[int], question: str, arguments: dict[str, Any] | None = None, *, timeout: float
-    ) -> dict[int, dict[str, Any]]:
+    def ask(self, ranks: Sequence[int], question: Question[A], *, timeout: float) -> dict[int, A | NoAnswer]:
         """Ask the control threads of ranks.
 
         Args:
@@ -170,21 +158,25 @@ class Traffic:
             The answers that came, by rank.
         """
         request = next(self._requests)
-        return self._ask(Ask(request, list(ranks), question, arguments or {}), len(ranks), timeout)
+        answers = self._answers[request] = queue.SimpleQueue()
+        try:
+            self.send(ask(request, ranks, question))
+            return gather(answers, request, question, len(ranks), timeout)
+        finally:
+            del self._answers[request]
 
-    def ask_controller(self, question: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Ask the controller.
+    def status(self) -> list[RankStatus]:
+        """What the controller knows of the ranks.
 
         Raises:
             SessionBroken: It does not answer.
         """
-        request = next(self._requests)
-        answers = self._ask(AskController(request, question, arguments or {}), 1, _ANSWER_LIMIT)
-        if not answers:
+        answer = self._ask_controller(GetStatus(next(self._requests)), Status)
+        if answer is None:
             raise SessionBroken(
                 "the session's controller does not answer: `%distributed restart`, or `stop` and `start`"
             )
-        return answers[-1]
+        return answer.ranks
 
     def read_log(self, **question: Any) -> LogPart:
         """Some of what was printed; the arguments are the fields of a ReadLog.
@@ -192,33 +184,25 @@ class Traffic:
         Raises:
             SessionError: It does not answer.
         """
-        request = next(self._requests)
-        parts = self._log_parts[request] = queue.SimpleQueue()
-        try:
-            self.send(ReadLog(request, **question))
-            return parts.get(timeout=_ANSWER_LIMIT)
-        except queue.Empty:
+        part = self._ask_controller(ReadLog(next(self._requests), **question), LogPart)
+        if part is None:
             raise SessionError(
                 f"the output log has not answered for {_ANSWER_LIMIT:.0f} s: its disk may hang. "
                 "Type `%distributed logs` to try again; the ranks are not affected."
-            ) from None
-        finally:
-            del self._log_parts[request]
+            )
+        return part
 
-    def _ask(self, message: Ask | AskController, count: int, timeout: float) -> dict[int, dict[str, Any]]:
-        answers = self._answers[message.request] = queue.SimpleQueue()
-        deadline = time.monotonic() + timeout
-        gathered: dict[int, dict[str, Any]] = {}
+    def _ask_controller(self, message: GetStatus | ReadLog, kind: type[_Told]) -> _Told | None:
+        """What it answers; None: it does not."""
+        told = self._told[message.request] = queue.SimpleQueue()
         try:
             self.send(message)
-            while len(gathered) < count:
-                answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-                gathered[answer.rank] = answer.data
+            answer = told.get(timeout=_ANSWER_LIMIT)
+            return answer if isinstance(answer, kind) else None
         except queue.Empty:
-            pass
+            return None
         finally:
-            del self._answers[message.request]
-        return gathered
+            del self._told[message.request]
 
     # --- from the ranks, in the listening thread
 
@@ -232,9 +216,9 @@ class Traffic:
         elif isinstance(message, Answer):
             if (answers := self._answers.get(message.request)) is not None:
                 answers.put(message)
-        elif isinstance(message, LogPart):
-            if (parts := self._log_parts.get(message.request)) is not None:
-                parts.put(message)
+        elif isinstance(message, (LogPart, Status)):
+            if (told := self._told.get(message.request)) is not None:
+                told.put(message)
         elif isinstance(message, Notice):
             self.notify(message)
         elif isinstance(message, (Remark, Recovered)):
@@ -281,7 +265,7 @@ class Traffic:
         if message.names is not None:
             self.names[message.rank] = message.names
         if not task.put(message) and message.payload:  # nobody waits any more for what the rank has packed
-            self.send(Ask(0, [message.rank], "release", {"serial": message.serial}))
+            self.send(Ask(0, [message.rank], Release(message.serial)))
 
     def _rank_died(self, message: Died) -> None:
         with self._lock:

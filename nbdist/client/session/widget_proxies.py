@@ -6,7 +6,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from nbdist.protocol import Message, WidgetMessage
+from nbdist.wire.message import Message
+from nbdist.wire.output import WidgetMessage
 
 
 class WidgetProxies:

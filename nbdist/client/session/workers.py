@@ -24,29 +24,20 @@ from nbdist.client.magics.magic_line import ranks_among
 from nbdist.client.session import calls, interruption
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
+from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.start_options import check_seconds
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.devices import unusable_gpus
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
-from nbdist.protocol import (
-    Ask,
-    Broken,
-    Execute,
-    Kind,
-    Message,
-    Notice,
-    Progress,
-    RankInfo,
-    Reply,
-    Start,
-    Started,
-    StartFailed,
-    StartOptions,
-    Stop,
-    Stopped,
-)
 from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.wire.cells import Execute, Kind, Reply
+from nbdist.wire.knowing import Release
+from nbdist.wire.life import Broken, Progress, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
+from nbdist.wire.message import Message
+from nbdist.wire.output import Notice
+from nbdist.wire.questions import Ask
+from nbdist.wire.stopping import GetStack
 
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
@@ -398,9 +389,9 @@ class Workers:
     def _busy(self, others: Mapping[int, Task]) -> SessionBusy:
         """The error that says what these ranks run, and where they are."""
         ranks = sorted(others)
-        lines = self.traffic.ask(ranks, "stack", timeout=0.3)
+        lines = self.traffic.ask(ranks, GetStack(), timeout=0.3)
         where = [
-            f"\n  rank {rank}: {lines.get(rank, {}).get('line') or 'in a call that does not let Python answer'}"
+            f"\n  rank {rank}: {line_of(lines.get(rank)) or 'in a call that does not let Python answer'}"
             for rank in ranks
         ]
         return SessionBusy(
@@ -427,7 +418,7 @@ class Workers:
 
     def _release(self, task: Task) -> None:
         """Ranks let go of what they have packed for a task."""
-        self.traffic.send(Ask(0, task.ranks, "release", {"serial": task.serial}))
+        self.traffic.send(Ask(0, task.ranks, Release(task.serial)))
 
 
 def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:

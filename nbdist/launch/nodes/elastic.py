@@ -37,8 +37,9 @@ from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.nodes.node_agents import NOWHERE, STORE_ERRORS, Left, News, Nodes, Waiting
 from nbdist.launch.nodes.rendezvous import rendezvous
 from nbdist.launch.request import Request
-from nbdist.protocol import Notice, Place
 from nbdist.ranks import describe_ranks
+from nbdist.wire.life import Place
+from nbdist.wire.output import Notice
 
 _LEAVE_LIMIT = 4.0  # seconds that torch has to notice that the launch is over
 _CAUSE_LIMIT = 2.0  # seconds that another node has to tell why a rank here has lost its connection

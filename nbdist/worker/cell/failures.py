@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbdist.errors import NbdistError, TransferError
-from nbdist.protocol import Failure
 from nbdist.shells import chain
+from nbdist.wire.cells import Failure, FailureKind
 from nbdist.worker.cell import lost_context
 from nbdist.worker.recovery.step_stop import StepStop
 
@@ -64,7 +64,7 @@ def answered_by_exit(error: BaseException) -> KeyboardInterrupt | None:
     return next((part for part in chain(error) if isinstance(part, KeyboardInterrupt)), None)
 
 
-def _kind(error: BaseException) -> str:
+def _kind(error: BaseException) -> FailureKind:
     if isinstance(error, StepStop):
         return "stopped"
     if isinstance(error, KeyboardInterrupt):

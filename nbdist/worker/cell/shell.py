@@ -32,7 +32,7 @@ from traitlets.config import Config
 from nbdist import shells
 from nbdist.errors import InteractionError, NbdistError, UsageError
 from nbdist.metrics.allocation import oom
-from nbdist.protocol import Failure
+from nbdist.wire.cells import Failure
 from nbdist.worker.cell import failures
 from nbdist.worker.cell.interrupts import CellLoop, run_command
 from nbdist.worker.cell.launched import is_plain_exit

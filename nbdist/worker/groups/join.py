@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from nbdist.protocol import Place, RankSetup, StartOptions
+from nbdist.wire.life import Place, StartOptions
+from nbdist.wire.processes import RankSetup
 from nbdist.worker.groups.gpu_defaults import gpu_defaults
 
 _LOOPBACK = "lo"

@@ -1,6 +1,6 @@
 """The process groups of a rank that lives on: where they stand, how a stuck one is freed, how a broken one is renewed.
 
-The module for private parts of torch.distributed; each is probed when used. Knows nothing of cells, models or the wire.
+The module for private parts of torch.distributed; each is probed when used. Knows nothing of cells, models or sockets.
 
 An interrupt between two collectives leaves ranks a collective apart, and then sums are silently wrong. So ranks compare
 how many collectives each has entered, and a group that is out of step gets a new backend inside the living ProcessGroup
@@ -29,6 +29,7 @@ from typing import Any
 
 from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
 from nbdist.worker.groups import descriptors
 from nbdist.worker.groups.flight_record import Record
@@ -180,15 +181,11 @@ class Collectives:
         for name, group in living.items():
             self._groups.setdefault(name, _Group()).entered = _entered(group)
 
-    def state(self, *, current: bool) -> dict[str, Any]:
-        """Where this rank stands in every group. From any thread.
+    def groups(self, *, current: bool) -> dict[str, GroupState]:
+        """Where this rank stands in every group, by name. From any thread.
 
         Args:
             current: Whether the cell in question is the one that began last; else nothing was entered in it.
-
-        Returns:
-            "groups": by name, members (global ranks), collectives entered since the cell began (by backend), and
-            whether it is broken. "count": how many groups have been numbered.
         """
         groups = {}
         for name, group in _living().items():
@@ -196,20 +193,20 @@ class Collectives:
             now = _entered(group)
             before = known.entered if len(known.entered) == len(now) else (0,) * len(now)
             delta = [late - early for late, early in zip(now, before, strict=True)] if current else [0] * len(now)
-            groups[name] = [_members(group), delta, name in self._cut]
-        world = _world()
-        return {
-            "groups": groups,
-            "count": getattr(world, "group_count", 0) if world is not None else 0,
-        }
+            groups[name] = GroupState(_members(group), delta, name in self._cut)
+        return groups
+
+    @property
+    def numbered(self) -> int:
+        """How many groups torch has numbered."""
+        return int(getattr(_world(), "group_count", 0))
 
     # --- freeing a stuck rank
 
-    def cut(self) -> list[str]:
+    def cut(self) -> None:
         """Free the main thread from whatever collective, or making of a group, it waits in. From any thread.
 
-        Returns:
-            The names of the groups that can't be used any more until they are renewed.
+        Groups that it has used can't be used any more until they are renewed.
         """
         names = [name for name, group in _living().items() if self._abort(name, group)]
         for creation in list(self._creating):
@@ -219,7 +216,6 @@ class Collectives:
         if self.creating:
             self._cut_store()
         self._cut |= set(names)
-        return names
 
     def _abort(self, name: str, group: Any, *, limit: timedelta = timedelta(0)) -> bool:
         """Abort a group. Returns whether there was something to abort; it may be under way after the limit still."""
@@ -367,11 +363,11 @@ class Collectives:
                 self._groups.setdefault(name, _Group()).unusable = why
                 self._abort(name, group, limit=_RENEWAL_LIMIT)
 
-    def forbid(self, groups: Sequence[str] | None) -> dict[str, Any]:
+    def forbid(self, groups: Sequence[str] | None) -> dict[str, list[int]]:
         """These groups (None: all) may be out of step: using them raises until they are renewed. From any thread.
 
         Returns:
-            "groups": their members (global ranks), by name.
+            Their members (global ranks), by name.
         """
         found = {}
         for name, group in _living().items():
@@ -385,7 +381,7 @@ class Collectives:
                     "cell that starts while all of them are idle; `%distributed status` shows what they run"
                 )
                 self._abort(name, group)
-        return {"groups": found}
+        return found
 
     @property
     def is_cut(self) -> bool:

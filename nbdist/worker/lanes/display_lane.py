@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from nbdist.protocol import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, WidgetMessage, decode, encode
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.output import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, ItemKind, WidgetMessage
 from nbdist.worker.lanes.streams import write_all
 
 
@@ -42,7 +43,7 @@ class DisplayLane:
 
     def show(
         self,
-        kind: str,
+        kind: ItemKind,
         data: dict[str, Any],
         metadata: dict[str, Any],
         display_id: str = "",

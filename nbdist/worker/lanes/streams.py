@@ -19,7 +19,7 @@ import time
 import traceback
 from typing import Any
 
-from nbdist.protocol import STDERR, STDOUT
+from nbdist.wire.output import STDERR, STDOUT
 
 _libc = ctypes.CDLL(None)
 _LINE_BUFFERED = 1  # _IOLBF of <stdio.h> on Linux

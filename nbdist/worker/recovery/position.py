@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
+from nbdist.wire.stopping import GetPosition, GetStack, GroupState, Position, ThreadStack
 from nbdist.worker.cell import stacks
 from nbdist.worker.cell.interrupts import InterruptGate
 from nbdist.worker.groups.flight_record import Unfinished
@@ -19,6 +20,14 @@ from nbdist.worker.groups.process_groups import Collectives
 
 _BUSY = 0.2  # of a core: a main thread that uses more is computing, not waiting
 _MAKING = ("init_process_group", "new_group", "split_group", "new_subgroups")
+
+
+class _Wait(NamedTuple):
+    """What the main thread may wait in; the names are those of a Position."""
+
+    collective: str
+    members: list[int] | None
+    group: str = ""
 
 
 class Progress:
@@ -49,67 +58,45 @@ class Progress:
         where, unfinished = self._marked
         return where == self._where() and any(unfinished.get(name) == at for name, at in self._unfinished().items())
 
-    def look(self, serial: int) -> dict[str, Any]:
-        """Where the main thread is in the cell.
-
-        Returns:
-            "running": the cell, 0 when it has ended. "at": when this was so, in seconds. "position": changes when the
-            thread moves. "cpu": seconds it has used or waited for. "collective": what of torch.distributed it is in, ""
-            for nothing. "members": the ranks that have to take part in that; None: all; empty: not known. "group": in
-            which group, "" where that is not known. "place", "line": its place, in words, without and with the code
-            there. "groups": as `Collectives.state` has them. "unfinished": as `Record` has it. "meeting": whether
-            "collective" is one of nbdist's own functions, which all ranks of the cell have to call.
-        """
+    def look(self, question: GetPosition) -> Position:
+        """Where the main thread is in the cell. In the control thread."""
         frame, running = self._frame(), self._gate.running
         # The numbers of a rank that has gone on to another cell can't be compared.
-        groups = self._collectives.state(current=True)["groups"] if running in (0, serial) else {}
-        found: dict[str, Any] = {
-            "running": 0,
-            "at": time.monotonic(),
-            "position": "",
-            "cpu": 0.0,
-            "collective": "",
-            "members": [],
-            "group": "",
-            "place": "",
-            "line": "",
-            "groups": groups,
-            "unfinished": {},
-            "meeting": False,
-        }
-        if frame is None or running != serial:
-            return found
+        groups = self._collectives.groups(current=True) if running in (0, question.serial) else {}
+        if frame is None or running != question.serial:
+            return Position(0, time.monotonic(), groups=groups)
         self._note(frame)
         call = stacks.torch_call(frame)
         unfinished = self._unfinished()
-        return found | {
-            "running": serial,
-            "position": _position(call.frame if call.frame is not None and call.meeting else frame),
-            "cpu": _cpu_seconds(),
-            "place": stacks.place(frame),
-            "line": stacks.describe(frame),
-            "unfinished": unfinished,
-            **self._collective(frame, call, groups, unfinished),
-        }
+        wait = self._wait(frame, call, groups, unfinished)
+        return Position(
+            running=running,
+            at=time.monotonic(),
+            position=_position(call.frame if call.frame is not None and call.meeting else frame),
+            cpu=_cpu_seconds(),
+            collective=wait.collective,
+            members=wait.members,
+            group=wait.group,
+            place=stacks.place(frame),
+            line=stacks.describe(frame),
+            groups=groups,
+            unfinished=unfinished,
+            meeting=call.meeting,
+        )
 
-    def stack(self) -> dict[str, Any]:
-        """The main thread's stack.
-
-        Returns:
-            "running": the cell, 0 for none. "line": its place in words. "stack": a line for each call.
-            "collective": as `look` has it. "still": seconds since it was first seen exactly there.
-        """
+    def stack(self, question: GetStack) -> ThreadStack:
+        """The main thread's stack. In the control thread."""
         frame, running = self._frame(), self._gate.running
         if frame is None or not running:
-            return {"running": 0, "line": "", "stack": "", "collective": "", "still": 0.0}
+            return ThreadStack()
         self._note(frame)
-        return {
-            "running": running,
-            "line": stacks.describe(frame),
-            "stack": stacks.render(frame),
-            "collective": self._collective(frame, stacks.torch_call(frame), {}, self._unfinished())["collective"],
-            "still": time.monotonic() - self._seen_at,
-        }
+        return ThreadStack(
+            running=running,
+            line=stacks.describe(frame),
+            stack=stacks.render(frame),
+            collective=self._wait(frame, stacks.torch_call(frame), {}, self._unfinished()).collective,
+            still=time.monotonic() - self._seen_at,
+        )
 
     def in_meeting(self) -> bool:
         """Whether the main thread waits in one of nbdist's own functions for other ranks to call it, too."""
@@ -121,7 +108,7 @@ class Progress:
 
     def _note(self, frame: FrameType) -> None:
         """Remember since when the main thread has been seen where it is."""
-        entered = [group[:2] for group in self._collectives.state(current=True)["groups"].values()]
+        entered = [(group.members, group.entered) for group in self._collectives.groups(current=True).values()]
         seen = (self._gate.running, _position(frame), entered)
         if seen != self._seen:
             self._seen, self._seen_at = seen, time.monotonic()
@@ -133,24 +120,24 @@ class Progress:
     def _unfinished(self) -> Unfinished:
         return self._collectives.record.unfinished() or {}
 
-    def _collective(
-        self, frame: FrameType, call: stacks.Call, groups: dict[str, Any], unfinished: Unfinished
-    ) -> dict[str, Any]:
+    def _wait(
+        self, frame: FrameType, call: stacks.Call, groups: dict[str, GroupState], unfinished: Unfinished
+    ) -> _Wait:
         if call.meeting:
-            return {"collective": call.name, "members": None, "meeting": True}
+            return _Wait(call.name, None)
         if call.name.startswith(_MAKING):
-            return {"collective": call.name, "members": _makers(call.frame)}
+            return _Wait(call.name, _makers(call.frame))
         if call.frame is None and self._collectives.creating:
-            return {"collective": call.name or "the making of a group", "members": None}
+            return _Wait(call.name or "the making of a group", None)
         if call.frame is None:
             waits = bool(unfinished) or stacks.awaits_work(frame)
-            return {"collective": call.name or ("a collective" if waits else "")}
+            return _Wait(call.name or ("a collective" if waits else ""), [])
         arguments = call.frame.f_locals
         name = self._collectives.name_of(arguments.get("group"))
         peer = arguments.get("src" if call.name.startswith("recv") else "dst")
         if call.name.startswith(("send", "recv")) and isinstance(peer, int):
-            return {"collective": call.name, "members": [peer], "group": name}
-        return {"collective": call.name, "members": groups[name][0] if name in groups else [], "group": name}
+            return _Wait(call.name, [peer], name)
+        return _Wait(call.name, groups[name].members if name in groups else [], name)
 
 
 def _makers(frame: FrameType | None) -> list[int] | None:

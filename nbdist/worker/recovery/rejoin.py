@@ -7,9 +7,24 @@ thread, and does what Recover says, on the main thread. Knows nothing of the she
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from nbdist.protocol import Failure, InOrder, RankSetup, Recover
+from nbdist.wire.cells import Failure, InOrder, Recover
+from nbdist.wire.processes import RankSetup
+from nbdist.wire.question import Done
+from nbdist.wire.stopping import (
+    Aim,
+    Arm,
+    Cut,
+    Disarm,
+    Forbid,
+    Forbidden,
+    GetPosition,
+    GetStack,
+    GetState,
+    Meet,
+    RankState,
+    Strand,
+)
 from nbdist.worker.control import ControlThread
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery import reset_models
@@ -47,18 +62,20 @@ class Recovery:
         control.on_interrupt = self._progress.mark
         control.overdue = self._steps.overdue
         control.on_overdue = self._interrupt_body
-        control.answers |= {
-            "progress": self._progress.look,
-            "stack": self._progress.stack,
-            "arm": self._steps.arm,
-            "aim": self._aim,
-            "meet": self._meet,
-            "disarm": self._disarm,
-            "cut": self._cut,
-            "strand": self._strand,
-            "state": self._state,
-            "forbid": self.collectives.forbid,
-        }
+        control.answers |= dict(
+            [
+                GetPosition.by(self._progress.look),
+                GetStack.by(self._progress.stack),
+                Arm.by(lambda question: self._steps.arm(question.serial)),
+                Aim.by(self._aim),
+                Meet.by(self._meet),
+                Disarm.by(self._disarm),
+                Cut.by(self._free),
+                Strand.by(self._strand),
+                GetState.by(self._state),
+                Forbid.by(lambda question: Forbidden(self.collectives.forbid(question.groups))),
+            ]
+        )
 
     def install(self) -> None:
         """See the groups that are made and the steps that are taken from now on."""
@@ -95,36 +112,33 @@ class Recovery:
 
     # --- stopping, in the control thread
 
-    def _aim(self, serial: int, target: int) -> dict[str, Any]:
-        self._steps.aim(serial, target)
-        return {}
+    def _aim(self, order: Aim) -> Done:
+        self._steps.aim(order.serial, order.target)
+        return Done()
 
-    def _meet(self, serial: int, target: int) -> dict[str, Any]:
-        """Interrupt the cell, but not before it has made a step that others have made."""
-        self._steps.aim(serial, target, hurry=True)
-        if self._steps.count >= target:
+    def _meet(self, order: Meet) -> Done:
+        self._steps.aim(order.serial, order.target, hurry=True)
+        if self._steps.count >= order.target:
             self._progress.mark()
-            self._control.gate.request(serial)
-        return {}
+            self._control.gate.request(order.serial)
+        return Done()
 
-    def _disarm(self, serial: int) -> dict[str, Any]:
-        self._steps.disarm(serial)
-        return {}
+    def _disarm(self, order: Disarm) -> Done:
+        self._steps.disarm(order.serial)
+        return Done()
 
-    def _cut(self, serial: int, force: bool) -> dict[str, Any]:
-        """Free the main thread from a collective."""
-        if self._control.gate.running != serial or not (force or self._progress.stands_still()):
-            return {"groups": []}
-        return {"groups": self.collectives.cut()}
+    def _free(self, order: Cut) -> Done:
+        if self._control.gate.running == order.serial and (order.force or self._progress.stands_still()):
+            self.collectives.cut()
+        return Done()
 
-    def _strand(self, serial: int, why: str) -> dict[str, Any]:
-        """The main thread waits for what can't happen any more: free it; the reason becomes its error."""
-        if self._control.gate.running == serial:
-            self.collectives.stranded = why
-            self._control.gate.request(serial)
+    def _strand(self, order: Strand) -> Done:
+        if self._control.gate.running == order.serial:
+            self.collectives.stranded = order.why
+            self._control.gate.request(order.serial)
             if not self._progress.in_meeting():
                 self.collectives.cut()
-        return {}
+        return Done()
 
     def _interrupt_body(self) -> None:
         """The body of the loop does not end: interrupt it where it is."""
@@ -141,17 +155,19 @@ class Recovery:
 
     # --- going on
 
-    def _state(self, serial: int) -> dict[str, Any]:
+    def _state(self, question: GetState) -> RankState:
         """Where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
-        current = serial == self._serial
-        if current and self._control.gate.was_asked(serial) and not self._steps.count:
+        current = question.serial == self._serial
+        if current and self._control.gate.was_asked(question.serial) and not self._steps.count:
             reset_models.begin_forwards_alike()  # with a step, the models are reset anyway
-        return self.collectives.state(current=current) | {
-            "current": current,
-            "caught": current and self._caught(),
-            "steps": self._steps.count if current else 0,
-            "stopped": self._steps.stopped if current and self._stopped_at_step() else None,
-        }
+        return RankState(
+            groups=self.collectives.groups(current=current),
+            count=self.collectives.numbered,
+            current=current,
+            caught=current and self._caught(),
+            steps=self._steps.count if current else 0,
+            stopped=self._steps.stopped if current and self._stopped_at_step() else None,
+        )
 
     def recover(self, task: Recover) -> InOrder:
         """Renew groups and reset models, together with the other ranks. On the main thread."""

@@ -1,7 +1,7 @@
 """The steps of a rank: counts those of a cell's optimizers, and stops it between two, at the end of the loop's body.
 
-Owns torch's global optimizer hooks and, while a stop is pending, the main thread's trace function. Knows nothing of the
-wire, of other ranks, or of who asks.
+Owns torch's global optimizer hooks and, while a stop is pending, the main thread's trace function. Knows nothing of
+sockets, of other ranks, or of who asks.
 
 Ranks stop after the same step without a collective: each is armed and says how many steps it has made. As an armed rank
 waits before and after its next step, none can pass the largest of these counts + 1, and that becomes everybody's
@@ -26,6 +26,8 @@ from collections import deque
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from nbdist.wire.stopping import StepsMade
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -159,14 +161,8 @@ class StepCounter:
 
     # --- the control thread
 
-    def arm(self, serial: int) -> dict[str, Any]:
-        """Let the rank wait at the end of its next step in this cell, until it is told where to stop.
-
-        Returns:
-            `count`: steps made. `stepping`: whether it is in another one. `running`: whether the cell has not ended; it
-            may not have started. `age`: seconds since the last step, or None. `median`: seconds from step to step
-            lately, or None.
-        """
+    def arm(self, serial: int) -> StepsMade:
+        """Let the rank wait at the end of its next step in this cell, until it is told where to stop."""
         request = self._requests.get(serial)
         if request is None or request.over:
             self._requests[serial] = _Request()
@@ -177,13 +173,13 @@ class StepCounter:
             self._requests.pop(serial, None)
         mine = serial == self._serial
         times = list(self._times) if mine else []
-        return {
-            "count": self.count if mine else 0,
-            "stepping": mine and self._is_stepping(),
-            "running": running,
-            "age": time.monotonic() - times[-1] if times else None,
-            "median": _median_distance(times),
-        }
+        return StepsMade(
+            count=self.count if mine else 0,
+            stepping=mine and self._is_stepping(),
+            running=running,
+            age=time.monotonic() - times[-1] if times else None,
+            median=_median_distance(times),
+        )
 
     def aim(self, serial: int, target: int, *, hurry: bool = False) -> None:
         """Let the armed cell stop after its step number `target`, when the loop's body is finished.

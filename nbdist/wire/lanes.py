@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from nbdist.protocol import VERSION, Hello, encode
+from nbdist.wire.frames import encode
+from nbdist.wire.message import VERSION, Hello
 
 CLIENT_COMMANDS = b"client.commands"
 CLIENT_EVENTS = b"client.events"

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 import zmq
 
-from nbdist.lanes import LARGEST_FRAME, Keys, Lane, connect, whole
-from nbdist.protocol import Credit, Watch, decode, encode
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.lanes import LARGEST_FRAME, Keys, Lane, connect, whole
+from nbdist.wire.output import Credit
+from nbdist.wire.questions import WatchNodes
 
 
 class Pair:
@@ -80,7 +82,9 @@ def test_parts_that_were_never_there_make_up_no_message(frames: list[bytes]) -> 
     assert [message for message in whole(frames) if message] == []
 
 
-@pytest.mark.parametrize("message", [Credit(0, -1), Watch(float("nan")), Watch(-1.0), Watch(float("inf"))])
-def test_what_is_out_of_bounds_is_refused(message: Credit | Watch) -> None:
+@pytest.mark.parametrize(
+    "message", [Credit(0, -1), WatchNodes(float("nan")), WatchNodes(-1.0), WatchNodes(float("inf"))]
+)
+def test_what_is_out_of_bounds_is_refused(message: Credit | WatchNodes) -> None:
     with pytest.raises(msgspec.ValidationError):
         decode(encode(message))

@@ -1,0 +1,35 @@
+"""The answers of several ranks to one question, as they come."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+from nbdist.wire.question import A, NoAnswer, Question
+from nbdist.wire.questions import Answer
+
+
+def gather(
+    answers: queue.SimpleQueue[Answer], request: int, question: Question[A], count: int, timeout: float
+) -> dict[int, A | NoAnswer]:
+    """Take answers until all are there, or the time is over.
+
+    Args:
+        answers: Where they come; also those that are too late for another question.
+        request: The question's number.
+        count: How many ranks were asked.
+        timeout: Seconds.
+
+    Returns:
+        Those that came, by rank.
+    """
+    deadline = time.monotonic() + timeout
+    gathered: dict[int, A | NoAnswer] = {}
+    while len(gathered) < count:
+        try:
+            answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        if answer.request == request:
+            gathered[answer.rank] = question.checked(answer.body)
+    return gathered

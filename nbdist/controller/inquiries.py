@@ -1,0 +1,74 @@
+"""Questions of the controller's own to ranks, and who has not answered them yet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from nbdist.wire.question import AnswerBody, NoAnswer, Question
+from nbdist.wire.questions import Answer, AnyAnswer, Ask
+from nbdist.wire.questions import ask as as_message
+
+A = TypeVar("A", bound=AnswerBody)
+Handler = Callable[[int, A | NoAnswer, float], None]  # rank, answer, time
+
+
+class AskRanks(Protocol):
+    """Sends a question to control threads; the handler is called with each answer. Without one nobody wants them."""
+
+    def __call__(self, ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None: ...
+
+
+@dataclass
+class _Inquiry:
+    question: Question[Any]
+    left: set[int]
+    handler: Handler[Any]
+
+
+class Inquiries:
+    """Questions to the control threads of a set of ranks.
+
+    Args:
+        send: Sends a question to a rank.
+        dead: The ranks that have died: they are asked nothing.
+    """
+
+    def __init__(self, send: Callable[[int, Ask], None], dead: Callable[[], Sequence[int]]) -> None:
+        self._send = send
+        self._dead = dead
+        self._requests = itertools.count(1)
+        self._open: dict[int, _Inquiry] = {}
+
+    def ask(self, ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None:
+        request = next(self._requests)
+        living = [rank for rank in ranks if rank not in self._dead()]
+        if handler is not None and living:
+            self._open[request] = _Inquiry(question, set(living), handler)
+        for rank in living:
+            self._send(rank, as_message(request, [rank], question, "controller"))
+
+    def answered(self, answer: Answer, now: float) -> None:
+        """A rank has answered.
+
+        Raises:
+            TypeError: Not what was asked.
+        """
+        self._take(answer.request, answer.rank, answer.body, now)
+
+    def died(self, rank: int, now: float) -> None:
+        """A rank has died: it answers no more."""
+        for request in [request for request, inquiry in self._open.items() if rank in inquiry.left]:
+            self._take(request, rank, NoAnswer("it has died"), now)
+
+    def _take(self, request: int, rank: int, body: AnyAnswer, now: float) -> None:
+        inquiry = self._open.get(request)
+        if inquiry is None or rank not in inquiry.left:
+            return
+        answer = inquiry.question.checked(body)
+        inquiry.left.discard(rank)
+        if not inquiry.left:
+            del self._open[request]
+        inquiry.handler(rank, answer, now)

@@ -1,0 +1,153 @@
+"""Work for ranks, how it is stopped, how it ended, and what was put in order after it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from nbdist.metrics.memory import MemoryUsage
+from nbdist.wire.message import Message, Seconds
+
+Kind = Literal["cell", "call", "setup", "launch", "push", "pull", "free"]  # of an Execute
+FailureKind = Literal["raised", "lost", "interrupted", "stopped"]
+Outcome = Literal["ok", "error", "interrupted"]
+
+
+class Execute(Message, frozen=True):
+    """Run something on the main thread of ranks.
+
+    kind: "cell" (code in the shell), "call" (a pickled function), "setup" (one of nbdist's own), "launch" (one that may
+    return what can't travel), "push" (a pickled dict), "pull" (an expression in `code`), "free".
+    number: the cell's number in the notebook. offset: lines of the cell above `code`.
+    grace: seconds that ranks may wait in a collective for one that has raised.
+    profile: a folder for the ranks' traces; "": nothing is profiled. The reply's payload is then the summary.
+    memory: whether the reply tells what it cost in memory.
+    """
+
+    serial: int
+    ranks: list[int]
+    kind: Kind
+    code: str
+    number: int = 0
+    offset: int = 0
+    payload: bytes = b""
+    grace: Seconds = 1.0
+    profile: str = ""
+    memory: bool = False
+
+
+class Interrupt(Message, frozen=True):
+    """Stop ranks that still run the cell `serial`. On its way to a rank: KeyboardInterrupt there.
+
+    now: without waiting for the end of a step, or for a rank to leave a collective by itself.
+    patience: seconds after which a rank that is still at it counts as stuck; None: as for cells.
+    """
+
+    serial: int
+    ranks: list[int]
+    now: bool = False
+    patience: Seconds | None = None
+
+
+class Interrupted(Message, frozen=True):
+    """An interrupt has reached the rank's own code, which may save what it has."""
+
+    rank: int
+
+
+class Returned(Message, frozen=True):
+    """Ranks on other nodes of the launch `serial` have returned: they take part in nothing any more."""
+
+    serial: int
+    ranks: list[int]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An exception on a rank, as text and, if possible, pickled. `when` is on the machine's monotonic clock.
+
+    kind: "raised", "lost" (torch lost contact with another rank), "interrupted", "stopped" (between two steps).
+    """
+
+    name: str
+    text: str
+    traceback: str
+    when: float
+    pickled: bytes | None = None
+    kind: FailureKind = "raised"
+
+
+class Reply(Message, frozen=True):
+    """A rank has finished an Execute.
+
+    grouped: whether it has its default process group, where the session is to have one.
+    """
+
+    serial: int
+    rank: int
+    status: Outcome
+    failure: Failure | None = None
+    result: str | None = None
+    payload: bytes = b""
+    names: list[str] | None = None
+    memory: MemoryUsage | None = None
+    grouped: bool = True
+
+
+class Remark(Message, frozen=True):
+    """One line for the cell `serial`, while it runs. A later one with the same `topic` takes its place.
+
+    same: it says what the last one said, with newer figures. stuck: the user may want to stop the cell. waits: what
+    ranks wait in, and for whom.
+    """
+
+    serial: int
+    text: str
+    topic: str = ""
+    same: bool = False
+    stuck: bool = False
+    waits: dict[int, str] = {}
+
+
+class Recover(Message, frozen=True):
+    """Put this rank in order after a failed cell.
+
+    generation: of the groups that are renewed. renew, stale, lost: names of groups that get a new backend, that only
+    some members have, that had a member which is dead. count: how many groups are numbered.
+    reset: whether models were caught in the middle of a step. ranks: all that are told the same.
+    regroup: whether to make the default group again, which a cell has destroyed.
+    """
+
+    serial: int
+    generation: int
+    renew: list[str]
+    stale: list[str]
+    lost: list[str]
+    dead: list[int]
+    count: int
+    reset: bool
+    ranks: list[int]
+    regroup: bool = False
+
+
+class InOrder(Message, frozen=True):
+    """A rank has done what Recover asked. `failure`: why it could not. grouped: as in Reply."""
+
+    failure: str = ""
+    gradients: bool = False
+    notes: list[str] = []
+    grouped: bool = True
+
+
+class Recovered(Message, frozen=True):
+    """What was done after the failed cell `serial`; empty text: nothing was amiss. Comes before its last reply.
+
+    generation: of the process groups from now on. step: the step after which all ranks stopped together, 0 for none.
+    seconds: that it took, from the last rank's end.
+    """
+
+    serial: int
+    generation: int
+    text: str
+    step: int
+    seconds: float

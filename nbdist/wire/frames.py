@@ -1,0 +1,106 @@
+"""The wire: every message between client, controller, agent and ranks, as a frame and back.
+
+Knows nothing of what the messages cause, nor of the connections that carry them (`nbdist.wire.lanes`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
+from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
+from nbdist.wire.message import Hello
+from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
+from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
+from nbdist.wire.system_text import as_bytes, escaped, mapped
+
+AnyMessage = (
+    Hello
+    | Start
+    | Execute
+    | Interrupt
+    | Ask
+    | GetStatus
+    | Status
+    | ReadLog
+    | Credit
+    | WidgetMessage
+    | Interrupted
+    | Returned
+    | Stop
+    | WatchNodes
+    | Look
+    | Shutdown
+    | Progress
+    | Started
+    | StartFailed
+    | Stopped
+    | Output
+    | Display
+    | Reply
+    | Died
+    | Notice
+    | Remark
+    | Recovered
+    | Broken
+    | Answer
+    | LogPart
+    | Spawn
+    | Kill
+    | Spawned
+    | Spawning
+    | SpawnFailed
+    | Exited
+    | Gone
+    | Ready
+    | Recover
+    | InOrder
+    | Quit
+)
+
+_encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
+
+
+def encode(message: Any) -> bytes:
+    """A message, or a part of one, as a frame. Lone surrogates, which no text in a frame can hold, are escaped.
+
+    What the system has named (StartOptions) keeps them.
+    """
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=repr)
+        exact = isinstance(getattr(message, "options", None), StartOptions)
+        return _encode(mapped(plain, as_bytes if exact else escaped))
+
+
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class _DisplayHead(msgspec.Struct, array_like=True, tag="Display"):
+    rank: int
+    sequence: int
+
+
+_head_decoder = msgspec.msgpack.Decoder(_DisplayHead)
+
+
+def sequence_of(frame: bytes) -> int | None:
+    """The sequence number of a Display which can't be decoded as a whole; None: it is nothing like a Display."""
+    try:
+        return _head_decoder.decode(frame).sequence
+    except msgspec.DecodeError:
+        return None
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """The message in a frame.
+
+    Raises:
+        msgspec.DecodeError: The frame is none of ours.
+    """
+    message: AnyMessage = _decoder.decode(frame)
+    return message

@@ -1,0 +1,154 @@
+"""How a set of ranks starts and ends, between the notebook and its controller."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nbdist.wire.message import Count, Message, Seconds
+from nbdist.wire.system_text import as_text
+
+# Serial numbers that a client may give to its cells before it needs another block of them.
+SERIALS = 1 << 32
+
+PATIENCE_VARIABLE = "NBDIST_START_PATIENCE"  # seconds that a start may go without progress
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where ranks stand in a job of several nodes, or in one that may be started again.
+
+    first_rank: this node's first rank. run: the job's name, for torch's elastic parts.
+    master_addr, master_port: where all ranks meet; "": at our own store.
+    """
+
+    first_rank: int = 0
+    world_size: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+    run: str = ""
+    restart: int = 0
+    max_restarts: int = 0
+
+
+if TYPE_CHECKING:
+    SystemText = str
+else:
+    SystemText = Any  # msgspec knows no union of text and bytes
+
+
+class StartOptions(msgspec.Struct, frozen=True):
+    """What `start` asks for. The environment is the notebook's, as it is at that moment.
+
+    patience: seconds without progress after which the start is given up.
+    exact: what an interrupted step has moved besides parameters is put back: buffers and random numbers.
+    fresh: each rank is a Python of its own, not forked from the template.
+    port: where the rendezvous store listens; 0: anywhere. place: of these ranks among those of other nodes.
+    all_results: whether what a launched function returned comes back from all ranks, or from rank 0 only.
+    fork_address: where the notebook listens that forks the ranks itself (a path of a Unix socket); "": it does not.
+    """
+
+    count: Count
+    environment: dict[SystemText, SystemText]
+    cwd: SystemText
+    sys_path: list[SystemText]
+    argv: list[SystemText]
+    umask: int
+    open_files: int  # how many the notebook may have open (RLIMIT_NOFILE)
+    gpus: list[str] | None = None
+    backend: str | None = None
+    init: bool = True
+    timeout: Seconds = 1800.0
+    patience: Seconds = 120.0
+    exact: bool = False
+    fresh: bool = False
+    port: int = 0
+    place: Place | None = None
+    all_results: bool = True
+    fork_address: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("environment", "cwd", "sys_path", "argv"):
+            msgspec.structs.force_setattr(self, name, as_text(getattr(self, name)))
+
+    @property
+    def ranks(self) -> range:
+        """Their numbers, which count through all nodes."""
+        first = self.place.first_rank if self.place is not None else 0
+        return range(first, first + self.count)
+
+    def search_path(self) -> list[str]:
+        """`sys_path` as it is meant in `cwd`."""
+        return [os.path.join(self.cwd, entry) for entry in self.sys_path]
+
+
+class Start(Message, frozen=True):
+    """Bring up a set of ranks (and end the present one, if any). `linger`: seconds that it outlives a killed kernel."""
+
+    options: StartOptions
+    linger: Seconds = 0.0
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """A rank as the notebook sees it."""
+
+    rank: int
+    pid: int
+    device: str
+
+
+class Progress(Message, frozen=True):
+    """What a start-up is doing at the moment, in plain words."""
+
+    text: str
+
+
+class Started(Message, frozen=True):
+    """The ranks are up and their process group is ready. `first_serial`: where the client's count of cells begins."""
+
+    epoch: int
+    ranks: list[RankInfo]
+    backend: str
+    notes: list[str]
+    first_serial: int
+
+
+class StartFailed(Message, frozen=True):
+    """The ranks could not be brought up; nothing of them is left."""
+
+    text: str
+
+
+class Stop(Message, frozen=True):
+    """End the ranks: after `grace` seconds by force. The controller, its agent and the template stay."""
+
+    grace: Seconds = 1.0
+
+
+class Stopped(Message, frozen=True):
+    """The ranks have ended."""
+
+
+class Shutdown(Message, frozen=True):
+    """End everything."""
+
+
+class Died(Message, frozen=True):
+    """The process of a rank has ended. `serial`: the cell it ran, 0 for none. `cause`: whose end it follows from."""
+
+    rank: int
+    pid: int
+    code: int
+    stderr: str
+    serial: int
+    when: float
+    cause: str = ""
+
+
+class Broken(Message, frozen=True):
+    """The session is over: every rank is gone, and why."""
+
+    text: str

@@ -1,0 +1,108 @@
+"""The processes of a set of ranks, between the controller, its agent and the ranks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from nbdist.wire.life import StartOptions
+from nbdist.wire.message import Message
+
+
+class RankSetup(msgspec.Struct, frozen=True):
+    """What a rank needs to know, given to it by file descriptor.
+
+    folder: for temporary files, which the agent removes when the rank has ended; empty: there is none.
+    """
+
+    epoch: int
+    rank: int
+    url: str
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+    token: bytes
+    store_port: int
+    gpu_count: int
+    threads: int
+    options: StartOptions
+    folder: str = ""
+
+    @property
+    def local_rank(self) -> int:
+        """Its number on this node; `rank` is that in the whole job."""
+        return self.rank - self.options.ranks.start
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of the whole job."""
+        return self.options.place.world_size if self.options.place is not None else self.options.count
+
+
+class Ready(Message, frozen=True):
+    """A rank is up. `failure` says why it is not."""
+
+    rank: int
+    device: str
+    backend: str
+    failure: str = ""
+
+
+class Quit(Message, frozen=True):
+    """Leave in an orderly way: run what atexit has, then go."""
+
+
+class Spawn(Message, frozen=True):
+    """Fork a store and ranks."""
+
+    epoch: int
+    options: StartOptions
+
+
+class Spawned(Message, frozen=True):
+    """A rank's process exists."""
+
+    epoch: int
+    rank: int
+    pid: int
+
+
+class Spawning(Message, frozen=True):
+    """All ranks of the epoch are forked. `notes` are lines for the user."""
+
+    epoch: int
+    notes: list[str]
+
+
+class SpawnFailed(Message, frozen=True):
+    """The agent could not bring up the epoch; it has cleaned up what there was."""
+
+    epoch: int
+    text: str
+
+
+class Kill(Message, frozen=True):
+    """End the ranks of an epoch: after `grace` seconds by force."""
+
+    epoch: int
+    grace: float
+
+
+class Exited(Message, frozen=True):
+    """A process of the epoch has ended, its output is all read and its process group is gone. rank -1: the store.
+
+    code: as subprocess has it, -9 for SIGKILL. cause: whose end it follows from, if it is not its own.
+    """
+
+    epoch: int
+    rank: int
+    pid: int
+    code: int
+    stderr: str
+    when: float
+    cause: str = ""
+
+
+class Gone(Message, frozen=True):
+    """No process of the epoch is left."""
+
+    epoch: int

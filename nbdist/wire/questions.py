@@ -1,0 +1,139 @@
+"""Questions and their answers as messages: to the control threads of ranks, to the controller, to nodes' samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from nbdist.metrics.node.sample import NodeSample
+from nbdist.wire.knowing import (
+    Complete,
+    Completions,
+    GetLap,
+    GetMemory,
+    GetMetrics,
+    Inspect,
+    Inspection,
+    Lap,
+    Metrics,
+    ProcessMemory,
+    Release,
+)
+from nbdist.wire.message import Message, Seconds
+from nbdist.wire.question import Done, NoAnswer, Question
+from nbdist.wire.stopping import (
+    Aim,
+    Arm,
+    Cut,
+    Disarm,
+    Forbid,
+    Forbidden,
+    GetPosition,
+    GetStack,
+    GetState,
+    Meet,
+    Position,
+    RankState,
+    StepsMade,
+    Strand,
+    ThreadStack,
+)
+
+Asker = Literal["notebook", "controller"]
+
+AnyQuestion = (
+    Aim
+    | Arm
+    | Complete
+    | Cut
+    | Disarm
+    | Forbid
+    | GetLap
+    | GetMemory
+    | GetMetrics
+    | GetPosition
+    | GetStack
+    | GetState
+    | Inspect
+    | Meet
+    | Release
+    | Strand
+)
+
+AnyAnswer = (
+    Completions
+    | Done
+    | Forbidden
+    | Inspection
+    | Lap
+    | Metrics
+    | NoAnswer
+    | Position
+    | ProcessMemory
+    | RankState
+    | StepsMade
+    | ThreadStack
+)
+
+
+class Ask(Message, frozen=True):
+    """A question to the control threads of ranks, answered at once. `request`: counts the questions of its asker.
+
+    0: the asker does not want to know the answer.
+    """
+
+    request: int
+    ranks: list[int]
+    question: AnyQuestion
+    asker: Asker = "notebook"
+
+
+def ask(request: int, ranks: Sequence[int], question: Question[Any], asker: Asker = "notebook") -> Ask:
+    """A question as a message. Each type of question is one of `AnyQuestion`, which types alone can't say."""
+    return Ask(request, list(ranks), cast("AnyQuestion", question), asker)
+
+
+class Answer(Message, frozen=True):
+    """A rank's answer to Ask, whose `request` and `asker` it has."""
+
+    request: int
+    rank: int
+    body: AnyAnswer
+    asker: Asker = "notebook"
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """A rank as the controller knows it. serial: the cell it runs, 0 for none. dead: how it has ended, "" if not."""
+
+    rank: int
+    pid: int
+    device: str
+    serial: int
+    dead: str
+
+
+class GetStatus(Message, frozen=True):
+    """What does the controller know of the ranks? Its answer is a Status."""
+
+    request: int
+
+
+class Status(Message, frozen=True):
+    """What the controller knows of the ranks."""
+
+    request: int
+    ranks: list[RankStatus]
+
+
+class WatchNodes(Message, frozen=True):
+    """Look at the nodes every `period` seconds from now on; 0: no longer."""
+
+    period: Seconds
+
+
+class Look(Message, frozen=True):
+    """What a node's sampler has seen."""
+
+    node: NodeSample

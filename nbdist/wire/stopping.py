@@ -1,0 +1,166 @@
+"""Questions about where ranks are in a cell, how it is stopped, and how their process groups go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from nbdist.wire.question import AnswerBody, Done, Question
+
+# --- where the main thread is
+
+
+class GroupState(msgspec.Struct, array_like=True, frozen=True):
+    """Where a rank stands in one process group.
+
+    members: global ranks. entered: collectives since the cell began, by backend. cut: whether its connections were cut.
+    """
+
+    members: list[int]
+    entered: list[int]
+    cut: bool
+
+
+class Position(AnswerBody, frozen=True):
+    """What a rank is doing in a cell.
+
+    running: the cell, 0 when it has ended. at: when this was so, in seconds. position: changes when the thread moves.
+    cpu: seconds it has used or waited for. collective: what of torch.distributed it is in, "" for nothing.
+    members: the ranks that have to take part in that; None: all; empty: not known. group: in which group, "" where that
+    is not known. place, line: its place, in words, without and with the code there. groups: by name.
+    unfinished: by backend, the last collective that was started and the last that has ended, where these differ.
+    meeting: whether `collective` is one of nbdist's own functions, which all ranks of the cell have to call.
+    """
+
+    running: int
+    at: float
+    position: str = ""
+    cpu: float = 0.0
+    collective: str = ""
+    members: list[int] | None = []
+    group: str = ""
+    place: str = ""
+    line: str = ""
+    groups: dict[str, GroupState] = {}
+    unfinished: Mapping[str, tuple[int, int]] = {}
+    meeting: bool = False
+
+
+class GetPosition(Question[Position], frozen=True):
+    """Where is the main thread in the cell `serial`?"""
+
+    serial: int
+
+
+class ThreadStack(AnswerBody, frozen=True):
+    """The main thread's stack.
+
+    running: the cell, 0 for none. line: its place in words. stack: a line for each call. collective: as of a Position.
+    still: seconds since it was first seen exactly there.
+    """
+
+    running: int = 0
+    line: str = ""
+    stack: str = ""
+    collective: str = ""
+    still: float = 0.0
+
+
+class GetStack(Question[ThreadStack], frozen=True):
+    """What is the main thread's stack?"""
+
+
+# --- how a cell is stopped
+
+
+class StepsMade(AnswerBody, frozen=True):
+    """The optimizer steps of a cell.
+
+    count: steps made. stepping: whether it is in another one. running: whether the cell has not ended; it may not have
+    started. age: seconds since the last step, None without one. median: seconds from step to step lately, None if there
+    were fewer than two.
+    """
+
+    count: int
+    stepping: bool
+    running: bool
+    age: float | None = None
+    median: float | None = None
+
+
+class Arm(Question[StepsMade], frozen=True):
+    """Wait at the end of the next step in this cell, until it is known where to stop."""
+
+    serial: int
+
+
+class Aim(Question[Done], frozen=True):
+    """Stop after the step `target`, when the loop's body is finished."""
+
+    serial: int
+    target: int
+
+
+class Meet(Question[Done], frozen=True):
+    """Interrupt the cell, but not before it has made the step `target`, which others have made."""
+
+    serial: int
+    target: int
+
+
+class Disarm(Question[Done], frozen=True):
+    """Call the stop off."""
+
+    serial: int
+
+
+class Cut(Question[Done], frozen=True):
+    """Free the main thread from a collective; without `force` only if it does not move."""
+
+    serial: int
+    force: bool
+
+
+class Strand(Question[Done], frozen=True):
+    """The main thread waits for what can't happen any more: free it. `why` becomes its error."""
+
+    serial: int
+    why: str
+
+
+# --- how process groups go on
+
+
+class RankState(AnswerBody, frozen=True):
+    """Where a rank stands after a cell.
+
+    groups: by name. count: how many groups have been numbered. current: whether it has begun no other cell since.
+    caught: whether the cell's failure caught a model in the middle of a step. steps: that the cell made.
+    stopped: the step after which our own stop ended it, None if that did not.
+    """
+
+    groups: dict[str, GroupState]
+    count: int
+    current: bool
+    caught: bool = False
+    steps: int = 0
+    stopped: int | None = None
+
+
+class GetState(Question[RankState], frozen=True):
+    """Where does this rank stand after the cell `serial`?"""
+
+    serial: int
+
+
+class Forbidden(AnswerBody, frozen=True):
+    """Groups that raise when they are used: their members (global ranks), by name."""
+
+    groups: dict[str, list[int]]
+
+
+class Forbid(Question[Forbidden], frozen=True):
+    """Make the use of these groups an error until they are renewed; None: of all."""
+
+    groups: list[str] | None

@@ -27,26 +27,19 @@ from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, Keys, connect
-from nbdist.wire.life import Progress, Shutdown, StartOptions
+from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, connect
+from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.output import STDERR, STDOUT, Credit
 from nbdist.wire.processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.questions import Look, WatchNodes
+from nbdist.wire.setup import AgentSetup
+from nbdist.wire.template import Forked, ForkFailed, Imported, ImportFailed
 
-_STORE = -1
+_STORE = -1  # the store among the ranks, inside of this process
 _FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500
 _REPORT_PERIOD = 1.0  # seconds between two looks at whether an import gets on
 _ORPHANS_LIMIT = 0.5  # seconds that the end of a rank's orphans may take until its own end is reported
-
-
-class AgentSetup(msgspec.Struct, frozen=True):
-    """What the controller tells its agent on standard input, once it knows it itself."""
-
-    keys: Keys
-    token: bytes
-    leftovers: list[str]  # files and folders to remove if the controller can't
-    folder: str = ""  # one of them: the session's own, for temporary files; empty: there is none
 
 
 def run(template: WarmTemplate, controller: int) -> None:
@@ -209,7 +202,7 @@ class Agent:
         if template.ready:
             self._fork_all(self._set)
         else:
-            self._say(Progress(template.progress() or "importing torch"))
+            self._say(Progress("import", template.progress() or "importing torch"))
             self._report_at = time.monotonic() + _REPORT_PERIOD
 
     def _spawn_from_notebook(self, message: Spawn) -> None:
@@ -249,7 +242,7 @@ class Agent:
             return
         self._report_at = time.monotonic() + _REPORT_PERIOD
         if text := template.progress():
-            self._say(Progress(text))
+            self._say(Progress("import", text))
 
     def _kill(self, message: Kill) -> None:
         if self._set is None or self._set.spawn.epoch != message.epoch:
@@ -274,20 +267,18 @@ class Agent:
             os.close(pidfd)
         if answer is None:
             self._source_ended(source)
-        elif "ready" in answer:
-            self._template_ready(answer["ready"])
-        elif "failed" in answer:
-            self._template_failed(answer["failed"])
-        elif "forked" in answer:
-            self._forked(answer["forked"], answer["pid"])
-        elif "fork_failed" in answer:
+        elif isinstance(answer, Imported):
+            self._template_ready(answer.origin)
+        elif isinstance(answer, ImportFailed):
+            self._template_failed(answer.text)
+        elif isinstance(answer, Forked):
+            self._forked(_STORE if answer.rank is None else answer.rank, answer.pid)
+        elif isinstance(answer, ForkFailed):
             if self._set is not None:
                 self._set.expected -= 1
-            self._spawn_failed(
-                f"a rank could not be forked: {answer['error']}. Type `%distributed start` to try again."
-            )
-        elif "exited" in answer:
-            self._exited(answer["exited"], answer["code"])
+            self._spawn_failed(f"a rank could not be forked: {answer.error}. Type `%distributed start` to try again.")
+        else:
+            self._exited(answer.pid, answer.code)
 
     def _template_ready(self, origin: str) -> None:
         assert self._template is not None
@@ -337,7 +328,7 @@ class Agent:
             self._fork_store(group)
             self._fork_more(group)
         except OSError as error:
-            self._spawn_failed(self._explain(error, group.spawn.options))
+            self._refused(error, group.spawn.options)
 
     def _fork_more(self, group: _Set) -> None:
         """Ask for ranks, not all at once: who forks, and whose answers nobody reads, would read no requests either."""
@@ -350,7 +341,7 @@ class Agent:
         group.listener, group.store_port = listener, listener.getsockname()[1]
         read, write = os.pipe2(os.O_CLOEXEC)
         self._pipes.add(_STORE, STDERR, read)
-        group.source.fork(_STORE, "store", [listener.fileno(), write])
+        group.source.fork(None, [listener.fileno(), write])
         os.close(write)
         group.expected += 1
 
@@ -365,7 +356,7 @@ class Agent:
         try:
             os.write(memory, encode(setup))
             os.lseek(memory, 0, os.SEEK_SET)
-            group.source.fork(rank, "rank", [*writers, memory], fresh=setup.options.fresh)
+            group.source.fork(rank, [*writers, memory], fresh=setup.options.fresh)
             group.expected += 1
         finally:
             for descriptor in (*writers, memory):
@@ -392,44 +383,46 @@ class Agent:
         """Where a rank keeps temporary files that end with it."""
         return f"{self._setup.folder}/rank-{group.spawn.epoch}-{rank}" if self._setup.folder else ""
 
-    def _explain(self, error: OSError, options: StartOptions) -> str:
-        count = options.count
+    def _refused(self, error: OSError, options: StartOptions) -> None:
+        """The system does not allow what the ranks need."""
         if error.errno == errno.EADDRINUSE:
-            return f"port {options.port} is taken{describe_owner(options.port)}: name another, or none"
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            return (
-                f"too few file handles for {count} ranks: this system allows a process {allow_many_files()}. "
+            text = f"port {options.port} is taken{describe_owner(options.port)}: name another, or none"
+            self._spawn_failed(text, "port taken")
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            self._spawn_failed(
+                f"too few file handles for {options.count} ranks: this system allows a process {allow_many_files()}. "
                 "Type `ulimit -n 4096` in the shell before you start Jupyter, or ask for fewer ranks (`-n 2`)."
             )
-        return f"the ranks could not be forked: {error}. Type `%distributed start` to try again."
+        else:
+            self._spawn_failed(f"the ranks could not be forked: {error}. Type `%distributed start` to try again.")
 
-    def _forked(self, key: int, pid: int) -> None:
+    def _forked(self, rank: int, pid: int) -> None:
         group = self._set
         assert group is not None
-        group.pids[pid] = key
+        group.pids[pid] = rank
         if group.ending:
             group.source.kill([pid])
             return
-        if key == _STORE:
+        if rank == _STORE:
             if group.listener is not None:
                 group.listener.close()
         else:
-            self._say(Spawned(group.spawn.epoch, key, pid))
+            self._say(Spawned(group.spawn.epoch, rank, pid))
         try:
             self._fork_more(group)
         except OSError as error:
-            self._spawn_failed(self._explain(error, group.spawn.options))
+            self._refused(error, group.spawn.options)
         if len(group.pids) == group.spawn.options.count + 1:
             group.complete = True
             self._say(Spawning(group.spawn.epoch, self._notes))
 
-    def _spawn_failed(self, text: str) -> None:
+    def _spawn_failed(self, text: str, obstacle: Obstacle = "other") -> None:
         group = self._set
         if group is None or group.ending:
             return
         group.ending = True
         group.kill_at = time.monotonic()
-        self._say(SpawnFailed(group.spawn.epoch, text))
+        self._say(SpawnFailed(group.spawn.epoch, text, obstacle))
         self._check_gone()
 
     # --- ends
@@ -449,7 +442,8 @@ class Agent:
             shutil.rmtree(folder, ignore_errors=True)
         tail = self._pipes.stderr_tail(rank)
         # By the output lane: it must not overtake the rank's last words.
-        self._output.send(encode(Exited(group.spawn.epoch, rank, pid, code, tail, time.monotonic(), cause)))
+        who = None if rank == _STORE else rank
+        self._output.send(encode(Exited(group.spawn.epoch, who, pid, code, tail, time.monotonic(), cause)))
         self._check_gone()
 
     def _check_gone(self) -> None:

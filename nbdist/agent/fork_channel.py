@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbdist.wire.template import Report
 
 _KILLS_AT_ONCE = 2_000  # in one request, so that a set's many ranks don't fill the channel
 
@@ -45,35 +47,39 @@ class ForkChannel:
         """Whether nobody has closed this end."""
         return self._channel.fileno() >= 0
 
-    def fork(self, key: int, role: str, descriptors: list[int], *, fresh: bool = False) -> None:
-        """Ask for a child; the answer comes by the channel and carries `key`.
+    def fork(self, rank: int | None, descriptors: list[int], *, fresh: bool = False) -> None:
+        """Ask for a child; the answer comes by the channel.
 
         Args:
-            key: What the answer carries.
-            role: "rank" or "store".
-            descriptors: What the child needs for it.
+            rank: Which; None: the store.
+            descriptors: What the child needs.
             fresh: Whether it starts as a new Python, in the environment of the ranks.
         """
-        request = json.dumps({"id": key, "role": role, "fresh": fresh}).encode()
-        socket.send_fds(self._channel, [request], descriptors)
+        from nbdist.wire.template import Fork, encode
+
+        socket.send_fds(self._channel, [encode(Fork(rank, fresh))], descriptors)
 
     def kill(self, pids: Iterable[int]) -> None:
         """End children and their process groups."""
+        from nbdist.wire.template import EndChildren, encode
+
         left = list(pids)
         with contextlib.suppress(OSError):  # whoever forked them has gone, and they with it
             while left:
-                self._channel.send(json.dumps({"kill": left[:_KILLS_AT_ONCE]}).encode())
+                self._channel.send(encode(EndChildren(left[:_KILLS_AT_ONCE])))
                 left = left[_KILLS_AT_ONCE:]
 
-    def receive(self) -> tuple[dict[str, Any] | None, int | None]:
-        """The next answer, and the pidfd that came with it. None: the other side has gone."""
+    def receive(self) -> tuple[Report | None, int | None]:
+        """The next report, and the pidfd that came with it. None: the other side has gone."""
+        from nbdist.wire.template import decode_report
+
         try:
             data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
         except ConnectionResetError:
             return None, None
         if not data:
             return None, None
-        return json.loads(data), descriptors[0] if descriptors else None
+        return decode_report(data), descriptors[0] if descriptors else None
 
     def close(self) -> None:
         """Let the other side end the children."""

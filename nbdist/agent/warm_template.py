@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.machinery
-import json
 import os
 import socket
 import subprocess
@@ -72,7 +71,7 @@ class WarmTemplate:
     def __post_init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = ForkChannel(ours)
-        command = python_command("nbdist.agent.template", str(theirs.fileno()), json.dumps(self.sys_path))
+        command = python_command("nbdist.agent.template", str(theirs.fileno()), *self.sys_path)
         with theirs:
             self._process = subprocess.Popen(
                 command,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import os
 import secrets
 import subprocess
@@ -48,6 +47,7 @@ from nbdist.wire.life import (
     SERIALS,
     Broken,
     Died,
+    Obstacle,
     Progress,
     RankInfo,
     Shutdown,
@@ -63,17 +63,11 @@ from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog
 from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, WatchNodes
+from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
 _QUIT_GRACE = 1.0
 _TICK_PAUSE = 1.0  # seconds, after an error
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
-
-
-class ControllerSetup(msgspec.Struct, frozen=True):
-    """What the notebook tells its controller on standard input."""
-
-    kernel: int
-    runtime_folder: str
 
 
 def run(agent: subprocess.Popen[bytes]) -> None:
@@ -105,8 +99,13 @@ def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
         what = f"the session's controller did not start: {error.strerror}{where}."
         text = f"{what} Fix that, then type `%distributed start` again."
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps({"error": text}), flush=True)
+            _say_first(ControllerFailed(text))
     return None
+
+
+def _say_first(line: ControllerReady | ControllerFailed) -> None:
+    sys.stdout.buffer.write(encode_line(line))
+    sys.stdout.buffer.flush()
 
 
 @dataclass
@@ -117,7 +116,7 @@ class _Set:
     options: StartOptions
     ranks: dict[int, Rank]
     moved: float  # when it got on last
-    stage: str = ""  # what it is doing, in words
+    progress: Progress | None = None  # what it was doing last
     up: bool = False
     ending: bool = False
     backend: str = ""
@@ -158,17 +157,17 @@ class Controller:
     def _introduce(self, log_folder: Path | None) -> None:
         """Let the agent and the notebook know where to connect."""
         files = [*self._switchboard.files, *([log_folder] if log_folder is not None else [])]
-        line = {
-            "keys": self._switchboard.node_keys,
-            "token": b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode(),
-            "leftovers": [str(path) for path in files],
-            "folder": str(log_folder or ""),
-        }
+        setup = AgentSetup(
+            keys=self._switchboard.node_keys,
+            token=b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode(),
+            leftovers=[str(path) for path in files],
+            folder=str(log_folder or ""),
+        )
         assert self._agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
-            self._agent.stdin.write(msgspec.json.encode(line) + b"\n")
+            self._agent.stdin.write(encode_line(setup))
             self._agent.stdin.close()
-        print(json.dumps(str(self._switchboard.key_file)), flush=True)
+        _say_first(ControllerReady(str(self._switchboard.key_file)))
 
     def run(self) -> None:
         """Serve until the notebook has gone or says so."""
@@ -432,11 +431,11 @@ class Controller:
                 self.to_rank(RANK_CELL, rank.rank, Quit())
         self._switchboard.send(AGENT_CONTROL, Kill(group.epoch, grace if group.up else 0.0))
 
-    def _start_failed(self, text: str) -> None:
+    def _start_failed(self, text: str, obstacle: Obstacle = "other") -> None:
         group = self._set
         if group is None or group.ending:
             return
-        self.to_notebook(StartFailed(text))
+        self.to_notebook(StartFailed(text, obstacle))
         self._end_set()
 
     def _check_start(self) -> None:
@@ -450,19 +449,20 @@ class Controller:
             serials = next(self._serials) * SERIALS
             self.to_notebook(Started(group.epoch, infos, group.backend, group.notes, serials))
         elif time.monotonic() > group.moved + group.options.patience:
-            where = f"{describe_ranks(missing)} not ready" if group.notes is not None else group.stage
+            said = group.progress.text if group.progress is not None else ""
+            where = f"{describe_ranks(missing)} not ready" if group.notes is not None else said
             self._start_failed(
                 f"the start has made no progress for {group.options.patience:g} s ({where or 'no process came up'}). "
                 f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
                 "the environment to wait longer."
             )
 
-    def _got_on(self, group: _Set, stage: str) -> None:
-        """A start has made progress. `stage` is what it does now."""
+    def _got_on(self, group: _Set, progress: Progress) -> None:
+        """A start has made progress. `progress` is what it does now."""
         group.moved = time.monotonic()
-        if stage != group.stage:
-            group.stage = stage
-            self.to_notebook(Progress(stage))
+        if progress != group.progress:
+            group.progress = progress
+            self.to_notebook(progress)
 
     def _check_cells(self) -> None:
         group = self._set
@@ -507,15 +507,15 @@ class Controller:
             if rank.due is not None:
                 group.late.add(rank.rank)
         elif isinstance(message, Progress):
-            self._got_on(group, message.text)
+            self._got_on(group, message)
         elif isinstance(message, Spawned):
             group.ranks[message.rank].pid = message.pid
             group.moved = time.monotonic()
         elif isinstance(message, Spawning):
             group.notes = message.notes
-            self._got_on(group, "ranks join their group")
+            self._got_on(group, Progress("join", "ranks join their group"))
         elif isinstance(message, SpawnFailed):
-            self._start_failed(message.text)
+            self._start_failed(message.text, message.obstacle)
         elif isinstance(message, Exited):
             self._exited(group, message)
         elif isinstance(message, Gone):
@@ -525,7 +525,7 @@ class Controller:
         if group.ending:
             return
         what = message.cause or describe_exit(message.code)
-        if message.rank < 0:
+        if message.rank is None:
             self._store_died(group, message)
             return
         rank = group.ranks[message.rank]

@@ -16,9 +16,10 @@ from nbdist import transfer
 from nbdist.client.magics.plan_verb import for_launch
 from nbdist.client.session import calls
 from nbdist.client.session.start_options import Arguments
+from nbdist.client.session.starting import PortTaken, StartLine
 from nbdist.client.session.task import Task
 from nbdist.client.session.workers import Workers
-from nbdist.errors import RankError, RankTimeout, SessionBroken, UsageError
+from nbdist.errors import RankError, RankTimeout, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
 from nbdist.wire.life import Place, StartOptions
@@ -113,8 +114,8 @@ def start(workers: Workers, request: Request, place: Place | None = None, fork_a
     port = _port(request) if own_store else 0
     try:
         workers.start(options(request, place, port, fork_address), _progress)
-    except SessionBroken as error:
-        if not port or f"port {port} is taken" not in str(error):
+    except PortTaken as error:
+        if not port:
             raise
         if port != DEFAULT_PORT:
             raise UsageError(f"use_port: {error}") from None
@@ -150,10 +151,10 @@ def values(workers: Workers, task: Task, request: Request) -> list[Any]:
     return found if request.all_results else found[:1]
 
 
-def _progress(text: str) -> None:
-    """Say what takes long enough to wonder."""
-    if not text.startswith("ranks join"):
-        print(f"nbdist: {text}", flush=True)
+def _progress(line: StartLine) -> None:
+    """Report what takes long enough to wonder."""
+    if line.stage != "join":
+        print(f"nbdist: {line}", flush=True)
 
 
 def options(request: Request, place: Place | None = None, port: int = 0, fork_address: str = "") -> StartOptions:

@@ -1,1 +1,1 @@
-"""What stands behind `nbdist.plan`: rules, words and variables. Knows nothing of torch, ranks or notebooks."""
+"""What `nbdist.plan` is made of: settings, rules, words and variables. Imports nothing of torch, ranks or notebooks."""

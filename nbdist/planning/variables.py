@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nbdist.plan import Plan
+from nbdist.planning.settings import SHARDED, Settings
 
 # All that `environment` may hold: who sets one plan after another removes these first.
 NAMES = (
@@ -31,7 +28,7 @@ NAMES = (
 )
 
 
-def environment(plan: Plan, world_size: int, device: object) -> dict[str, str]:
+def environment(plan: Settings, world_size: int, device: object) -> dict[str, str]:
     """See `Plan.environment`."""
     found: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision}
     if plan.precision == "fp8":
@@ -43,7 +40,7 @@ def environment(plan: Plan, world_size: int, device: object) -> dict[str, str]:
     on_cpu = str(device).split(":")[0] == "cpu"
     if on_cpu and world_size > 1:  # else Accelerate looks for GPUs, and takes a rank without for a single process
         found["ACCELERATE_USE_CPU"] = "true"
-    if plan.strategy in ("fsdp", "hsdp"):
+    if plan.strategy in SHARDED:
         found |= _sharding(plan)
     if plan.strategy == "hsdp" and plan.replicas is not None and not on_cpu:  # on the CPU it is an error there
         found |= {
@@ -54,7 +51,7 @@ def environment(plan: Plan, world_size: int, device: object) -> dict[str, str]:
     return found
 
 
-def _compilation(plan: Plan) -> dict[str, str]:
+def _compilation(plan: Settings) -> dict[str, str]:
     found = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
     if isinstance(plan.compile, str):
         found["ACCELERATE_DYNAMO_MODE"] = plan.compile
@@ -65,7 +62,7 @@ def _compilation(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _sharding(plan: Plan) -> dict[str, str]:
+def _sharding(plan: Settings) -> dict[str, str]:
     found = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",

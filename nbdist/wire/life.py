@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -100,9 +100,13 @@ class RankInfo(msgspec.Struct, frozen=True):
     device: str
 
 
-class Progress(Message, frozen=True):
-    """What a start-up is doing at the moment, in plain words."""
+Stage = Literal["import", "join"]  # of a start: torch is imported, ranks join their group
 
+
+class Progress(Message, frozen=True):
+    """What a start-up is doing at the moment. `text`: in plain words."""
+
+    stage: Stage
     text: str
 
 
@@ -116,10 +120,14 @@ class Started(Message, frozen=True):
     first_serial: int
 
 
+Obstacle = Literal["port taken", "other"]  # what has kept ranks from coming up
+
+
 class StartFailed(Message, frozen=True):
     """The ranks could not be brought up; nothing of them is left."""
 
     text: str
+    obstacle: Obstacle = "other"
 
 
 class Stop(Message, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nbdist.wire.life import StartOptions
+from nbdist.wire.life import Obstacle, StartOptions
 from nbdist.wire.message import Message
 
 
@@ -78,6 +78,7 @@ class SpawnFailed(Message, frozen=True):
 
     epoch: int
     text: str
+    obstacle: Obstacle = "other"
 
 
 class Kill(Message, frozen=True):
@@ -88,13 +89,14 @@ class Kill(Message, frozen=True):
 
 
 class Exited(Message, frozen=True):
-    """A process of the epoch has ended, its output is all read and its process group is gone. rank -1: the store.
+    """A process of the epoch has ended, its output is all read and its process group is gone.
 
-    code: as subprocess has it, -9 for SIGKILL. cause: whose end it follows from, if it is not its own.
+    rank: None for the store. code: as subprocess has it, -9 for SIGKILL. cause: whose end it follows from, if it is not
+    its own.
     """
 
     epoch: int
-    rank: int
+    rank: int | None
     pid: int
     code: int
     stderr: str

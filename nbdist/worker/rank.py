@@ -60,24 +60,13 @@ _CANCELLED = "nbdist: this cell left an alarm pending (SIGALRM); it is cancelled
 _AROUND = "This failed in nbdist's own work around the cell, {}; the rank and its variables are kept."
 
 
-def enter(parent: int, role: str, descriptors: list[int], function: Callable[[], Any] | None = None) -> None:
-    """What a process does that the template, or the notebook, has just forked; returns when its work is done.
-
-    Args:
-        parent: The process id of that.
-        role: "rank" or "store".
-        descriptors: Of a rank: stdout, stderr, its setup. Of the store: the listening socket, stderr.
-        function: What a rank that was forked from the notebook is to call: it need not travel.
-    """
+def _enter(parent: int) -> None:
+    """What a process does first that has just been forked. `parent`: the process that did it."""
     os.setsid()
     die_with_parent(parent)
     adopt_orphans()  # what its children leave behind stays below it, and so is found when it dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.enable()
-    if role == "store":
-        _become_store(*descriptors)
-    else:
-        _become_rank(*descriptors, function=function)
 
 
 def enter_anew(parent: int, descriptors: list[int]) -> NoReturn:
@@ -101,7 +90,7 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     code = 1
     try:
-        enter(parent, "rank", descriptors)
+        become_rank(parent, *descriptors)
         code = 0
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
@@ -109,7 +98,15 @@ def main() -> None:
         os._exit(code)
 
 
-def _become_store(listener: int, stderr: int) -> None:
+def become_store(parent: int, listener: int, stderr: int) -> None:
+    """Serve the rendezvous store.
+
+    Args:
+        parent: The process id of the template, or of the notebook.
+        listener: The descriptor of its listening socket.
+        stderr: Where it prints.
+    """
+    _enter(parent)
     os.dup2(stderr, 1)
     os.dup2(stderr, 2)
     os.close(stderr)
@@ -118,8 +115,20 @@ def _become_store(listener: int, stderr: int) -> None:
     del store
 
 
-def _become_rank(stdout: int, stderr: int, setup_file: int, *, function: Callable[[], Any] | None) -> None:
+def become_rank(
+    parent: int, stdout: int, stderr: int, setup_file: int, *, function: Callable[[], Any] | None = None
+) -> None:
+    """Be a rank; returns when its work is done.
+
+    Args:
+        parent: The process id of the template, or of the notebook.
+        stdout: A descriptor.
+        stderr: A descriptor.
+        setup_file: The descriptor of a file that holds its RankSetup.
+        function: What a launch calls that sends none: a rank that was forked from the notebook has it already.
+    """
     shells.become_rank()
+    _enter(parent)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     with open(setup_file, "rb") as file:
@@ -214,7 +223,7 @@ class Rank:
             self._shell.explain = collectives.explain
             self._control.questions.shell = self._shell
             self._names = self._current_names()
-            spawning.refuse(self._shell.is_from_cell)
+            spawning.refuse(self._shell.is_main)
             backend = self._group.make()
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))

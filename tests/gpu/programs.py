@@ -233,12 +233,13 @@ def compiled(strategy: str) -> tuple[bool, int, float, float]:
     return losses[-1] < losses[0], broken, seconds[0], seconds[-1]
 
 
-def checkpointed(kind: str) -> tuple[float, int]:
+def checkpointed(kind: str, offload: bool = False) -> tuple[float, int]:
     """The norm of all gradients of one step of a transformer, and its peak in MiB."""
     from tests.support.train_estimate import Gpt
 
     torch.manual_seed(0)
-    model = nbdist.prepare(Gpt(384, 6), plan=Plan(strategy="ddp", activation_checkpointing=kind))
+    plan = Plan(strategy="ddp", activation_checkpointing=kind, activation_offload=offload)
+    model = nbdist.prepare(Gpt(384, 6), plan=plan)
     tokens = torch.randint(4096, (32, 128), generator=torch.Generator().manual_seed(1)).to(here())
     if here().type == "cuda":
         torch.cuda.reset_peak_memory_stats()

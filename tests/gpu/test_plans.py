@@ -34,6 +34,19 @@ def test_recomputation_gives_the_same_gradients_with_less_memory(pair: nbdist.Se
     assert peaks == tuple(sorted(peaks, reverse=True))
 
 
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_offloaded_activations_give_the_same_gradients_with_less_memory(
+    pair: nbdist.Session, kind: str, record_property: Record
+) -> None:
+    if value(pair, "device.type") == "cpu":
+        pytest.skip("activation_offload needs a GPU")
+    found = [values(pair, f"programs.checkpointed({kind!r}, {offload})")[0] for offload in (False, True)]
+    norms, peaks = zip(*found, strict=True)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    record_property(f"MiB at most ({kind}, offloaded)", peaks)
+    assert peaks[1] < peaks[0]
+
+
 def test_a_deterministic_plan_works_after_a_first_product(two: nbdist.Session) -> None:
     assert value(two, "programs.deterministic_after_a_product()") == 64.0**3
 

@@ -422,7 +422,7 @@ def test_a_missing_file_is_named_before_anything_is_loaded(two: Kernel, tmp_path
         ("load_state('{0}')", "is not a checkpoint of save_state and holds none: it has no checkpoint.json"),
         ("save_state('{0}')", "exists and is not a checkpoint: give a name inside it"),
         ("save_state('{0}/a.partial')", "is not a name for a checkpoint"),
-        ("save_state(f'{0}/{{rank}}')", "ranks called save_state with path="),
+        ("save_state(f'{0}/{{rank}}')", "ranks called save_state with different arguments: rank 0 with path="),
         ("save_state('{0}/a') if rank else load_state('{0}/a')", "rank 0 called load_state, rank 1 save_state"),
         ("save_state('{0}/a', keep=0)", "keep=0: give how many checkpoints may stay, at least 1"),
         ("save_state('{0}/a', limit=0)", "limit of save_state is 0: give a number of seconds"),

@@ -610,12 +610,18 @@ def test_shapes_that_differ_are_told_on_all_ranks(ranks: Kernel, function: str) 
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ("broadcast(torch.ones(1), rank)", "broadcast with from_process=0 on rank 0 and from_process=1 on rank 1"),
-        ("reduce(torch.ones(1), ['sum', 'mean'][rank])", "reduce with reduction='sum', scale=1.0 on rank 0"),
+        (
+            "broadcast(torch.ones(1), rank)",
+            "broadcast with different arguments: rank 0 with from_process=0; rank 1 with from_process=1",
+        ),
+        (
+            "reduce(torch.ones(1), ['sum', 'mean'][rank])",
+            "reduce with different arguments: rank 0 with reduction='sum', scale=1.0",
+        ),
         ("reduce(torch.ones(1), ['sum', 'max'][rank])", 'is unknown: allowed are "mean", "sum" and "none"'),
         (
             "broadcast_object_list([0] * (1 + rank))",
-            "with 1 objects, from_process=0 on rank 0 and 2 objects",
+            "rank 0 with 1 objects, from_process=0; rank 1 with 2 objects",
         ),
     ],
 )

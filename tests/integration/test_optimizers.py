@@ -63,6 +63,23 @@ def test_an_optimizer_that_can_not_be_sharded_is_refused_on_all_ranks(ranks: Ker
     assert value(ranks, "from nbdist.train import state; len(state.current().models)") == "0"
 
 
+def test_a_step_that_can_not_mix_shards_with_whole_tensors_says_what_to_do(ranks: Kernel) -> None:
+    told = refused(ranks, "steps(*made('Whole', Plan(strategy='fsdp')), 1)")
+    assert "the step of Whole failed on sharded parameters (DTensors)" in told and "set strategy to 'ddp'" in told
+
+
+def test_it_steps_whole_parameters(ranks: Kernel) -> None:
+    code = (
+        "model, optimizer = made('Whole', Plan(strategy='ddp')); steps(model, optimizer, 1)\nlen(optimizer.state) > 0"
+    )
+    assert value(ranks, code) == "True"
+
+
+def test_what_an_optimizer_raises_itself_is_passed_on(ranks: Kernel) -> None:
+    outcome = ranks.fails("%%distributed\nsteps(*made('Diverging', Plan(strategy='fsdp')), 1)", "RankError")
+    assert "RuntimeError: the loss is NaN" in outcome.evalue
+
+
 def test_it_trains_under_ddp(ranks: Kernel, tmp_path: Path) -> None:
     assert value(ranks, f"resumed('Adafactor', {str(tmp_path / 'a')!r}, 'ddp')") == "(False, True)"
 

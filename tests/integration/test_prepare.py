@@ -423,6 +423,18 @@ for _ in range(3): step(model, optimizer)
     assert value(ranks, code) == "([6, 6, 6], True)"
 
 
+def test_offloaded_activations_of_sharded_blocks_give_the_same_result(ranks: Kernel) -> None:
+    """By the function itself, as plans refuse it on the CPU."""
+    code = """
+from nbdist.train.structure.activations import keep_less
+plain = trained("fsdp")
+model, optimizer = prepared("fsdp")
+keep_less(list(model.blocks), offload=True)
+for _ in range(3): step(model, optimizer)
+torch.equal(values(model), plain)"""
+    assert value(ranks, code) == "True"
+
+
 def test_fsdp_settings_do_not_change_the_result(ranks: Kernel) -> None:
     code = """
 plain = trained("fsdp")
@@ -589,7 +601,7 @@ def test_a_scaler_of_the_users_own_is_refused(ranks: Kernel) -> None:
 
 def test_ranks_that_disagree_on_the_plan_are_told_so(ranks: Kernel) -> None:
     text = refused(ranks, "nbdist.prepare(Net(), plan=Plan(accumulate=1 + rank))")
-    assert "ranks disagree on the plan: rank 0 has Plan(); rank 1 has Plan(accumulate=2)" in text
+    assert "ranks called prepare with different plans: rank 0 with Plan(); rank 1 with Plan(accumulate=2)" in text
 
 
 def test_ranks_that_bring_different_objects_are_told_so(ranks: Kernel) -> None:

@@ -125,6 +125,27 @@ def test_spawning_a_function_of_a_cell_is_refused_with_what_to_call(call: str, r
     assert "mp.spawn can't run 'train'" in outcome.evalue and "nbdist.notebook_launcher(train, ...)" in outcome.evalue
 
 
+SPAWNING = """
+import torch.multiprocessing as mp
+def train(index):
+    print("started", index, flush=True)
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=1)
+"""
+
+
+def test_a_program_that_spawns_its_own_function_runs_as_it_is(ranks: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    assert ranks.ok(f"%%distributed -r 0\n%run {tmp_path}/spawning.py").lines == {0: ["started 0"]}
+
+
+def test_spawning_a_function_of_a_program_that_has_ended_says_where_it_is_from(ranks: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "spawned.py").write_text(SPAWNING)
+    ranks.ok(f"%%distributed -r 0\n%run {tmp_path}/spawned.py")
+    outcome = ranks.fails("%%distributed -r 0\nmp.spawn(train, nprocs=1)", "RankError")
+    assert "it is defined in spawned.py, which was run as a program and has ended" in outcome.evalue
+
+
 def test_forking_a_function_of_a_cell_works(ranks: Kernel) -> None:
     code = "import torch.multiprocessing as mp\ndef train(index): print('started', index)\n"
     outcome = ranks.ok(f"%%distributed -r 0\n{code}mp.start_processes(train, nprocs=1, start_method='fork')")

@@ -48,6 +48,27 @@ class TwoModes(torch.optim.SGD):
                 parameter.mul_(factor)
 
 
+class Whole(torch.optim.Optimizer):
+    """As people write it for one process: state of plain tensors, which can't be mixed with shards.
+
+    Args:
+        error: What `step` raises on its own account, if anything.
+    """
+
+    def __init__(self, params: Any, error: str = "") -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self._error = error
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self._error:
+            raise RuntimeError(self._error)
+        for group in self.param_groups:
+            for parameter in [parameter for parameter in group["params"] if parameter.grad is not None]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros(parameter.shape))
+                parameter.sub_(momentum.add_(parameter.grad), alpha=group["lr"])
+
+
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.ndim == 2]
 
@@ -56,6 +77,8 @@ KINDS: dict[str, Any] = {
     "Muon": lambda model: torch.optim.Muon(matrices(model), lr=1e-2),
     "Lion": lambda model: Lion(model.parameters()),
     "TwoModes": lambda model: TwoModes(model.parameters(), lr=1e-2),
+    "Whole": lambda model: Whole(model.parameters()),
+    "Diverging": lambda model: Whole(model.parameters(), error="the loss is NaN"),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
 }
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
@@ -17,7 +17,8 @@ from nbdist.wire.frames import AnyMessage, decode, encode
 from nbdist.wire.lanes import AGENT_CONTROL, Keys, whole
 from nbdist.wire.life import Shutdown, StartOptions
 from nbdist.wire.message import Hello, Message
-from nbdist.wire.processes import Gone, Kill, Spawn, Spawned, Spawning
+from nbdist.wire.processes import Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.setup import AgentSetup, encode_line
 
 LIMIT_MS = 30_000
 AGENT = """
@@ -25,22 +26,24 @@ import os, sys
 from nbdist.agent import agent, warm_template
 from nbdist.processes import allow_many_files
 allow_many_files()
-warm_template.python_command = lambda module, channel, path: [sys.executable, sys.argv[1], channel]
+warm_template.python_command = lambda module, channel: [sys.executable, sys.argv[1], channel, os.getcwd()]
 agent.run(warm_template.WarmTemplate(dict(os.environ)), os.getppid())
 """
 # Says that it has forked what it is asked to fork, and that what it is asked to kill has ended.
 TEMPLATE = """
-import itertools, json, os, socket, sys
+import itertools, os, socket, sys
+sys.path.insert(0, sys.argv[2])
+from nbdist.wire.template import ChildEnded, EndChildren, Forked, Imported, decode_request, encode
 channel = socket.socket(fileno=int(sys.argv[1]))
-def say(answer, *descriptors): socket.send_fds(channel, [json.dumps(answer).encode()], descriptors)
-say({"ready": ""})
+def say(report, *descriptors): socket.send_fds(channel, [encode(report)], descriptors)
+say(Imported(""))
 pids = itertools.count(10**8)
 while (received := socket.recv_fds(channel, 1 << 16, 4))[0]:
-    request = json.loads(received[0])
-    if "kill" in request:
-        for pid in request["kill"]: say({"exited": pid, "code": -9})
+    request = decode_request(received[0])
+    if isinstance(request, EndChildren):
+        for pid in request.pids: say(ChildEnded(pid, -9))
     else:
-        say({"forked": request["id"], "pid": next(pids)}, received[1][0])
+        say(Forked(request.rank, next(pids)), received[1][0])
     for descriptor in received[1]: os.close(descriptor)
 """
 
@@ -78,8 +81,7 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
     command = [sys.executable, "-c", AGENT, str(tmp_path / "template.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as agent:
         assert agent.stdin is not None
-        setup = {"keys": controller.keys, "token": b"token", "leftovers": []}
-        agent.stdin.write(msgspec.json.encode(setup) + b"\n")
+        agent.stdin.write(encode_line(AgentSetup(controller.keys, b"token", leftovers=[])))
         agent.stdin.flush()
         assert isinstance(next(controller.messages()), Hello)
         yield controller
@@ -104,6 +106,14 @@ def test_more_ranks_than_the_template_s_channel_has_room_for_are_forked_and_ende
     assert any(isinstance(message, Gone) for message in controller.messages())
 
 
-def _options(count: int) -> StartOptions:
+def test_a_port_that_is_taken_is_reported_as_such_and_not_by_its_text_alone(controller: Controller) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        controller.send(Spawn(1, _options(2, port)))
+        failed = next(message for message in controller.messages() if isinstance(message, SpawnFailed))
+    assert failed.obstacle == "port taken" and f"port {port} is taken by process {os.getpid()}" in failed.text
+
+
+def _options(count: int, port: int = 0) -> StartOptions:
     environment = dict(os.environ)
-    return StartOptions(count, environment, cwd="/", sys_path=sys.path, argv=[], umask=0o22, open_files=1024)
+    return StartOptions(count, environment, cwd="/", sys_path=sys.path, argv=[], umask=0o22, open_files=1024, port=port)

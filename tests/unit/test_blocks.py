@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbdist.train.structure.blocks import checkpoint_blocks, checkpoint_share
+from nbdist.train.structure.activations import Offloaded, keep_less
+from nbdist.train.structure.blocks import find_blocks
 
 KINDS = ["full", "selective", "selective-half"]
 BATCH = torch.arange(12).view(2, 6)
@@ -40,12 +41,12 @@ def gpt2() -> nn.Module:
 MODELS = pytest.mark.parametrize("make", [llama, qwen3, gpt2])
 
 
-def made(make: Callable[[], nn.Module], kind: Any = "none") -> nn.Module:
+def made(make: Callable[[], nn.Module], kind: Any = "none", offload: bool = False) -> nn.Module:
     torch.manual_seed(0)
     model = make()
     for dropout in [module for module in model.modules() if isinstance(module, nn.Dropout)]:
         dropout.p = 0.0
-    checkpoint_blocks(model, kind)
+    keep_less(find_blocks(model), kind, offload=offload)
     return model
 
 
@@ -61,6 +62,23 @@ def test_models_of_transformers_have_the_gradients_of_the_model_as_it_comes(
 ) -> None:
     expected, found = gradients(made(make)), gradients(made(make, kind))
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@MODELS
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_offloaded_activations_give_the_same_gradients(make: Callable[[], nn.Module], kind: str) -> None:
+    expected, found = gradients(made(make)), gradients(made(make, kind, offload=True))
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def test_offload_copies_what_autograd_saves_but_no_parameter() -> None:
+    weight, inputs = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4, requires_grad=True)
+    with Offloaded():
+        saved = nn.functional.linear(inputs, weight).grad_fn
+    places = {
+        getattr(saved, name).data_ptr() for name in dir(saved) if name.startswith("_saved_mat") and "sym" not in name
+    }
+    assert weight.data_ptr() in places and inputs.data_ptr() not in places
 
 
 def saved_bytes(model: nn.Module) -> int:
@@ -88,7 +106,7 @@ def test_a_budget_is_met_by_the_fewest_blocks_with_the_same_gradients(budget: fl
         return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=64, n_positions=32))
 
     plain, model = made(four), made(four)
-    checkpoint_share(model, budget)
+    keep_less(find_blocks(model), budget=budget)
     assert sum("forward" in block.__dict__ for block in model.transformer.h) == checkpointed
     expected, found = gradients(plain), gradients(model)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
@@ -133,7 +151,7 @@ class Products(TorchDispatchMode):
 def test_selective_half_computes_every_second_product_again() -> None:
     def in_backward(kind: Any) -> int:
         model = nn.Sequential(*[nn.Sequential(*[nn.Linear(4, 4), nn.GELU()] * 4) for _ in range(2)])
-        checkpoint_blocks(model, kind)
+        keep_less(find_blocks(model), kind)
         loss = model(torch.ones(2, 4, requires_grad=True)).sum()
         with Products() as products:
             loss.backward()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbdist.errors import StaleGroupError
+from nbdist.wire.stopping import GroupState
 from nbdist.worker.groups import process_groups as module
 from nbdist.worker.groups.process_groups import Collectives
 from tests.stand_ins.nccl import Group, NcclBackend
@@ -44,12 +45,12 @@ def test_an_nccl_group_is_aborted_and_gets_a_new_backend_in_the_same_object(
 ) -> None:
     old = group._backend
     old.options._timeout = timedelta(seconds=42)
-    assert collectives.cut() == ["0"]
-    assert collectives.state(current=True)["groups"]["0"][2]
+    collectives.cut()
+    assert collectives.groups(current=True)["0"].cut
     collectives.renew(2, ["0"], [], 1)
     new = group._backend
     assert old.aborted and new is not old and new.counts and new.options._timeout == timedelta(seconds=42)
-    assert not collectives.state(current=True)["groups"]["0"][2]
+    assert not collectives.groups(current=True)["0"].cut
 
 
 def test_a_renewed_nccl_backend_has_the_options_of_the_old_one_but_for_the_group_it_was_split_from(
@@ -68,8 +69,8 @@ def test_an_abort_that_takes_its_time_does_not_hold_up_the_thread_that_asks_for_
 ) -> None:
     old = group._backend
     old.abort_can_end.clear()
-    assert collectives.cut() == ["0"]
-    assert collectives.cut() == ["0"]
+    collectives.cut()
+    collectives.cut()
     old.abort_can_end.set()
     collectives.renew(2, ["0"], [], 1)
     assert threading.get_ident() not in old.aborting and len(old.aborting) <= 2
@@ -98,8 +99,8 @@ def test_collectives_are_counted_from_the_beginning_of_the_cell(group: Group, co
     group._backend.number = 10
     collectives.begin()
     group._backend.number = 13
-    assert collectives.state(current=True)["groups"]["0"] == [[0, 1], [3], False]
-    assert collectives.state(current=False)["groups"]["0"] == [[0, 1], [0], False]
+    assert collectives.groups(current=True)["0"] == GroupState([0, 1], [3], cut=False)
+    assert collectives.groups(current=False)["0"] == GroupState([0, 1], [0], cut=False)
 
 
 def test_the_number_of_the_next_group_is_that_of_the_rank_which_has_made_most(
@@ -123,8 +124,8 @@ def test_a_group_that_may_be_out_of_step_can_t_be_used_until_it_is_renewed(
     group: Group, collectives: Collectives
 ) -> None:
     error = from_native_code("NCCL communicator was aborted on rank 0")
-    assert collectives.forbid(["1"]) == {"groups": {}} and collectives.explain(error) is None
-    assert collectives.forbid(None) == {"groups": {"0": [0, 1]}} and group._backend.aborted
+    assert collectives.forbid(["1"]) == {} and collectives.explain(error) is None
+    assert collectives.forbid(None) == {"0": [0, 1]} and group._backend.aborted
     explained = collectives.explain(error)
     assert isinstance(explained, StaleGroupError) and "some of ranks 0-1 were busy" in str(explained)
     collectives.renew(2, ["0"], [], 1)

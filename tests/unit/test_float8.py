@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
-from nbdist.planning.rules import CHOICES
+from nbdist.planning.settings import SETTINGS
 from nbdist.train.loop.precision import warn_of_emulation
 from nbdist.train.prepare import strategies
 from nbdist.train.structure.float8 import chosen_layers, config_of
@@ -53,7 +53,7 @@ def test_the_output_layer_and_small_layers_are_left_out(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("recipe", CHOICES["fp8_recipe"])
+@pytest.mark.parametrize("recipe", SETTINGS["fp8_recipe"].kind.words)
 def test_every_recipe_is_one_of_torchao(recipe: str, strategy: str) -> None:
     pytest.importorskip("torchao")
     config = config_of(FP8.replace(fp8_recipe=recipe, strategy=strategy))

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from nbdist.client.magics.plan_line import flags, named_settings, plan_parser
 from nbdist.errors import UsageError
-from nbdist.plan import Plan, setting_names
+from nbdist.plan import Plan
+from nbdist.planning.kinds import Choice
 from nbdist.planning.rules import own_settings
+from nbdist.planning.settings import SETTINGS
 from nbdist.planning.variables import NAMES
 
 
@@ -36,6 +39,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "compile_fullgraph": {"strategy": "fsdp", "compile": True, "compile_fullgraph": True},
     "activation_checkpointing": {"activation_checkpointing": "selective"},
     "activation_budget": {"activation_budget": 0.5},
+    "activation_offload": {"activation_offload": True},
     "comm_hook": {"comm_hook": "fp16"},
     "comm_hook_options": {"comm_hook": "powersgd", "comm_hook_options": {"matrix_approximation_rank": 7}},
     "bucket_mb": {"bucket_mb": 77.0},
@@ -59,7 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "dispatch": {"dispatch": True},
     "even_batches": {"even_batches": False},
 }
-EVERY_SETTING = pytest.mark.parametrize("name", setting_names())
+EVERY_SETTING = pytest.mark.parametrize("name", SETTINGS)
 
 
 def refused(**settings: Any) -> str:
@@ -129,7 +133,7 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(setting: str, value: Any,
 
 
 def test_every_setting_can_have_another_value() -> None:
-    assert set(OTHERS) == set(setting_names())
+    assert set(OTHERS) == set(SETTINGS)
     for name, settings in OTHERS.items():
         assert getattr(Plan(**settings), name) != getattr(Plan(), name)
 
@@ -185,6 +189,14 @@ def test_a_plan_needs_no_torch() -> None:
             {"activation_budget": 0.5, "activation_checkpointing": "full"},
             "set activation_checkpointing to 'none', or activation_budget to None",
         ),
+        (
+            {"activation_offload": True, "activation_checkpointing": "selective-half"},
+            "Set activation_checkpointing to 'full' or 'none', or activation_offload to False",
+        ),
+        (
+            {"strategy": "none", "compile": True, "compile_fullgraph": True, "activation_offload": True},
+            "compile_fullgraph excludes activation_offload",
+        ),
         ({"ema": 0.9, "local_sgd_steps": 2}, "ema (0.9) excludes local SGD (2)"),
         ({"seed_per_rank": True}, "there is none: set seed"),
         (
@@ -210,6 +222,8 @@ def test_what_excludes_each_other_is_refused_with_the_reason(settings: dict[str,
         {"compile": "max-autotune-no-cudagraphs", "accumulate": 3, "compile_dynamic": True},
         {"strategy": "none", "compile": "reduce-overhead", "compile_dynamic": False, "compile_fullgraph": True},
         {"activation_budget": 0, "shard_by": "Block"},
+        {"activation_checkpointing": "full", "activation_offload": True},
+        {"activation_offload": True, "activation_budget": 0.5, "shard_by": "Block"},
         {"activation_checkpointing": "full", "shard_by": "Block"},  # it says which blocks are computed again
         {
             "comm_hook": "powersgd",
@@ -237,6 +251,7 @@ def test_a_plan_can_be_taken_to_any_strategy_without_what_is_not_for_it(name: st
         ({"strategy": "fsdp", "precision": "fp16"}, {"device": "cpu"}, "under fsdp is for GPUs"),
         ({"precision": "fp8"}, {"device": "cpu"}, "needs GPUs of compute capability 8.9 or more, not a CPU"),
         ({"precision": "fp8"}, {"device": "cuda:0", "capability": (8, 6)}, "and these have 8.6"),
+        ({"activation_offload": True}, {"device": "cpu"}, "the activations of CPU ranks are in CPU memory already"),
         ({"comm_hook": "bf16"}, {"backend": "gloo"}, "comm_hook 'bf16' needs NCCL, and the ranks' backend is gloo"),
         ({"sync_batchnorm": True}, {"device": "cpu", "world_size": 2}, "sync_batchnorm is for GPUs"),
         ({"strategy": "hsdp", "replicas": 4}, {"world_size": 6}, "which is 6: set replicas to 1 or 2 or 3 or 6"),
@@ -258,6 +273,7 @@ def test_what_ranks_of_a_kind_can_not_do_is_refused(
     [
         ({"precision": "fp16"}, {"device": "cpu", "world_size": 2}),
         ({"strategy": "fsdp", "precision": "fp16"}, {"device": "cuda:1", "world_size": 2}),
+        ({"activation_offload": True}, {"device": "cuda:0"}),
         ({"comm_hook": "fp16"}, {"backend": "gloo"}),
         ({"comm_hook": "powersgd"}, {"backend": "gloo"}),
         ({"comm_hook": "bf16"}, {"backend": "cpu:gloo,cuda:nccl"}),
@@ -271,6 +287,29 @@ def test_what_ranks_can_do_or_what_is_not_known_of_them_is_allowed(
     settings: dict[str, Any], ranks: dict[str, Any]
 ) -> None:
     Plan(**settings).check(**ranks)
+
+
+# --- the settings
+
+
+def test_every_setting_has_a_line_in_the_plan_s_docstring_in_order() -> None:
+    text = (Plan.__doc__ or "").partition("Attributes:")[2]
+    assert re.findall(r"^        (\w+): ", text, re.MULTILINE) == list(SETTINGS)
+
+
+def test_every_setting_stands_once_in_the_table_of_the_docs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \|", page.partition("| setting |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(
+        SETTINGS.keys() - {"replicas"}
+    )  # hsdp's own: in its row
+
+
+def test_the_values_of_a_setting_are_those_of_its_type() -> None:
+    hints = get_type_hints(Plan)
+    for name, setting in SETTINGS.items():
+        if isinstance(setting.kind, Choice):
+            assert get_args(hints[name]) == setting.kind.words
 
 
 # --- words
@@ -305,6 +344,7 @@ def test_every_setting_changes_what_the_table_says(name: str) -> None:
         ({"accumulate": 4}, "an optimizer step every 4 micro-batches; gradients are exchanged in the last"),
         ({"strategy": "fsdp", "shard_by": ("A", "B")}, "each module of class A or B is a block"),
         ({"strategy": "fsdp", "shard_by": every_block}, "every_block  this function says which modules are blocks"),
+        ({"strategy": "fsdp", "compile": "reduce-overhead"}, "recorded again when parameters are gathered elsewhere"),
         ({"numa": True}, "on    nothing to do: these ranks have no GPU"),
         ({"seed": 7, "seed_per_rank": True}, "start from 7 plus the rank"),
         (OTHERS["comm_hook_options"], "from step 1000 on gradients travel as factors of rank 7"),

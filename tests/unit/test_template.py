@@ -8,16 +8,17 @@ from pathlib import Path
 
 HERE = str(Path(__file__).resolve().parents[2])
 PROGRAM = """
-import json, os, socket, sys, threading
-from nbdist.agent.template import Template
+import os, socket, sys, threading
+from nbdist.agent.forking import Template
+from nbdist.wire.template import Fork, decode_report, encode
 agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 template = Template(own)
 stop = threading.Event()
 if sys.argv[1] == "threaded":
     threading.Thread(target=stop.wait).start()
-agent.send(json.dumps({"id": 7, "role": "rank"}).encode())
+agent.send(encode(Fork(7)))
 template._handle_request()
-print(agent.recv(4096).decode())
+print(decode_report(agent.recv(4096)))
 stop.set()
 """
 
@@ -26,13 +27,13 @@ def test_a_template_that_has_become_two_threads_forks_no_rank_and_says_so() -> N
     environment = {**os.environ, "PYTHONPATH": HERE}
     command = [sys.executable, "-c", PROGRAM, "threaded"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert '"fork_failed"' in done.stdout and "the template has 2 threads" in done.stdout
+    assert "ForkFailed" in done.stdout and "the template has 2 threads" in done.stdout
 
 
 SERVE = """
 import socket, sys
-from nbdist.agent.template import Template
-Template(socket.socket(fileno=int(sys.argv[1]))).serve()
+from nbdist.agent.forking import Template
+Template(socket.socket(fileno=int(sys.argv[1]))).serve("")
 """
 
 
@@ -42,5 +43,6 @@ def test_a_template_ends_when_its_agent_does() -> None:
     command = [sys.executable, "-c", SERVE, str(own.fileno())]
     with subprocess.Popen(command, env=environment, pass_fds=[own.fileno()]) as template:
         own.close()
+        assert agent.recv(4096)
         agent.close()
         assert template.wait(60) == 0

@@ -10,6 +10,7 @@ import pytest
 
 from nbdist.agent.warm_template import WarmTemplate, changed_variables, find_torch, installed_versions
 from nbdist.wire.life import StartOptions
+from nbdist.wire.template import ImportFailed
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ def test_a_template_whose_torch_is_missing_says_what_to_type_and_ends(tmp_path: 
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     template = WarmTemplate(dict(os.environ), [str(tmp_path), *_python_path()])
     answer, _ = template.channel.receive()
-    assert answer is not None and "PyTorch is not installed" in answer["failed"]
-    assert "`%pip install torch`" in answer["failed"] and "`%distributed start`" in answer["failed"]
+    assert isinstance(answer, ImportFailed) and "PyTorch is not installed" in answer.text
+    assert "`%pip install torch`" in answer.text and "`%distributed start`" in answer.text
     assert template.channel.receive() == (None, None)
     assert template.reap() == 0
 
@@ -90,7 +91,7 @@ def test_a_template_whose_torch_is_broken_names_the_error(tmp_path: Path) -> Non
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.99: cannot open')")
     template = WarmTemplate(dict(os.environ), [str(tmp_path), *_python_path()])
     answer, _ = template.channel.receive()
-    assert answer is not None and "OSError: libcudart.so.99: cannot open" in answer["failed"]
+    assert isinstance(answer, ImportFailed) and "OSError: libcudart.so.99: cannot open" in answer.text
     assert template.channel.receive() == (None, None)
     assert template.reap() == 0
 

@@ -33,6 +33,7 @@ from nbdist.client.session import interruption, stack_report
 from nbdist.client.session import session as sessions
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.session import Session, get_session, living_session
+from nbdist.client.session.starting import StartLine
 from nbdist.client.session.task import Task
 from nbdist.client.session.workers import cell_number, prewarm
 from nbdist.errors import SessionClosed, UsageError
@@ -335,14 +336,11 @@ class DistributedMagics(Magics):
 class _Progress:
     """Says what a start is doing, when it takes long enough to wonder."""
 
-    def __init__(self) -> None:
-        self._notes: list[str] = []
-
-    def __call__(self, text: str) -> None:
-        if text.startswith("importing"):
-            print(f"{text} …", flush=True)
-        elif not text.startswith("ranks join"):
-            print(text, flush=True)
+    def __call__(self, line: StartLine) -> None:
+        if line.stage == "import":
+            print(f"{line} …", flush=True)
+        elif line.stage != "join":
+            print(line, flush=True)
 
     def done(self, session: Session) -> None:
         devices = sorted({info.device for info in session.ranks})

@@ -9,11 +9,12 @@ from typing import Any
 
 from nbdist.client.magics.magic_line import MagicParser, names
 from nbdist.errors import UsageError
-from nbdist.plan import Plan, setting_names
-from nbdist.planning import rules
+from nbdist.plan import Plan
+from nbdist.planning.kinds import STRATEGIES, Blocks, Choice, Kind, OptionalSwitch, Options, Setting, Switch, Way
+from nbdist.planning.settings import SETTINGS
 
 _TRISTATE = {"on": True, "off": False, "default": None}
-_STRATEGIES = (*rules.CHOICES["strategy"], "auto")
+_STRATEGIES = (*STRATEGIES, "auto")
 
 
 def plan_parser() -> MagicParser:
@@ -31,11 +32,13 @@ def plan_parser() -> MagicParser:
     parser.add_argument("--reset", action="store_true", help="begin from the default plan")
     parser.add_argument("--model", metavar="NAME", help="auto: the model, a variable of rank 0")
     parser.add_argument("--batch", metavar="NAME", help="auto: a micro-batch, a variable of rank 0")
-    for title, settings in _GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name, (metavar, text) in settings.items():
-            flag = f"--{name.replace('_', '-')}"
-            group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **_how_to_read(name, metavar))
+    flagged = {name: setting for name, setting in SETTINGS.items() if setting.group}
+    groups = {
+        title: parser.add_argument_group(title) for title in dict.fromkeys(each.group for each in flagged.values())
+    }
+    for name, setting in flagged.items():
+        how = {"default": argparse.SUPPRESS, "help": setting.help, **_how_to_read(name, setting)}
+        groups[setting.group].add_argument(f"--{name.replace('_', '-')}", dest=name, **how)
     return parser
 
 
@@ -54,22 +57,28 @@ class _PlanParser(MagicParser):
         """The ways of a setting first, where one may follow."""
         words = typed.split() if typed[-1:].isspace() else typed.split()[:-1]
         is_open = bool(words) and isinstance(self._option_string_actions.get(words[-1]), _Way)
-        ways = rules.WAYS[self._option_string_actions[words[-1]].dest] if is_open else ()
+        ways = _ways(self._option_string_actions[words[-1]].dest) if is_open else ()
         return [*ways, *super().suggest(typed)]
 
 
-def _how_to_read(name: str, metavar: str) -> dict[str, Any]:
-    if name in rules.SWITCHES:
+def _how_to_read(name: str, setting: Setting) -> dict[str, Any]:
+    kind, metavar = setting.kind, setting.metavar
+    if isinstance(kind, Switch):
         return {"action": argparse.BooleanOptionalAction}
-    if name in rules.OPTIONAL_SWITCHES:
+    if isinstance(kind, OptionalSwitch):
         return {"action": _Tristate, "choices": tuple(_TRISTATE)}
-    if name in rules.WAYS:
+    if isinstance(kind, Way):
         return {"action": _Way, "metavar": metavar}
-    if name in rules.CHOICES:
-        return {"type": _chooser(name), "choices": rules.CHOICES[name]}
-    if name == "comm_hook_options":
+    if isinstance(kind, Choice):
+        return {"type": _reader(name, kind), "choices": kind.words}
+    if isinstance(kind, Options):
         return {"action": _Options, "nargs": "+", "metavar": metavar}
-    return {"type": _classes if name == "shard_by" else _number, "metavar": metavar}
+    return {"type": _classes if isinstance(kind, Blocks) else _number, "metavar": metavar}
+
+
+def _ways(name: str) -> tuple[str, ...]:
+    kind = SETTINGS[name].kind
+    return kind.words if isinstance(kind, Way) else ()
 
 
 class _Help(argparse.HelpFormatter):
@@ -106,7 +115,7 @@ class _Way(argparse.Action):
         elif is_off:
             parser.error(f"{option_string} takes no value, and {values!r} follows it")
         else:
-            setattr(namespace, self.dest, rules.choose_way(self.dest, values))
+            setattr(namespace, self.dest, SETTINGS[self.dest].kind.refined(self.dest, values))
 
 
 class _Options(argparse.Action):
@@ -124,14 +133,14 @@ def _option(parser: argparse.ArgumentParser, word: str) -> tuple[str, Any]:
     return name, switches.get(value.lower(), _number(value))
 
 
-def _chooser(name: str) -> Callable[[str], str]:
-    def choose(text: str) -> str:
+def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
         try:
-            return rules.choose(name, text)
+            return kind.refined(name, text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return choose
+    return read
 
 
 def _strategy(text: str) -> str:
@@ -161,7 +170,7 @@ def _classes(text: str) -> str | tuple[str, ...] | None:
 
 def named_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings that were typed, with their values."""
-    typed = {name: value for name, value in vars(arguments).items() if name in setting_names()}
+    typed = {name: value for name, value in vars(arguments).items() if name in SETTINGS}
     if typed["strategy"] in (None, "auto"):
         del typed["strategy"]
     return typed
@@ -170,14 +179,14 @@ def named_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def flags(before: Plan, after: Plan) -> str:
     """What to type to get from one plan to the other."""
     words: list[str] = [] if before.strategy == after.strategy else [after.strategy]
-    for name in setting_names():
+    for name, setting in SETTINGS.items():
         value = getattr(after, name)
         if name == "strategy" or value == getattr(before, name):
             continue
         flag = name.replace("_", "-")
-        if isinstance(value, bool) and name in (*rules.SWITCHES, *rules.WAYS):
+        if isinstance(value, bool) and isinstance(setting.kind, Switch | Way):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif name in rules.OPTIONAL_SWITCHES:
+        elif isinstance(setting.kind, OptionalSwitch):
             words.append(f"--{flag} {_word_of(value)}")
         elif isinstance(value, Mapping):
             words.append(f"--{flag} {' '.join(f'{key}={entry}' for key, entry in value.items()) or 'none'}")
@@ -188,49 +197,3 @@ def flags(before: Plan, after: Plan) -> str:
 
 def _word_of(value: bool | None) -> str:
     return next(word for word, meaning in _TRISTATE.items() if meaning is value)
-
-
-_GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "every strategy": {
-        "precision": ("", "what is computed in"),
-        "fp8_recipe": ("", "how fp8 scales: tensorwise is fastest"),
-        "accumulate": ("N", "micro-batches for each optimizer step"),
-        "clip_grad_norm": ("NORM", "largest norm of the gradients, or none"),
-        "ema": ("DECAY", "average the weights of all steps, such as 0.999, or none"),
-        "compile": ("MODE", f"compile models: {', '.join(rules.WAYS['compile'])}"),
-        "compile_dynamic": ("", "sizes of inputs are symbols"),
-        "compile_fullgraph": ("", "a break of the graph is an error"),
-        "activation_checkpointing": ("", "what is computed again in backward"),
-        "activation_budget": ("SHARE", "how much of the activations is kept, such as 0.5, or none: all"),
-        "sync_batchnorm": ("", "BatchNorm over all ranks"),
-    },
-    "ddp": {
-        "comm_hook": ("", "how gradients are compressed"),
-        "comm_hook_options": ("NAME=VALUE", "as torch names them: matrix_approximation_rank=2"),
-        "bucket_mb": ("MIB", "size of the buckets"),
-        "find_unused_parameters": ("", "for models that don't use all in each step"),
-        "static_graph": ("", "each step has the same graph"),
-        "gradient_as_bucket_view": ("", "gradients live in the buckets"),
-        "local_sgd_steps": ("N", "average parameters every N steps, not gradients; 0: no"),
-    },
-    "fsdp and hsdp": {
-        "shard_by": ("CLASS", "what a block is: Block or Block,Head, or none: found"),
-        "reshard": ("", "free parameters after forward"),
-        "prefetch": ("N", "blocks that are gathered ahead"),
-        "exchange": ("", "gradients in each micro-batch (less memory), or in the last (less traffic)"),
-        "offload": ("", "keep parameters, gradients and optimizer state in CPU memory"),
-        "replicas": ("N", "hsdp: groups that hold the whole model, or none: nodes"),
-    },
-    "data": {
-        "dispatch": ("", "rank 0 alone reads the data"),
-        "even_batches": ("", "as many batches on all ranks"),
-    },
-    "each rank": {
-        "seed": ("N", "of all random generators, or none"),
-        "seed_per_rank": ("", "add the rank to the seed"),
-        "deterministic": ("", "deterministic algorithms only"),
-        "tf32": ("", "TF32 for float32 products"),
-        "numa": ("", "bind to the cores and memory next to the GPU"),
-        "gc_interval": ("N", "collect garbage every N steps; 0: as Python does"),
-    },
-}

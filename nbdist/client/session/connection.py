@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import select
 import subprocess
@@ -27,6 +26,7 @@ from nbdist.wire.frames import decode, encode
 from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
 from nbdist.wire.life import Broken, Shutdown
 from nbdist.wire.message import Message
+from nbdist.wire.setup import ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 _END_LIMIT = 3.0
@@ -58,10 +58,10 @@ class Connection:
                 cwd="/",
                 start_new_session=True,
             )
-        setup = {"kernel": os.getpid(), "runtime_folder": jupyter_runtime_dir()}
+        setup = ControllerSetup(kernel=os.getpid(), runtime_folder=jupyter_runtime_dir())
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `open` will tell
-            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.write(encode_line(setup))
             self._process.stdin.close()
 
     @property
@@ -83,10 +83,10 @@ class Connection:
         line = self._first_line(heed)
         if not line:
             raise self._ended_early()
-        said = json.loads(line)
-        if isinstance(said, dict):
-            raise SessionBroken(said["error"])
-        self.key_file = Path(said)
+        said = msgspec.json.decode(line, type=ControllerReady | ControllerFailed)
+        if isinstance(said, ControllerFailed):
+            raise SessionBroken(said.text)
+        self.key_file = Path(said.key_file)
         try:
             keys = read_key_file(self.key_file)
         except FileNotFoundError:

@@ -27,6 +27,7 @@ from nbdist.client.session.logs import CellLog
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
 from nbdist.client.session.start_options import Arguments, check_seconds
+from nbdist.client.session.starting import StartLine
 from nbdist.client.session.task import Task
 from nbdist.client.session.workers import Ranks, Workers
 from nbdist.devices import visible_gpus
@@ -126,7 +127,7 @@ class Session(Workers):
         linger: float = 0.0,
         exact: bool = False,
         replace: bool = True,
-        progress: Callable[[str], None] = lambda text: None,
+        progress: Callable[[StartLine], None] = lambda line: None,
     ) -> None:
         _refuse_on_ranks()
         check_seconds("linger", linger, zero=True)
@@ -139,7 +140,9 @@ class Session(Workers):
         self.start(options, progress)
         _sessions[:] = [weakref.ref(session) for session in (*_known_sessions(), self)]
 
-    def restart(self, num_processes: int | None = None, *, progress: Callable[[str], None] = lambda text: None) -> None:
+    def restart(
+        self, num_processes: int | None = None, *, progress: Callable[[StartLine], None] = lambda line: None
+    ) -> None:
         """End the ranks and bring up a fresh set, with an environment as it is now. Variables on ranks are lost.
 
         Args:

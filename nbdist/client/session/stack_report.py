@@ -21,7 +21,6 @@ from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import ThreadStack
 
 _WIDEST = 120  # characters: the names of C++ templates run to thousands
-IDLE = "idle"
 _DUMP_LIMIT = 60.0  # seconds: py-spy reads the symbols of all of torch's libraries
 _MAIN_THREAD = re.compile(r'^Thread .*: "MainThread"\n((?: .*\n?)*)', re.MULTILINE)
 _IN_CELL = re.compile(r"^(\S+) \(<ipython-input-(\d+)-[^>]*>:(\d+)\)$")
@@ -40,6 +39,7 @@ class Stack:
         collective: What of torch.distributed it is in, "" for nothing.
         still: Seconds since it was first seen exactly there.
         note: What there is to say instead of lines.
+        busy: Whether it runs something, as far as that is known.
     """
 
     lines: tuple[str, ...] = ()
@@ -47,6 +47,7 @@ class Stack:
     collective: str = ""
     still: float = 0.0
     note: str = ""
+    busy: bool = True
 
     def __str__(self) -> str:
         return "\n".join(self.lines) or self.note
@@ -67,7 +68,7 @@ def stack_of(answer: ThreadStack | NoAnswer | None, cell: str) -> Stack:
     if answer is None:
         return Stack(cell=cell, note="in a call that does not let Python answer; `--native` shows it")
     if isinstance(answer, NoAnswer) or not answer.running:
-        return Stack(note=IDLE)
+        return Stack(note="idle", busy=False)
     lines = tuple(answer.stack.splitlines())
     return Stack(lines, cell, answer.collective, answer.still, "" if lines else "at work for nbdist")
 
@@ -111,7 +112,7 @@ def with_native_frames(stacks: Mapping[int, Stack], pids: Mapping[int, int]) -> 
     program = shutil.which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if program is None:
         raise UsageError("--native needs py-spy: `%pip install py-spy`, then the same again")
-    busy = [rank for rank, stack in stacks.items() if stack.note != IDLE]
+    busy = [rank for rank, stack in stacks.items() if stack.busy]
     with ThreadPoolExecutor() as pool:
         dumps = dict(zip(busy, pool.map(lambda rank: _dump(program, rank, pids[rank]), busy), strict=True))
     return {

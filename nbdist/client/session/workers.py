@@ -26,6 +26,7 @@ from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.start_options import check_seconds
+from nbdist.client.session.starting import PortTaken, StartLine
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.devices import unusable_gpus
@@ -109,7 +110,7 @@ class Workers:
 
     # --- life
 
-    def start(self, options: StartOptions, progress: Callable[[str], None] = lambda text: None) -> None:
+    def start(self, options: StartOptions, progress: Callable[[StartLine], None] = lambda line: None) -> None:
         """Bring up ranks, for the first time or in place of those that there were.
 
         Args:
@@ -118,6 +119,7 @@ class Workers:
 
         Raises:
             SessionBroken: They could not be brought up; nothing of them is left.
+            PortTaken: The port of their rendezvous store is taken.
         """
         if self.broken and not self._parked:
             self._connection.close()
@@ -198,7 +200,7 @@ class Workers:
         else:
             self._connection.close()
 
-    def _bring_up(self, options: StartOptions, progress: Callable[[str], None]) -> None:
+    def _bring_up(self, options: StartOptions, progress: Callable[[StartLine], None]) -> None:
         began = time.monotonic()
         self.closed, self.broken = True, ""
         self._life = queue.SimpleQueue()
@@ -217,7 +219,7 @@ class Workers:
         if isinstance(started, StartFailed):
             self.broken = started.text
             self._park()
-            raise SessionBroken(started.text)
+            raise (PortTaken if started.obstacle == "port taken" else SessionBroken)(started.text)
         assert isinstance(started, Started)
         self.ranks, self.backend = started.ranks, started.backend
         self._serials = itertools.count(started.first_serial)
@@ -225,9 +227,9 @@ class Workers:
         self.closed = False
         self.started_in = time.monotonic() - began
         for note in started.notes:
-            progress(note)
+            progress(StartLine(note))
         if remark := self._on_devices(options):
-            progress(remark)
+            progress(StartLine(remark))
 
     def _on_devices(self, options: StartOptions) -> str:
         """What is to be said of the devices that the ranks have got; empty: they have what there is."""
@@ -246,7 +248,10 @@ class Workers:
         return ""
 
     def _await_life(
-        self, kinds: tuple[type[Message], ...], limit: float | None, progress: Callable[[str], None] = lambda text: None
+        self,
+        kinds: tuple[type[Message], ...],
+        limit: float | None,
+        progress: Callable[[StartLine], None] = lambda line: None,
     ) -> Message:
         """Wait for a message about the session's life. The controller bounds how long a start may take."""
         deadline = None if limit is None else time.monotonic() + limit
@@ -267,7 +272,7 @@ class Workers:
             if isinstance(message, _Errand):
                 message.run()
             elif isinstance(message, Progress):
-                progress(message.text)
+                progress(StartLine(message.text, message.stage))
             elif isinstance(message, Broken):
                 raise SessionBroken(message.text)
 

@@ -13,7 +13,6 @@ from nbdist import cuda_guard, transfer
 from nbdist.client.session.workers import Workers
 from nbdist.errors import LaunchError, NbdistError, TransferError, UsageError
 from nbdist.launch import on_ranks
-from nbdist.launch.fork.forker import Forker
 from nbdist.launch.fork.kernel_threads import describe_threads
 from nbdist.launch.request import Request
 from nbdist.wire.life import Place
@@ -52,19 +51,12 @@ def launch(request: Request) -> list[Any]:
 
 
 def _attempt(request: Request, restart: int) -> list[Any]:
-    _load()
+    from nbdist.launch.fork.forker import Forker  # it loads torch
+
     workers = Workers()
     place = Place(world_size=request.count, restart=restart, max_restarts=request.max_restarts)
     with Forker(functools.partial(request.function, *request.args), workers.call_soon) as forker:
         return on_ranks.launch(request, None, workers, place, forker.address)
-
-
-def _load() -> None:
-    """What all ranks need, so that not each of them imports it."""
-    import stack_data  # noqa: F401
-    import torch.distributed  # noqa: F401
-
-    import nbdist.worker.rank  # noqa: F401
 
 
 def hindrance(request: Request) -> str:

@@ -1,6 +1,7 @@
 """Forks ranks from the notebook's own process when the agent asks for them, as the template does.
 
-The notebook does what nobody else can: the fork itself, and reaping its children. All else is the agent's.
+The notebook does what nobody else can: the fork itself, and reaping its children. All else is the agent's. With this
+module it imports what ranks need, so that not each of them does.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
-from nbdist.agent.template import Template
+import stack_data  # noqa: F401
+import torch.distributed  # noqa: F401
+
+from nbdist.agent.forking import Template
 from nbdist.errors import UsageError
+from nbdist.wire.template import Fork
+from nbdist.worker import rank
 
 _LONGEST_FOLDER = 90  # characters; the path of a socket in it may have 107
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
@@ -91,7 +97,7 @@ class Forker:
             with channel:
                 self._forks = _Forks(channel, *self._make)
                 if not self._closed:
-                    self._forks.serve()
+                    self._forks.fork_on_request()
 
     def _accept(self) -> socket.socket:
         """The connection of the agent: the first process of the same user."""
@@ -119,12 +125,12 @@ class _Forks(Template):
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 
-    def make_child(self, request: dict[str, Any], descriptors: list[int]) -> int:
+    def make_child(self, request: Fork, descriptors: list[int]) -> int:
         """As of `Template`; by `multiprocessing`, whose clean-up makes queues and locks of the notebook work there."""
         process = multiprocessing.get_context("fork").Process(
             target=self._be_child,
-            args=(os.getpid(), request["role"], descriptors),
-            name=f"nbdist-{request['role']}-{request['id']}",
+            args=(os.getpid(), request, descriptors),
+            name="nbdist-store" if request.rank is None else f"nbdist-rank-{request.rank}",
         )
         self._in_cell(lambda: self._made.put(_start(process)))
         failure = self._made.get()
@@ -135,12 +141,13 @@ class _Forks(Template):
         self._processes.append(process)
         return process.pid
 
-    def _be_child(self, parent: int, role: str, descriptors: list[int]) -> None:
+    def _be_child(self, parent: int, request: Fork, descriptors: list[int]) -> None:
         _shed_notebook()
         self.let_go()
-        from nbdist.worker import rank
-
-        rank.enter(parent, role, descriptors, self._function)
+        if request.rank is None:
+            rank.become_store(parent, *descriptors)
+        else:
+            rank.become_rank(parent, *descriptors, function=self._function)
 
 
 def _start(process: BaseProcess) -> Exception | None:

@@ -36,7 +36,7 @@ from nbdist.train.checkpoint.generators import random_digests
 from nbdist.train.checkpoint.saving import Save, Writing, file_of, wait_for_saves_of_all, without_group_warning
 from nbdist.train.checkpoint.staging import copy_to_cpu
 from nbdist.train.checkpoint.state_snapshot import Restoring, Snapshot, take
-from nbdist.train.collective import meeting
+from nbdist.train.collective import agreement, meeting
 from nbdist.train.loop import averages
 from nbdist.train.state import State, current, rank, world_size
 
@@ -124,14 +124,14 @@ def save_state(
         raise UsageError(f"keep={keep!r}: give how many checkpoints may stay, at least 1")
     _come_to_rest(state)
     snapshot, manifest = _snapshot(state)
-    with meeting.together():
+    with agreement.together():
         values = _pickled(snapshot.values)
         tensors = snapshot.tensors
         if asynchronous:
             copy_to_cpu(tensors, state.copies)
             tensors = dict(state.copies)
     draft: Draft | None = None
-    with meeting.together():
+    with agreement.together():
         if rank() == 0:
             draft = Draft(target)
     writing = Writing(target, draft, manifest, keep, from_one_rank=bool(state.plan.local_sgd_steps))
@@ -170,10 +170,10 @@ def load_state(
     asked = Path(path) if path is not None else Path(_FOLDER)
     meeting.meet("load_state", {"path": str(asked)}, limit)
     _come_to_rest(state)
-    with meeting.together():
+    with agreement.together():
         found = find(asked) if rank() == 0 else asked
-    found = meeting.tell(found)
-    with meeting.together():
+    found = agreement.tell(found)
+    with agreement.together():
         manifest, values = _read(found)
         kept = FileSystemReader(found).read_metadata().state_dict_metadata.items()
         types = {
@@ -182,9 +182,9 @@ def load_state(
         restoring = Restoring(state, values, {name: size for name, (size, _) in types.items()})
         slots = restoring.slots(types)
     try:
-        with meeting.together(), without_group_warning():
+        with agreement.together(), without_group_warning():
             dcp.load(slots, storage_reader=FileSystemReader(found), no_dist=world_size() == 1)
-        with meeting.together():
+        with agreement.together():
             own = manifest["world_size"] == world_size()
             seed = None if own else f"{manifest['random_seed']} {rank()} of {world_size()}"
             restoring.finish(slots, seed, manifest["random_shared"])
@@ -192,7 +192,7 @@ def load_state(
         raise CheckpointError(
             f"{error}. Load again, or another: what is prepared may hold a part of {found}"
         ) from error
-    notes = meeting.tell(_notes(asked, found, manifest, state) + restoring.notes if rank() == 0 else [])
+    notes = agreement.tell(_notes(asked, found, manifest, state) + restoring.notes if rank() == 0 else [])
     if notes and rank() == 0:
         warnings.warn(f"{found} was loaded, but {'; '.join(notes)}", stacklevel=2)
     return LoadReport(found, state.steps, manifest["world_size"], tuple(notes))
@@ -213,7 +213,7 @@ def _come_to_rest(state: State) -> None:
     Raises:
         UsageError: A model holds its averaged weights.
     """
-    with meeting.together():
+    with agreement.together():
         averages.refuse_inside("save_state or load_state", state)
     if not wait_for_saves_of_all():
         state.copies = {}
@@ -222,7 +222,7 @@ def _come_to_rest(state: State) -> None:
 
 def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
     """What this rank keeps, and the manifest of the whole."""
-    with meeting.together():
+    with agreement.together():
         snapshot = take(state)
         if not snapshot.tensors:
             raise UsageError("nothing is prepared, so there is nothing to save: call nbdist.prepare(model, ...) first")
@@ -232,7 +232,7 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
                 "Save when nbdist.sync_gradients() is true",
                 stacklevel=4,
             )
-    told = meeting.gather((snapshot.models, snapshot.buffers, random_digests(snapshot.values["random"])))
+    told = agreement.gather((snapshot.models, snapshot.buffers, random_digests(snapshot.values["random"])))
     _refuse_different_models([models for models, _, _ in told])
     _keep_own_buffers(snapshot, told[0][1])
     digests = [digest for _, _, digest in told]

@@ -20,7 +20,7 @@ from nbdist.train.checkpoint.safetensors_folder import ModelDraft, ModelFolder, 
 from nbdist.train.checkpoint.state_snapshot import listed
 from nbdist.train.checkpoint.weight_sources import SafetensorsFiles
 from nbdist.train.checkpoint.weights import ModelTensors, fit, give_storage, set_buffers
-from nbdist.train.collective import meeting
+from nbdist.train.collective import agreement, meeting
 from nbdist.train.loop import averages
 from nbdist.train.state import current, default_device, rank
 
@@ -64,7 +64,7 @@ def save_model(
     meeting.meet("save_model", arguments, limit)
     if not averaged:
         return _save(model, target, max_shard_size, metadata)
-    with meeting.together():
+    with agreement.together():
         averages.refuse_without_average(model, current())
     with averages.averaged(model):
         return _save(model, target, max_shard_size, metadata)
@@ -72,16 +72,16 @@ def save_model(
 
 def _save(model: nn.Module, target: Path, max_shard_size: int | str, metadata: Mapping[str, str] | None) -> Path:
     draft: ModelDraft | None = None
-    with meeting.together():
+    with agreement.together():
         weights = ModelTensors.of(model)
         _refuse_meta(weights)
         shards = split({name: tensor.nbytes for name, tensor in weights.tensors.items()}, parse_size(max_shard_size))
         if rank() == 0:
             draft = ModelDraft(target, shards, {**weights.tied, **_texts(metadata)})
     try:
-        with meeting.together():
+        with agreement.together():
             _write(draft, shards, weights.tensors)
-        with meeting.together():
+        with agreement.together():
             if draft is not None:
                 _save_config(model, target)
                 draft.commit()
@@ -111,7 +111,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], *, limit: float
     """
     source = Path(folder)
     meeting.meet("load_model", {"folder": str(source)}, limit)
-    with meeting.together():
+    with agreement.together():
         fitting = fit(model, SafetensorsFiles(ModelFolder(source)), str(source))
         set_buffers(model, default_device())
         give_storage(model, default_device())

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from nbdist.errors import CheckpointError
 from nbdist.train.checkpoint.checkpoint_folder import Draft, keep_newest, partial_folder, write_durably
-from nbdist.train.collective import meeting
+from nbdist.train.collective import agreement
 from nbdist.train.state import rank, world_size
 
 _LOOK = 1.0  # seconds between two looks at how the others' threads are doing
@@ -120,7 +120,7 @@ def wait_for_saves_of_all() -> bool:
     """
     global _running, _side_group
     while True:
-        told = meeting.gather((_running is None or _running.done, _running is not None and _running.lost_touch))
+        told = agreement.gather((_running is None or _running.done, _running is not None and _running.lost_touch))
         has_lost = any(lost for _, lost in told)
         if has_lost:
             _side_group = None  # others may wait in it for long
@@ -166,9 +166,9 @@ class Writing:
             CheckpointError: A rank could not write. What was written is removed.
         """
         try:
-            with meeting.together(group):
+            with agreement.together(group):
                 self._write(tensors, values, group)
-            with meeting.together(group):
+            with agreement.together(group):
                 if self.draft is not None:
                     self._publish(self.draft)
         except CheckpointError as error:
@@ -245,7 +245,7 @@ def _group_beside_training() -> dist.ProcessGroup | None:
     global _side_group
     if world_size() == 1:
         return None
-    if not all(meeting.gather(_is_usable(_side_group))):
+    if not all(agreement.gather(_is_usable(_side_group))):
         _side_group = dist.new_group(backend="gloo")
     return _side_group
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from nbdist.errors import UsageError
 from nbdist.train.checkpoint.state_snapshot import listed, plain_name
 from nbdist.train.checkpoint.weight_sources import Shapes, Source
-from nbdist.train.collective import meeting
+from nbdist.train.collective import agreement
 from nbdist.train.structure.materialize import initializer
 from nbdist.train.structure.shards import gather_again
 
@@ -85,7 +85,7 @@ class Fitting:
         Raises:
             CheckpointError: They could not be read on some rank; the model holds a part of them.
         """
-        with meeting.together():
+        with agreement.together():
             tensors = ModelTensors.of(model)
             self.source.fill([(self.names[name], tensor) for name, tensor in tensors.tensors.items()])
             if tensors.extra:

@@ -7,22 +7,19 @@ Knows nothing of models.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nbdist.errors import UsageError
 from nbdist.train import state as training
+from nbdist.train.collective import agreement
 from nbdist.train.collective.nested import rebuilt, tensors_in
-from nbdist.train.collective.participants import refuse_partial
 from nbdist.train.collective.process_group import ensure_group
 
 T = TypeVar("T")
-_CPU = torch.device("cpu")
 
 
 def gather(data: Any) -> Any:
@@ -86,8 +83,8 @@ def gather_object(items: list[T]) -> list[T]:
     """
     ensure_group()
     named = f"gather_object takes a list, not {type(items).__name__}: type gather_object([value])"
-    differing("gather_object", None, "" if isinstance(items, list | tuple) else named)
-    return [item for part in all_objects(list(items)) for item in part]
+    agreement.differing("gather_object", None, "" if isinstance(items, list | tuple) else named)
+    return [item for part in agreement.gather(list(items)) for item in part]
 
 
 def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
@@ -162,8 +159,9 @@ def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
     no_list = f"broadcast_object_list takes a list, not {type(items).__name__}: type [value]"
     failure = _unknown_rank("broadcast_object_list", from_process) if is_list else no_list
     count = len(items) if is_list else 0
-    if told := differing("broadcast_object_list", f"{count} objects, from_process={from_process}", failure):
-        _refuse_settings("broadcast_object_list", told)
+    given = f"{count} objects, from_process={from_process}"
+    told = agreement.differing("broadcast_object_list", given, failure)
+    agreement.refuse_differing("broadcast_object_list", told)
     if training.world_size() > 1:
         dist.broadcast_object_list(items, src=from_process)
     return items
@@ -185,7 +183,7 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         if not -tensor.ndim <= dim < tensor.ndim:
             return tensor
-        sizes = _all_numbers(tensor.shape[dim]).tolist()
+        sizes = agreement.all_numbers(tensor.shape[dim]).tolist()
         return _padded(tensor, dim % tensor.ndim, max(sizes), pad_index, pad_first)
 
     return _each("pad_across_processes", data, padded, compare=lambda tensor: str(tensor.ndim), dim=dim)
@@ -210,7 +208,7 @@ def _shaped(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def _gathered_uneven(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.ndim == 0:
         return _gathered(tensor)
-    sizes = _all_numbers(len(tensor)).tolist()
+    sizes = agreement.all_numbers(len(tensor)).tolist()
     longest = max(sizes)
     gathered = _gathered(_padded(tensor.detach(), 0, longest, 0, False))
     parts = [gathered[rank * longest : rank * longest + size] for rank, size in enumerate(sizes)]
@@ -232,14 +230,8 @@ def _gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """As bytes, which every backend can send whatever the type."""
     result = tensor.new_empty((training.world_size() * tensor.shape[0], *tensor.shape[1:]))
     if tensor.numel():
-        _all_gather(_bytes(result), _bytes(tensor))
+        agreement.all_gather(_bytes(result), _bytes(tensor))
     return result
-
-
-def _all_gather(result: torch.Tensor, mine: torch.Tensor) -> None:
-    """By the name that this torch has for it: newer ones warn of the older."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(result, mine)
 
 
 def _broadcast_bytes(tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -268,21 +260,8 @@ def _on_wire(tensor: torch.Tensor, exchange: Callable[[torch.Tensor], torch.Tens
     """Exchange a tensor from a device that the backend can send from, and bring the result back."""
     if training.world_size() == 1:
         return exchange(tensor)
-    wire = _wire(tensor.device)
+    wire = agreement.wire_of(tensor.device)
     return exchange(tensor.to(wire).contiguous()).to(tensor.device)
-
-
-def _wire(device: torch.device) -> torch.device:
-    kinds = _device_types(dist.get_backend_config())
-    if device.type in kinds:
-        return device
-    return _CPU if "cpu" in kinds else training.default_device()
-
-
-@functools.cache
-def _device_types(backends: str) -> frozenset[str]:
-    """What the backends of a group send from; as torch has it in "cpu:gloo,cuda:nccl"."""
-    return frozenset(pair.partition(":")[0] for pair in backends.split(","))
 
 
 # --- ranks compare what they were given
@@ -313,13 +292,18 @@ def _each(
         failure = failure or str(error)
     kind = compare or (lambda tensor: str(list(tensor.shape)))
     signature = ", ".join(f"{place or 'it'}: {kind(tensor)} {tensor.dtype}" for place, tensor in found)
-    carried = found[0][1] if of_all is not None and len(found) == 1 and _is_small(found[0][1]) else None
+    carried = found[0][1] if of_all is not None and len(found) == 1 and agreement.is_small(found[0][1]) else None
     if carried is not None:
         signature += " on the CPU"  # where a rank has it elsewhere, that one expects another exchange
     given = signature, ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    told, numbers = _compared(function, given, failure, carried)
-    if told:
-        _refuse_differences(function, told)
+    told, numbers = agreement.compare(function, given, failure, carried)
+    agreement.refuse_differing(
+        function,
+        [tensors or "none" for tensors, _ in told],
+        what="tensors",
+        advice="Make their shapes equal, for example with pad_across_processes",
+    )
+    agreement.refuse_differing(function, [others for _, others in told])
     if of_all is not None and carried is not None and numbers is not None:
         return rebuilt(data, iter([of_all(numbers, carried)]))
     return rebuilt(data, iter([change(tensor) for _, tensor in found]))
@@ -331,127 +315,6 @@ def _each_alone(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 def _without_first_dimension(tensor: torch.Tensor) -> str:
     return f"[any, {str(list(tensor.shape[1:])).strip('[]')}]" if tensor.ndim else "[]"
-
-
-def _refuse_differences(function: str, told: Sequence[tuple[str, str]]) -> NoReturn:
-    tensors = [given[0] for given in told]
-    if (other := _first_other(tensors)) is None:
-        _refuse_settings(function, [given[1] for given in told])
-    raise UsageError(
-        f"ranks called {function} with different tensors: rank 0 with {tensors[0] or 'none'}; "
-        f"rank {other} with {tensors[other] or 'none'}. Make their shapes equal, for example with pad_across_processes"
-    )
-
-
-def _refuse_settings(function: str, told: Sequence[str]) -> NoReturn:
-    other = _first_other(told) or 0
-    raise UsageError(
-        f"ranks called {function} with {told[0]} on rank 0 and {told[other]} on rank {other}: give all ranks the same"
-    )
-
-
-def _first_other(told: Sequence[str]) -> int | None:
-    """The first rank that tells something else than rank 0."""
-    return next((rank for rank, text in enumerate(told) if text != told[0]), None)
-
-
-def differing(function: str, given: T, failure: str = "") -> list[T]:
-    """What each rank was given, if that is not the same on all; else an empty list.
-
-    Args:
-        function: What the user has called.
-        given: With what. Its `repr` is compared.
-        failure: What is wrong on this rank, which raises on all.
-
-    Raises:
-        UsageError: Something is wrong on a rank, or a rank has called something else.
-    """
-    return _compared(function, given, failure)[0]
-
-
-def _compared(
-    function: str, given: T, failure: str, carried: torch.Tensor | None = None
-) -> tuple[list[T], torch.Tensor | None]:
-    """As `differing`; with all ranks' values of a small tensor, if one was given.
-
-    What each rank sends first is one negative number, which nothing else begins with: a rank that is in another call is
-    noticed before its bytes are taken for an answer. Its upper half tells the call; the tensor travels in the lower.
-    """
-    if training.world_size() == 1:
-        if failure:
-            raise UsageError(failure)
-        return [], None
-    refuse_partial(function, training.world_size())
-    mine = _FAILED if failure else _digest(f"{function} {given!r}")
-    words = _all_numbers(mine << 32 | (0 if carried is None else _bits(carried)))
-    said = [word >> 32 for word in words.tolist()]
-    stranger = said.index(max(said))
-    if said[stranger] >= 0:
-        raise UsageError(
-            f"{function} was called here while rank {stranger} is in another exchange: let all ranks make the same "
-            "calls in the same order"
-        )
-    if set(said) == {mine} and not failure:
-        return [], None if carried is None else _from_bits(words, carried.dtype)
-    return _told_by_all(function, given, failure), None
-
-
-_FAILED = -1
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by their bytes
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest(text: str) -> int:
-    """A negative number of 32 bits other than -1."""
-    return -2 - int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") % (2**31 - 1)
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether it is one number of at most 32 bits, which can be read without waiting for a device."""
-    is_number = tensor.numel() == 1 and tensor.itemsize in _INTEGERS and not tensor.is_complex()
-    return is_number and tensor.device.type == "cpu" and type(tensor.data) is torch.Tensor
-
-
-def _bits(tensor: torch.Tensor) -> int:
-    return int(tensor.detach().reshape(1).view(_INTEGERS[tensor.itemsize]).item()) & 0xFFFFFFFF
-
-
-def _from_bits(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that stand in the lowest bytes, which come first in memory."""
-    return words.view(dtype)[:: words.itemsize // dtype.itemsize].clone()
-
-
-def _told_by_all(function: str, given: T, failure: str) -> list[T]:
-    told = all_objects((failure, function, given))
-    if failure:
-        raise UsageError(failure)
-    for rank, (theirs, called, _) in enumerate(told):
-        if theirs:
-            raise UsageError(f"rank {rank}: {theirs}")
-        if called != told[0][1]:
-            raise UsageError(f"rank 0 called {told[0][1]}, rank {rank} {called}: call the same on all ranks")
-    return [given for _, _, given in told]
-
-
-def _all_numbers(number: int) -> torch.Tensor:
-    """What whole number each rank has, on the CPU."""
-    ranks = training.world_size()
-    mine = torch.tensor([number], device=_wire(_CPU) if ranks > 1 else _CPU)
-    if ranks == 1:
-        return mine
-    result = mine.new_empty(ranks)
-    _all_gather(result, mine)
-    return result.cpu()
-
-
-def all_objects(mine: T) -> list[T]:
-    """What each rank says, by rank."""
-    ensure_group()
-    if training.world_size() == 1:
-        return [mine]
-    answers: list[Any] = [None] * training.world_size()
-    dist.all_gather_object(answers, mine)
-    return answers
 
 
 def _unknown_rank(function: str, source: int) -> str:

@@ -1,7 +1,7 @@
-"""How ranks come together for what all of them must do: nobody hangs because another rank did not come, or failed.
+"""How ranks come together for what all of them must do: nobody hangs because another rank did not come.
 
-Coming goes through the store, which can wait with a bound and names who is missing; a collective can do neither. What
-then fails on one rank raises on all. Works without a process group too: one rank always meets itself.
+Coming goes through the store, which can wait with a bound and names who is missing; a collective can do neither. Works
+without a process group too: one rank always meets itself.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import os
 import sys
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed.checkpoint import CheckpointException
 
-from nbdist.errors import CheckpointError, UsageError
+from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.train.collective.agreement import gather, refuse_differing, refuse_other_calls
 from nbdist.train.collective.participants import refuse_partial
 from nbdist.train.state import rank, world_size
 
@@ -49,64 +48,9 @@ def meet(function: str, arguments: Mapping[str, Any], limit: float | None = None
     if store is not None:
         _come(store, function, limit)
     told = gather((function, dict(arguments)))
-    for other, (name, theirs) in enumerate(told):
-        if name != told[0][0]:
-            raise UsageError(f"rank 0 called {told[0][0]}, rank {other} {name}: call the same on all ranks")
-        for key, value in theirs.items():
-            if value != told[0][1][key]:
-                raise UsageError(
-                    f"ranks called {function} with {key}={told[0][1][key]!r} on rank 0 and {key}={value!r} on rank "
-                    f"{other}: give all ranks the same"
-                )
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank says, by rank."""
-    if world_size() == 1:
-        return [value]
-    answers: list[Any] = [None] * world_size()
-    dist.all_gather_object(answers, value, group=group)
-    return answers
-
-
-def tell(value: Any) -> Any:
-    """What rank 0 says."""
-    if world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-@contextmanager
-def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What raises in the block on any rank raises on all of them at its end, as one error that names the ranks.
-
-    Raises:
-        UsageError: That is what was raised.
-        CheckpointError: Anything else was raised.
-    """
-    failure: BaseException | None = None
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        failure = error
-    told = gather(None if failure is None else (isinstance(failure, UsageError), _text(failure)), group)
-    failures = {number: answer for number, answer in enumerate(told) if answer is not None}
-    if failures:
-        kind = UsageError if all(is_usage for is_usage, _ in failures.values()) else CheckpointError
-        text = _told({number: text for number, (_, text) in failures.items()}, rank())
-        raise kind(text) from (None if failure is None or _says_all(failure) else failure)
-
-
-def _told(texts: Mapping[int, str], own: int | None = None) -> str:
-    """What ranks have to tell, by rank; without the ranks if all tell the same, or if nobody tells more than `own`."""
-    ranks: defaultdict[str, list[int]] = defaultdict(list)
-    for number, text in texts.items():
-        ranks[text].append(number)
-    if len(ranks) == 1 and (own in texts or len(texts) == world_size()):
-        return next(iter(ranks))
-    return "; ".join(f"{describe_ranks(which)}: {text}" for text, which in ranks.items())
+    refuse_other_calls([name for name, _ in told])
+    for key in arguments:
+        refuse_differing(function, [f"{key}={given[key]!r}" for _, given in told])
 
 
 def _limit(function: str, limit: float | None) -> float:
@@ -238,20 +182,3 @@ def _read(verdict: bytes) -> set[int]:
 
 def _missing(store: Any, number: int) -> set[int]:
     return {other for other in range(world_size()) if not store.check([f"{_ROUND}/{number}/{other}"])}
-
-
-def _says_all(error: BaseException) -> bool:
-    """Whether its text is enough, without the frames it came through."""
-    if isinstance(error, CheckpointException):
-        return all(_says_all(failure) for failure, _ in error.failures.values())
-    return isinstance(error, UsageError | CheckpointError | OSError)
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # its own text holds whole tracebacks
-        return _told({number: _text(failure) for number, (failure, _) in error.failures.items()})
-    if isinstance(error, UsageError | CheckpointError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from nbdist.errors import UsageError
 from nbdist.train import state as training
+from nbdist.train.collective.agreement import tell, wire_of
 from nbdist.train.collective.participants import refuse_partial
 from nbdist.train.loop.averages import averages_of
 from nbdist.train.structure.shards import gather_again
@@ -78,21 +79,9 @@ class Team:
         refuse_partial(function, len(team.ranks))
         return team
 
-    def gather(self, mine: Any) -> dict[int, Any]:
-        """What each rank says."""
-        answers: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(answers, mine, group=self.group)
-        return dict(zip(self.ranks, answers, strict=True))
-
-    def tell(self, value: Any, src: int) -> Any:
-        """What rank `src` says."""
-        box = [value]
-        dist.broadcast_object_list(box, src=src, group=self.group)
-        return box[0]
-
     def give(self, tensors: Sequence[torch.Tensor], device: str, source: int, taker: int | None) -> None:
         """Write the tensors of rank `source` into those of the taker, or of all ranks; called on these."""
-        wire = self._wire(device)
+        wire = wire_of(_device(device), self.group, to_one=taker is not None)
         for batch in _batches(tensors):
             parcel = torch.cat([_as_bytes(tensor).to(wire) for tensor in batch])
             if taker is None:
@@ -104,16 +93,9 @@ class Team:
             if dist.get_rank() != source:
                 _unpack(parcel, batch)
 
-    def _wire(self, device: str) -> torch.device:
-        """Where tensors of such a device are sent from; gloo can't send from a GPU to a single rank."""
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
-        if device != "cpu" and backends.get(device, "gloo") == "gloo":
-            device = "cpu"
-        if device not in backends:
-            device = next(iter(backends))
-        return (
-            torch.device("cpu") if device == "cpu" else torch.device(device, torch.accelerator.current_device_index())
-        )
+
+def _device(kind: str) -> torch.device:
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -234,7 +216,7 @@ class _State(Part):
         team: Team,
     ) -> None:
         """Take the values and the outline from `src`, the tensors that differ from whoever has them, and load it."""
-        outline = team.tell(_rebuilt(self._state, _Slot.of), src)
+        outline = tell(_rebuilt(self._state, _Slot.of), src, team.group)
         state = _rebuilt(outline, self._filled)
         tensors = {self._name(path): leaf for path, leaf in _leaves(state) if isinstance(leaf, torch.Tensor)}
         wanted = {name: tensor for name, tensor in tensors.items() if name in mine}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.train.collective.agreement import gather, refuse_differing, refuse_failures
 from nbdist.train.compare.parts import Described, Entry, Part, Team, describe
 
 
@@ -180,21 +181,11 @@ def sync(*objects: Any, src: int = 0, group: dist.ProcessGroup | None = None) ->
 def _exchange(function: str, objects: Any, src: int | None, team: Team) -> tuple[list[Part], dict[int, Described]]:
     """Describe the arguments and hear the other ranks' descriptions. What is wrong on one rank raises on all."""
     parts, mine = describe(function, objects, src)
-    described: dict[int, Described] = team.gather(mine)
-    reference = described[team.ranks[0]]
-    if mine.failure:
-        raise UsageError(mine.failure)
-    for rank, told in described.items():
-        if told.failure:
-            raise UsageError(f"rank {rank}: {told.failure}")
-    for rank, told in described.items():
-        if told.labels != reference.labels:
-            raise UsageError(
-                f"ranks called {function} with different arguments: rank {team.ranks[0]} with "
-                f"{', '.join(reference.labels)}; rank {rank} with {', '.join(told.labels)}. Give all ranks the same"
-            )
-        if told.src != reference.src:
-            raise UsageError(f"ranks called sync with src={reference.src} and src={told.src}: give all ranks the same")
+    described = dict(zip(team.ranks, gather(mine, team.group), strict=True))
+    told = described.values()
+    refuse_failures([each.failure for each in told], team.ranks)
+    refuse_differing(function, [", ".join(each.labels) for each in told], ranks=team.ranks)
+    refuse_differing(function, [f"src={each.src}" for each in told], ranks=team.ranks)
     return parts, described
 
 

@@ -11,7 +11,9 @@ import torch
 
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
-from nbdist.train.compare.parts import Team
+from nbdist.train.collective.agreement import gather, refuse_failures
+from nbdist.train.collective.participants import refuse_partial
+from nbdist.train.state import world_size
 
 _KEYS = {"epoch", "batches", "world_size", "seed", "generators"}
 
@@ -176,12 +178,9 @@ def agree(mine: Beginning, shares: bool) -> Beginning:
     Raises:
         UsageError: On all ranks: one can't begin, or they have other numbers of batches, or are at other places.
     """
-    told: dict[int, Beginning] = Team.of(None, "this loader").gather(mine)
-    if mine.problem:
-        raise UsageError(mine.problem)
-    problems = [f"rank {rank}: {other.problem}" for rank, other in told.items() if other.problem]
-    if problems:
-        raise UsageError("; ".join(problems))
+    refuse_partial("this loader", world_size())
+    told = dict(enumerate(gather(mine)))
+    refuse_failures([other.problem for other in told.values()])
     lengths = _who(told, lambda other: "an unknown number of" if other.length is None else f"{other.length:,}")
     if len(lengths) > 1:
         raise UsageError(

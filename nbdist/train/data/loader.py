@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from nbdist.train import state
-from nbdist.train.collective import meeting
+from nbdist.train.collective import agreement
 from nbdist.train.collective.agreed import draw_seed, seed_of_rank
 from nbdist.train.data.dispatch import dispatched
 from nbdist.train.data.epoch_position import Beginning, Place, Progress, agree
@@ -93,7 +93,7 @@ class PreparedLoader(DataLoader[Any]):
             changes["pin_memory"] = True
         prepared = _rebuilt(type(loader), {**vars(loader), **changes, "generator": torch.Generator()})
         if manner.dispatch and source is not None:
-            prepared._progress.total = meeting.tell(source.count())  # rank 0 alone may have the data
+            prepared._progress.total = agreement.tell(source.count())  # rank 0 alone may have the data
         return prepared
 
     def skipping(self, batches: int) -> PreparedLoader:

@@ -99,6 +99,9 @@ def _begin(setting: Setting, notes: list[str]) -> training.State:
         notes.append("torch.compile is not modeled: it frees or fuses some activations away")
         if plan.activation_budget is not None:
             notes.append("the activation budget is counted as a share of the blocks, which the compiler can better")
+    if plan.activation_offload:
+        notes.append("activations are counted as if they stayed: activation_offload is not modeled")
+        plan = plan.replace(activation_offload=False)
     if plan.precision == "fp8":
         notes.append("fp8 is counted as bf16")
         plan = plan.replace(**with_parts_dropped(plan, {"precision": "bf16"}))

@@ -6,6 +6,7 @@ scheduler's. Knows nothing of models or loaders.
 
 from __future__ import annotations
 
+import dis
 import gc
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -77,6 +79,40 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
             )
 
 
+def _explaining_shards(original: Original, optimizer: Optimizer, *args: Any) -> Any:
+    """Call a step. What torch refuses in it because parameters are sharded is raised with what to do instead."""
+    try:
+        return original(optimizer, *args)
+    except RuntimeError as error:
+        shards = any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer))
+        if not shards or not _refuses_operands(error):
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"the step of {type(optimizer).__name__} failed on sharded parameters (DTensors): {first}. Make its state "
+            "with torch.zeros_like(parameter), or each part with parameter.to_local() if it computes element by "
+            "element; else set strategy to 'ddp', or use torch.optim.AdamW"
+        ) from error
+
+
+def _refuses_operands(error: RuntimeError) -> bool:
+    """Whether an error is torch's answer to an operation on tensors, by where it comes from.
+
+    That is DTensor's own Python, or C++ below a line that raises nothing itself. What an optimizer raises on its own
+    account is passed on, and so is what failed while ranks exchanged something.
+    """
+    if isinstance(error, torch.OutOfMemoryError | dist.DistError) or error.__traceback__ is None:
+        return False
+    innermost = error.__traceback__
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    module = str(innermost.tb_frame.f_globals.get("__name__"))
+    if module.startswith("torch.distributed"):
+        return module.startswith("torch.distributed.tensor")
+    instruction = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
+    return dis.opname[instruction] != "RAISE_VARARGS"
+
+
 def take_new_parameters(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """Put new parameters into an optimizer's groups, in place, and shard what it already knows of the old ones."""
     for group in optimizer.param_groups:
@@ -116,6 +152,7 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
     if state.plan.clip_grad_norm is not None:
         clip_by_norm(parameters_of(optimizer), state.plan.clip_grad_norm)
     result = None
+    original = partial(_explaining_shards, original)
     if state.scaler is not None:
         record.skipped = not precision.scaled_step(state, optimizer, original)
     else:

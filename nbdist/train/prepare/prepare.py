@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.plan import Plan
-from nbdist.planning.rules import SHARDED
+from nbdist.planning.settings import SHARDED
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weight_sources import described, open_source
 from nbdist.train.checkpoint.weights import Fitting, fit, set_buffers
-from nbdist.train.collective.collectives import differing
+from nbdist.train.collective.agreement import differing, refuse_differing
 from nbdist.train.collective.process_group import ensure_group
 from nbdist.train.loop.local_sgd import train_alone
 from nbdist.train.loop.loop import give_up_window, unwrap
@@ -269,14 +269,8 @@ def _refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any]
     """Ranks tell each other what they were given; what is wrong on one raises on all."""
     given = ("", "") if failure else (_described_plan(plan), _described(objects, weights))
     told = differing("prepare", given, failure)
-    for rank, (theirs, brought) in enumerate(told):
-        if theirs != told[0][0]:
-            raise UsageError(f"ranks disagree on the plan: rank 0 has {told[0][0]}; rank {rank} has {theirs}")
-        if brought != told[0][1]:
-            raise UsageError(
-                f"ranks called prepare with different objects: rank 0 with {told[0][1]}; rank {rank} with {brought}. "
-                "Give all ranks the same"
-            )
+    refuse_differing("prepare", [theirs for theirs, _ in told], what="plans")
+    refuse_differing("prepare", [brought for _, brought in told], what="objects")
 
 
 def _described_plan(plan: Plan | None) -> str:

@@ -25,13 +25,8 @@ from nbdist.train.checkpoint.weights import Fitting, give_storage
 from nbdist.train.loop import precision
 from nbdist.train.state import State
 from nbdist.train.structure import float8, meshes
-from nbdist.train.structure.blocks import (
-    checkpoint_blocks,
-    checkpoint_share,
-    compile_blocks,
-    find_blocks,
-    refuse_without_blocks,
-)
+from nbdist.train.structure.activations import keep_less
+from nbdist.train.structure.blocks import compile_blocks, find_blocks, refuse_without_blocks
 from nbdist.train.structure.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.structure.shadow import restore
 
@@ -79,9 +74,7 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
         UsageError: `shard_by` fits no module, there is nothing to checkpoint or to compute in fp8, a module on the meta
             device can't set its values, this torch's hook is broken, torchao does not know the recipe.
     """
-    blocks = find_blocks(model, plan.shard_by)
-    if plan.activation_checkpointing != "none" or _budgets_blocks(plan):
-        refuse_without_blocks(model, blocks)
+    _blocks_of(model, plan)
     if not has_weights:
         refuse_without_initializer(model)
     float8.refuse_small(model, plan)
@@ -119,13 +112,15 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
     for module in model.modules():
         restore(module, "forward")  # of an earlier plan
     model = _with_other_layers(model, plan, state.device)
-    if _budgets_blocks(plan):
-        assert plan.activation_budget is not None
-        checkpoint_share(model, plan.activation_budget, plan.shard_by)
-    else:
-        checkpoint_blocks(model, plan.activation_checkpointing, plan.shard_by)
+    blocks = _blocks_of(model, plan)
+    keep_less(
+        blocks,
+        plan.activation_checkpointing,
+        budget=plan.activation_budget if _budgets_blocks(plan) else None,
+        offload=plan.activation_offload,
+    )
     if strategy in ("fsdp", "hsdp"):
-        distributed = _shard(model, state, weights)
+        distributed = _shard(model, blocks, state, weights)
     else:
         precision.autocast_forward(model, plan, state.device)
         if weights is None:
@@ -145,6 +140,13 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
     return distributed
 
 
+def _blocks_of(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    blocks = find_blocks(model, plan.shard_by)
+    if plan.activation_checkpointing != "none" or plan.activation_offload or _budgets_blocks(plan):
+        refuse_without_blocks(model, blocks)
+    return blocks
+
+
 def _budgets_blocks(plan: Plan) -> bool:
     """Whether blocks make up the budget of activations; in compiled models torch's partitioner keeps to it."""
     return plan.activation_budget is not None and not plan.compile
@@ -158,8 +160,6 @@ def _compile_options(plan: Plan) -> dict[str, Any]:
 
 def _with_other_layers(model: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
     if plan.sync_batchnorm and training.world_size() > 1:
-        if device.type == "cpu":
-            raise UsageError("sync_batchnorm needs GPUs, as torch's SyncBatchNorm does: leave it out of the plan here")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.precision == "fp8":
         float8.convert(model, plan, device)
@@ -190,15 +190,10 @@ def _register_hook(model: DistributedDataParallel, kind: str, options: Mapping[s
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if kind in ("fp16", "bf16"):
-        if options:
-            raise UsageError(f"the {kind} hook has no settings, so leave comm_hook_options out")
         hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
         model.register_comm_hook(None, hook)
         return
-    try:
-        state = powerSGD_hook.PowerSGDState(**{"process_group": None, **options})
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"comm_hook_options don't fit the {kind} hook: {error}") from None
+    state = powerSGD_hook.PowerSGDState(**{"process_group": None, **options})
     power_hook = powerSGD_hook.powerSGD_hook if kind == "powersgd" else powerSGD_hook.batched_powerSGD_hook
     model.register_comm_hook(state, power_hook)
 
@@ -221,7 +216,7 @@ def _refuse_broken_hook() -> None:
 # --- FSDP2
 
 
-def _shard(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module:
+def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: Fitting | None) -> nn.Module:
     """Shard block by block, so that no more than one block is whole at a time beyond what the model has outside.
 
     With weights what is on the meta device is sharded there, and only shards get storage.
@@ -231,9 +226,9 @@ def _shard(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module
     plan, device = state.plan, state.device
     if state.mesh is None:
         state.mesh = meshes.kept((device.type, plan.strategy, plan.replicas), lambda: make_mesh(plan, device))
-    blocks = _separable(model, find_blocks(model, plan.shard_by))
+    blocks = _separable(model, found)
     if plan.compile:
-        compile_blocks(model, _compile_options(plan), plan.shard_by)
+        compile_blocks(model, found, _compile_options(plan))
     block_policy, root_policy = precision.fsdp_policies(plan)
     options: dict[str, Any] = {"mesh": state.mesh}
     if plan.reshard is not None:
@@ -356,9 +351,9 @@ def make_mesh(plan: Plan, device: torch.device) -> Any:
     if plan.strategy == "fsdp":
         return dist.init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     replicas = plan.replicas or _nodes(ranks)
-    if ranks % replicas:
+    if ranks % replicas:  # nodes of different sizes: `Plan.check` knows of replicas that are named only
         raise UsageError(
-            f"{ranks} ranks can't be divided into {replicas} replicas of the model: pass replicas= one of "
+            f"{ranks} ranks can't be divided into {replicas} replicas of the model: set replicas to one of "
             f"{', '.join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)}"
         )
     return dist.init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))

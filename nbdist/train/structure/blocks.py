@@ -1,41 +1,21 @@
-"""The blocks of a model: which they are, and what is done to each: activation checkpointing, torch.compile.
+"""The blocks of a model: which they are; and torch.compile for each.
 
 Knows nothing of ranks, sharding or training loops.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nbdist.errors import UsageError
-from nbdist.train.structure.caches import CacheArguments
-from nbdist.train.structure.shadow import shadow
 
-Kind = Literal["none", "full", "selective", "selective-half"]
 ShardBy = str | tuple[str, ...] | Callable[[Any], bool] | None
 
 _SHOWN = 12  # class names in a message
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # those of linear layers
-_DEAR = _PRODUCTS | {
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "bmm",
-        "baddbmm",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-    if hasattr(torch.ops.aten, name)
-}
 
 
 def find_blocks(model: nn.Module, shard_by: ShardBy = None) -> list[nn.Module]:
@@ -127,55 +107,6 @@ def _classes(model: nn.Module) -> str:
     return ", ".join(names[:_SHOWN]) + more or "none"
 
 
-def checkpoint_blocks(model: nn.Module, kind: Kind, shard_by: ShardBy = None) -> None:
-    """Let blocks keep few activations for backward and compute the others again.
-
-    Blocks of language models run without the cache of keys and values that they are given empty. With one that holds
-    earlier tokens they are not checkpointed.
-
-    Args:
-        model: The whole model.
-        kind: "full": a block keeps its inputs only. "selective": the results of matrix products, convolutions and
-            attention too, which are dear to compute. "selective-half": the same, but of every second product of linear
-            layers only.
-        shard_by: What is a block, as with `find_blocks`.
-
-    Raises:
-        UsageError: The model has no blocks.
-    """
-    if kind == "none":
-        return
-    blocks = find_blocks(model, shard_by)
-    refuse_without_blocks(model, blocks)
-    for block in blocks:
-        _checkpoint(block, kind)
-
-
-def checkpoint_share(model: nn.Module, budget: float, shard_by: ShardBy = None) -> None:
-    """Let so many blocks be checkpointed, spread evenly, that the others are this share of all at most.
-
-    Args:
-        model: The whole model.
-        budget: The share of blocks that keep their activations, from 0 to less than 1.
-        shard_by: What is a block, as with `find_blocks`.
-
-    Raises:
-        UsageError: The model has no blocks.
-    """
-    blocks = find_blocks(model, shard_by)
-    refuse_without_blocks(model, blocks)
-    kept = int(budget * len(blocks))
-    for number, block in enumerate(blocks):
-        keeps = (number + 1) * kept // len(blocks) > number * kept // len(blocks)
-        if not keeps:
-            _checkpoint(block, "full")
-
-
-def _checkpoint(block: nn.Module, kind: Kind) -> None:
-    options = {"context_fn": _CONTEXTS[kind]} if kind in _CONTEXTS else {}
-    shadow(block, "forward", partial(_checkpointed, options, CacheArguments.of(block)))
-
-
 def refuse_without_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Refuse what works by blocks for a model that has none.
 
@@ -184,56 +115,18 @@ def refuse_without_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None
     """
     if not blocks:
         raise UsageError(
-            f"{type(model).__name__} has no repeated blocks, so activation checkpointing has nothing to work on: "
-            f'name what to checkpoint, for example shard_by="Block" (its classes are {_classes(model)})'
+            f"{type(model).__name__} has no repeated blocks, so activation checkpointing and offload have nothing to "
+            f'work on: name the blocks, for example shard_by="Block" (its classes are {_classes(model)})'
         )
 
 
-def _checkpointed(
-    options: dict[str, Any],
-    cache: CacheArguments,
-    original: Callable[..., Any],
-    block: nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if not torch.is_grad_enabled() or cache.is_filled(args, kwargs):
-        return original(block, *args, **kwargs)
-    args, kwargs = cache.turned_off(args, kwargs)
-    return checkpoint(partial(original, block), *args, use_reentrant=False, **options, **kwargs)
-
-
-def _save_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _save_every_second_product() -> Any:
-    """Contexts for one call of a block, with a count of its own."""
-    counts: defaultdict[bool, int] = defaultdict(int)
-
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in _PRODUCTS:
-            counts[context.is_recompute] += 1  # torch before 2.13 asks in backward again
-            if counts[context.is_recompute] % 2 == 0:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return _save_dear(context, operation)
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-_CONTEXTS: dict[str, Callable[[], Any]] = {
-    "selective": partial(create_selective_checkpoint_contexts, _save_dear),
-    "selective-half": _save_every_second_product,
-}
-
-
-def compile_blocks(model: nn.Module, options: Mapping[str, Any], shard_by: ShardBy = None) -> None:
+def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
     """Compile each block in place, so that its class stays; the whole model if it has no blocks.
 
     Args:
         model: The whole model.
+        blocks: Its blocks, from `find_blocks`.
         options: As for `torch.compile`.
-        shard_by: What is a block, as with `find_blocks`.
     """
-    for block in find_blocks(model, shard_by) or [model]:
+    for block in blocks or [model]:
         block.compile(**options)

@@ -12,7 +12,7 @@ from torch import nn
 
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
-from nbdist.planning.rules import SHARDED
+from nbdist.planning.settings import SHARDED
 from nbdist.train.structure.blocks import find_blocks
 
 _CAPABILITY = (8, 9)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbdist.train.collective.collectives import all_objects
+from nbdist.train.collective.agreement import gather
 
 _meshes: dict[Hashable, Any] = {}
 _world: Any = None  # the default group that they were made in
@@ -22,7 +22,7 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
     if dist.group.WORLD is not _world:
         _meshes.clear()
         _world = dist.group.WORLD
-    if not all(all_objects(key in _meshes and _is_usable(_meshes[key]))):
+    if not all(gather(key in _meshes and _is_usable(_meshes[key]))):
         _meshes[key] = make()
     return _meshes[key]
 

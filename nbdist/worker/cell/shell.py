@@ -257,8 +257,8 @@ class RankShell(InteractiveShell):
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         self.compile._filename_map[filename] = number
 
-    def is_from_cell(self, function: Any) -> bool:
-        """Whether a function was defined in a cell, so that no other process can import it."""
+    def is_main(self, function: Any) -> bool:
+        """Whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run."""
         return bool(getattr(function, "__module__", None) == self.user_module.__name__)
 
     def _start_cell(self, number: int, offset: int) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from nbdist.errors import UsageError
 
 
-def refuse(is_from_cell: Callable[[Any], bool]) -> None:
+def refuse(is_main: Callable[[Any], bool]) -> None:
     """Make spawning a function that new processes can't import raise, instead of failing once they have imported torch.
 
     Args:
-        is_from_cell: Whether a function was defined in a cell.
+        is_main: Whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run.
     """
     module: Any = importlib.import_module("torch.multiprocessing.spawn")  # the package has a function of this name
     package: Any = importlib.import_module("torch.multiprocessing")
@@ -23,16 +25,30 @@ def refuse(is_from_cell: Callable[[Any], bool]) -> None:
     @functools.wraps(original)
     def start_processes(fn: Any, *args: Any, **kwargs: Any) -> Any:
         method = kwargs.get("start_method", args[4] if len(args) > 4 else "spawn")
-        if method != "fork" and is_from_cell(fn):
-            raise UsageError(_advice(getattr(fn, "__name__", "the function")))
+        if method != "fork" and is_main(fn) and not _is_of_running_file(fn):
+            raise UsageError(_advice(fn))
         return original(fn, *args, **kwargs)
 
     module.start_processes = package.start_processes = start_processes
 
 
-def _advice(name: str) -> str:
+def _is_of_running_file(function: Any) -> bool:
+    """Whether a function is one of a file that runs as the main program, which new processes read again."""
+    main = sys.modules.get("__main__")
+    name = getattr(function, "__name__", "")
+    return getattr(main, "__file__", None) is not None and getattr(main, name, None) is function
+
+
+def _advice(function: Any) -> str:
+    name = getattr(function, "__name__", "the function")
+    path = getattr(getattr(function, "__code__", None), "co_filename", "")
+    where, instead = "in a cell", "move the function to a .py file"
+    if os.path.isfile(path):
+        program = os.path.basename(path)
+        where = f"in {program}, which was run as a program and has ended"
+        instead = f"import it: `from {program.removesuffix('.py')} import {name}`"
     return (
-        f"mp.spawn can't run {name!r}: it is defined in a cell, and new processes import their functions from files. "
+        f"mp.spawn can't run {name!r}: it is defined {where}, and new processes import their functions from files. "
         f"This process is a rank already: call `{name}(...)` here, or `nbdist.notebook_launcher({name}, ...)` in the "
-        "notebook, or move the function to a .py file."
+        f"notebook, or {instead}."
     )

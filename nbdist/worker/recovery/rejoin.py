@@ -33,6 +33,8 @@ from nbdist.worker.recovery.exact import ExactState
 from nbdist.worker.recovery.position import Progress
 from nbdist.worker.recovery.step_stop import StepCounter
 
+_STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
+
 
 class Recovery:
     """Stops the cell that runs, and puts in order what a failed one has left.
@@ -188,7 +190,9 @@ class Recovery:
         report = reset_models.reset_models(keep_buckets=keep_buckets, moved=self._statistics.moved)
         notes = report.notes
         if self._exact is not None:
-            notes = [note for note in notes if note != reset_models.STATISTICS_STAY] + self._exact.restore()
+            notes = notes + self._exact.restore()
+        elif report.statistics_stay:
+            notes = [*notes, _STATISTICS_STAY]
         return InOrder(failure, report.gradients, notes)
 
     def _caught(self) -> bool:

@@ -20,8 +20,6 @@ from typing import Any
 
 from nbdist.train.structure.unexchanged import drop_unexchanged, parameter_groups
 
-STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
-
 
 @dataclass(frozen=True)
 class ResetReport:
@@ -30,12 +28,14 @@ class ResetReport:
     Attributes:
         models: Number of DDP and FSDP2 models that are ready again.
         gradients: Whether some parameter had a gradient, which is dropped.
-        notes: What could not be revived, with what to type, and what of the lost step stays.
+        notes: What could not be revived, with what to type.
+        statistics_stay: Whether BatchNorm statistics of the lost step stay.
     """
 
     models: int = 0
     gradients: bool = False
     notes: list[str] = field(default_factory=list)
+    statistics_stay: bool = False
 
 
 class _CannotRevive(Exception):
@@ -142,9 +142,8 @@ def reset_models(*, keep_buckets: bool = False, moved: Callable[[Any], bool] = l
     for kind, advice in zip(hopeless, _HOPELESS.values(), strict=True):
         if _of(found, kind):
             notes.append(advice)
-    if any(_keeps_statistics(module) and moved(module) for module in _of(found, norm)):
-        notes.append(STATISTICS_STAY)
-    return ResetReport(models, gradients, list(dict.fromkeys(notes)))
+    stay = any(_keeps_statistics(module) and moved(module) for module in _of(found, norm))
+    return ResetReport(models, gradients, list(dict.fromkeys(notes)), stay)
 
 
 _HOPELESS = {

@@ -1,0 +1,28 @@
+"""What a start reports while it lasts, and why it failed: the text for people, and the fields that code goes by."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nbdist.errors import SessionBroken
+from nbdist.wire.life import Stage
+
+
+class StartLine(str):
+    """A line of text from a start.
+
+    Attributes:
+        stage: What the start was doing; "note": it is done, and this is worth knowing.
+    """
+
+    stage: Stage | Literal["note"]
+
+    def __new__(cls, text: str, stage: Stage | Literal["note"] = "note") -> StartLine:
+        """The line; a `str` takes its text here."""
+        line = super().__new__(cls, text)
+        line.stage = stage
+        return line
+
+
+class PortTaken(SessionBroken):
+    """The port that was named for the rendezvous store is taken; no rank is left."""

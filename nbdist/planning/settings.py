@@ -1,0 +1,494 @@
+"""The settings of a plan: each declared once, with its values, its default, whom it is for, its flag and its words.
+
+Rules, flags and tables read them here. Knows nothing of how settings go together, of torch, ranks or notebooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+from nbdist.planning.kinds import (
+    STRATEGIES,
+    Blocks,
+    Choice,
+    Count,
+    Kind,
+    Number,
+    OptionalSwitch,
+    Options,
+    Setting,
+    Switch,
+    Tell,
+    Teller,
+    Way,
+    is_amount,
+    is_count,
+    is_switch,
+)
+
+Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+
+SHARDED = ("fsdp", "hsdp")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that use them
+TYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+_EVERY = "every strategy"
+_DDP = "ddp"
+_FSDP = "fsdp and hsdp"
+_DATA = "data"
+_RANK = "each rank"
+
+
+def _setting(default: Any, kind: Kind, group: str, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"setting": Setting(kind, group, help, **more)})
+
+
+# --- what is told of settings that are set
+
+
+def show(value: object) -> str:
+    """A setting's value for people."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={show(entry)}" for name, entry in value.items()) or "none"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "not set" if value is None else str(getattr(value, "__name__", value))
+
+
+def _accumulate(plan: Settings, kind: str) -> str:
+    when = "each of them" if plan.exchange == "each" else "the last of them only"
+    sent = "" if plan.strategy == "none" else f"; gradients are exchanged in {when}"
+    return f"an optimizer step every {plan.accumulate} micro-batches{sent}"
+
+
+def _clip(plan: Settings, kind: str) -> str:
+    whole = " (that of all shards together)" if plan.strategy in SHARDED else ""
+    return f"before each step gradients are scaled down to this norm{whole}, if theirs is larger"
+
+
+def _compile(plan: Settings, kind: str) -> str:
+    what = "each block is compiled; equal blocks share the code"
+    again = "; a graph is recorded again when parameters are gathered elsewhere, so the first steps are slow"
+    if plan.strategy not in SHARDED:
+        what, again = "the whole model is compiled, in its first step", ""
+    return what + _MODES.get(plan.compile, "") + (again if plan.compile in CUDA_GRAPHS else "")
+
+
+_MODES: Mapping[bool | str, str] = {
+    "reduce-overhead": "; CUDA graphs spare the launching of kernels, for more memory",
+    "max-autotune": "; kernels are timed against each other, which takes minutes, and CUDA graphs launch them",
+    "max-autotune-no-cudagraphs": "; kernels are timed against each other, which takes minutes",
+}
+
+
+def _dynamic(plan: Settings, kind: str) -> str:
+    if plan.compile_dynamic:
+        return "sizes are symbols from the first step on: one code for all of them, a slower one"
+    return "each new size of inputs is compiled by itself"
+
+
+def _checkpointing(plan: Settings, kind: str) -> str:
+    if plan.activation_checkpointing == "full":
+        return "blocks keep only their inputs and compute the rest again in backward: less memory, more work"
+    kept = (
+        "expensive operations" if plan.activation_checkpointing == "selective" else "attention and every second product"
+    )
+    return f"blocks keep the results of {kept} and compute the others again in backward"
+
+
+def _budget(plan: Settings, kind: str) -> str:
+    if plan.compile:
+        return (
+            "the compiler keeps what is slowest to compute again, up to this share, and computes the rest in backward"
+        )
+    return "this share of the blocks keeps its activations; the others are computed again in backward"
+
+
+def _offload(plan: Settings, kind: str) -> str:
+    what = (
+        "the inputs of blocks wait"
+        if plan.activation_checkpointing == "full"
+        else "what blocks keep for backward waits"
+    )
+    return f"{what} in pinned CPU memory until backward: less memory on the GPU, more traffic to the CPU"
+
+
+def _hook(plan: Settings, kind: str) -> str:
+    if plan.comm_hook in ("fp16", "bf16"):
+        return f"gradients travel as {TYPES[plan.comm_hook]}: half the bytes of float32"
+    options = plan.comm_hook_options
+    what = "each bucket as one matrix" if plan.comm_hook.startswith("batched") else "each parameter by itself"
+    rank, start = options.get("matrix_approximation_rank", 1), options.get("start_powerSGD_iter", 1000)
+    return f"from step {start} on gradients travel as factors of rank {rank}, {what}"
+
+
+def _shard_by(plan: Settings, kind: str) -> str:
+    if callable(plan.shard_by):
+        return "this function says which modules are blocks"
+    return f"each module of class {show(plan.shard_by).replace(', ', ' or ')} is a block"
+
+
+def _reshard(plan: Settings, kind: str) -> str:
+    if plan.reshard:
+        return "parameters are freed after forward and gathered again for backward"
+    return "parameters stay gathered from forward to backward: less traffic, more memory"
+
+
+def _exchange(plan: Settings, kind: str) -> str:
+    if plan.accumulate == 1:
+        return "nothing to do: each micro-batch makes a step"
+    return "between micro-batches ranks keep shards of gradients, not whole ones: less memory, more traffic"
+
+
+def _tf32(plan: Settings, kind: str) -> str:
+    if not plan.tf32:
+        return "float32 matrix products are exact"
+    return "float32 matrix products keep 10 bits of the mantissa, and are faster"
+
+
+def _seed(plan: Settings, kind: str) -> str:
+    return f"all random generators start from {plan.seed}{' plus the rank' if plan.seed_per_rank else ', on all ranks'}"
+
+
+def _on_gpus(tell: Tell) -> Teller:
+    """For a setting that does nothing on ranks without a GPU."""
+
+    def teller(plan: Settings, kind: str) -> str:
+        if kind == "cpu":
+            return "nothing to do: these ranks have no GPU"
+        return tell if isinstance(tell, str) else tell(plan, kind)
+
+    return teller
+
+
+# --- the settings
+
+
+def _is_seed(value: object) -> bool:
+    return is_count(value) or value == 0
+
+
+_SEEDS = 2**32  # numpy takes no larger one
+
+# The settings of torch's PowerSGDState: whether a value will do, and what will.
+_HOOK_OPTIONS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "matrix_approximation_rank": (is_count, "a whole number of 1 or more"),
+    "start_powerSGD_iter": (is_count, "a whole number of 1 or more"),
+    "min_compression_rate": (is_amount, "a number of 0 or more"),
+    "use_error_feedback": (is_switch, "True or False"),
+    "warm_start": (is_switch, "True or False"),
+    "orthogonalization_epsilon": (is_amount, "a number of 0 or more"),
+    "random_seed": (_is_seed, "a whole number of 0 or more"),
+    "compression_stats_logging_frequency": (is_count, "a whole number of 1 or more"),
+    "batch_tensors_with_same_shape": (is_switch, "True or False"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)  # of these `Plan` has its own
+class Settings:
+    """The values of all settings.
+
+    Attributes:
+        strategy: "none", "ddp", "fsdp" (FSDP2) or "hsdp" (sharded inside a node, replicated between nodes).
+        precision: "fp32" ("no" is the same), "bf16", "fp16", "fp8".
+        fp8_recipe: torchao's recipe for fp8: "tensorwise" (fastest), "rowwise", or "rowwise_with_gw_hp" (most exact).
+        accumulate: Micro-batches for each optimizer step.
+        clip_grad_norm: Largest norm of each optimizer's gradients together; None: not clipped.
+        ema: How much of the averaged weights stays in each optimizer step, such as 0.999; None: none are kept.
+        compile: Whether models are compiled (each block, under fsdp and hsdp): False, True, or a mode of
+            `torch.compile`: "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs" ("default" is True).
+        compile_dynamic: `torch.compile`'s `dynamic`: whether shapes are symbols; None: once they have changed.
+        compile_fullgraph: `torch.compile`'s `fullgraph`: whether what would break the graph is an error.
+        activation_checkpointing: "none", "full" (each block), "selective" (all but the expensive operations), or
+            "selective-half" (and every second matrix product of linear layers).
+        activation_budget: How much of the memory of activations may be kept, from 0 to less than 1; the others are
+            computed again in backward. Compiled models choose operations, others blocks; None: all are kept.
+        activation_offload: Whether activations of blocks wait in CPU memory for backward; with "full" checkpointing
+            the inputs of blocks.
+        comm_hook: DDP's communication hook: "none", "fp16", "bf16", "powersgd", "batched_powersgd".
+        comm_hook_options: Settings of the hook, as torch names them (`matrix_approximation_rank`, ...).
+        bucket_mb: Size of DDP's buckets, MiB.
+        find_unused_parameters: DDP's argument.
+        static_graph: DDP's argument.
+        gradient_as_bucket_view: DDP's argument.
+        sync_batchnorm: Whether BatchNorm layers become SyncBatchNorm.
+        shard_by: What FSDP shards as one block: a class name, several, a function of a module; None: found.
+        reshard: FSDP: whether parameters are freed after forward; None: torch's default.
+        prefetch: FSDP: how many blocks are gathered ahead; 0: as torch does.
+        exchange: FSDP: which micro-batch of a window exchanges gradients: the "last", until which each rank keeps whole
+            ones, or "each", so that it keeps shards, and more is sent.
+        offload: FSDP: whether parameters, gradients and optimizer state live in CPU memory.
+        replicas: HSDP: how many groups hold the whole model; None: one for each node.
+        local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, but no gradients;
+            0: no local SGD.
+        seed: Seed of all random generators; None: not touched.
+        seed_per_rank: Whether each rank adds its rank to the seed.
+        deterministic: Whether only deterministic algorithms are used.
+        tf32: Whether float32 matrix products may use TF32; None: not touched.
+        numa: Whether each rank is bound to the cores and the memory next to its GPU.
+        gc_interval: Collect garbage every so many optimizer steps instead of whenever Python wants to; 0: Python's way.
+        dispatch: Whether rank 0 alone reads the data and hands each rank its part.
+        even_batches: Whether the tail of the data is filled up so that all ranks see as many batches.
+    """
+
+    strategy: Strategy = _setting("ddp", Choice(*STRATEGIES), "", "how models are spread")
+    precision: Precision = _setting(
+        "fp32", Choice("fp32", "bf16", "fp16", "fp8", no="fp32"), _EVERY, "what is computed in"
+    )
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = _setting(
+        "tensorwise",
+        Choice("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        _EVERY,
+        "how fp8 scales: tensorwise is fastest",
+        part_of="precision",
+        is_on=lambda precision: precision == "fp8",
+    )
+    accumulate: int = _setting(
+        1, Count(1), _EVERY, "micro-batches for each optimizer step", metavar="N", tell=_accumulate
+    )
+    clip_grad_norm: float | None = _setting(
+        None,
+        Number("of more than 0", lambda norm: norm > 0),
+        _EVERY,
+        "largest norm of the gradients, or none",
+        metavar="NORM",
+        tell=_clip,
+    )
+    ema: float | None = _setting(
+        None,
+        Number("between 0 and 1, such as 0.999", lambda decay: 0 < decay < 1),
+        _EVERY,
+        "average the weights of all steps, such as 0.999, or none",
+        metavar="DECAY",
+        tell="each step is averaged into a second copy of the weights, which `with nbdist.averaged(model):` swaps in",
+    )
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = _setting(
+        False,
+        Way("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        _EVERY,
+        "compile models: default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs",
+        metavar="MODE",
+        tell=_compile,
+    )
+    compile_dynamic: bool | None = _setting(
+        None, OptionalSwitch(), _EVERY, "sizes of inputs are symbols", part_of="compile", tell=_dynamic
+    )
+    compile_fullgraph: bool = _setting(
+        False,
+        Switch(),
+        _EVERY,
+        "a break of the graph is an error",
+        owners=("none", *SHARDED),
+        why="torch.compile can't trace DDP's own forward: it breaks the graph",
+        part_of="compile",
+        tell="what would break the graph in two is an error",
+    )
+    activation_checkpointing: Literal["none", "full", "selective", "selective-half"] = _setting(
+        "none",
+        Choice("none", "full", "selective", "selective-half"),
+        _EVERY,
+        "what is computed again in backward",
+        tell=_checkpointing,
+    )
+    activation_budget: float | None = _setting(
+        None,
+        Number("from 0 to less than 1, such as 0.5", lambda share: share < 1),
+        _EVERY,
+        "how much of the activations is kept, such as 0.5, or none: all",
+        metavar="SHARE",
+        tell=_budget,
+    )
+    activation_offload: bool = _setting(
+        False, Switch(), _EVERY, "activations wait in CPU memory for backward", tell=_offload
+    )
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd", "batched_powersgd"] = _setting(
+        "none",
+        Choice("none", "fp16", "bf16", "powersgd", "batched_powersgd"),
+        _DDP,
+        "how gradients are compressed",
+        owners=("ddp",),
+        why="only DDP has communication hooks",
+        tell=_hook,
+    )
+    comm_hook_options: Mapping[str, Any] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={
+            "setting": Setting(
+                Options("comm_hook", "{'matrix_approximation_rank': 2}", _HOOK_OPTIONS),
+                _DDP,
+                "as torch names them: matrix_approximation_rank=2",
+                metavar="NAME=VALUE",
+                part_of="comm_hook",
+                is_on=lambda hook: "powersgd" in hook,
+            )
+        },
+    )
+    bucket_mb: float = _setting(
+        25.0,
+        Number("of more than 0", lambda size: size > 0, optional=False),
+        _DDP,
+        "size of the buckets",
+        metavar="MIB",
+        owners=("ddp",),
+        why="only DDP has buckets",
+    )
+    find_unused_parameters: bool = _setting(
+        False,
+        Switch(),
+        _DDP,
+        "for models that don't use all in each step",
+        owners=("ddp",),
+        why="only DDP waits for the gradient of every parameter",
+        tell="each backward looks for parameters without a gradient, which takes time",
+    )
+    static_graph: bool = _setting(
+        False,
+        Switch(),
+        _DDP,
+        "each step has the same graph",
+        owners=("ddp",),
+        why="only DDP has an order of gradients to learn",
+        tell="every step has the same graph, so DDP learns its order once",
+    )
+    gradient_as_bucket_view: bool = _setting(
+        True,
+        Switch(),
+        _DDP,
+        "gradients live in the buckets",
+        owners=("ddp",),
+        why="only DDP has buckets",
+        tell="gradients are copied into the buckets, which takes their memory twice",
+    )
+    sync_batchnorm: bool = _setting(
+        False,
+        Switch(),
+        _EVERY,
+        "BatchNorm over all ranks",
+        owners=("ddp", *SHARDED),
+        why="ranks don't train together otherwise",
+        tell="BatchNorm layers use the mean and the variance over all ranks",
+    )
+    shard_by: str | tuple[str, ...] | Callable[[Any], bool] | None = _setting(
+        None,
+        Blocks(),
+        _FSDP,
+        "what a block is: Block or Block,Head, or none: found",
+        metavar="CLASS",
+        owners=SHARDED,
+        why="nothing is split into blocks otherwise",
+        tell=_shard_by,
+    )
+    reshard: bool | None = _setting(
+        None,
+        OptionalSwitch(),
+        _FSDP,
+        "free parameters after forward",
+        owners=SHARDED,
+        why="nothing is gathered otherwise",
+        tell=_reshard,
+    )
+    prefetch: int = _setting(
+        0,
+        Count(),
+        _FSDP,
+        "blocks that are gathered ahead",
+        metavar="N",
+        owners=SHARDED,
+        why="nothing is gathered otherwise",
+        tell=lambda plan, kind: f"blocks are gathered {plan.prefetch} ahead of the one that computes",
+    )
+    exchange: Literal["last", "each"] = _setting(
+        "last",
+        Choice("last", "each"),
+        _FSDP,
+        "gradients in each micro-batch (less memory), or in the last (less traffic)",
+        owners=SHARDED,
+        why="whole gradients are kept otherwise, whenever they are exchanged",
+        tell=_exchange,
+    )
+    offload: bool = _setting(
+        False,
+        Switch(),
+        _FSDP,
+        "keep parameters, gradients and optimizer state in CPU memory",
+        owners=SHARDED,
+        why="PyTorch moves only shards to the CPU",
+        tell=_on_gpus("parameters, gradients and optimizer state live in CPU memory, where the optimizer steps"),
+    )
+    replicas: int | None = _setting(
+        None,
+        Count(1, optional=True),
+        _FSDP,
+        "hsdp: groups that hold the whole model, or none: nodes",
+        metavar="N",
+        owners=("hsdp",),
+        why="only hsdp has groups of ranks that hold the whole model",
+    )
+    local_sgd_steps: int = _setting(
+        0,
+        Count(),
+        _DDP,
+        "average parameters every N steps, not gradients; 0: no",
+        metavar="N",
+        owners=("ddp",),
+        why="a rank steps alone only if it holds the whole model",
+        tell=lambda plan, kind: f"parameters are averaged every {plan.local_sgd_steps} steps, gradients never",
+    )
+    seed: int | None = _setting(
+        None, Count(0, _SEEDS, optional=True), _RANK, "of all random generators, or none", metavar="N", tell=_seed
+    )
+    seed_per_rank: bool = _setting(False, Switch(), _RANK, "add the rank to the seed")
+    deterministic: bool = _setting(
+        False,
+        Switch(),
+        _RANK,
+        "deterministic algorithms only",
+        tell="only deterministic algorithms; an operation that has none raises",
+    )
+    tf32: bool | None = _setting(None, OptionalSwitch(), _RANK, "TF32 for float32 products", tell=_on_gpus(_tf32))
+    numa: bool = _setting(
+        False,
+        Switch(),
+        _RANK,
+        "bind to the cores and memory next to the GPU",
+        tell=_on_gpus("each rank is bound to the cores and the memory next to its GPU"),
+    )
+    gc_interval: int = _setting(
+        0,
+        Count(),
+        _RANK,
+        "collect garbage every N steps; 0: as Python does",
+        metavar="N",
+        tell=lambda plan, kind: f"garbage is collected every {plan.gc_interval} steps, on all ranks at once",
+    )
+    dispatch: bool = _setting(
+        False,
+        Switch(),
+        _DATA,
+        "rank 0 alone reads the data",
+        tell="rank 0 alone reads the data, and hands each rank its part",
+    )
+    even_batches: bool = _setting(
+        True,
+        Switch(),
+        _DATA,
+        "as many batches on all ranks",
+        tell="ranks may see one batch more or less than others",
+    )
+
+
+SETTINGS: Mapping[str, Setting] = {each.name: each.metadata["setting"] for each in fields(Settings)}
+
+
+def default_of(name: str) -> Any:
+    """The default of a setting."""
+    each = Settings.__dataclass_fields__[name]
+    return each.default if each.default_factory is MISSING else each.default_factory()

@@ -1,0 +1,135 @@
+"""What blocks keep for backward: less of it (activation checkpointing), or in CPU memory (activation offload).
+
+Knows nothing of ranks, plans or of how blocks are found.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from nbdist.train.structure.caches import CacheArguments
+from nbdist.train.structure.shadow import shadow
+
+Kind = Literal["none", "full", "selective", "selective-half"]
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # those of linear layers
+_EXPENSIVE = _PRODUCTS | {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+}
+
+
+def keep_less(
+    blocks: Sequence[nn.Module], kind: Kind = "none", *, budget: float | None = None, offload: bool = False
+) -> None:
+    """Let blocks keep few activations on their device for backward: others are computed again, or wait in CPU memory.
+
+    Blocks of language models run without the cache of keys and values that they are given empty. With one that holds
+    earlier tokens they run as they are.
+
+    Args:
+        blocks: The blocks of one model, in its order.
+        kind: "full": a block keeps its inputs only. "selective": the results of matrix products, convolutions and
+            attention too, which are expensive to compute. "selective-half": the same, but of every second product of
+            linear layers only.
+        budget: In place of `kind`: the share of blocks that keep their activations, from 0 to less than 1, spread
+            evenly; the others are computed again as under "full".
+        offload: Whether what autograd saves in a block is moved to pinned CPU memory until backward. The results that
+            the selective kinds keep are not saved by autograd, and stay.
+    """
+    kept = None if budget is None else int(budget * len(blocks))
+    for number, block in enumerate(blocks):
+        if kept is not None:
+            is_kept = (number + 1) * kept // len(blocks) > number * kept // len(blocks)
+            kind = "none" if is_kept else "full"
+        if kind != "none" or offload:
+            shadow(block, "forward", partial(_forward, kind, offload, CacheArguments.of(block)))
+
+
+def _forward(
+    kind: Kind,
+    offload: bool,
+    cache: CacheArguments,
+    original: Callable[..., Any],
+    block: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.is_grad_enabled() or cache.is_filled(args, kwargs):
+        return original(block, *args, **kwargs)
+    args, kwargs = cache.turned_off(args, kwargs)
+    run = partial(original, block)
+    if kind != "none":
+        options: dict[str, Any] = {"context_fn": _CONTEXTS[kind]} if kind in _CONTEXTS else {}
+        run = partial(checkpoint, run, use_reentrant=False, **options)
+    if not offload:
+        return run(*args, **kwargs)
+    with Offloaded():
+        return run(*args, **kwargs)
+
+
+_copies = save_on_cpu(pin_memory=True)
+
+
+class Offloaded(saved_tensors_hooks):
+    """What autograd saves inside of this context waits in pinned CPU memory, copied as torch's `save_on_cpu` does.
+
+    Parameters stay where they are: `save_on_cpu` would copy them, too, though they are not freed for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_pack, _unpack)
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    whole = tensor if tensor._base is None else tensor._base
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)  # of several tensors
+    if isinstance(whole, nn.Parameter) or is_wrapper:
+        return tensor.detach()
+    return _copies.pack_hook(tensor)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else _copies.unpack_hook(packed)
+
+
+def _save_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _save_every_second_product() -> Any:
+    """Contexts for one call of a block, with a count of its own."""
+    counts: defaultdict[bool, int] = defaultdict(int)
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _PRODUCTS:
+            counts[context.is_recompute] += 1  # torch before 2.13 asks in backward again
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return _save_expensive(context, operation)
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+_CONTEXTS: dict[str, Callable[[], Any]] = {
+    "selective": partial(create_selective_checkpoint_contexts, _save_expensive),
+    "selective-half": _save_every_second_product,
+}

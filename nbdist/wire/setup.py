@@ -1,0 +1,40 @@
+"""The first lines between the notebook, its controller and its agent, by stdin and stdout, before there is a socket."""
+
+from __future__ import annotations
+
+import msgspec
+
+from nbdist.wire.lanes import Keys
+
+
+class ControllerSetup(msgspec.Struct, frozen=True):
+    """What the notebook gives its controller. kernel: its process id. runtime_folder: where its key file may be."""
+
+    kernel: int
+    runtime_folder: str
+
+
+class ControllerReady(msgspec.Struct, tag=True, frozen=True):
+    """The controller listens. key_file: what one needs to connect."""
+
+    key_file: str
+
+
+class ControllerFailed(msgspec.Struct, tag=True, frozen=True):
+    """The controller could not start."""
+
+    text: str
+
+
+class AgentSetup(msgspec.Struct, frozen=True):
+    """What the controller gives its agent, once it knows it itself."""
+
+    keys: Keys
+    token: bytes
+    leftovers: list[str]  # files and folders to remove if the controller can't
+    folder: str = ""  # one of them: the session's own, for temporary files; empty: there is none
+
+
+def encode_line(first: ControllerSetup | ControllerReady | ControllerFailed | AgentSetup) -> bytes:
+    """A first message as a line."""
+    return msgspec.json.encode(first) + b"\n"

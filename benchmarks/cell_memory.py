@@ -1,4 +1,4 @@
-"""What measuring the memory of a cell adds to it: a Meter by itself, and an empty cell on ranks."""
+"""What measuring the memory of a cell adds to it: a MemoryMeter by itself, and an empty cell on ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ def main() -> None:
     _tools.prepare()
     import torch
 
+    from nbdist.client.session import observers
     from nbdist.client.session.session import Session
-    from nbdist.client.session.workers import Workers
-    from nbdist.metrics.memory import Meter
+    from nbdist.client.session.task import Task
+    from nbdist.metrics.memory import MemoryMeter
+
+    class Metering(observers.Observer):
+        def cell_began(self, task: Task) -> None:
+            task.metered = True
 
     def metered() -> float:
         began = time.thread_time()
-        with Meter():
+        with MemoryMeter():
             pass
         return (time.thread_time() - began) * 1e6
 
     held = torch.ones(1 << 26)  # a process of some size
     samples = _tools.rounds(ROUNDS, {"one": metered}, warm_up=30)
     _tools.header("processor time of measuring a piece of code")
-    _tools.row("Meter, begin and end", samples["one"], "µs", **_tools.limit(BUDGET))
+    _tools.row("MemoryMeter, begin and end", samples["one"], "µs", **_tools.limit(BUDGET))
     del held
 
     for count in (8, 2):
@@ -37,9 +42,9 @@ def main() -> None:
                 session.run("pass")
 
             def run_metered(session: Session = session) -> None:
-                Workers.metered = lambda task: None
+                stop = observers.subscribe(Metering())
                 session.run("pass")
-                Workers.metered = None
+                stop()
 
             measures = {"plain": _tools.timed(run), "metered": _tools.timed(run_metered)}
             samples = _tools.rounds(ROUNDS, measures, warm_up=30)

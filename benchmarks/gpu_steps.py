@@ -23,7 +23,7 @@ def main() -> None:
     from torch import nn
 
     from nbdist.metrics.node import device as devices
-    from nbdist.metrics.steps import Meter
+    from nbdist.metrics.steps import StepMeter
 
     width = WIDTH if device == "cuda" else 64
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).to(device, torch.bfloat16)
@@ -55,7 +55,7 @@ def main() -> None:
         rows *= 2
     x = batch(rows)
     shown: list[float] = []
-    meter = Meter()
+    meter = StepMeter()
 
     def measured() -> float:
         meter.start()

@@ -16,13 +16,13 @@ BUDGET = 500.0  # µs: 1 % of a step of 50 ms
 def main() -> None:
     _tools.prepare()
     from nbdist.metrics.flops import Counting
-    from nbdist.metrics.steps import Meter
+    from nbdist.metrics.steps import StepMeter
     from tests.support.closed_forms import Gpt, indices
 
     torch.set_num_threads(1)
     model, ids = Gpt(layers=4), indices(2, 16)
     optimizer = torch.optim.AdamW(model.parameters())
-    meter = Meter()
+    meter = StepMeter()
 
     def step() -> None:
         torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
 
 import _tools
 
@@ -36,6 +35,8 @@ for step in range(100000):
 def main() -> None:
     _tools.prepare()
     import nbdist
+    from nbdist.client.session.cell_options import CellOptions
+    from nbdist.client.session.session import rank_set_of
     from tests.support.harness import Kernel, kernel_with_ranks
 
     def stopped(kernel: Kernel, code: str, forced: bool) -> float:
@@ -69,7 +70,7 @@ def main() -> None:
         session.run(_SETUP.partition("\n")[2])
 
         def recovery(code: str) -> float:
-            task: Any = session.start_cell(code, show=False)
+            task = rank_set_of(session).submit("cell", code, None, CellOptions())
             with contextlib.suppress(nbdist.RankError):
                 task.wait()
             assert task.recovered is not None

@@ -11,6 +11,7 @@
 #   train/        what training code on a rank calls; works under torchrun, too
 #   metrics/      what cells, steps and machines cost; works in any process
 #   wire/         every message between these processes; transfer/: how values travel
+#   text.py       numbers, tables and hints for people; checks.py: checks of what users give
 #   shells.py     what IPython shells keep alive, in the notebook and on ranks
 #   errors.py     the error tree; cuda_guard.py: who initialized CUDA in the notebook
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.

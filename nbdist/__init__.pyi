@@ -24,9 +24,9 @@ from .errors import TransferError as TransferError
 from .errors import UsageError as UsageError
 from .launcher import debug_launcher as debug_launcher
 from .launcher import notebook_launcher as notebook_launcher
+from .metrics.allocation.experiment import experiment as experiment
 from .panel import Panel as Panel
 from .plan import Plan as Plan
-from .shells import experiment as experiment
 from .train.checkpoint.checkpoint import latest_state as latest_state
 from .train.checkpoint.checkpoint import load_state as load_state
 from .train.checkpoint.checkpoint import register_for_checkpointing as register_for_checkpointing

@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
 
+from nbdist import shells
+from nbdist.checks import is_on
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
 from nbdist.imports import after_import
+from nbdist.text import size
 
 _SYMPTOM = "Cannot re-initialize CUDA in forked subprocess"
 _AT_IMPORT = ("bitsandbytes", "cudf", "pycuda.autoinit")  # libraries that initialize CUDA when they are imported
-_TRUE = ("1", "true", "yes", "on", "y", "t")
 _DRIVER = "libcuda.so.1"
 _PROBE_LIMIT = 5.0  # seconds; it takes milliseconds
 
@@ -189,7 +191,7 @@ def memory_warning() -> str | None:
     held = held_memory()
     if not held:
         return None
-    amounts = " and ".join(f"{_size(amount)} on GPU {index}" for index, amount in held.items())
+    amounts = " and ".join(f"{size(amount)} on GPU {index}" for index, amount in held.items())
     return (
         f"the {_kind_of_process()} holds {amounts} that the ranks will miss: delete what you don't need and call "
         f"`torch.cuda.empty_cache()`, or restart the {_kind_of_process()} before the launch"
@@ -198,7 +200,7 @@ def memory_warning() -> str | None:
 
 def preflight_asked() -> bool:
     """Whether ACCELERATE_DEBUG_MODE asks for a check before a launch, in any true spelling."""
-    return os.environ.get("ACCELERATE_DEBUG_MODE", "").strip().lower() in _TRUE
+    return is_on("ACCELERATE_DEBUG_MODE")
 
 
 def preflight() -> None:
@@ -322,7 +324,7 @@ def _module(frame: FrameType) -> str:
 
 def _cell(frame: FrameType) -> int:
     """The number of the notebook's cell that a frame is in, 0 for none."""
-    numbers = getattr(getattr(_shell(), "compile", None), "_filename_map", {})
+    numbers = shells.cell_files()
     return int(numbers.get(frame.f_code.co_filename, 0))
 
 
@@ -482,16 +484,7 @@ def _texts(error: BaseException) -> Iterator[str]:
 
 
 def _kind_of_process() -> str:
-    return "kernel" if hasattr(_shell(), "kernel") else "process"
-
-
-def _shell() -> Any:
-    """IPython's shell, None without one."""
-    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-
-
-def _size(amount: int) -> str:
-    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 / 10 else f"{amount / 2**20:.0f} MiB"
+    return "kernel" if shells.in_kernel() else "process"
 
 
 arm()

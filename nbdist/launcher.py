@@ -6,18 +6,18 @@ Owns the choice of how the ranks come to be, and the words about it. `nbdist.lau
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbdist import cuda_guard, shells, transfer
 from nbdist.client.session import session as sessions
-from nbdist.client.session.workers import prewarm
+from nbdist.client.session.rank_set import prewarm
 from nbdist.errors import TransferError, UsageError
 from nbdist.launch import in_process, on_ranks
 from nbdist.launch.fork import fork_launch
 from nbdist.launch.request import Request
 from nbdist.ranks import describe_ranks
+from nbdist.text import size
 
 
 def notebook_launcher(
@@ -190,7 +190,7 @@ def _warn_of_session() -> None:
     if session is None or session.closed:
         return
     held = sum(row["device_memory"] or 0 for row in session.status())
-    memory = f", which hold {held / 2**30:.1f} GiB of GPU memory" if held else ""
+    memory = f", which hold {size(held)} of GPU memory" if held else ""
     print(
         f"nbdist: these ranks are extra processes, besides {describe_ranks([info.rank for info in session.ranks])} "
         f"of the session{memory}. `%distributed stop` ends those",
@@ -200,12 +200,10 @@ def _warn_of_session() -> None:
 
 def _get_ready() -> None:
     """In a notebook a launch is to come: what it needs is warmed up meanwhile."""
-    ipython = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None or shells.on_rank():
+    if shells.current() is None or shells.on_rank():
         return
     cuda_guard.arm()
-    if os.environ.get("NBDIST_PREWARM", "1").lower() not in ("0", "false", "no", "off"):
-        prewarm()
+    prewarm()
 
 
 _get_ready()

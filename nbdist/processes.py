@@ -17,8 +17,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbdist
-
 if TYPE_CHECKING:
     import psutil  # 40 ms that a process which starts another one need not wait for
 
@@ -132,7 +130,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
     `-m` and scripts put folders of the user's on `sys.path`, where a `random.py` would shadow the library's. It is the
     nbdist of this process, also where another one is installed.
     """
-    here = str(Path(nbdist.__file__).resolve().parent.parent)
+    here = str(Path(__file__).resolve().parents[1])
     code = (
         "import sys; from importlib import machinery, util; sys.path[:] = [p for p in sys.path if p]; "
         f"sys.path.append({here!r}); spec = machinery.PathFinder.find_spec('nbdist', [{here!r}]); "

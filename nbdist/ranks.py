@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from nbdist.errors import UsageError
+
 _PIECE = re.compile(r"(?P<first>[0-9]+)(?:\s*-\s*(?P<last>[0-9]+))?")
 
 
@@ -19,7 +21,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
         The ranks, each once, in ascending order.
 
     Raises:
-        ValueError: A piece is no rank or range, or not in the session. The message says what is allowed.
+        UsageError: A piece is not a rank or range, or not in the session. The message says what is allowed.
     """
     if text.strip().lower() == "all":
         return tuple(range(world_size))
@@ -29,19 +31,24 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
+def ranks_among(text: str | None, world_size: int) -> list[int] | None:
+    """The ranks that "0,2-3" names, as `parse_ranks` reads it; None: none were named."""
+    return None if text is None else list(parse_ranks(text, world_size))
+
+
 def _parse_piece(piece: str, world_size: int) -> range:
     match = _PIECE.fullmatch(piece)
     if match is None:
         wrong = f"'{piece}' isn't a rank or a range of ranks" if piece else "a rank is missing"
-        raise ValueError(f"{wrong}: {_allowed(world_size)}")
+        raise UsageError(f"{wrong}: {_allowed(world_size)}")
     first = match["first"]
     last = match["last"] or first
     for number in (first, last):
         # The length first: int() refuses thousands of digits with advice that is not for our users.
         if len(number.lstrip("0")) > len(str(world_size)) or int(number) >= world_size:
-            raise ValueError(f"rank {number} isn't in this session: {_allowed(world_size)}")
+            raise UsageError(f"rank {number} isn't in this session: {_allowed(world_size)}")
     if int(last) < int(first):
-        raise ValueError(f"'{piece}' counts down: write {last}-{first}; {_allowed(world_size)}")
+        raise UsageError(f"'{piece}' counts down: write {last}-{first}; {_allowed(world_size)}")
     return range(int(first), int(last) + 1)
 
 

@@ -9,11 +9,10 @@ import contextlib
 import gc
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
-from nbdist.metrics.allocation.experiment import Experiment
-from nbdist.metrics.memory import trim_malloc
+from nbdist.metrics.node.host import trim_malloc
 
 _LAST = ("last_exc", "last_value", "last_traceback", "last_type")
 _OUTPUTS = ("_", "__", "___")
@@ -23,8 +22,25 @@ _on_rank = False
 
 def current() -> Any:
     """The IPython shell of this process, None if there is none."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
+def in_kernel() -> bool:
+    """Whether this process is a notebook's kernel, and not a script or a terminal."""
+    return hasattr(current(), "kernel")
+
+
+def cell_number() -> int:
+    """The number of the notebook's cell that is running, 0 outside of notebooks."""
+    shell = current()
+    # `execution_count` is ahead of the running cell in some versions of IPython, and not in others.
+    return int(shell.displayhook.prompt_count) if shell is not None else 0
+
+
+def cell_files() -> Mapping[str, int]:
+    """The numbers of the cells that have run here, by the names that their code has for a file."""
+    numbers: Mapping[str, int] = getattr(getattr(current(), "compile", None), "_filename_map", {})
+    return numbers
 
 
 def become_rank() -> None:
@@ -38,29 +54,7 @@ def on_rank() -> bool:
     return _on_rank
 
 
-def experiment(name: str = "", *, keep: Iterable[str] = ()) -> Experiment:
-    """A stretch of work whose names are deleted at its end, with what it consumed, gave back and leaked.
-
-    In a notebook and on ranks it looks after the names of cells, in a script after those of the calling module.
-
-    >>> with nbdist.experiment("load", keep=["model"]):
-    ...     model = make_model()
-    ...     scratch = make_batch()
-
-    or in cells of their own: `e = nbdist.experiment("load").begin()`, later `e.end(keep=["model"])`.
-
-    Args:
-        name: For the report that is printed at the end.
-        keep: Names that stay.
-    """
-    shell = current()
-    if shell is None:
-        return Experiment(name, namespace=sys._getframe(1).f_globals, keep=keep)
-    first = shell.execution_count
-    return Experiment(name, namespace=shell.user_ns, keep=keep, forget=lambda: _forget_outputs(shell, first))
-
-
-def _forget_outputs(shell: Any, first: int) -> None:
+def forget_outputs(shell: Any, first: int) -> None:
     """Let go of what `Out` and its short names have since this cell."""
     outputs = shell.user_ns.get("_oh", {})
     for number in [number for number in outputs if number >= first]:

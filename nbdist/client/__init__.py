@@ -1,1 +1,6 @@
-"""The side inside the notebook kernel: sessions, magics, display."""
+"""Everything inside the notebook kernel: magics > costs > session > output."""
+
+from nbdist.client.costs import history
+from nbdist.client.session import observers
+
+observers.subscribe(history.of_notebook)  # cells that run on ranks are always kept

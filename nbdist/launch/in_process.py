@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nbdist.client.magics.plan_verb import for_launch
+from nbdist.client.session.session_plan import for_launch
 from nbdist.launch.request import Request
+from nbdist.train import current
 from nbdist.worker.cell import launched
 
 
@@ -33,17 +33,12 @@ def launch(request: Request) -> list[Any]:
 @contextlib.contextmanager
 def _training_apart() -> Iterator[None]:
     """What the body prepares follows its own plan, not that of what the notebook has prepared before."""
-    before = state.replace(None) if (state := _training()) is not None else None
+    before = current.training.replace(None) if current.training is not None else None
     try:
         yield
     finally:
-        if (state := _training()) is not None and not state.is_begun():
-            state.replace(before)
-
-
-def _training() -> Any:
-    """The module that knows what is prepared; None as long as nothing can be, since importing it loads torch."""
-    return sys.modules.get("nbdist.train.state")
+        if current.training is not None and not current.training.is_begun():
+            current.training.replace(before)
 
 
 @contextlib.contextmanager

@@ -13,15 +13,17 @@ from typing import Any
 import msgspec
 
 from nbdist import transfer
-from nbdist.client.magics.plan_verb import for_launch
 from nbdist.client.session import calls
+from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.rank_set import RankSet
+from nbdist.client.session.session_plan import for_launch
 from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.starting import PortTaken, StartLine
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import Workers
 from nbdist.errors import RankError, RankTimeout, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
+from nbdist.text import counted
 from nbdist.wire.life import Place, StartOptions
 
 _COLLECTIVE_GRACE = 0.5  # seconds that ranks may wait in a collective for one that has raised
@@ -32,7 +34,7 @@ _DEATH_GRACE = 0.1  # ... when it has died: its error is to be seen within half 
 def launch(
     request: Request,
     packed: transfer.Packed | None,
-    workers: Workers | None = None,
+    rank_set: RankSet | None = None,
     place: Place | None = None,
     fork_address: str = "",
 ) -> list[Any]:
@@ -41,7 +43,7 @@ def launch(
     Args:
         request: What to launch.
         packed: The function and its arguments, from `pack`; None: the ranks have it already.
-        workers: The set of ranks to start; None: one of their own.
+        rank_set: The set of ranks to start; None: one of their own.
         place: Which start this is, where there may be several.
         fork_address: Where somebody listens who forks the ranks; "": they come from the template.
 
@@ -50,48 +52,48 @@ def launch(
         KeyboardInterrupt: The user interrupted.
         UsageError: The port that was named is taken.
     """
-    workers = workers or Workers()
-    with closing(workers):
-        start(workers, request, place, fork_address)
-        announce(workers, request)
-        task = submit(workers, request, packed)
-        return conclude(workers, task, request)
+    rank_set = rank_set or RankSet()
+    with closing(rank_set):
+        start(rank_set, request, place, fork_address)
+        announce(rank_set, request)
+        task = submit(rank_set, request, packed)
+        return conclude(rank_set, task, request)
 
 
 @contextlib.contextmanager
-def closing(workers: Workers) -> Iterator[None]:
+def closing(rank_set: RankSet) -> Iterator[None]:
     """End the ranks after the body. Another Ctrl-C meanwhile adds nothing to an interrupt or error under way."""
     try:
         yield
     except BaseException:
-        _end(workers, 1.0)
+        _end(rank_set, 1.0)
         raise
-    workers.close()
+    rank_set.close()
 
 
-def _end(workers: Workers, grace: float) -> None:
+def _end(rank_set: RankSet, grace: float) -> None:
     with contextlib.suppress(KeyboardInterrupt):
-        workers.close(grace)
+        rank_set.close(grace)
 
 
-def announce(workers: Workers, request: Request) -> None:
+def announce(rank_set: RankSet, request: Request) -> None:
     """Say what is about to run."""
-    count, cpu = len(workers.ranks), all(info.device == "cpu" for info in workers.ranks)
-    print(f"Launching {request.name} on {count} {'CPU' if cpu else 'GPU'} rank{'s' if count != 1 else ''}.", flush=True)
+    count, cpu = len(rank_set.ranks), all(info.device == "cpu" for info in rank_set.ranks)
+    print(f"Launching {request.name} on {counted(count, 'CPU rank' if cpu else 'GPU rank')}.", flush=True)
 
 
-def conclude(workers: Workers, task: Task, request: Request) -> list[Any]:
+def conclude(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
     """Wait for the end of the launch and take its values. Ranks that have failed are ended."""
     try:
         task.wait(request.timeout)
     except RankTimeout:
-        _end(workers, _FAILED_GRACE)
+        _end(rank_set, _FAILED_GRACE)
         raise
     except RankError as error:
         died = any(failure.kind == "died" for failure in error.failures.values())
-        _end(workers, _DEATH_GRACE if died else _FAILED_GRACE)
-        raise launch_error(error, request.name, workers.ranks[0].rank) from None
-    return values(workers, task, request)
+        _end(rank_set, _DEATH_GRACE if died else _FAILED_GRACE)
+        raise launch_error(error, request.name, rank_set.ranks[0].rank) from None
+    return values(rank_set, task, request)
 
 
 def pack(request: Request) -> transfer.Packed:
@@ -103,7 +105,7 @@ def pack(request: Request) -> transfer.Packed:
     return calls.pack(request.function, request.args, {}, name=request.name, cuda=False)
 
 
-def start(workers: Workers, request: Request, place: Place | None = None, fork_address: str = "") -> None:
+def start(rank_set: RankSet, request: Request, place: Place | None = None, fork_address: str = "") -> None:
     """Bring up the ranks of this node.
 
     Raises:
@@ -113,13 +115,13 @@ def start(workers: Workers, request: Request, place: Place | None = None, fork_a
     own_store = place is None or not place.master_addr
     port = _port(request) if own_store else 0
     try:
-        workers.start(options(request, place, port, fork_address), _progress)
+        rank_set.start(options(request, place, port, fork_address), _progress)
     except PortTaken as error:
         if not port:
             raise
         if port != DEFAULT_PORT:
             raise UsageError(f"use_port: {error}") from None
-        workers.start(options(request, place, 0, fork_address), _progress)
+        rank_set.start(options(request, place, 0, fork_address), _progress)
 
 
 def _port(request: Request) -> int:
@@ -133,17 +135,16 @@ def _port(request: Request) -> int:
     return request.port
 
 
-def submit(workers: Workers, request: Request, packed: transfer.Packed | None) -> Task:
+def submit(rank_set: RankSet, request: Request, packed: transfer.Packed | None) -> Task:
     """Let the ranks call the function."""
     payload = msgspec.msgpack.encode(packed.parcel) if packed is not None else b""
-    return workers.submit(
-        "launch", request.name, None, payload=payload, grace=_COLLECTIVE_GRACE, show=True, launch=True
-    )
+    options = CellOptions(grace=_COLLECTIVE_GRACE, show=True)
+    return rank_set.submit("launch", request.name, None, options, payload)
 
 
-def values(workers: Workers, task: Task, request: Request) -> list[Any]:
+def values(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
     """What the function returned, by rank; what can't come back is said, and None stands for it."""
-    found = workers.collect(task, calls.value_or_reason)
+    found = rank_set.collect(task, calls.value_or_reason)
     for value in found:
         if isinstance(value, transfer.Unsent):
             print(f"nbdist: {value.why}; None stands for it in the results", flush=True)

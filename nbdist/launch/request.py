@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.checks import check_choice, check_seconds, check_whole, is_whole
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
 
@@ -54,8 +53,8 @@ class Request:
         if not isinstance(self.args, (tuple, list)):
             raise UsageError(f"args must be a tuple, not {_a_type(self.args)}: `args=(value,)` for one argument")
         _check_call(self.function, self.args)
-        _check_whole("num_nodes", self.num_nodes, 1)
-        _check_whole("node_rank", self.node_rank, 0)
+        check_whole("num_nodes", self.num_nodes, 1)
+        check_whole("node_rank", self.node_rank, 0)
         if self.node_rank >= self.num_nodes:
             raise UsageError(
                 f"node_rank={self.node_rank} is too large for num_nodes={self.num_nodes}: "
@@ -66,19 +65,19 @@ class Request:
         object.__setattr__(self, "mixed_precision", _precision(self.mixed_precision))
         object.__setattr__(self, "use_port", _port(self.use_port))
         _check_text("master_addr", self.master_addr)
-        _check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS)
+        check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS)
         _check_text("rdzv_endpoint", self.rdzv_endpoint, empty=True)
         if not isinstance(self.rdzv_conf, (Mapping, type(None))):
             raise UsageError(f"rdzv_conf must be a dict or None, not {_a_type(self.rdzv_conf)}")
         _check_text("rdzv_id", self.rdzv_id)
-        _check_whole("max_restarts", self.max_restarts, 0)
-        _check_seconds("monitor_interval", self.monitor_interval)
+        check_whole("max_restarts", self.max_restarts, 0)
+        check_seconds("monitor_interval", self.monitor_interval, optional=False)
         if self.log_line_prefix_template is not None:
             _check_text("log_line_prefix_template", self.log_line_prefix_template)
         if self.start_method is not None:
-            _check_choice("start_method", self.start_method, START_METHODS)
+            check_choice("start_method", self.start_method, START_METHODS)
         if self.timeout is not None:
-            _check_seconds("timeout", self.timeout)
+            check_seconds("timeout", self.timeout)
         if not isinstance(self.all_results, bool):
             raise UsageError(f"all_results must be True or False, not {self.all_results!r}")
         if self.start_method == "fork" and not self.alone:
@@ -172,9 +171,7 @@ def _count(count: object, gpus: Sequence[int | str] | None, cpu: bool) -> int:
                 "this machine has no GPU, so say how many ranks you want: `notebook_launcher(train, num_processes=2)`"
             )
         return found
-    _check_whole("num_processes", count, 1)
-    assert isinstance(count, int)
-    return count
+    return check_whole("num_processes", count, 1)
 
 
 def _check_gpus(gpus: object) -> None:
@@ -182,7 +179,7 @@ def _check_gpus(gpus: object) -> None:
         return
     if not isinstance(gpus, (list, tuple, range)):
         raise UsageError(f"gpus must be a list of GPUs, not {_a_type(gpus)}: `gpus=[0, 1]`; `gpus=[]` for none")
-    wrong = [gpu for gpu in gpus if not isinstance(gpu, (int, str)) or isinstance(gpu, bool)]
+    wrong = [gpu for gpu in gpus if not isinstance(gpu, str) and not is_whole(gpu)]
     if wrong:
         raise UsageError(f"gpus must be a list of GPUs, by number or by name, and holds {wrong[0]!r}: `gpus=[0, 1]`")
 
@@ -192,40 +189,22 @@ def _precision(value: object) -> str:
         raise UsageError(f"mixed_precision must be one of {_listed(PRECISIONS)}, not {value!r}")
     precision = str(value).lower().rpartition(".")[2]  # a `PrecisionType.BF16` of Accelerate is a string, too
     precision = str(getattr(value, "value", precision)).lower()
-    _check_choice("mixed_precision", precision, PRECISIONS)
+    check_choice("mixed_precision", precision, PRECISIONS)
     return precision
 
 
 def _port(value: object) -> str:
     text = str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, str)) or not text.isdecimal() or int(text) > 65535:
+    if not (isinstance(value, str) or is_whole(value)) or not text.isdecimal() or int(text) > 65535:
         raise UsageError(
             f"use_port must be a port, 1 to 65535 (0: any that is free), not {value!r}: `use_port='29501'`"
         )
     return text
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name} must be a whole number, {least} or more, not {value!r}")
-
-
-def _check_seconds(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise UsageError(f"{name} must be a number of seconds above 0, not {value!r}")
-
-
 def _check_text(name: str, value: object, *, empty: bool = False) -> None:
     if not isinstance(value, str) or not (value or empty):
         raise UsageError(f"{name} must be a text{'' if empty else ' that is not empty'}, not {value!r}")
-
-
-def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value in allowed:
-        return
-    close = difflib.get_close_matches(str(value), allowed, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise UsageError(f"{name}={value!r} is unknown: {hint}Allowed are {_listed(allowed)}")
 
 
 def _listed(values: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
 """What a piece of code costs in memory: what it consumed, where it peaked, on the CPU and on each GPU.
 
-Owns the definitions and the Meter. Runs no thread and waits for no device. Knows nothing of notebooks or ranks: it
+Owns the definitions and the meter. Runs no thread and waits for no device. Knows nothing of notebooks or ranks: it
 works in any script.
 
-    >>> with Meter() as meter:
+    >>> with MemoryMeter() as meter:
     ...     x = torch.ones(1 << 28)
     >>> print(meter)
     CPU: consumed +1.0 GiB, peaked +0.0 GiB, used 1.2 GiB; 0.31 s
@@ -23,10 +23,10 @@ from typing import Any
 
 import msgspec
 
-from nbdist.metrics import units
 from nbdist.metrics.allocation import watermarks
 from nbdist.metrics.allocation.watermarks import Scope, SharedStats
 from nbdist.metrics.node import device
+from nbdist.text import duration, size
 
 _ALLOCATED = ("allocated_bytes", "all")
 _RESERVED = ("reserved_bytes", "all")
@@ -147,17 +147,17 @@ class MemoryUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __str__(self) -> str:
         parts = [
-            f"{name}: consumed {units.size(one.consumed, signed=True)}, "
-            f"peaked {units.size(one.peaked, signed=True)}, used {units.size(one.end)}"
+            f"{name}: consumed {size(one.consumed, signed=True)}, "
+            f"peaked {size(one.peaked, signed=True)}, used {size(one.end)}"
             for name, one in self.kinds.items()
         ]
-        return "; ".join([*parts, units.time(self.seconds), *([self.why] if self.why else [])])
+        return "; ".join([*parts, duration(self.seconds), *([self.why] if self.why else [])])
 
 
-class Meter:
+class MemoryMeter:
     """Measures its body, also when that raises. Meters may nest and overlap, in any number of threads.
 
-    The user's own `torch.cuda.max_memory_allocated()` and its relatives go on as if there were no Meter.
+    The user's own `torch.cuda.max_memory_allocated()` and its relatives go on as if there were no MemoryMeter.
 
     Attributes:
         usage: What was measured; None until the end.
@@ -166,7 +166,7 @@ class Meter:
     def __init__(self) -> None:
         self.usage: MemoryUsage | None = None
 
-    def begin(self) -> Meter:
+    def begin(self) -> MemoryMeter:
         """Measure from now on. Raises nothing: what can't be measured is n/a in the end."""
         self.usage = None
         self._began = time.perf_counter()
@@ -191,7 +191,7 @@ class Meter:
         """The figures, in bytes and seconds; empty until the end."""
         return self.usage.data if self.usage is not None else {}
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> MemoryMeter:
         return self.begin()
 
     def __exit__(
@@ -316,13 +316,6 @@ def kept_by_malloc() -> int:
         return 0
     function.restype = _MallocInfo
     return int(function().fordblks)
-
-
-def trim_malloc() -> None:
-    """Have malloc give back what it keeps."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def resolution() -> int:

@@ -28,6 +28,7 @@ from nbdist.metrics.compute import loading, passes, peaks
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
 from nbdist.metrics.compute.live import Known, LiveCounts, Shape
 from nbdist.metrics.compute.passes import Fingerprint
+from nbdist.metrics.current import measures, set_meter
 from nbdist.metrics.node.sample import StepSample
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ class _Gathered:
         self.units = 0
 
 
-class Meter:
+class StepMeter:
     """Measures the training steps of the thread that starts it.
 
-    >>> with Meter() as meter:
+    >>> with StepMeter() as meter:
     ...     train(model, loader)
     ...     print(meter.sample())
 
@@ -91,7 +92,7 @@ class Meter:
         self._clock_is_off = False  # in this lap
         self._ends: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> StepMeter:
         self.start()
         return self
 
@@ -327,41 +328,9 @@ def _is_running(wanted: FrameType) -> bool:
     return frame is not None
 
 
-# --- the meter of this process
-
-_meter: Meter | None = None
-_last_lap: StepSample | None = None
-
-
 def start() -> None:
-    """Measure the steps of this process from now on, for `current_sample`. Again: nothing happens."""
-    global _meter
-    if _meter is None:
-        _meter = Meter()
-        _meter.start()
-
-
-def stop() -> None:
-    """Measure no longer. In the thread that has called `start`."""
-    global _meter, _last_lap
-    if _meter is not None:
-        _meter.stop()
-    _meter = _last_lap = None
-
-
-def current_sample() -> StepSample | None:
-    """The last steps of this process, from any thread and at once; None if they are not measured."""
-    meter = _meter
-    return None if meter is None else meter.sample()
-
-
-def end_lap() -> None:
-    """A cell, or whatever else ran steps, has ended. In the thread that has called `start`."""
-    global _last_lap
-    if _meter is not None:
-        _last_lap = _meter.lap()
-
-
-def last_lap() -> StepSample | None:
-    """The steps of the last lap; None if they were not measured."""
-    return _last_lap
+    """Measure the steps of this process from now on, for `nbdist.metrics.current`. Again: nothing happens."""
+    if not measures():
+        meter = StepMeter()
+        meter.start()
+        set_meter(meter)

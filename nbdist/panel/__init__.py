@@ -1,7 +1,6 @@
 """The panel: memory, speed and health of every rank, in view while they work.
 
 model.py     what a Sample means to a reader: rows, nodes, figures, warnings
-words.py     numbers with their units
 updates.py   what the page has been told, and the little that it has to be told next
 fallback.py  the same without JavaScript: text, and HTML that stays in the saved notebook
 plot.py      memory and TFLOPS over time, by matplotlib

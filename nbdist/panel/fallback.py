@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from nbdist.panel.model import Row, Stat, View, urgency
-from nbdist.panel.words import duration, flops, part_of, percent, size, sizes
+from nbdist.panel.model import Row, Stat, View, min_mean_max, urgency
+from nbdist.text import duration, flop_rate, part_of, percent, size
 
 _BAR = 22  # characters
 _LINES = 32  # of nodes and of ranks in a summary of many
@@ -210,7 +210,7 @@ def _summary(rows: Sequence[Row]) -> str:
     states = [f"{count} {state}" for state in _MARKS if (count := sum(row.state == state for row in rows))]
     parts = [f"{', '.join(states)}"]
     if held:
-        parts.append(f"memory {sizes(min(held), sum(held) / len(held), max(held))}")
+        parts.append(f"memory {min_mean_max(held)}")
     if busy:
         parts.append(f"util {percent(min(busy))} to {percent(max(busy))}")
     return f"  ranks {rows[0].name}-{rows[-1].name}: {'; '.join(parts)}" if rows else ""
@@ -253,5 +253,5 @@ def _remarks(row: Row) -> str:
     remarks = [f"⚠ {words}" for _, words in row.badges]
     remarks += [row.doing] if row.state in ("dead", "stuck") else []
     remarks += [f"{duration(row.step)} a step"] if row.step is not None else []
-    remarks += [flops(row.flops)] if row.flops is not None else []
+    remarks += [flop_rate(row.flops)] if row.flops is not None else []
     return "; ".join(words for words in [*remarks, row.why] if words)

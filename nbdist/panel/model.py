@@ -5,19 +5,21 @@ Owns every definition and every word that the panel shows. Knows nothing of note
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, non_torch
-from nbdist.panel.words import clip, duration, figures, finite, flops, flops_in, flops_unit, percent, size, sizes
+from nbdist.text import duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows
 NEARLY_FULL = 0.95  # share of a device's memory
 FRAGMENTED = 0.1  # share of a device's memory that torch holds empty, while allocations were retried
 STRAGGLING = 1.1  # times the median step
 UNEVEN = 1.05  # times the mean memory
+_LONGEST = 96  # characters of an explanation
 WORKING = ("busy", "stuck")  # states of a rank that runs something
 
 Level = Literal["warn", "bad"]
@@ -255,7 +257,13 @@ def _node(name: str, machine: NodeSample | None, gpus: Counter[str]) -> Node:
     if set(gpus) <= {"cpu"} and not machine.gpus:
         why = f"no GPUs: {why or 'the driver has not been asked yet'}"
     return Node(
-        name, words, finite(machine.cpu), machine.memory_used, machine.memory_total, finite(machine.period), clip(why)
+        name,
+        words,
+        finite(machine.cpu),
+        machine.memory_used,
+        machine.memory_total,
+        finite(machine.period),
+        clip(why),
     )
 
 
@@ -317,7 +325,7 @@ def _memory(rows: Sequence[Row]) -> Stat:
     mean = statistics.fmean(held.values())
     uneven = _ratio(held[most], mean) or 1.0
     note = f"most on rank {most}: +{percent(uneven - 1)}" if uneven > UNEVEN else "even"
-    return Stat("memory, min / mean / max", sizes(min(held.values()), mean, held[most]), note)
+    return Stat("memory, min / mean / max", min_mean_max(list(held.values())), note)
 
 
 def _step(ranks: _Together, late: dict[int, float]) -> Stat:
@@ -334,7 +342,7 @@ def _tflops(ranks: _Together) -> Stat:
     if total is None:
         return Stat("TFLOPS", "n/a", clip(next((step.why for step in ranks.steps if step.why), "not counted yet")))
     uncounted = statistics.fmean(step.uncounted for step in ranks.steps)
-    scale, unit = flops_unit(total / count)
+    scale, unit = flop_unit(total / count)
     notes = [f"{flops_in(scale, total)} in all"] if count > 1 else []
     notes += [f"{percent(uncounted)} of steps not counted"] if uncounted >= 0.005 else []
     return Stat(f"{unit} per rank" if count > 1 else unit, flops_in(scale, total / count), ", ".join(notes))
@@ -348,7 +356,7 @@ def _mfu(ranks: _Together) -> Stat:
     if len(peaks) < len(ranks.steps):
         return Stat("MFU", "n/a", "peak not known: `%distributed peak` measures it")
     notes = [f"HFU {percent(hardware / sum(peaks), 1)}"] if hardware is not None and hardware > total else []
-    notes.append(f"peak {flops(statistics.fmean(peaks))}")
+    notes.append(f"peak {flop_rate(statistics.fmean(peaks))}")
     notes += [ranks.steps[0].peak_source] if ranks.steps[0].peak_source else []
     return Stat("MFU", percent(total / sum(peaks), 1), clip(", ".join(notes)))
 
@@ -382,3 +390,19 @@ def _seconds(step: StepSample) -> float | None:
 def _ratio(part: float | None, whole: float | None) -> float | None:
     part, whole = finite(part), finite(whole)
     return part / whole if part is not None and whole is not None and whole > 0 else None
+
+
+def min_mean_max(amounts: Sequence[int]) -> str:
+    """Bytes over ranks, in one unit: "61.0 / 63.2 / 71.5 GiB"."""
+    *figures_of, unit = sizes([min(amounts), statistics.fmean(amounts), max(amounts)])
+    return f"{' / '.join(figures_of)} {unit}"
+
+
+def clip(text: str) -> str:
+    """At most so many characters of an explanation."""
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def finite(value: float | None) -> float | None:
+    """The number, unless it is none that could be shown."""
+    return value if value is not None and math.isfinite(value) else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import secrets
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import comm
 import comm.base_comm
 import traitlets
 
+from nbdist import shells
 from nbdist.client.costs.history import history
 from nbdist.client.costs.monitor import Monitor
 from nbdist.client.session.session import Session, current_session
@@ -31,7 +31,7 @@ from nbdist.panel import fallback
 from nbdist.panel.model import View, view_of
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import METRICS, Updates
-from nbdist.panel.words import size
+from nbdist.text import size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ _TARGET = "nbdist.panel"  # of comms that pages open to be heard while a cell ru
 _FIRST_LOOK = 1.0  # seconds that the first copy in the notebook waits for something to show
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Where Samples come from; a `Monitor` is one."""
 
     rate: float
@@ -74,7 +74,7 @@ class Panel(anywidget.AnyWidget):
     frame = traitlets.Dict().tag(sync=True, to_json=lambda _, panel: panel.state())
 
     def __init__(
-        self, session: Session | None = None, *, rate: float | None = None, source: Source | None = None
+        self, session: Session | None = None, *, rate: float | None = None, source: SampleSource | None = None
     ) -> None:
         self._identity = secrets.token_hex(4)
         self._lock = threading.RLock()  # what the page knows: the monitor's thread and the notebook's change it
@@ -83,7 +83,7 @@ class Panel(anywidget.AnyWidget):
         self._seen = threading.Event()
         self._session: weakref.ref[Session] | None = None
         self._follows = session is None and source is None
-        self._source: Source = source or Monitor.of(None)
+        self._source: SampleSource = source or Monitor.of(None)
         self._rate = rate  # that somebody has asked for; a new session's monitor has its own
         self._unsubscribe: Callable[[], None] | None = None
         self._views = 0  # that pages have opened and not closed again
@@ -205,7 +205,7 @@ class Panel(anywidget.AnyWidget):
                 self._unsubscribe()
                 self._unsubscribe = None
 
-    def _on_sample(self, source: Source, sample: Sample) -> None:
+    def _on_sample(self, source: SampleSource, sample: Sample) -> None:
         """From the monitor's thread, which others need too."""
         if source is not self._source or (self._session is not None and _is_over(self._looked_at())):
             return  # a look that was under way when its session ended
@@ -257,7 +257,7 @@ class Panel(anywidget.AnyWidget):
         from IPython.display import display
 
         self._follow()
-        if not _in_a_kernel():
+        if not shells.in_kernel():
             print(self.text)
             return
         self._shown, self._paused = True, False
@@ -276,11 +276,11 @@ class Panel(anywidget.AnyWidget):
         return {"text/plain": self.text, "text/html": self.html}
 
     def _watch_cells(self) -> None:
-        if (shell := _shell()) is not None:
+        if (shell := shells.current()) is not None:
             shell.events.register("post_run_cell", self._on_cell_end)
 
     def _unwatch_cells(self) -> None:
-        if (shell := _shell()) is not None:
+        if (shell := shells.current()) is not None:
             with contextlib.suppress(ValueError):  # it has been closed before
                 shell.events.unregister("post_run_cell", self._on_cell_end)
 
@@ -385,13 +385,3 @@ class Panel(anywidget.AnyWidget):
 
 def _is_over(session: Session | None) -> bool:
     return session is None or session.closed or bool(session.broken)
-
-
-def _shell() -> Any:
-    """IPython's, where there is one."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
-
-
-def _in_a_kernel() -> bool:
-    return hasattr(_shell(), "kernel")

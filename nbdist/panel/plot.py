@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.errors import UsageError
 from nbdist.panel.model import View
-from nbdist.panel.words import flops_unit
+from nbdist.text import flop_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +67,7 @@ def _draw_memory(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _draw_speed(axes: Axes, points: Sequence[Point]) -> None:
-    scale, unit = flops_unit(max(point.flops for point in points if point.flops is not None))
+    scale, unit = flop_unit(max(point.flops for point in points if point.flops is not None))
     # A gap where it was not known, for NaN is not drawn.
     axes.plot(_minutes(points), [float("nan") if point.flops is None else point.flops / scale for point in points])
     axes.set_ylabel(f"{unit}, all ranks")

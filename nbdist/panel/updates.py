@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbdist.panel.model import Node, Row, View, urgency
-from nbdist.panel.words import clip, finite
+from nbdist.panel.model import Node, Row, View, clip, finite, urgency
 
 LIMIT = 2048  # bytes of an update, as JSON, with the widget's envelope
 HISTORY = 60  # looks that a sparkline shows

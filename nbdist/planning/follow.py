@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 
 from nbdist.planning.variables import NAMES
+from nbdist.train import current
 
 
 def follow(environment: Mapping[str, str]) -> None:
@@ -18,9 +18,6 @@ def follow(environment: Mapping[str, str]) -> None:
     for name in NAMES:
         os.environ.pop(name, None)
     os.environ.update(environment)
-    state = sys.modules.get("nbdist.train.state")
-    if state is None:
-        return
-    known = state.current()
-    if not (known.models or known.optimizers or known.loaders):
-        state.forget()  # the next one begins with this plan
+    training = current.training
+    if training is not None and not training.is_begun():
+        training.forget()  # the next one begins with this plan

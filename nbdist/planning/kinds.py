@@ -5,12 +5,11 @@ Knows nothing of which settings there are.
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nbdist.checks import is_number, is_whole, unknown_choice
 from nbdist.errors import UsageError
 
 _LIMIT = 2**31
@@ -49,7 +48,7 @@ class Choice(Kind):
             value = self.synonyms.get(value, value)
             if value in self.words:
                 return str(value)
-        raise UsageError(unknown(name, value, self.words))
+        raise unknown_choice(name, value, self.words)
 
 
 class Switch(Kind):
@@ -77,7 +76,7 @@ class Way(Kind):
             return value
         if isinstance(value, str) and value in self.words:
             return value == "default" or value
-        raise UsageError(unknown(name, value, (True, False, *self.words)))
+        raise unknown_choice(name, value, (True, False, *self.words))
 
 
 class Count(Kind):
@@ -157,7 +156,7 @@ class Options(Kind):
             raise UsageError(f"{name} must be a dictionary like {self.example}, not {value!r}")
         for option, entry in value.items():
             if option not in self.known:
-                raise UsageError(unknown(f"the {self.of} option", option, list(self.known)))
+                raise unknown_choice(f"the {self.of} option", option, list(self.known))
             _expected(f"the {self.of} option {option}", entry, *self.known[option])
         return dict(value)
 
@@ -195,32 +194,19 @@ class Setting:
     tell: Tell | None = None
 
 
-def is_whole(value: object) -> bool:
-    """Whether this is a whole number."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def is_count(value: object) -> bool:
     """Whether this is a whole number above 0."""
-    return isinstance(value, int) and is_whole(value) and 0 < value < _LIMIT
+    return is_whole(value, 1) and value < _LIMIT
 
 
 def is_amount(value: object) -> bool:
     """Whether this is a finite number of 0 or more."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return is_number(value) and value >= 0
 
 
 def is_switch(value: object) -> bool:
     """Whether this is True or False."""
     return isinstance(value, bool)
-
-
-def unknown(name: str, value: object, allowed: Sequence[object]) -> str:
-    """What is said of a value that is none of a few, with the nearest of them."""
-    words = [word for word in allowed if isinstance(word, str)]
-    close = difflib.get_close_matches(str(value).lower(), words, 1)
-    hint = f": did you mean {close[0]!r}?" if close else "."
-    return f"{name} {value!r} is unknown{hint} Allowed are {', '.join(map(repr, allowed))}"
 
 
 def _expected(name: str, value: object, fits: Callable[[object], bool], allowed: str) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from nbdist.errors import UsageError
 from nbdist.planning.kinds import STRATEGIES
 from nbdist.planning.settings import CUDA_GRAPHS, SETTINGS, SHARDED, Settings, default_of
+from nbdist.text import did_you_mean
 
 # --- values
 
@@ -31,8 +31,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in SETTINGS:
-            close = difflib.get_close_matches(str(name), list(SETTINGS), 1)
-            hint = f": did you mean {close[0]!r}?" if close else "."
+            hint = did_you_mean(str(name), SETTINGS)
             raise UsageError(f"a plan has no setting {name!r}{hint} It has {', '.join(SETTINGS)}")
 
 
@@ -134,8 +133,6 @@ def with_parts_dropped(plan: Settings, changes: Mapping[str, Any]) -> dict[str, 
 def own_settings(plan: Settings, strategy: str) -> dict[str, Any]:
     """The changes that take a plan to another strategy, and what is not for that one back to its default."""
     strangers = [name for name in SETTINGS if not _is_for(plan, name, strategy)]
-    if "comm_hook" in strangers:
-        strangers.append("comm_hook_options")
     return {"strategy": strategy, **{name: default_of(name) for name in strangers}}
 
 

@@ -42,8 +42,14 @@ _DATA = "data"
 _RANK = "each rank"
 
 
+_OWNERS = {_DDP: ("ddp",), _FSDP: SHARDED}  # of a group's settings in general; the others are for all strategies
+
+
 def _setting(default: Any, kind: Kind, group: str, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"setting": Setting(kind, group, help, **more)})
+    setting = Setting(kind, group, help, **{"owners": _OWNERS.get(group, STRATEGIES)} | more)
+    if default is dict:
+        return field(default_factory=dict, hash=False, metadata={"setting": setting})
+    return field(default=default, metadata={"setting": setting})
 
 
 # --- what is told of settings that are set
@@ -313,23 +319,18 @@ class Settings:
         Choice("none", "fp16", "bf16", "powersgd", "batched_powersgd"),
         _DDP,
         "how gradients are compressed",
-        owners=("ddp",),
         why="only DDP has communication hooks",
         tell=_hook,
     )
-    comm_hook_options: Mapping[str, Any] = field(
-        default_factory=dict,
-        hash=False,
-        metadata={
-            "setting": Setting(
-                Options("comm_hook", "{'matrix_approximation_rank': 2}", _HOOK_OPTIONS),
-                _DDP,
-                "as torch names them: matrix_approximation_rank=2",
-                metavar="NAME=VALUE",
-                part_of="comm_hook",
-                is_on=lambda hook: "powersgd" in hook,
-            )
-        },
+    comm_hook_options: Mapping[str, Any] = _setting(
+        dict,
+        Options("comm_hook", "{'matrix_approximation_rank': 2}", _HOOK_OPTIONS),
+        _DDP,
+        "as torch names them: matrix_approximation_rank=2",
+        metavar="NAME=VALUE",
+        why="only DDP has communication hooks",
+        part_of="comm_hook",
+        is_on=lambda hook: "powersgd" in hook,
     )
     bucket_mb: float = _setting(
         25.0,
@@ -337,7 +338,6 @@ class Settings:
         _DDP,
         "size of the buckets",
         metavar="MIB",
-        owners=("ddp",),
         why="only DDP has buckets",
     )
     find_unused_parameters: bool = _setting(
@@ -345,7 +345,6 @@ class Settings:
         Switch(),
         _DDP,
         "for models that don't use all in each step",
-        owners=("ddp",),
         why="only DDP waits for the gradient of every parameter",
         tell="each backward looks for parameters without a gradient, which takes time",
     )
@@ -354,7 +353,6 @@ class Settings:
         Switch(),
         _DDP,
         "each step has the same graph",
-        owners=("ddp",),
         why="only DDP has an order of gradients to learn",
         tell="every step has the same graph, so DDP learns its order once",
     )
@@ -363,7 +361,6 @@ class Settings:
         Switch(),
         _DDP,
         "gradients live in the buckets",
-        owners=("ddp",),
         why="only DDP has buckets",
         tell="gradients are copied into the buckets, which takes their memory twice",
     )
@@ -382,7 +379,6 @@ class Settings:
         _FSDP,
         "what a block is: Block or Block,Head, or none: found",
         metavar="CLASS",
-        owners=SHARDED,
         why="nothing is split into blocks otherwise",
         tell=_shard_by,
     )
@@ -391,7 +387,6 @@ class Settings:
         OptionalSwitch(),
         _FSDP,
         "free parameters after forward",
-        owners=SHARDED,
         why="nothing is gathered otherwise",
         tell=_reshard,
     )
@@ -401,7 +396,6 @@ class Settings:
         _FSDP,
         "blocks that are gathered ahead",
         metavar="N",
-        owners=SHARDED,
         why="nothing is gathered otherwise",
         tell=lambda plan, kind: f"blocks are gathered {plan.prefetch} ahead of the one that computes",
     )
@@ -410,7 +404,6 @@ class Settings:
         Choice("last", "each"),
         _FSDP,
         "gradients in each micro-batch (less memory), or in the last (less traffic)",
-        owners=SHARDED,
         why="whole gradients are kept otherwise, whenever they are exchanged",
         tell=_exchange,
     )
@@ -419,7 +412,6 @@ class Settings:
         Switch(),
         _FSDP,
         "keep parameters, gradients and optimizer state in CPU memory",
-        owners=SHARDED,
         why="PyTorch moves only shards to the CPU",
         tell=_on_gpus("parameters, gradients and optimizer state live in CPU memory, where the optimizer steps"),
     )
@@ -438,7 +430,6 @@ class Settings:
         _DDP,
         "average parameters every N steps, not gradients; 0: no",
         metavar="N",
-        owners=("ddp",),
         why="a rank steps alone only if it holds the whole model",
         tell=lambda plan, kind: f"parameters are averaged every {plan.local_sgd_steps} steps, gradients never",
     )

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nbdist.metrics.memory import trim_malloc
+from nbdist.metrics.node.host import trim_malloc
 from nbdist.plan import Plan
+from nbdist.train import current as holder
 
 T = TypeVar("T")
 
@@ -283,3 +284,6 @@ def rank() -> int:
 def has_group() -> bool:
     """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+holder.training = holder.Training(after_cell, abandon_window, is_begun, replace, forget)

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import msgspec
 
+from nbdist.checks import LONGEST
+
 VERSION = 1
 
-LONGEST = 1e9  # seconds that anything may be told to wait
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

@@ -27,9 +27,11 @@ import zmq
 
 import nbdist
 from nbdist import shells, transfer
-from nbdist.metrics.memory import Meter
+from nbdist.metrics import current as measuring
+from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
+from nbdist.train import current as training
 from nbdist.train.collective import participants
 from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
 from nbdist.wire.frames import decode, encode
@@ -294,9 +296,9 @@ class Rank:
             if profiles:
                 reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
             self._recovery.end(task.serial, reply.failure, self._shell.caught)
-            _end_steps()
-            if reply.failure is None:
-                _end_training_cell()
+            measuring.end_lap()
+            if reply.failure is None and training.training is not None:  # the models that what ran has replaced
+                training.training.after_cell()  # can't wait for a larger collection
             self._put_in_order()
             if self._group.destroyed:
                 reply = msgspec.structs.replace(reply, grouped=False)
@@ -342,7 +344,7 @@ class Rank:
         """Run the work; its reply tells what it cost in memory, if that was asked for."""
         if not task.memory:
             return self._guarded(task, work)
-        with Meter() as meter:
+        with MemoryMeter() as meter:
             reply = self._guarded(task, work)
         return msgspec.structs.replace(reply, memory=meter.usage)
 
@@ -450,20 +452,6 @@ class Rank:
         except TypeError:  # `globals()` takes any key
             texts = [name for name in names if isinstance(name, str)]
             return [name for name in texts if name[:1] != "_" and name not in hidden]
-
-
-def _end_steps() -> None:
-    """Tell those who measure training steps, if anybody does, that what ran is over."""
-    steps: Any = sys.modules.get("nbdist.metrics.steps")
-    if steps is not None:
-        steps.end_lap()
-
-
-def _end_training_cell() -> None:
-    """Free the models that what ran has replaced, if it has prepared any: they can't wait for a larger collection."""
-    training: Any = sys.modules.get("nbdist.train.state")
-    if training is not None:
-        training.after_cell()
 
 
 def _parcel(payload: bytes) -> transfer.Parcel:

@@ -32,11 +32,11 @@ def synchronize(device: str) -> None:
 
 @pytest.mark.parametrize(("every", "stall"), [(10, 0.0), (4, 0.1)], ids=["item", "stalls"])
 def test_the_time_of_a_step_is_that_of_the_wall(device: str, every: int, stall: float, record_property: Record) -> None:
-    from nbdist.metrics.steps import Meter
+    from nbdist.metrics.steps import StepMeter
 
     model, optimizer, x = linear(device, 8192 if device == "cuda" else 256)
     began = 0.0
-    with Meter() as meter:
+    with StepMeter() as meter:
         for number in range(60):
             if number == 10:
                 synchronize(device)
@@ -103,12 +103,12 @@ def test_a_convolution_in_tf32_is_held_against_tf32_s_peak(record_property: Reco
     import torch
     from torch import nn
 
-    from nbdist.metrics.steps import Meter
+    from nbdist.metrics.steps import StepMeter
 
     model = nn.Sequential(*[nn.Conv2d(512, 512, 3, padding=1) for _ in range(8)]).cuda()
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
     x = torch.randn(32, 512, 56, 56, device="cuda")
-    with Meter() as meter:
+    with StepMeter() as meter:
         for _ in range(20):
             model(x).sum().backward()
             optimizer.step()
@@ -140,7 +140,7 @@ def test_counting_a_compiled_flex_attention_takes_no_more_memory_than_there_is(r
     from torch import nn
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    from nbdist.metrics.steps import Meter
+    from nbdist.metrics.steps import StepMeter
 
     length = 8192
     mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 256), None, None, length, length)
@@ -160,7 +160,7 @@ def test_counting_a_compiled_flex_attention_takes_no_more_memory_than_there_is(r
     torch.cuda.reset_peak_memory_stats()
     step()
     compiled = torch.cuda.max_memory_allocated() // MIB
-    with Meter() as meter:
+    with StepMeter() as meter:
         for _ in range(5):
             step()
         why = meter.sample().why
@@ -173,7 +173,7 @@ def test_measuring_does_not_change_a_compiled_model_with_dropout(device: str) ->
     import torch
     from torch import nn
 
-    from nbdist.metrics.steps import Meter
+    from nbdist.metrics.steps import StepMeter
 
     def losses(measured: bool) -> list[float]:
         torch.manual_seed(0)
@@ -183,7 +183,7 @@ def test_measuring_does_not_change_a_compiled_model_with_dropout(device: str) ->
         step_of = torch.compile(model, backend=backend)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         x = torch.ones(16, 64, device=device)
-        meter = Meter()
+        meter = StepMeter()
         if measured:
             meter.start()
         found = []

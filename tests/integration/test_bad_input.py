@@ -115,13 +115,13 @@ def test_a_start_that_can_not_be_leaves_the_next_one_possible(kernel: Kernel) ->
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ("Session(2.0)", "the number of ranks must be 1 or more, not 2.0"),
+        ("Session(2.0)", "the number of ranks must be a whole number of 1 or more, not 2.0"),
         ("Session(2, gpus=7)", "GPU 7 isn't on this machine"),
         ("Session(2, gpus='7,8')", "GPU 7 isn't on this machine"),
         ("Session(2, backend=3)", "backend is a name, not 3"),
-        ("Session(2, timeout=-1)", "timeout is in seconds and more than 0, not -1"),
-        ("Session(2, timeout='5')", "timeout is in seconds and more than 0, not '5'"),
-        ("Session(2, linger='long')", "linger is in seconds and 0 or more, not 'long'"),
+        ("Session(2, timeout=-1)", "timeout must be a number of seconds above 0, not -1"),
+        ("Session(2, timeout='5')", "timeout must be a number of seconds above 0, not '5'"),
+        ("Session(2, linger='long')", "linger must be a number of seconds of 0 or more, not 'long'"),
     ],
 )
 def test_a_session_with_a_wrong_argument_starts_nothing(ranks: Kernel, call: str, says: str) -> None:
@@ -133,12 +133,12 @@ def test_a_session_with_a_wrong_argument_starts_nothing(ranks: Kernel, call: str
     ("call", "says"),
     [
         ("run(5)", "code is a text, and int was given"),
-        ("run('1', grace='long')", "grace is in seconds and more than 0, not 'long'"),
-        ("run('1', timeout='5')", "timeout is in seconds and more than 0, not '5'"),
+        ("run('1', grace='long')", "grace must be a number of seconds above 0, not 'long'"),
+        ("run('1', timeout='5')", "timeout must be a number of seconds above 0, not '5'"),
         ("run('1', ranks=5)", "rank 5 isn't in this session: it has ranks 0-1"),
         ("run('1', ranks='0-5')", "rank 5 isn't in this session: it has ranks 0-1"),
         ("run('1', ranks='first')", "'first' isn't a rank or a range of ranks"),
-        ("run_in_background('1', timeout=0)", "timeout is in seconds and more than 0, not 0"),
+        ("run_in_background('1', timeout=0)", "timeout must be a number of seconds above 0, not 0"),
         ("call(3)", "call takes a function, not 3"),
         ("push(['x'])", "push takes names and values, not a list"),
         ("push({1: 2})", "1 is not a variable name"),
@@ -159,7 +159,10 @@ def test_a_rank_starts_no_ranks_of_its_own(ranks: Kernel) -> None:
     assert "UsageError: this is rank" in outcome.evalue and "start sessions in the notebook" in outcome.evalue
 
 
-@pytest.mark.parametrize("call", ["start_cell('1', number=1 << 70)", "run('x = \"\\udce9\"')"])
+NUMBER_TOO_LARGE = "__import__('nbdist').client.session.rank_set.CellOptions(number=1 << 70)"
+
+
+@pytest.mark.parametrize("call", [f"_rank_set.submit('cell', '1', None, {NUMBER_TOO_LARGE})", "run('x = \"\\udce9\"')"])
 def test_work_that_can_not_be_sent_leaves_its_ranks_free(ranks: Kernel, call: str) -> None:
     ranks.run(f"import nbdist\nnbdist.get_session().{call}")
     assert ranks.ok("%%distributed\n1").plain == ["[0-1] 1"]

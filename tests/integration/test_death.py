@@ -109,7 +109,8 @@ def test_a_death_while_a_value_is_pulled_pushed_or_a_function_is_called_is_named
 
 def test_a_death_in_a_background_cell_is_shown_below_it_and_raised_by_wait(own: Kernel) -> None:
     own.ok("%%distributed --background -r 1 --capture later\ntime.sleep(0.2); os._exit(3)")
-    wait_until(lambda: own.value("__import__('nbdist').get_session().living()") == [0], "the death to be known")
+    living = "__import__('nbdist').get_session()._rank_set.living()"
+    wait_until(lambda: own.value(living) == [0], "the death to be known")
     wait_until(lambda: own.value("later[1].error is not None"), "the failure")
     assert "exit code 3" in own.value("later[1].error.text")
 

@@ -52,7 +52,7 @@ def _restore(kernel: Kernel) -> None:
 
 
 def _living(kernel: Kernel) -> list[int]:
-    return list(kernel.value("__import__('nbdist').get_session().living()"))
+    return list(kernel.value("__import__('nbdist').get_session()._rank_set.living()"))
 
 
 def _gone(files: set[str]) -> None:

@@ -154,7 +154,7 @@ for trial in range(30):
 PRESS_WHEN_DONE = """
 import nbdist, os, signal, threading, time
 os.environ["JPY_SESSION_NAME"] = "a notebook"
-traffic = nbdist.get_session().traffic
+traffic = nbdist.get_session()._rank_set.traffic
 def press():
     while not traffic.running([0]): time.sleep(0.001)
     traffic.wait_free([0], 30)

@@ -53,7 +53,8 @@ def flops(kernel: Kernel, cell: str) -> list[tuple[float, float]]:
     outcome = kernel.ok(f"%%distributed\n{cell}")
     assert "steps" in outcome.stdout and "TFLOPS n/a" not in outcome.stdout, str(outcome)
     kernel.ok("from nbdist.wire.knowing import GetLap")
-    laps = "{rank: lap.steps for rank, lap in nbdist.get_session().traffic.ask([0, 1], GetLap(), timeout=5.0).items()}"
+    asked = "nbdist.get_session()._rank_set.traffic.ask([0, 1], GetLap(), timeout=5.0)"
+    laps = f"{{rank: lap.steps for rank, lap in {asked}.items()}}"
     answers = kernel.value(f"{{rank: (lap.flops, lap.hardware_flops) for rank, lap in {laps}.items()}}")
     return [answers[rank] for rank in (0, 1)]
 
@@ -134,7 +135,7 @@ def test_the_panel_gets_the_last_steps_while_a_cell_runs(measured: Kernel) -> No
     try:
         cell.wait_late("ten")
         measured.ok("from nbdist.wire.knowing import GetMetrics")
-        answers = "nbdist.get_session().traffic.ask([0, 1], GetMetrics(), timeout=5.0)"
+        answers = "nbdist.get_session()._rank_set.traffic.ask([0, 1], GetMetrics(), timeout=5.0)"
         found = measured.value(f"[answer.sample.step.flops for answer in {answers}.values()]")
         assert found == [gpt(B, T)] * 2
     finally:

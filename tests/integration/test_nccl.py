@@ -28,7 +28,7 @@ from nbdist.wire.knowing import GetMemory, GetMetrics
 from nbdist.wire.stopping import GetStack
 session = nbdist.get_session()
 def ask(question):
-    return session.traffic.ask([0, 1], question(), timeout=30)
+    return session._rank_set.traffic.ask([0, 1], question(), timeout=30)
 """
 RIGHT = """%%distributed
 x = torch.ones(1)

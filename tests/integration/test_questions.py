@@ -33,7 +33,7 @@ from nbdist.wire.knowing import GetMemory, GetMetrics, Inspect
 from nbdist.wire.stopping import GetStack
 session = nbdist.get_session()
 def ask(question, *, timeout=30):
-    answers = session.traffic.ask([0, 1], question, timeout=timeout)
+    answers = session._rank_set.traffic.ask([0, 1], question, timeout=timeout)
     return {rank: msgspec.structs.asdict(answer) for rank, answer in answers.items()}
 def inspect(name, **keywords):
     return ask(Inspect(name, 0), **keywords)

@@ -229,13 +229,22 @@ def test_a_driver_that_never_answers_delays_neither_output_nor_interrupts(node: 
 
 # --- when nothing runs
 
+LATE_LOOKS = """
+from nbdist.client.session import observers
+late = []
+class Late(observers.Observer):
+    def node_looked_at(self, traffic, look):
+        late.append(look)
+observers.subscribe(Late())
+"""
+
 
 def test_while_nobody_watches_the_agent_has_no_thread_for_it_and_sends_nothing(node: Node) -> None:
     node.ok("watch()", "until(gpus)")
     assert not node.rests()
     node.stop_watching()
     wait_until(node.rests, NO_DRIVER_THREADS)
-    node.ok("late = []", "nbdist.get_session().traffic.on_look = late.append", "%distributed status")
+    node.ok(LATE_LOOKS, "%distributed status")
     assert node.value("late") == []
     assert (
         node.value("[thread.name for thread in __import__('threading').enumerate() if 'monitor' in thread.name]") == []

@@ -81,22 +81,25 @@ def test_a_cell_in_the_background_keeps_its_session(empty: Kernel, tmp_path: Pat
     assert empty.value("handle.wait(20)[0].result") == "7"
 
 
-FAILING_HANDLER = """
+FAILING_OBSERVER = """
 import threading
+from nbdist.client.session import observers
 from nbdist.wire.questions import WatchNodes
 session, called = nbdist.Session(1), threading.Event()
-def fail(look):
-    called.set()
-    raise LookupError("in the listening thread")
-session.traffic.on_look = fail
-session.traffic.send(WatchNodes(0.25))
+class Failing(observers.Observer):
+    def node_looked_at(self, traffic, look):
+        called.set()
+        raise LookupError("in the listening thread")
+stop = observers.subscribe(Failing())
+session._rank_set.traffic.send(WatchNodes(0.25))
 assert called.wait(20)
-session.traffic.send(WatchNodes(0.0))
+session._rank_set.traffic.send(WatchNodes(0.0))
+stop()
 """
 
 
 def test_an_error_in_the_listening_thread_is_shown_and_the_session_goes_on(empty: Kernel) -> None:
-    cell = empty.start(FAILING_HANDLER)
+    cell = empty.start(FAILING_OBSERVER)
     cell.wait_late("LookupError: in the listening thread")
     assert cell.finish().status == "ok"
     assert empty.value("session.run('1')[0].result") == "1"

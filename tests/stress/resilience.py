@@ -371,7 +371,7 @@ class Training:
         found.text = "\n".join(render()) if render is not None else f"{type(error).__name__}: {error}"
         if error is None:
             return
-        if len(self._session.living()) < self._size:
+        if len(self._session._rank_set.living()) < self._size:
             found.wrong = LOST
         elif isinstance(error, RankTimeout):
             found.wrong = f"{HANGS}: no end after {_LIMIT:g} s"

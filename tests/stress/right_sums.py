@@ -256,14 +256,14 @@ def main() -> None:
     with nbdist.Session(given.ranks) as session, contextlib.closing(Sequences(session, given.seed)) as sequences:
         for number in range(given.count):
             sequences.run()
-            if session.generation > 150:
-                rebuilt += session.generation - 1
+            if session._rank_set.generation > 150:
+                rebuilt += session._rank_set.generation - 1
                 sequences.renew()
             if number % 25 == 24:
                 print(
                     f"{number + 1} sequences, {time.monotonic() - began:.0f} s, {dict(sequences.outcomes)}", flush=True
                 )
-        print(f"process groups were rebuilt {rebuilt + session.generation - 1} times")
+        print(f"process groups were rebuilt {rebuilt + session._rank_set.generation - 1} times")
 
 
 if __name__ == "__main__":

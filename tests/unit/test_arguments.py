@@ -5,9 +5,10 @@ import argparse
 import pytest
 
 from nbdist.client.magics import magic_line
-from nbdist.client.magics.magic_line import HelpShown, MagicParser, size, suggest_verb, table
+from nbdist.client.magics.magic_line import HelpShown, MagicParser, suggest_verb
 from nbdist.client.magics.parsers import verb_parsers
 from nbdist.errors import UsageError
+from nbdist.text import split_commas
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def parser() -> MagicParser:
     parser.add_argument("where", nargs="?", choices=("up", "down"))
     parser.add_argument("-n", "--number", type=magic_line.count, metavar="N", help="how many")
     parser.add_argument("--limit", type=magic_line.seconds, metavar="S")
-    parser.add_argument("--names", type=magic_line.names)
+    parser.add_argument("--names", type=split_commas)
     parser.add_argument("--as", dest="target", type=magic_line.variable)
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--secret", action="store_true", help=argparse.SUPPRESS)
@@ -100,27 +101,6 @@ def test_an_unknown_verb_suggests_the_nearest_and_lists_all() -> None:
         "%distributed has no verb 'stats': did you mean `%distributed status`? Its verbs are start, status."
     )
     assert suggest_verb("xyzzy", ["start"]) == "%distributed has no verb 'xyzzy'. Its verbs are start."
-
-
-def test_a_table_aligns_words_left_and_numbers_right() -> None:
-    assert table([("a", 5), ("long", 123)], ("name", "count")) == "name  count\na         5\nlong    123"
-    assert table([], ("name",)) == "name"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (2048, "2 KiB"),
-        (5 << 20, "5 MiB"),
-        (3 << 29, "1.5 GiB"),
-        (1 << 50, "1024.0 TiB"),
-    ],
-)
-def test_sizes_have_a_unit(value: int | None, text: str) -> None:
-    assert size(value) == text
 
 
 def test_ranks_may_be_told_not_to_outlive_the_kernel() -> None:

@@ -68,7 +68,7 @@ def test_a_character_that_is_cut_in_two_is_whole_again() -> None:
 def test_what_the_log_lacks_is_told() -> None:
     assert log_of([]).explain_gaps() == ""
     text = log_of([], dropped=3 << 20, missing=5 << 10).explain_gaps()
-    assert "the first 3 MiB" in text and "5 KiB more" in text and "cell 3" in text
+    assert "the first 3.0 MiB" in text and "5.0 KiB more" in text and "cell 3" in text
 
 
 def test_a_cell_that_the_log_does_not_know_is_refused() -> None:

@@ -303,7 +303,7 @@ def test_held_memory_is_nvmls_figure_for_this_process(packages: Path) -> None:
     code = "from nbdist import cuda_guard\nprint(cuda_guard.held_memory())\nprint(cuda_guard.memory_warning())"
     held, warning = program(packages, code, (3 * 2**30, None, 20 * 2**20))
     assert held == str({0: 3 * 2**30, 2: 20 * 2**20})
-    assert warning.startswith("the process holds 3.0 GiB on GPU 0 and 20 MiB on GPU 2 that the ranks will miss: ")
+    assert warning.startswith("the process holds 3.0 GiB on GPU 0 and 20.0 MiB on GPU 2 that the ranks will miss: ")
 
 
 def test_held_memory_is_what_torch_has_reserved_where_nvml_tells_less(packages: Path) -> None:

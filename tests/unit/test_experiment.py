@@ -115,8 +115,8 @@ def test_the_report_is_aligned_and_has_units() -> None:
     experiment.balances = {"CPU": Balance(140 * MIB, 0, 66 * MIB, 33 * MIB)}
     assert experiment.report.splitlines() == [
         "load: 2.50 s; deleted scratch",
-        "       consumed  peaked  reclaimed      kept    leaked",
-        "CPU  +140.0 MiB     0 B   66.0 MiB  33.0 MiB  41.0 MiB",
+        "     consumed  peaked  reclaimed      kept    leaked",
+        "CPU  +140 MiB     0 B   66.0 MiB  33.0 MiB  41.0 MiB",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a Meter says of allocations of known size; and that Meters disturb neither each other nor the user."""
+"""What a MemoryMeter says of allocations of known size; and that Meters disturb neither each other nor the user."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.metrics import memory, units
+from nbdist.metrics import memory
 from nbdist.metrics.allocation import watermarks
 from nbdist.metrics.allocation.watermarks import Peaks, SharedDevices, SharedStats, Watermark
-from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage, resolution
+from nbdist.metrics.memory import DeviceUsage, MemoryMeter, MemoryUsage, Usage, resolution
 from tests.stand_ins.cuda import Allocator, Torch
 
 PAGE = 4096
@@ -69,7 +69,7 @@ def test_two_pieces_in_a_row_are_one_from_the_first_start_to_the_last_end() -> N
 def test_a_known_allocation_is_measured_to_the_page() -> None:
     deviations = []
     for _ in range(5):  # Python may need a page of its own in one of them
-        with Meter() as meter:
+        with MemoryMeter() as meter:
             kept = block(33 * MIB)
         deviations.append(abs(meter.data["cpu"]["consumed"] - 33 * MIB))
         del kept
@@ -78,7 +78,7 @@ def test_a_known_allocation_is_measured_to_the_page() -> None:
 
 
 def test_what_is_freed_again_is_a_peak() -> None:
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         block(64 * MIB)
     cpu = meter.data["cpu"]
     assert abs(cpu["consumed"]) <= NOISE
@@ -91,7 +91,7 @@ def test_consumed_and_peaked_follow_any_sequence_of_allocations(steps: list[tupl
     base = block(40 * MIB)
     live: list[np.ndarray[Any, Any]] = []
     now = most = 0
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         for allocate, mebibytes in steps:
             if allocate:
                 live.append(block(mebibytes * MIB))
@@ -111,9 +111,9 @@ def test_consumed_and_peaked_follow_any_sequence_of_allocations(steps: list[tupl
 
 
 def test_an_inner_meter_does_not_hide_a_peak_from_the_outer_one() -> None:
-    with Meter() as outer:
+    with MemoryMeter() as outer:
         block(96 * MIB)
-        with Meter() as inner:
+        with MemoryMeter() as inner:
             block(48 * MIB)
     assert abs(outer.data["cpu"]["peaked"] - 96 * MIB) <= resolution() + NOISE
     assert abs(inner.data["cpu"]["peaked"] - 48 * MIB) <= resolution() + NOISE
@@ -121,7 +121,7 @@ def test_an_inner_meter_does_not_hide_a_peak_from_the_outer_one() -> None:
 
 def test_meters_of_two_threads_may_overlap() -> None:
     began, go_on = threading.Event(), threading.Event()
-    other = Meter()
+    other = MemoryMeter()
 
     def measure() -> None:
         other.begin()
@@ -130,7 +130,7 @@ def test_meters_of_two_threads_may_overlap() -> None:
         other.end()
 
     thread = threading.Thread(target=measure)
-    with Meter() as first:
+    with MemoryMeter() as first:
         thread.start()
         assert began.wait(10)
         block(64 * MIB)
@@ -141,7 +141,7 @@ def test_meters_of_two_threads_may_overlap() -> None:
 
 
 def test_a_body_that_raises_is_measured() -> None:
-    meter = Meter()
+    meter = MemoryMeter()
     with pytest.raises(ZeroDivisionError), meter:
         block(48 * MIB)
         1 / 0  # noqa: B018
@@ -156,9 +156,9 @@ def test_what_malloc_keeps_of_freed_memory_is_told() -> None:
 
 
 FREES_BELOW_A_KEPT_PIECE = """
-from nbdist.metrics.memory import Meter
+from nbdist.metrics.memory import MemoryMeter
 
-with Meter() as meter:
+with MemoryMeter() as meter:
     pieces = [bytearray(100_000) for _ in range(200)]
     kept = pieces[-1]  # so that the heap can't shrink
     del pieces
@@ -176,26 +176,6 @@ def test_a_meter_reads_as_one_line() -> None:
         "cuda:0 reserved: consumed +2.0 MiB, peaked n/a, used 2.0 MiB",
         "2.50 s",
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 KiB"), (3 << 29, "1.5 GiB"), (None, "n/a")]
-)
-def test_sizes_have_units(value: int | None, text: str) -> None:
-    assert units.size(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.0123, "12.3 ms"), (2.314, "2.31 s"), (200, "3 min 20 s")])
-def test_times_have_units(value: float, text: str) -> None:
-    assert units.time(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(3.296e15, "3,296.0 TFLOPS"), (1.2e12, "1.20 TFLOPS"), (11.5e9, "11.5 GFLOPS"), (5.2e5, "0.52 MFLOPS")],
-)
-def test_rates_have_units(value: float, text: str) -> None:
-    assert units.flops(value) == text
 
 
 # --- counters that several share
@@ -288,7 +268,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
 def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_device_has(torch: Torch) -> None:
     gpu = torch.gpus[0]
     gpu.allocate(10)
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         gpu.allocate(30)
         gpu.free(25)
     assert meter.usage is not None
@@ -301,10 +281,10 @@ def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_d
 
 def test_the_users_own_peaks_do_not_see_a_meter(torch: Torch) -> None:
     gpu = torch.gpus[0]
-    with Meter():
+    with MemoryMeter():
         gpu.allocate(30)
         gpu.free(30)
-        with Meter():
+        with MemoryMeter():
             gpu.allocate(5)
         assert torch.max_memory_allocated() == 30
         torch._C._cuda_resetPeakMemoryStats(0)
@@ -312,7 +292,7 @@ def test_the_users_own_peaks_do_not_see_a_meter(torch: Torch) -> None:
 
 
 def test_a_meter_does_not_see_the_users_resets(torch: Torch) -> None:
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         torch.gpus[0].allocate(30)
         torch.gpus[0].free(30)
         torch._C._cuda_resetPeakMemoryStats(0)
@@ -321,7 +301,7 @@ def test_a_meter_does_not_see_the_users_resets(torch: Torch) -> None:
 
 def test_a_gpu_that_is_used_for_the_first_time_within_is_measured_from_nothing(torch: Torch) -> None:
     torch.initialized = False
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         torch.initialized = True
         torch.gpus[0].allocate(30)
         torch.gpus[0].free(20)
@@ -331,13 +311,13 @@ def test_a_gpu_that_is_used_for_the_first_time_within_is_measured_from_nothing(t
 
 def test_a_gpu_that_this_process_does_not_use_is_left_out(torch: Torch) -> None:
     torch.gpus[0].allocate(1)
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         pass
     assert list(meter.data["devices"]) == ["cuda:0"]
 
 
 def test_a_broken_gpu_costs_the_figures_not_the_cell(torch: Torch) -> None:
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         torch.gpus[0].allocate(1)
         torch.lose_context()
     assert meter.data["devices"] == {}
@@ -346,7 +326,7 @@ def test_a_broken_gpu_costs_the_figures_not_the_cell(torch: Torch) -> None:
 
 def test_a_torch_without_these_counters_says_so(torch: Torch) -> None:
     del torch._C._cuda_resetPeakMemoryStats
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         torch.gpus[0].allocate(1)
     assert meter.data["devices"] == {}
     assert "no peak counters" in meter.data["why"]
@@ -375,7 +355,7 @@ def test_a_real_gpu_is_measured_exactly_and_the_users_peak_stays() -> None:
     held = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
     del held
     torch.cuda.empty_cache()
-    with Meter() as outer, Meter() as inner:
+    with MemoryMeter() as outer, MemoryMeter() as inner:
         kept = torch.ones(32 * MIB, dtype=torch.uint8, device="cuda")
         spike = torch.ones(16 * MIB, dtype=torch.uint8, device="cuda")
         del spike

@@ -35,7 +35,7 @@ def words(text: str) -> list[list[str]]:
 def test_a_process_of_its_own_has_plain_figures() -> None:
     header, row = words(CellCost(2.5, {HERE: usage(8, 20)}).render("on"))
     assert header == ["2.50", "s", "consumed", "peaked", "used"]
-    assert row == ["CPU", "+8.0", "MiB", "+20.0", "MiB", "108.0", "MiB"]
+    assert row == ["CPU", "+8.0", "MiB", "+20.0", "MiB", "108", "MiB"]
 
 
 def test_over_ranks_each_figure_is_least_mean_and_most_with_the_rank_that_has_it() -> None:
@@ -48,7 +48,7 @@ def test_over_ranks_each_figure_is_least_mean_and_most_with_the_rank_that_has_it
 
 def test_compact_is_one_line_that_aligns_with_the_next_cells() -> None:
     first, second = (CellCost(2.5, {HERE: usage(size)}).render("compact") for size in (8, 128))
-    assert first == "CPU: consumed   +8.0 MiB, peaked      0 B, used 108.0 MiB; 2.50 s"
+    assert first == "CPU: consumed   +8.0 MiB, peaked      0 B, used 108 MiB; 2.50 s"
     assert first.index("peaked") == second.index("peaked")
 
 

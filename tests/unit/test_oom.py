@@ -124,7 +124,7 @@ def test_where_the_driver_hides_processes_what_is_outside_torch_is_one_figure() 
     assert oom.share(GpuSample("GPU-1", 0), pid=7, used=30, reserved=20) == (None, 10)
     assert oom.share(None, pid=7, used=30, reserved=20) == (None, 10)
     account = Account(device="cuda:0", total=GIB, free=0, allocated=GIB // 2, cached=0, others=GIB // 2)
-    assert "outside torch     512.0 MiB  contexts, libraries and other processes" in oom.render(account)
+    assert "outside torch       512 MiB  contexts, libraries and other processes" in oom.render(account)
 
 
 def test_where_the_driver_tells_processes_apart_each_has_its_share() -> None:

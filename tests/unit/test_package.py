@@ -33,7 +33,7 @@ def test_every_name_in_all_can_be_had() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda_guard.report", "metrics.flops.count", "metrics.memory.Meter", "metrics.steps.Meter"]
+    "name", ["cuda_guard.report", "metrics.flops.count", "metrics.memory.MemoryMeter", "metrics.steps.StepMeter"]
 )
 def test_modules_in_the_reference_can_be_had_from_nbdist_alone(name: str) -> None:
     program = f"import nbdist; print(callable(nbdist.{name}))"
@@ -50,6 +50,12 @@ def test_tab_finds_every_name_before_it_is_loaded() -> None:
 def test_every_name_in_all_is_in_the_reference() -> None:
     words = set(re.findall(r"\w+", (ROOT / "docs" / "reference.md").read_text()))
     assert set(nbdist.__all__) - words == set()
+
+
+def test_what_tab_offers_on_a_session_is_what_the_reference_has() -> None:
+    rows = (ROOT / "docs" / "reference.md").read_text().splitlines()
+    [row] = [row for row in rows if row.startswith("| `Session(4)` |")]
+    assert {name for name in vars(nbdist.Session) if not name.startswith("_")} == set(re.findall(r"`\.(\w+)", row))
 
 
 def test_every_verb_is_in_the_readme() -> None:

@@ -20,7 +20,6 @@ from nbdist.panel import fallback
 from nbdist.panel.model import HEAT_ABOVE, Row, Stat, View, view_of
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import LIMIT, METRICS, Updates
-from nbdist.panel.words import duration, flops, part_of, sizes
 from tests.support.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
 
 ENVELOPE = {"method": "custom", "content": None}
@@ -186,25 +185,6 @@ def test_the_title_counts_ranks_by_what_they_do() -> None:
     assert view_of(gpus(8)).title == "8 ranks: all busy · cell 7"
     assert view_of(gpus(16)).title == "16 ranks: 15 busy, 1 dead · cell 7"
     assert view_of(Sample(at=0.0, ranks=[RankSample(-1)])).title == "this notebook's process"
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (duration(0.152), "152 ms"),
-        (duration(0.9996), "1.00 s"),
-        (duration(0.00001234), "0.0123 ms"),
-        (duration(0.012), "12.0 ms"),
-        (flops(3.2e15), "3,200 TFLOPS"),
-        (flops(1.15e10), "11.5 GFLOPS"),
-        (flops(4.2e7), "0.0420 GFLOPS"),
-        (flops(0.0), "0 GFLOPS"),
-        (sizes(3 * GIB, 1024 * GIB), "0.0 / 1.0 TiB"),
-        (part_of(298 * 1024**2, 24 * GIB), "298 MiB of 24.0 GiB"),
-    ],
-)
-def test_figures_have_their_units_and_no_exponent(words: str, text: str) -> None:
-    assert words == text
 
 
 # --- what travels

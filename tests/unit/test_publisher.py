@@ -171,7 +171,7 @@ def test_above_the_limit_first_and_last_are_shown_and_one_line_says_what_is_not(
     last = len(found) - place - 1
     assert found[:place] == lines[: FOLD_LIMIT // 100]
     assert FOLD_TAIL // 100 - 1 <= last <= FOLD_TAIL // 100 and found[place + 1 :] == lines[-last:]
-    assert "10 MiB" in note and "`%distributed logs --cell 7`" in note
+    assert "10.5 MiB" in note and "`%distributed logs --cell 7`" in note
 
 
 @pytest.mark.parametrize("chunk", [100_000, 20_000_000])

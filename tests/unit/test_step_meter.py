@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbdist.metrics import steps
+from nbdist.metrics import current, steps
 from nbdist.metrics.compute import loading
 from nbdist.metrics.compute.clock import DeviceClock
 from nbdist.metrics.flops import FlopCount
 from nbdist.metrics.node.sample import StepSample
-from nbdist.metrics.steps import Meter
+from nbdist.metrics.steps import StepMeter
 from tests.support.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 
 pytestmark = pytest.mark.torch_private
@@ -40,8 +40,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def meter() -> Iterator[Meter]:
-    with Meter() as meter:
+def meter() -> Iterator[StepMeter]:
+    with StepMeter() as meter:
         yield meter
     assert torch._C._len_torch_dispatch_stack() == 0
 
@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *shapes: tuple[int
 
 
 def measured(model: nn.Module, *shapes: tuple[int, int], **options: Any) -> StepSample:
-    with Meter() as meter:
+    with StepMeter() as meter:
         train(model, SGD(model.parameters(), 0.01), *shapes, **options)
         return meter.sample()
 
@@ -82,7 +82,7 @@ def test_what_is_recomputed_is_hardwares_only() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of dynamo's own
 @pytest.mark.parametrize("per_block", [False, True])
-def test_compiled_steps_are_counted_and_go_on_compiled(meter: Meter, per_block: bool) -> None:
+def test_compiled_steps_are_counted_and_go_on_compiled(meter: StepMeter, per_block: bool) -> None:
     torch._dynamo.reset()
     backend, model = Graphs(), Gpt()
     for part in model.blocks if per_block else [model]:
@@ -100,7 +100,7 @@ def test_compiled_steps_are_counted_and_go_on_compiled(meter: Meter, per_block: 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own
 @pytest.mark.parametrize("compiled", ["model", "blocks", "loss"])
-def test_steps_with_a_compiled_backward_pass_take_what_the_counted_one_did(meter: Meter, compiled: str) -> None:
+def test_steps_with_a_compiled_backward_pass_take_what_the_counted_one_did(meter: StepMeter, compiled: str) -> None:
     torch._dynamo.reset()
     model, loss = Gpt(), loss_of
     for part in {"model": [model], "blocks": model.blocks}.get(compiled, []):
@@ -116,7 +116,7 @@ def test_steps_with_a_compiled_backward_pass_take_what_the_counted_one_did(meter
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own
-def test_compiled_steps_of_several_shapes_are_told_apart(meter: Meter) -> None:
+def test_compiled_steps_of_several_shapes_are_told_apart(meter: StepMeter) -> None:
     torch._dynamo.reset()
     model = Gpt()
     model.compile(backend="aot_eager")
@@ -133,7 +133,7 @@ def test_compiled_steps_of_several_shapes_are_told_apart(meter: Meter) -> None:
 # --- shapes
 
 
-def test_each_shape_is_counted_once_and_a_sample_is_of_their_mixture(meter: Meter) -> None:
+def test_each_shape_is_counted_once_and_a_sample_is_of_their_mixture(meter: StepMeter) -> None:
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     train(model, optimizer, *[(B, T)] * 3, *[(B, 2 * T)] * 3)
@@ -142,7 +142,7 @@ def test_each_shape_is_counted_once_and_a_sample_is_of_their_mixture(meter: Mete
     assert found.flops == (gpt(B, T) + gpt(B, 2 * T)) / 2 and found.uncounted == 0
 
 
-def test_steps_of_a_shape_that_was_not_counted_are_told_and_left_out(meter: Meter) -> None:
+def test_steps_of_a_shape_that_was_not_counted_are_told_and_left_out(meter: StepMeter) -> None:
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     train(model, optimizer, *[(B, T)] * 8, (3, T))
@@ -150,7 +150,7 @@ def test_steps_of_a_shape_that_was_not_counted_are_told_and_left_out(meter: Mete
     assert found.flops == gpt(B, T) and found.uncounted == pytest.approx(1 / 7)
 
 
-def test_shapes_that_take_turns_are_looked_at_once_more_in_a_lap_each(meter: Meter) -> None:
+def test_shapes_that_take_turns_are_looked_at_once_more_in_a_lap_each(meter: StepMeter) -> None:
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     train(model, optimizer, *[(B, T)] * 3, *[(B, 2 * T)] * 3)
@@ -162,7 +162,7 @@ def test_shapes_that_take_turns_are_looked_at_once_more_in_a_lap_each(meter: Met
     assert 1 <= counted <= 2
 
 
-def test_two_optimizers_that_take_turns_are_both_counted(meter: Meter) -> None:
+def test_two_optimizers_that_take_turns_are_both_counted(meter: StepMeter) -> None:
     one, other = Gpt(layers=1), Gpt(layers=2)
     optimizers = SGD(one.parameters(), 0.01), SGD(other.parameters(), 0.01)
     for _ in range(8):
@@ -173,7 +173,7 @@ def test_two_optimizers_that_take_turns_are_both_counted(meter: Meter) -> None:
     assert found.uncounted == 0 and found.flops == pytest.approx(gpt(B, T) - 3 * head / 2)
 
 
-def test_a_validation_between_two_steps_is_not_taken_for_training(meter: Meter) -> None:
+def test_a_validation_between_two_steps_is_not_taken_for_training(meter: StepMeter) -> None:
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     for number in range(6):
@@ -185,7 +185,7 @@ def test_a_validation_between_two_steps_is_not_taken_for_training(meter: Meter) 
 
 
 @pytest.mark.parametrize("autograd", [True, False])
-def test_nor_is_one_behind_a_smaller_last_batch_of_each_epoch(meter: Meter, autograd: bool) -> None:
+def test_nor_is_one_behind_a_smaller_last_batch_of_each_epoch(meter: StepMeter, autograd: bool) -> None:
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     for _ in range(4):
@@ -195,7 +195,7 @@ def test_nor_is_one_behind_a_smaller_last_batch_of_each_epoch(meter: Meter, auto
     assert meter.lap().flops == gpt(B, T)
 
 
-def test_a_teachers_forward_pass_is_part_of_each_step(meter: Meter) -> None:
+def test_a_teachers_forward_pass_is_part_of_each_step(meter: StepMeter) -> None:
     model, teacher = Gpt(), Gpt(layers=1)
     optimizer = SGD(model.parameters(), 0.01)
     for _ in range(6):
@@ -209,7 +209,7 @@ def test_a_teachers_forward_pass_is_part_of_each_step(meter: Meter) -> None:
 # --- laps
 
 
-def test_a_lap_is_of_its_own_steps_and_the_pause_behind_it_of_none(meter: Meter) -> None:
+def test_a_lap_is_of_its_own_steps_and_the_pause_behind_it_of_none(meter: StepMeter) -> None:
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     train(model, optimizer, *[(B, T)] * 4)
@@ -222,7 +222,7 @@ def test_a_lap_is_of_its_own_steps_and_the_pause_behind_it_of_none(meter: Meter)
     assert meter.lap() == StepSample(why="no step yet")
 
 
-def test_a_lap_that_ends_within_a_counted_step_leaves_nothing_active(meter: Meter) -> None:
+def test_a_lap_that_ends_within_a_counted_step_leaves_nothing_active(meter: StepMeter) -> None:
     model = Gpt()
     train(model, SGD(model.parameters(), 0.01), (B, T))
     assert torch._C._len_torch_dispatch_stack() == 1
@@ -242,7 +242,9 @@ class Clock:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
-def test_waiting_is_the_share_of_all_time_however_it_is_spread(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_the_share_of_all_time_however_it_is_spread(
+    meter: StepMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(monkeypatch)
 
     class Bursts(TensorDataset):
@@ -259,7 +261,7 @@ def test_waiting_is_the_share_of_all_time_however_it_is_spread(meter: Meter, mon
     assert meter.lap().waiting == pytest.approx(0.5, abs=0.05)
 
 
-def test_batches_of_a_validation_are_no_part_of_a_step(meter: Meter) -> None:
+def test_batches_of_a_validation_are_no_part_of_a_step(meter: StepMeter) -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), 0.01)
     training, validation = (DataLoader(TensorDataset(torch.randn(rows, 4)), batch_size=8) for rows in (80, 800))
@@ -272,7 +274,7 @@ def test_batches_of_a_validation_are_no_part_of_a_step(meter: Meter) -> None:
     assert meter.lap().units == 8
 
 
-def test_a_batch_that_serves_several_steps_is_shared_by_them(meter: Meter) -> None:
+def test_a_batch_that_serves_several_steps_is_shared_by_them(meter: StepMeter) -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), 0.01)
     for (inputs,) in DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=8):
@@ -283,7 +285,7 @@ def test_a_batch_that_serves_several_steps_is_shared_by_them(meter: Meter) -> No
     assert found.units is not None and found.units < 8
 
 
-def test_waiting_for_data_is_told_and_samples_are_counted(meter: Meter) -> None:
+def test_waiting_for_data_is_told_and_samples_are_counted(meter: StepMeter) -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), 0.01)
     loader = DataLoader(TensorDataset(torch.randn(48, 4), torch.randn(48, 2)), batch_size=8)
@@ -317,7 +319,7 @@ def test_a_batch_is_read_by_its_shapes(batch: Any, units: int, unit: str) -> Non
 # --- the user's own things
 
 
-def test_an_error_in_the_loop_costs_only_its_own_step(meter: Meter) -> None:
+def test_an_error_in_the_loop_costs_only_its_own_step(meter: StepMeter) -> None:
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     train(model, optimizer, *[(B, T)])
@@ -327,7 +329,7 @@ def test_an_error_in_the_loop_costs_only_its_own_step(meter: Meter) -> None:
     assert meter.sample().flops == gpt(B, T)
 
 
-def test_a_step_that_raises_does_not_hide_those_of_other_optimizers(meter: Meter) -> None:
+def test_a_step_that_raises_does_not_hide_those_of_other_optimizers(meter: StepMeter) -> None:
     class Failing(SGD):
         def step(self, closure: Any = None) -> Any:
             raise ArithmeticError
@@ -339,7 +341,7 @@ def test_a_step_that_raises_does_not_hide_those_of_other_optimizers(meter: Meter
     assert (meter.sample().steps, meter.sample().flops) == (4, gpt(B, T))
 
 
-def test_an_optimizer_inside_another_makes_one_step(meter: Meter) -> None:
+def test_an_optimizer_inside_another_makes_one_step(meter: StepMeter) -> None:
     class Wrapper(SGD):
         def step(self, closure: Any = None) -> Any:
             inner.step()
@@ -350,7 +352,7 @@ def test_an_optimizer_inside_another_makes_one_step(meter: Meter) -> None:
     assert meter.sample().steps == 4
 
 
-def test_passes_inside_a_step_belong_to_it(meter: Meter) -> None:
+def test_passes_inside_a_step_belong_to_it(meter: StepMeter) -> None:
     model = nn.Linear(4, 2, bias=False)
     optimizer = LBFGS(model.parameters(), max_iter=3)
     inputs = torch.randn(8, 4)
@@ -366,7 +368,7 @@ def test_passes_inside_a_step_belong_to_it(meter: Meter) -> None:
     assert meter.sample().steps == 3
 
 
-def test_a_dispatch_mode_of_the_user_comes_first(meter: Meter) -> None:
+def test_a_dispatch_mode_of_the_user_comes_first(meter: StepMeter) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     model = Gpt()
@@ -382,7 +384,7 @@ def test_a_dispatch_mode_of_the_user_comes_first(meter: Meter) -> None:
     assert meter.sample().flops == gpt(B, T)
 
 
-def test_a_mode_that_outlives_a_cell_costs_the_count_and_nothing_else(meter: Meter) -> None:
+def test_a_mode_that_outlives_a_cell_costs_the_count_and_nothing_else(meter: StepMeter) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     model, mode = Gpt(), FlopCounterMode(display=False)
@@ -405,11 +407,11 @@ def test_control_flow_that_runs_without_a_meter_runs_with_one() -> None:
 
 CONTROL_FLOW = """
 import torch
-from nbdist.metrics.steps import Meter
+from nbdist.metrics.steps import StepMeter
 
 weight = torch.ones(3, requires_grad=True)
 optimizer = torch.optim.SGD([weight], 0.1)
-with Meter() as meter:
+with StepMeter() as meter:
     for _ in range(3):
         torch.cond(weight.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (weight,)).sum().backward()
         optimizer.step()
@@ -417,7 +419,7 @@ with Meter() as meter:
 """
 
 
-def test_a_model_is_saved_and_copied_as_without_a_meter(meter: Meter, tmp_path: Any) -> None:
+def test_a_model_is_saved_and_copied_as_without_a_meter(meter: StepMeter, tmp_path: Any) -> None:
     model = Gpt()
     train(model, SGD(model.parameters(), 0.01), *[(B, T)] * 3)
     torch.save(model, tmp_path / "model.pt")
@@ -435,7 +437,7 @@ def test_everything_is_taken_off_again() -> None:
     assert hooks == (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
 
 
-def test_what_fails_inside_is_told_and_the_loop_goes_on(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_inside_is_told_and_the_loop_goes_on(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbdist.metrics.compute.passes.fingerprint", lambda outputs: 1 / 0)
     model = Gpt()
     train(model, SGD(model.parameters(), 0.01), *[(B, T)] * 4)
@@ -443,7 +445,9 @@ def test_what_fails_inside_is_told_and_the_loop_goes_on(meter: Meter, monkeypatc
     assert found.steps == 4 and found.seconds and found.flops is None and "ZeroDivisionError" in found.why
 
 
-def test_a_clock_that_runs_backwards_gives_no_time_and_no_rate(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_runs_backwards_gives_no_time_and_no_rate(
+    meter: StepMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readings = itertools.count(1e6, -1)
     monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
     model = Gpt()
@@ -466,19 +470,19 @@ def test_a_sample_comes_at_once_from_another_thread_while_steps_run() -> None:
 
         def look() -> None:
             while not over.is_set():
-                found.append(steps.current_sample())
+                found.append(current.current_sample())
 
         thread = threading.Thread(target=look)
         thread.start()
         train(model, optimizer, *[(B, T)] * 20)
         over.set()
         thread.join()
-        last = steps.current_sample()
+        last = current.current_sample()
         assert last is not None and last.flops == gpt(B, T)
         assert len(found) > 20 and all(each is not None for each in found)
     finally:
-        steps.stop()
-    assert steps.current_sample() is None
+        current.stop()
+    assert current.current_sample() is None
 
 
 # --- clocks and peaks
@@ -544,7 +548,7 @@ def test_the_processor_has_no_peak_until_one_is_measured(monkeypatch: pytest.Mon
 def test_on_a_gpu_fused_attention_counts_as_the_textbook_does_and_steps_have_its_time() -> None:
     model = Gpt().to("cuda", torch.bfloat16)
     optimizer = SGD(model.parameters(), 0.01)
-    with Meter() as meter:
+    with StepMeter() as meter:
         for _ in range(20):
             loss_of(model, indices(B, T).cuda()).backward()
             optimizer.step()

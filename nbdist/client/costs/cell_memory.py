@@ -8,21 +8,22 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.client.costs.memory_report import HERE, CellCost
+from nbdist.client.session import observers
 from nbdist.client.session import session as sessions
+from nbdist.client.session.observers import Observer
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import Workers
 from nbdist.errors import UsageError
-from nbdist.metrics import units
 from nbdist.metrics.allocation import oom
-from nbdist.metrics.memory import DeviceUsage, MemoryUsage, Meter, Usage
+from nbdist.metrics.memory import DeviceUsage, MemoryMeter, MemoryUsage, Usage
 from nbdist.metrics.node.sample import GpuSample, Sample, gpu_among
+from nbdist.text import size
 
 MODES = ("on", "compact", "off")
 MARK = re.compile(r"%%memory[ \t]*(on|compact)?[ \t]*(?:(?<=[ \t])#[^\r\n]*)?(?=[\r\n]|$)")
@@ -32,7 +33,7 @@ _TIMES = 3
 _REMEMBERED = 256  # cells
 
 
-class CellMemory:
+class CellMemory(Observer):
     """Watches the cells of a notebook.
 
     Args:
@@ -49,6 +50,7 @@ class CellMemory:
         self._shell = shell
         self._cell: _Cell | None = None
         self._within: list[Any] = []  # cells that it runs
+        self._tasks: dict[Task, _Cell] = {}  # that are measured, and the cells that have started them
         self._growth: OrderedDict[int, int] = OrderedDict()  # how often in a row a cell has kept memory
 
     def install(self) -> None:
@@ -56,6 +58,7 @@ class CellMemory:
         events: Any = self._shell.events
         events.register("pre_run_cell", self._begin)
         events.register("post_run_cell", self._end)
+        observers.subscribe(self)
 
     def show_this_cell(self, mode: str) -> None:
         """Measure the rest of the running cell, whatever the mode."""
@@ -63,7 +66,7 @@ class CellMemory:
             return
         self._cell.mode, self._cell.explicit = mode, True
         if self._cell.meter is None:
-            self._cell.measure(self._ended)
+            self._cell.measure()
 
     def _begin(self, info: Any) -> None:
         if self._cell is not None:  # a cell that a cell runs is part of it
@@ -73,7 +76,7 @@ class CellMemory:
         mode = (marked[1] or "on") if marked else self.mode
         self._cell = _Cell(info, mode, explicit=marked is not None)
         if mode != "off":
-            self._cell.measure(self._ended)
+            self._cell.measure()
 
     def _end(self, result: Any) -> None:
         cell, info = self._cell, getattr(result, "info", None)
@@ -88,7 +91,6 @@ class CellMemory:
             print(words)
         if cell.meter is None:
             return
-        Workers.metered = None
         cost = cell.conclude()
         mode = cell.mode if cell.explicit else self.mode
         if mode == "off" or (not cell.explicit and _does_nothing(cell.code)) or not cost.usages:
@@ -96,8 +98,18 @@ class CellMemory:
         self.last = msgspec.structs.replace(cost, hint=self._leak(cell.code, cost))
         self._shell.display_pub.publish({"text/plain": self.last.render(mode)}, {"nbdist": {"memory": self.last.data}})
 
-    def _ended(self, cell: _Cell, task: Task) -> None:
+    def cell_began(self, task: Task) -> None:
+        """The running cell has ranks run something: they measure it, if the cell is measured."""
+        if task.runs_users_code and self._cell is not None and self._cell.meter is not None:
+            task.metered = True
+            self._cell.begin_task()
+            self._tasks[task] = self._cell
+
+    def cell_ended(self, task: Task) -> None:
         """A task has ended. In its own thread, which for one in the background is not the cell's."""
+        cell = self._tasks.pop(task, None)
+        if cell is None:
+            return
         cost = cost_of(task)
         if not cell.closed:
             cell.add(cost)
@@ -115,7 +127,7 @@ class CellMemory:
             self._growth.popitem(last=False)
         if times < _TIMES:
             return ""
-        amount = units.size(growth[0], signed=True)
+        amount = size(growth[0], signed=True)
         return (
             f"this cell has kept memory {times} times in a row, now {amount} ({growth[1]}). "
             "What does it append to? A loss that is kept without `.item()` keeps its whole graph."
@@ -142,27 +154,21 @@ class _Cell:
         self.code: str = MARK.sub("", info.raw_cell.lstrip(), count=1) if explicit else info.raw_cell
         self.mode = mode
         self.explicit = explicit
-        self.meter: Meter | None = None
+        self.meter: MemoryMeter | None = None
         self.closed = False
         self._ranks: CellCost | None = None
         self._devices: _DevicePeaks | None = None
         self._tasks = 0
 
-    def measure(self, ended: Callable[[_Cell, Task], None]) -> None:
-        """Measure from now on.
+    def measure(self) -> None:
+        """Measure from now on."""
+        self.meter = MemoryMeter().begin()
 
-        Args:
-            ended: Called with this and each task that it has started, when that has ended.
-        """
-
-        def start(task: Task) -> None:
-            self._tasks += 1
-            if self._devices is None:
-                self._devices = _DevicePeaks.watch()
-            task.on_end = lambda task: ended(self, task)
-
-        self.meter = Meter().begin()
-        Workers.metered = start
+    def begin_task(self) -> None:
+        """It has started a task that is measured."""
+        self._tasks += 1
+        if self._devices is None:
+            self._devices = _DevicePeaks.watch()
 
     def add(self, cost: CellCost) -> None:
         """A task of it has cost this."""

@@ -13,12 +13,12 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.client.magics.magic_line import table
-from nbdist.client.session.session import Session
+from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import NbdistError
-from nbdist.metrics import units
+from nbdist.metrics import current
 from nbdist.metrics.node.sample import StepSample
 from nbdist.ranks import describe_ranks
+from nbdist.text import duration, flop_rate, percent, table
 from nbdist.wire.knowing import GetLap, Lap
 
 HERE = -1  # the notebook's own process, among ranks
@@ -70,20 +70,22 @@ class CellSteps:
         Args:
             ranks: Which are about to run something; None: all.
         """
-        wanted = session.living() if ranks is None else [rank for rank in ranks if rank in session.living()]
-        busy = session.traffic.running(wanted)
+        rank_set = rank_set_of(session)
+        living = rank_set.living()
+        wanted = living if ranks is None else [rank for rank in ranks if rank in living]
+        busy = rank_set.traffic.running(wanted)
         pids = {info.rank: info.pid for info in session.ranks if info.rank in wanted and info.rank not in busy}
         change = [rank for rank, pid in pids.items() if (pid in self._measured) != self.on]
         if not change:
             return
 
         def switch(on: bool) -> None:  # inside, so that it travels by value and ranks need nothing of the client
-            from nbdist.metrics import steps
+            from nbdist.metrics import current, steps
 
-            (steps.start if on else steps.stop)()
+            (steps.start if on else current.stop)()
 
         with contextlib.suppress(NbdistError):  # the cell itself will say what is wrong with them
-            session.set_up(switch, self.on, ranks=change)
+            rank_set.set_up(switch, self.on, ranks=change)
             found = {pids[rank] for rank in change}
             self._measured = self._measured | found if self.on else self._measured - found
 
@@ -91,11 +93,13 @@ class CellSteps:
         """The line below a cell that has run on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
-        asked = [rank for rank in ranks if rank in session.living()]
+        rank_set = rank_set_of(session)
+        living = rank_set.living()
+        asked = [rank for rank in ranks if rank in living]
         answered: set[int] = set()
         found: dict[int, StepSample] = {}
         with contextlib.suppress(NbdistError):
-            for rank, answer in session.traffic.ask(asked, GetLap(), timeout=_ANSWER_LIMIT).items():
+            for rank, answer in rank_set.traffic.ask(asked, GetLap(), timeout=_ANSWER_LIMIT).items():
                 answered.add(rank)
                 if isinstance(answer, Lap) and answer.steps is not None:
                     found[rank] = answer.steps
@@ -104,20 +108,18 @@ class CellSteps:
     # --- the notebook's own process
 
     def _before(self, info: object = None) -> None:
-        steps: Any = sys.modules.get("nbdist.metrics.steps")
         if self.on and "torch" in sys.modules:
             from nbdist.metrics import steps
 
             steps.start()
-        elif not self.on and steps is not None:
-            steps.stop()
+        elif not self.on:
+            current.stop()
 
     def _after(self, result: object) -> None:
-        steps: Any = sys.modules.get("nbdist.metrics.steps")
-        if not self.on or steps is None:
+        if not self.on:
             return
-        steps.end_lap()
-        lap = steps.last_lap()
+        current.end_lap()
+        lap = current.last_lap()
         if self.shown and lap is not None and (line := render({HERE: lap})):
             print(line)
 
@@ -141,7 +143,7 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> st
         parts += [_time(timed), *_throughput(timed), _rate(timed), *_shares(timed)]
     notes = sorted({sample.why for sample in stepping.values() if sample.why})
     if timed and (uncounted := statistics.fmean(sample.uncounted for sample in timed.values())):
-        notes.append(f"{uncounted:.0%} of the steps have shapes that were not counted")
+        notes.append(f"{percent(uncounted)} of the steps have shapes that were not counted")
     if missing:
         notes.append(f"{describe_ranks(sorted(missing))} missing")
     line = " | ".join(part for part in parts if part)
@@ -155,15 +157,11 @@ def _steps(samples: Mapping[int, StepSample]) -> str:
 
 def _time(samples: Mapping[int, StepSample]) -> str:
     seconds = {rank: sample.seconds or 0.0 for rank, sample in samples.items()}
-    text = f"{_span(statistics.median(seconds.values())):>8} a step"
+    text = f"{duration(statistics.median(seconds.values())):>8} a step"
     if len(seconds) == 1:
         return text
     slowest = max(seconds, key=lambda rank: seconds[rank])
-    return f"{text} (slowest: rank {slowest}, {_span(seconds[slowest])})"
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return f"{text} (slowest: rank {slowest}, {duration(seconds[slowest])})"
 
 
 def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
@@ -181,8 +179,8 @@ def _rate(samples: Mapping[int, StepSample]) -> str:
     slowest = max(sample.seconds or 0.0 for sample in samples.values())
     total = sum(sample.flops or 0.0 for sample in samples.values()) / slowest
     if len(samples) == 1:
-        return f"{units.flops(total):>12}"
-    return f"{units.flops(total / len(samples)):>12} a rank, {units.flops(total):>12} in all"
+        return f"{flop_rate(total):>12}"
+    return f"{flop_rate(total / len(samples)):>12} a rank, {flop_rate(total):>12} in all"
 
 
 def _shares(samples: Mapping[int, StepSample]) -> list[str]:
@@ -197,12 +195,12 @@ def _shares(samples: Mapping[int, StepSample]) -> list[str]:
         if len(known) < len(flops) or not all(peaks):
             parts.append(f"{name} n/a")
             continue
-        parts.append(f"{name} {sum(known) / slowest / sum(peak or 0.0 for peak in peaks):6.1%}")
+        parts.append(f"{name} {percent(sum(known) / slowest / sum(peak or 0.0 for peak in peaks), 1):>6}")
     if sources := {sample.peak_source.partition(":")[0] for sample in samples.values() if sample.peak}:
         marks = [mark for mark in ("estimated", "measured here") if mark in sources]
         parts[-1] += "".join(f" (of a peak {mark})" for mark in marks)
     waiting = [sample.waiting for sample in samples.values() if sample.waiting is not None]
-    parts.append(f"waiting for data {max(waiting):4.0%}" if waiting else "waiting for data n/a")
+    parts.append(f"waiting for data {percent(max(waiting)):>4}" if waiting else "waiting for data n/a")
     return parts
 
 
@@ -225,21 +223,21 @@ def measure_peaks(session: Session | None, dtype: str | None, seconds: float) ->
         device = None if torch.cuda.is_initialized() else "cpu"
         found: list[tuple[object, Any]] = [("notebook", matmul_rate.measure(dtype, seconds, device))]
     else:
-        living = session.living()
+        living = rank_set_of(session).living()
         found = list(zip(living, session.call(matmul_rate.measure, dtype, seconds, ranks=living), strict=True))
     rows = [
         (
             who,
             rate.device,
             rate.dtype,
-            units.flops(rate.tflops * 1e12),
-            "n/a" if rate.stated is None else units.flops(rate.stated * 1e12),
-            "n/a" if rate.stated is None else f"{rate.tflops / rate.stated:.0%}",
+            flop_rate(rate.tflops * 1e12),
+            "n/a" if rate.stated is None else flop_rate(rate.stated * 1e12),
+            "n/a" if rate.stated is None else percent(rate.tflops / rate.stated),
         )
         for who, rate in found
     ]
     total = sum(rate.tflops for _, rate in found)
     lines = [table(rows, ("rank", "device", "dtype", "reached", "stated peak", "share"))]
     if len(found) > 1:
-        lines.append(f"in all: {units.flops(total * 1e12)}")
+        lines.append(f"in all: {flop_rate(total * 1e12)}")
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nbdist.client.session.observers import Observer
 from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import RankSample, Sample, StepSample, gpu_of, non_torch
 from nbdist.ranks import format_ranks
@@ -30,12 +31,11 @@ if TYPE_CHECKING:
 _LOOKS = 600  # that are kept: ten minutes, of one a second
 _RANKS = 30_000  # in all looks together that are kept, about 60 MB: of 1,024 ranks that is 29 looks
 _CELLS = 10_000
-_KINDS = ("cell", "call", "launch")
 
 Row = dict[str, Any]
 
 
-class History:
+class History(Observer):
     """The notebook's record. `nbdist.history()` gives it.
 
     Tables are pandas DataFrames where pandas is installed, else lists of dicts with the same columns. Bytes, seconds,
@@ -152,15 +152,15 @@ class History:
 
     # --- what has been seen
 
-    def begin_cell(self) -> None:
+    def cell_began(self, task: Task) -> None:
         """Something is about to run on ranks, perhaps those of a new session."""
         with self._lock:
             if self._recording:
                 self._follow()
 
-    def end_cell(self, task: Task) -> None:
+    def cell_ended(self, task: Task) -> None:
         """Something has run on ranks; what ran no code of the user's does not count."""
-        if task.kind in _KINDS:
+        if task.runs_users_code:
             ranks = format_ranks(task.ranks)
             self._add_cell(_cell_row(task.started, task.number, task.kind, ranks, task.status, task.code))
 
@@ -177,7 +177,7 @@ class History:
             self._cells.append(row)
             self._write("cells", [row])
 
-    def add(self, sample: Sample) -> None:
+    def ranks_looked_at(self, sample: Sample) -> None:
         """Ranks have been looked at."""
         with self._lock:
             self._looks.append(sample)
@@ -310,7 +310,7 @@ def _table(rows: list[Row], columns: tuple[str, ...]) -> Any:
     return pandas.DataFrame(rows, columns=list(columns))
 
 
-_history = History()
+of_notebook = History()
 
 
 def history(path: str | Path | None = None, *, rate: float | None = None) -> History:
@@ -326,22 +326,7 @@ def history(path: str | Path | None = None, *, rate: float | None = None) -> His
     Raises:
         UsageError: As for `History.record`.
     """
-    return _history if path is None and rate is None else _history.record(path, rate=rate)
-
-
-def note_sample(sample: Sample) -> None:
-    """Ranks have been looked at."""
-    _history.add(sample)
-
-
-def note_begin() -> None:
-    """Something is about to run on ranks."""
-    _history.begin_cell()
-
-
-def note_end(task: Task) -> None:
-    """Something has run on ranks."""
-    _history.end_cell(task)
+    return of_notebook if path is None and rate is None else of_notebook.record(path, rate=rate)
 
 
 def watch_cells(shell: Any) -> None:
@@ -356,7 +341,7 @@ def watch_cells(shell: Any) -> None:
     def end(result: Any) -> None:
         started = began.pop() if began else math.inf
         if not began and math.isfinite(started) and living_session() is None:
-            _history.end_own_cell(started, result)
+            of_notebook.end_own_cell(started, result)
 
     shell.events.register("pre_run_cell", begin)
     shell.events.register("post_run_cell", end)

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from nbdist.client.magics.magic_line import table
-from nbdist.metrics import units
 from nbdist.metrics.memory import MemoryUsage, Usage
 from nbdist.ranks import describe_ranks
+from nbdist.text import duration, size, sizes, table
 
 HERE = -1  # the notebook's own process among ranks
 _WORTH_SAYING = 8 << 20  # bytes that malloc keeps
@@ -103,11 +102,11 @@ class CellCost(msgspec.Struct, frozen=True):
         return found
 
     def _time(self) -> str:
-        wall = units.time(self.seconds)
+        wall = duration(self.seconds)
         if len(self.usages) < 2:
             return wall
         slowest = max(self.usages, key=lambda rank: self.usages[rank].seconds)
-        return f"{wall}, slowest rank {slowest}: {units.time(self.usages[slowest].seconds)}"
+        return f"{wall}, slowest rank {slowest}: {duration(self.usages[slowest].seconds)}"
 
     def _notes(self) -> list[str]:
         notes = [f"rank {rank}: n/a, it {why}" for rank, why in self.missing.items()]
@@ -121,7 +120,7 @@ class CellCost(msgspec.Struct, frozen=True):
         if kept >= _WORTH_SAYING:
             who = "" if keeper == HERE else f" on rank {keeper}"
             notes.append(
-                f"malloc keeps {units.size(kept)}{who} of what was freed, for later; `%distributed free` gives it back"
+                f"malloc keeps {size(kept)}{who} of what was freed, for later; `%distributed free` gives it back"
             )
         return notes
 
@@ -149,16 +148,14 @@ def _used(ranks: Mapping[int, Usage]) -> str:
 
 def _largest(ranks: Mapping[int, Usage]) -> str:
     rank = max(ranks, key=lambda rank: ranks[rank].end)
-    return units.size(ranks[rank].end) + (f" @{rank}" if len(ranks) > 1 else "")
+    return size(ranks[rank].end) + (f" @{rank}" if len(ranks) > 1 else "")
 
 
 def _over(values: Mapping[int, int], *, signed: bool = False) -> str:
     """Over ranks: "+1.0 / +1.5 / +2.0 MiB @3"; of one process its figure alone."""
     if len(values) == 1:
-        number, unit = units.sizes(list(values.values()), signed=signed)
+        number, unit = sizes(list(values.values()), signed=signed)
         return f"{number:>{_FIGURE}} {unit}"
     last = max(values, key=lambda rank: values[rank])
-    *figures, unit = units.sizes(
-        [min(values.values()), sum(values.values()) / len(values), values[last]], signed=signed
-    )
+    *figures, unit = sizes([min(values.values()), sum(values.values()) / len(values), values[last]], signed=signed)
     return f"{' / '.join(f'{figure:>{_FIGURE}}' for figure in figures)} {unit} @{last}"

@@ -19,10 +19,12 @@ from typing import ClassVar
 import msgspec
 
 from nbdist import shells
-from nbdist.client.costs import history
+from nbdist.client.session import observers
+from nbdist.client.session.observers import Observer
 from nbdist.client.session.report import describe_death
-from nbdist.client.session.session import Session
+from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.task import Task
+from nbdist.client.session.traffic import Traffic
 from nbdist.errors import UsageError
 from nbdist.metrics.node import device
 from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, gpu_of
@@ -39,7 +41,7 @@ _NODE_LIMIT = 0.5  # seconds that the first look waits for what its node has to 
 Watcher = Callable[[Sample], None]
 
 
-class Monitor:
+class Monitor(Observer):
     """Gathers Samples of a session, or of this process.
 
     Use `Monitor.of`: there is one for each session.
@@ -63,6 +65,7 @@ class Monitor:
         self._changes = 0  # of all that the thread should know at once
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._stop_observing: Callable[[], None] = lambda: None
         self._nodes: dict[str, NodeSample] = {}
         self._places: dict[int, str] = {}  # of ranks: the names of their nodes
         self._node_known = threading.Event()
@@ -90,6 +93,7 @@ class Monitor:
             if self._thread is None:
                 if self._session is None and self._own_process is None:
                     self._own_process = _OwnProcess()
+                self._stop_observing = observers.subscribe(self)
                 self._thread = threading.Thread(target=self._run, name="nbdist-monitor", daemon=True)
                 self._thread.start()
 
@@ -139,6 +143,7 @@ class Monitor:
             with self._changed:
                 if not self._watchers or (self._session is not None and self._session() is None):
                     self._watch_nodes(0.0)
+                    self._stop_observing()
                     self._thread = None
                     return
                 seen, period = self._changes, 0.0 if self._paused else self._rate
@@ -163,32 +168,34 @@ class Monitor:
         if self._session is not None and session is None:
             self._watched = 0.0, None
             return
-        ranks = session.ranks if session is not None else None
+        rank_set = rank_set_of(session) if session is not None else None
+        ranks = rank_set.ranks if rank_set is not None else None
         if self._watched[0] == period and self._watched[1] is ranks:
             return
         self._watched = period, ranks
         self._nodes.clear()
         self._places.clear()
         self._node_known.clear()
-        if session is not None:
-            session.traffic.on_look = self._on_look
-            session.traffic.send(WatchNodes(period))
+        if rank_set is not None:
+            rank_set.traffic.send(WatchNodes(period))
             if period:
                 self._node_known.wait(_NODE_LIMIT)
         elif self._own_process is not None:
             self._own_process.watch(period)
 
-    def _on_look(self, look: Look) -> None:
-        """From the listening thread."""
-        self._nodes[look.node.name] = look.node
-        self._node_known.set()
+    def node_looked_at(self, traffic: Traffic, look: Look) -> None:
+        """A node of this session, or of another, has been looked at."""
+        session = self._open_session()
+        if session is not None and rank_set_of(session).traffic is traffic:
+            self._nodes[look.node.name] = look.node
+            self._node_known.set()
 
     def _look(self) -> None:
         sample = self._look_at_self() if self._session is None else self._look_at_ranks()
         if sample is None:
             return
         self.latest = sample
-        history.note_sample(sample)
+        observers.ranks_looked_at(sample)
         for key, watcher in list(self._watchers.items()):
             try:
                 watcher(sample)
@@ -207,17 +214,18 @@ class Monitor:
         session = self._open_session()
         if session is None:
             return None
-        living = session.living()
-        answers = session.traffic.ask(living, GetMetrics(), timeout=_ANSWER_LIMIT)
-        running = session.traffic.running(living)
+        rank_set = rank_set_of(session)
+        living = rank_set.living()
+        answers = rank_set.traffic.ask(living, GetMetrics(), timeout=_ANSWER_LIMIT)
+        running = rank_set.traffic.running(living)
         nodes = list(self._nodes.values())
         ranks = [
-            _looked_at(info, answers.get(info.rank), running.get(info.rank), session.traffic.dead.get(info.rank))
-            for info in session.ranks
+            _looked_at(info, answers.get(info.rank), running.get(info.rank), rank_set.traffic.dead.get(info.rank))
+            for info in rank_set.ranks
         ]
         ranks = [_named(self._placed(rank, nodes), nodes) for rank in ranks]
         cell = max((task.number for task in running.values()), default=0)
-        return Sample(at=time.time(), ranks=ranks, nodes=nodes, cell=cell, generation=session.generation)
+        return Sample(at=time.time(), ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation)
 
     def _placed(self, rank: RankSample, nodes: list[NodeSample]) -> RankSample:
         """The same on the node that it has named, if only in an earlier answer."""

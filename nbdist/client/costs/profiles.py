@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from nbdist.client.magics.magic_line import size, table
 from nbdist.client.session.task import Task
 from nbdist.errors import UsageError
 from nbdist.metrics.profile import Operation, Summary, merge
+from nbdist.text import duration, percent, size, table
 
 _SHOWN = 8  # operations
 _ENDINGS = (".json", ".json.gz")
@@ -67,7 +67,7 @@ class CellProfile:
 def render(summaries: Sequence[Summary]) -> str:
     """Ranks and their shares, then the operations that took the most time."""
     rows = [
-        (one.rank, _milliseconds(one.seconds), *map(_percent, (one.busy, one.communication, one.idle)))
+        (one.rank, duration(one.seconds), *map(percent, (one.busy, one.communication, one.idle)))
         for one in summaries
         if not one.why
     ]
@@ -89,13 +89,5 @@ def _over_ranks(summaries: Sequence[Summary]) -> list[tuple[str, int, str, str]]
         slowest, longest = max(ranks, key=lambda item: item[1].own)
         median = statistics.median(operation.own for _, operation in ranks)
         calls = max(operation.calls for _, operation in ranks)
-        rows.append((name[:60], calls, _milliseconds(median), f"{_milliseconds(longest.own)} @{slowest}"))
+        rows.append((name[:60], calls, duration(median), f"{duration(longest.own)} @{slowest}"))
     return rows
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:,.1f} ms"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}"

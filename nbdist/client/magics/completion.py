@@ -14,9 +14,10 @@ from IPython.core.completer import Completion
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.client.magics.magic_line import MagicParser
-from nbdist.client.session.session import Session, get_session
-from nbdist.errors import SessionClosed
-from nbdist.ranks import parse_ranks
+from nbdist.client.session.rank_set import RankSet
+from nbdist.client.session.session import get_session, rank_set_of
+from nbdist.errors import SessionClosed, UsageError
+from nbdist.ranks import ranks_among
 from nbdist.wire.knowing import Complete, Completions, Inspect, Inspection
 
 _PATIENCE = 0.15  # seconds that a rank may take to answer
@@ -74,14 +75,14 @@ class _Completer:
             if match[1] == "rank":
                 return []
             return _choices(self._words.cell_parser.suggest(match[2]), match[2], offset)
-        session = _session()
-        if session is None:
+        rank_set = _rank_set()
+        if rank_set is None:
             return None
         top = _runs_on_ranks(text, before, self._words.auto)
         if top is None:
             return None
         start, ranks = top
-        return _complete_on_ranks(session, before[start:], start, ranks)
+        return _complete_on_ranks(rank_set, before[start:], start, ranks)
 
     def _complete_verb(self, typed: str, offset: int) -> list[Completion]:
         verb, space, rest = typed.partition(" ")
@@ -97,8 +98,8 @@ class _Completer:
 
     def _names(self, verb: str) -> list[str]:
         if verb == "pull":
-            session = _session()
-            return _known_names(session) if session is not None else []
+            rank_set = _rank_set()
+            return _known_names(rank_set) if rank_set is not None else []
         hidden = self._shell.user_ns_hidden
         return sorted(name for name in self._shell.user_ns if not name.startswith("_") and name not in hidden)
 
@@ -164,12 +165,12 @@ def _runs_on_ranks(text: str, before: str, auto: bool) -> tuple[int, str | None]
     return None
 
 
-def _complete_on_ranks(session: Session, code: str, start: int, ranks: str | None) -> list[Completion]:
+def _complete_on_ranks(rank_set: RankSet, code: str, start: int, ranks: str | None) -> list[Completion]:
     """Ask the first of these ranks that lives and is idle; when none is, use the names that they last had."""
-    chosen = _chosen(session, ranks)
-    idle = next((rank for rank in chosen if not session.traffic.running([rank])), None)
+    chosen = _chosen(rank_set, ranks)
+    idle = next((rank for rank in chosen if not rank_set.traffic.running([rank])), None)
     if idle is not None:
-        answer = session.traffic.ask([idle], Complete(code, len(code)), timeout=_PATIENCE).get(idle)
+        answer = rank_set.traffic.ask([idle], Complete(code, len(code)), timeout=_PATIENCE).get(idle)
         if isinstance(answer, Completions):
             return [
                 Completion(start + item.start, start + item.end, item.text, type=item.kind) for item in answer.matches
@@ -177,39 +178,37 @@ def _complete_on_ranks(session: Session, code: str, start: int, ranks: str | Non
     fragment = _last_name(code)
     if code[: len(code) - len(fragment)].endswith("."):
         return []
-    return _choices(_known_names(session, chosen), fragment, start + len(code))
+    return _choices(_known_names(rank_set, chosen), fragment, start + len(code))
 
 
-def _chosen(session: Session, ranks: str | None) -> list[int]:
-    living = session.living()
-    if ranks is None:
-        return living
+def _chosen(rank_set: RankSet, ranks: str | None) -> list[int]:
+    living = rank_set.living()
     try:
-        wanted = parse_ranks(ranks, len(session.ranks))
-    except ValueError:
-        return living
-    return [rank for rank in wanted if rank in living]
+        wanted = ranks_among(ranks, len(rank_set.ranks))
+    except UsageError:
+        wanted = None
+    return living if wanted is None else [rank for rank in wanted if rank in living]
 
 
 def _inspect(name: str, detail: int) -> dict[str, Any] | None:
     """The documentation of a name on ranks as MIME bundle; None if no rank has it."""
-    session = _session()
+    rank_set = _rank_set()
     root = name.split(".", maxsplit=1)[0]
-    if session is None or root not in _known_names(session):
+    if rank_set is None or root not in _known_names(rank_set):
         return None
-    for rank in session.living():
-        if session.traffic.running([rank]) or root not in session.traffic.names.get(rank, []):
+    for rank in rank_set.living():
+        if rank_set.traffic.running([rank]) or root not in rank_set.traffic.names.get(rank, []):
             continue
-        answer = session.traffic.ask([rank], Inspect(name, detail), timeout=_PATIENCE).get(rank)
+        answer = rank_set.traffic.ask([rank], Inspect(name, detail), timeout=_PATIENCE).get(rank)
         if answer is not None:
             return answer.bundle if isinstance(answer, Inspection) else None
     text = f"{root} lives on ranks, which are busy: its documentation is there when they are done"
     return {"text/plain": text, "text/html": f"<pre>{text}</pre>"}
 
 
-def _known_names(session: Session, ranks: list[int] | None = None) -> list[str]:
-    chosen = session.traffic.names if ranks is None else ranks
-    return sorted({name for rank in chosen for name in session.traffic.names.get(rank, [])})
+def _known_names(rank_set: RankSet, ranks: list[int] | None = None) -> list[str]:
+    chosen = rank_set.traffic.names if ranks is None else ranks
+    return sorted({name for rank in chosen for name in rank_set.traffic.names.get(rank, [])})
 
 
 def _choices(texts: list[str], typed: str, offset: int) -> list[Completion]:
@@ -226,8 +225,8 @@ def _last_name(code: str) -> str:
     return match[0] if match is not None else ""
 
 
-def _session() -> Session | None:
+def _rank_set() -> RankSet | None:
     try:
-        return get_session()
+        return rank_set_of(get_session())
     except SessionClosed:
         return None

@@ -14,9 +14,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist import shells
 from nbdist.client.costs.cell_memory import CellMemory
 from nbdist.client.costs.cell_steps import CellSteps, measure_peaks
-from nbdist.client.magics.magic_line import ranks_among, size, table
-from nbdist.client.session.session import get_session, living_session
+from nbdist.client.session.session import get_session, living_session, rank_set_of
 from nbdist.metrics.node import host
+from nbdist.ranks import ranks_among
+from nbdist.text import size, table
 
 if TYPE_CHECKING:
     from nbdist.client.costs.memory_report import CellCost
@@ -104,7 +105,7 @@ class CostVerbs:
             session.record_snapshots(0 if arguments.stop else arguments.events)
             print("ranks remember no allocations any more" if arguments.stop else "ranks remember their allocations")
             return
-        for rank in ranks_among(arguments.ranks, len(session.ranks)) or session.living():
+        for rank in ranks_among(arguments.ranks, len(session.ranks)) or rank_set_of(session).living():
             path = session.snapshot(rank)
             print(f"rank {rank}: {path} ({size(path.stat().st_size)})")
         print("https://pytorch.org/memory_viz shows them")

@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import os
 import re
 import shlex
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
-from nbdist import cuda_guard
+from nbdist import cuda_guard, shells
 from nbdist.client.costs import history
 from nbdist.client.costs.cell_memory import parse_mark
 from nbdist.client.costs.profiles import CellProfile
@@ -26,23 +26,27 @@ from nbdist.client.magics import parsers
 from nbdist.client.magics import plan_verb as plans
 from nbdist.client.magics.completion import install_completion
 from nbdist.client.magics.cost_verbs import CostVerbs
-from nbdist.client.magics.magic_line import HelpShown, ranks_among, size, suggest_verb, table, without_comment
+from nbdist.client.magics.magic_line import HelpShown, suggest_verb, without_comment
 from nbdist.client.magics.router import CellRouter
 from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
 from nbdist.client.session import interruption, stack_report
 from nbdist.client.session import session as sessions
 from nbdist.client.session.background import BackgroundCell
-from nbdist.client.session.session import Session, get_session, living_session
+from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.logs import CellLog
+from nbdist.client.session.rank_set import prewarm
+from nbdist.client.session.session import Session, get_session, living_session, rank_set_of
 from nbdist.client.session.starting import StartLine
+from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import cell_number, prewarm
 from nbdist.errors import SessionClosed, UsageError
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import describe_ranks, ranks_among
+from nbdist.text import counted, size, table
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbdist`: register the magics and warm up in the background."""
-    if os.environ.get("RANK") is not None and type(shell).__name__ == "RankShell":
+    if shells.on_rank():
         raise UsageError("this is a rank: nbdist's magics live in the notebook, so load it in a local cell")
     if isinstance(shell.magics_manager.registry.get("DistributedMagics"), DistributedMagics):
         return  # `%reload_ext`
@@ -52,8 +56,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     magics.watch_cells()
     history.watch_cells(shell)
     install_completion(shell, magics)
-    if os.environ.get("NBDIST_PREWARM", "1").lower() not in ("0", "false", "no", "off"):
-        prewarm()
+    prewarm()
 
 
 @magics_class
@@ -151,20 +154,21 @@ class DistributedMagics(Magics):
             raise UsageError("--profile shows its table below the cell, so the cell can't run in the --background")
         session = self._session_for_cell(arguments.auto)
         code, offset = _strip(cell, 0 if arguments.auto else 1)
-        number = cell_number()
+        number = shells.cell_number()
         _check_syntax(code, offset, number)
         ranks = ranks_among(arguments.ranks, len(session.ranks))
-        where: dict[str, Any] = {"number": number, "offset": offset, "grace": arguments.grace}
         show = not arguments.quiet and (arguments.capture is None or arguments.tee)
+        keep = arguments.capture is not None or arguments.background
+        options = CellOptions(number, offset, arguments.grace, show, keep)
         if arguments.background:
-            handle = session.run_in_background(code, ranks, arguments.timeout, show=show, **where)
+            handle = sessions.start_in_background(session, code, ranks, arguments.timeout, options)
             return self._keep(arguments.capture, handle)
         self._costs.steps.prepare(session, ranks)
         profile = CellProfile(arguments.profile, number) if arguments.profile is not None else None
-        folder = profile.folder if profile is not None else ""
-        keep = arguments.capture is not None
+        if profile is not None:
+            options = replace(options, profile=profile.folder)
         with contextlib.ExitStack() as afterwards, interruption.deferred():
-            task = session.start_cell(code, ranks, show=show, keep=keep, profile=folder, **where)
+            task = rank_set_of(session).submit("cell", code, ranks, options)
             afterwards.callback(self._report, session, task, profile)
             self._keep(arguments.capture, task.result)
             task.wait(arguments.timeout)
@@ -220,7 +224,7 @@ class DistributedMagics(Magics):
             if not arguments.replace:
                 count = arguments.n or len(running.ranks)
                 raise UsageError(
-                    f"a session with {_number_of_ranks(running)} is running already: "
+                    f"a session with {counted(len(running.ranks), 'rank')} is running already: "
                     f"`%distributed restart -n {count}` for a fresh set, "
                     "`%distributed start --replace ...` for one of another kind, or `%distributed stop`"
                 )
@@ -242,7 +246,7 @@ class DistributedMagics(Magics):
         session = get_session()
         session.close()
         self._session = None
-        print(f"{_number_of_ranks(session)} stopped")
+        print(f"{counted(len(session.ranks), 'rank')} stopped")
         if self._router.auto:
             self._router.auto = False
             print("auto is off: cells run in the notebook again")
@@ -292,8 +296,7 @@ class DistributedMagics(Magics):
             raise UsageError(
                 f"the notebook has no {', '.join(map(repr, missing))} to push; define it in a local cell first"
             )
-        ranks = ranks_among(arguments.ranks, len(session.ranks))
-        session.push({name: self.shell.user_ns[name] for name in arguments.names}, ranks)
+        session.push({name: self.shell.user_ns[name] for name in arguments.names}, arguments.ranks)
 
     def _pull(self, arguments: argparse.Namespace) -> None:
         session = get_session()
@@ -313,7 +316,7 @@ class DistributedMagics(Magics):
     def _logs(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         ranks = ranks_among(arguments.ranks, len(session.ranks))
-        log = session.open_log(arguments.cell)
+        log = CellLog(rank_set_of(session).traffic.read_log, arguments.cell)
         pieces = log.lines([info.rank for info in session.ranks] if ranks is None else ranks, arguments.tail)
         if arguments.save is not None:
             print(f"{size(_save(pieces, arguments.save))} written to {arguments.save}")
@@ -324,12 +327,12 @@ class DistributedMagics(Magics):
 
     def _interrupt(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        if not session.interrupt(ranks_among(arguments.ranks, len(session.ranks)), now=arguments.now):
+        if not session.interrupt(arguments.ranks, now=arguments.now):
             print("nothing to interrupt: these ranks run nothing")
 
     def _stacks(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        found = session.look_at_stacks(ranks_among(arguments.ranks, len(session.ranks)), native=arguments.native)
+        found = look_at_stacks(rank_set_of(session), arguments.ranks, native=arguments.native)
         print(stack_report.render(found))
 
 
@@ -345,11 +348,8 @@ class _Progress:
     def done(self, session: Session) -> None:
         devices = sorted({info.device for info in session.ranks})
         group = f"process group {session.backend}" if session.backend != "none" else "no process group"
-        print(f"{_number_of_ranks(session)} ready in {session.started_in:.1f} s: {', '.join(devices)}; {group}")
-
-
-def _number_of_ranks(session: Session) -> str:
-    return f"{len(session.ranks)} rank{'s' if len(session.ranks) != 1 else ''}"
+        ready = f"{counted(len(session.ranks), 'rank')} ready in {rank_set_of(session).started_in:.1f} s"
+        print(f"{ready}: {', '.join(devices)}; {group}")
 
 
 def _strip(cell: str, above: int) -> tuple[str, int]:

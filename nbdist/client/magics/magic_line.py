@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import keyword
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from nbdist.checks import LONGEST
 from nbdist.errors import UsageError
-from nbdist.ranks import parse_ranks
-from nbdist.wire.message import LONGEST
+from nbdist.text import did_you_mean
 
 _QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(?P<comment>\#)""")
 
@@ -92,8 +91,7 @@ class MagicParser(argparse.ArgumentParser):
         known = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
         typed = word.split("=", maxsplit=1)[0]
         short = [flag for flag in self._option_string_actions if flag == typed[1:]]
-        close = short or difflib.get_close_matches(typed, known, 1)
-        hint = f": did you mean {close[0]}?" if close else "."
+        hint = f": did you mean {short[0]}?" if short else did_you_mean(typed, known, "{}")
         return f"{self.prog}: unknown option {word}{hint} Its flags are {', '.join(known)}."
 
 
@@ -147,29 +145,6 @@ def _float(text: str) -> float:
         return -1.0
 
 
-def ranks_among(text: str | None, count: int) -> list[int] | None:
-    """The ranks that "0,2-3" names; None: none were named.
-
-    Args:
-        text: What was typed.
-        count: How many ranks there are.
-
-    Raises:
-        UsageError: It names none, or one that is not there.
-    """
-    if text is None:
-        return None
-    try:
-        return list(parse_ranks(text, count))
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def names(text: str) -> list[str]:
-    """Words separated by commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 def item(text: str) -> str:
     """A word of a list, in which commas may stand: `push x, y`."""
     return text.rstrip(",") or text
@@ -184,33 +159,5 @@ def variable(text: str) -> str:
 
 def suggest_verb(verb: str, verbs: Sequence[str]) -> str:
     """What to say of a verb that does not exist."""
-    close = difflib.get_close_matches(verb, verbs, 1)
-    hint = f": did you mean `%distributed {close[0]}`?" if close else "."
+    hint = did_you_mean(verb, verbs, "`%distributed {}`")
     return f"%distributed has no verb {verb!r}{hint} Its verbs are {', '.join(verbs)}."
-
-
-def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
-    """Aligned columns; numbers to the right."""
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    right = [all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-
-    return "\n".join(line(row) for row in cells)
-
-
-def size(value: int | None) -> str:
-    """Bytes for people: "1.5 GiB"; "–" for what is not known."""
-    if value is None:
-        return "–"
-    amount, unit = float(value), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(amount) < 1024 or unit == "TiB":
-            break
-        amount /= 1024
-    return f"{amount:.0f} {unit}" if unit in ("B", "KiB", "MiB") else f"{amount:.1f} {unit}"

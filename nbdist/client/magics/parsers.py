@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 from nbdist.client.costs.cell_memory import MODES
-from nbdist.client.magics.magic_line import MagicParser, count, item, names, number, seconds, seconds_or_none, variable
+from nbdist.client.magics.magic_line import MagicParser, count, item, number, seconds, seconds_or_none, variable
 from nbdist.client.magics.plan_line import plan_parser
 from nbdist.metrics.allocation.memory_snapshot import EVENTS
+from nbdist.text import split_commas
 
 
 def cell_parser() -> MagicParser:
@@ -74,7 +75,7 @@ def _start() -> MagicParser:
     parser = MagicParser("%distributed start", "Bring up ranks.", number="-n")
     _add_group(parser)
     parser.add_argument(
-        "--gpus", type=names, metavar="LIST", help="which GPUs, for example 0,2 (default: as many as ranks)"
+        "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: as many as ranks)"
     )
     parser.add_argument(
         "--backend", metavar="NAME", help="backend of the process group (default: nccl and gloo with GPUs, else gloo)"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbdist.client.magics.magic_line import MagicParser, names
+from nbdist.client.magics.magic_line import MagicParser
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.planning.kinds import STRATEGIES, Blocks, Choice, Kind, OptionalSwitch, Options, Setting, Switch, Way
 from nbdist.planning.settings import SETTINGS
+from nbdist.text import did_you_mean, split_commas
 
 _TRISTATE = {"on": True, "off": False, "default": None}
 _STRATEGIES = (*STRATEGIES, "auto")
@@ -146,8 +146,7 @@ def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
 def _strategy(text: str) -> str:
     if text in _STRATEGIES:
         return text
-    close = difflib.get_close_matches(text, _STRATEGIES, 1)
-    hint = f": did you mean {close[0]}?" if close else "."
+    hint = did_you_mean(text, _STRATEGIES, "{}")
     raise argparse.ArgumentTypeError(f"unknown strategy {text!r}{hint} Allowed are {', '.join(_STRATEGIES)}")
 
 
@@ -164,7 +163,7 @@ def _number(text: str) -> int | float | str | None:
 
 
 def _classes(text: str) -> str | tuple[str, ...] | None:
-    found = names(text)
+    found = split_commas(text)
     return None if found == ["none"] else text if len(found) < 2 else tuple(found)
 
 

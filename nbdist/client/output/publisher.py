@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-from nbdist.client.magics.magic_line import size
+from nbdist import shells
+from nbdist.text import size
 
 FOLD_LIMIT = 8_000_000  # characters of a cell that are shown whole
 FOLD_TAIL = 1_000_000
@@ -269,20 +270,18 @@ def _encoded_size(text: str) -> int:
 
 def can_update() -> bool:
     """Whether what has been shown can be replaced: a notebook can, a terminal can't."""
-    from IPython.core.interactiveshell import InteractiveShell
-
-    return InteractiveShell.initialized() and hasattr(InteractiveShell.instance(), "kernel")
+    return shells.in_kernel()
 
 
 def _publish_item(kind: Kind, data: dict[str, Any], metadata: dict[str, Any], display_id: str) -> None:
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.display import publish_display_data
-
-    if not InteractiveShell.initialized():
+    shell = shells.current()
+    if shell is None:
         if "text/plain" in data:
             print(data["text/plain"])
     elif kind == "clear":
-        InteractiveShell.instance().display_pub.clear_output(wait=data["wait"])
+        shell.display_pub.clear_output(wait=data["wait"])
     else:
+        from IPython.display import publish_display_data
+
         transient = {"display_id": display_id} if display_id else None
         publish_display_data(data=data, metadata=metadata, transient=transient, update=kind == "update")

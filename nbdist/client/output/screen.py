@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable
 
 from nbdist.client.output.area import Area
+from nbdist.client.output.decoders import Decoders
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import Shown, Text
 from nbdist.client.output.publisher import Kind, Publisher, can_update
-from nbdist.client.session.results import Decoders
 from nbdist.ranks import format_ranks
 from nbdist.wire.output import STDERR, STDOUT, Display, Output
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
 
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.task import Task
-from nbdist.errors import RankTimeout
+from nbdist.errors import NbdistError, RankTimeout
 from nbdist.ranks import describe_ranks
 
 
@@ -16,13 +15,18 @@ class BackgroundCell:
     """A cell that runs while the notebook goes on: `%%distributed --background`.
 
     Its output appears below the cell that started it.
+
+    Args:
+        task: What runs.
+        timeout: Seconds after which its ranks are interrupted.
+        keeps: What must live as long as it runs.
     """
 
-    def __init__(self, task: Task, work: Callable[[], None]) -> None:
+    def __init__(self, task: Task, timeout: float | None, keeps: object) -> None:
         self._task = task
         context = contextvars.copy_context()
         self._thread = threading.Thread(
-            target=context.run, args=(work,), name=f"nbdist-cell-{task.number}", daemon=True
+            target=context.run, args=(_await, task, timeout, keeps), name=f"nbdist-cell-{task.number}", daemon=True
         )
         self._thread.start()
 
@@ -68,3 +72,13 @@ class BackgroundCell:
             state = f"failed: {self._task.error}"
         where = describe_ranks(self._task.ranks)
         return f"<cell {self._task.number} in the background on {where}: {state}>"
+
+
+def _await(task: Task, timeout: float | None, keeps: object) -> None:
+    """In the thread of a background cell."""
+    try:
+        task.wait(timeout)
+    except (NbdistError, KeyboardInterrupt) as error:
+        task.error = error
+        render = getattr(error, "_render_traceback_", None)
+        task.say("\n".join(render() if render is not None else [str(error)]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from linecache import getlines
 from typing import Any
 
 import msgspec
 
-from nbdist import transfer
+from nbdist import shells, transfer
 from nbdist.errors import TransferError
 from nbdist.wire.cells import Reply
 
@@ -64,9 +63,7 @@ def value_or_reason(reply: Reply) -> Any:
 
 def sources(function: Callable[..., Any]) -> list[Source]:
     """File name, number and text of the notebook's cells, those of the function first, then the newest."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    numbers: Mapping[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    numbers = shells.cell_files()
     own = getattr(getattr(function, "__code__", None), "co_filename", "")
     files = sorted(numbers, key=lambda file: (file == own, numbers[file]), reverse=True)
     chosen: list[Source] = []

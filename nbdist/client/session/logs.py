@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nbdist.client.magics.magic_line import size
-from nbdist.client.session.results import CellResult, Decoders
+from nbdist.client.output.decoders import Decoders
+from nbdist.client.session.results import CellResult
 from nbdist.errors import UsageError
+from nbdist.text import size
 from nbdist.wire.output import LogPart
 
 Ask = Callable[..., LogPart]

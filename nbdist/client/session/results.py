@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nbdist.client.magics.magic_line import size
 from nbdist.errors import RankFailure
 from nbdist.ranks import format_ranks
+from nbdist.text import size
 from nbdist.wire.output import STDERR, STDOUT
 
 KEPT = 64 << 20  # bytes of what a rank printed that are kept here, and as many of its displays; the log has all text
@@ -118,24 +117,3 @@ class CellResult(Mapping[int, RankResult]):
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self._ranks.values()))
-
-
-class Decoders:
-    """Turns each rank's bytes into text, however they are cut."""
-
-    def __init__(self) -> None:
-        self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
-
-    def decode(self, rank: int, stream: int, data: bytes, final: bool = False) -> str:
-        """The text in these bytes, as far as its characters are complete."""
-        decoder = self._decoders.get((rank, stream))
-        if decoder is None:
-            if not data:
-                return ""
-            decoder = self._decoders[rank, stream] = codecs.getincrementaldecoder("utf-8")("replace")
-        return decoder.decode(data, final)
-
-    @staticmethod
-    def name(stream: int) -> str:
-        """The name of a descriptor."""
-        return "stdout" if stream == STDOUT else "stderr"

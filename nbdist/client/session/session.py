@@ -1,6 +1,6 @@
 """A session, from the notebook's side: what can be asked of its ranks.
 
-The Python API behind the magics. Knows nothing of processes or sockets; `workers` knows how ranks come and go.
+The Python API behind the magics. Knows nothing of processes or sockets; its set of ranks knows how they come and go.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import difflib
+import functools
 import os
 import sys
 import warnings
@@ -20,16 +20,18 @@ from typing import Any
 import msgspec
 
 from nbdist import shells, transfer
-from nbdist.client.magics.plan_verb import SessionPlan
-from nbdist.client.session import calls, interruption
+from nbdist.checks import check_seconds
+from nbdist.client.session import interruption
 from nbdist.client.session.background import BackgroundCell
+from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.logs import CellLog
+from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.results import CellResult
-from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
-from nbdist.client.session.start_options import Arguments, check_seconds
+from nbdist.client.session.session_plan import SessionPlan
+from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.starting import StartLine
+from nbdist.client.session.status import look_at_stacks, status_of
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import Ranks, Workers
 from nbdist.devices import visible_gpus
 from nbdist.errors import (
     NbdistError,
@@ -42,13 +44,8 @@ from nbdist.errors import (
 from nbdist.metrics.allocation import memory_snapshot
 from nbdist.plan import Plan
 from nbdist.ranks import describe_ranks, format_ranks
-from nbdist.wire.cells import Kind
-from nbdist.wire.knowing import GetMemory, ProcessMemory
-from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import RankStatus
-from nbdist.wire.stopping import GetStack, ThreadStack
-
-_STACK_LIMIT = 1.0
+from nbdist.text import counted, nearest
+from nbdist.wire.life import RankInfo
 
 _sessions: list[weakref.ref[Session]] = []  # of this notebook, the newest last
 
@@ -90,7 +87,7 @@ def session_to_restart() -> Session:
     return session if session is not None and session.broken else get_session()
 
 
-class Session(Workers):
+class Session:
     r"""Ranks that wait for work. As a context manager it stops them at the end.
 
     >>> with nbdist.Session(2) as session:
@@ -131,13 +128,13 @@ class Session(Workers):
     ) -> None:
         _refuse_on_ranks()
         check_seconds("linger", linger, zero=True)
-        super().__init__(linger)
+        self._rank_set = RankSet(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
         options = self._plan.carry(self._arguments.options(num_processes))
         if replace:
             _stop_others()
-        self.start(options, progress)
+        self._rank_set.start(options, progress)
         _sessions[:] = [weakref.ref(session) for session in (*_known_sessions(), self)]
 
     def restart(
@@ -148,13 +145,47 @@ class Session(Workers):
         Args:
             num_processes: Number of ranks; None: as many as before.
         """
-        self.start(self._plan.carry(self._arguments.options(num_processes or len(self.ranks))), progress)
+        self._rank_set.start(self._plan.carry(self._arguments.options(num_processes or len(self.ranks))), progress)
+
+    def close(self, grace: float = 1.0) -> None:
+        """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.
+
+        Args:
+            grace: Seconds that ranks which are still at work have to end by themselves.
+        """
+        self._rank_set.close(grace)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         if self.broken or self.closed:
             return f"<nbdist.Session: {'broken' if self.broken else 'closed'}>"
         devices = sorted({info.device for info in self.ranks})
         return f"<nbdist.Session: {describe_ranks(info.rank for info in self.ranks)} on {', '.join(devices)}>"
+
+    @property
+    def ranks(self) -> list[RankInfo]:
+        """What each rank is: its number, process and device."""
+        return self._rank_set.ranks
+
+    @property
+    def backend(self) -> str:
+        """Backend of the process group; "none" without one."""
+        return self._rank_set.backend
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has no ranks."""
+        return self._rank_set.closed
+
+    @property
+    def broken(self) -> str:
+        """Why it is closed, if nobody closed it."""
+        return self._rank_set.broken
 
     @property
     def plan(self) -> Plan:
@@ -168,8 +199,9 @@ class Session(Workers):
             UsageError: These ranks can't follow it; nothing has changed anywhere.
             SessionBusy: A rank is running something.
         """
-        self._check_open()
-        self._plan.set(self, plan)
+        self._rank_set.check_open()
+        living = self._rank_set.living()
+        self._plan.set(plan, self.ranks, self.backend, functools.partial(self._rank_set.set_up, ranks=living))
 
     # --- work
 
@@ -199,27 +231,11 @@ class Session(Workers):
             SessionBusy: One of these ranks is running something else.
         """
         check_seconds("timeout", timeout)
+        options = CellOptions(grace=grace, show=show, keep=True)
         with interruption.deferred():
-            task = self.submit("cell", code, ranks, grace=grace, show=show, keep=True)
+            task = self._rank_set.submit("cell", code, ranks, options)
             task.wait(timeout)
         return task.result
-
-    def start_cell(
-        self,
-        code: str,
-        ranks: Ranks = None,
-        *,
-        number: int = 0,
-        offset: int = 0,
-        grace: float = 1.0,
-        show: bool = True,
-        keep: bool = False,
-        profile: str = "",
-    ) -> Task:
-        """Send a cell to ranks; the caller waits for the task, or makes a BackgroundCell of it."""
-        return self.submit(
-            "cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=keep, profile=profile
-        )
 
     def run_in_background(
         self,
@@ -227,25 +243,11 @@ class Session(Workers):
         ranks: Ranks = None,
         timeout: float | None = None,
         *,
-        number: int = 0,
-        offset: int = 0,
         grace: float = 1.0,
         show: bool = True,
     ) -> BackgroundCell:
         """Like `run`, but returns at once with a handle: `.done`, `.wait()`, `.output`, `.interrupt()`."""
-        check_seconds("timeout", timeout)
-        task = self.submit("cell", code, ranks, number=number, offset=offset, grace=grace, show=show, keep=True)
-
-        return BackgroundCell(task, lambda: self._wait_in_background(task, timeout))
-
-    def _wait_in_background(self, task: Task, timeout: float | None) -> None:
-        """In the thread of a background cell, which keeps the session until the cell has ended."""
-        try:
-            task.wait(timeout)
-        except (NbdistError, KeyboardInterrupt) as error:
-            task.error = error
-            render = getattr(error, "_render_traceback_", None)
-            task.say("\n".join(render() if render is not None else [str(error)]))
+        return start_in_background(self, code, ranks, timeout, CellOptions(grace=grace, show=show, keep=True))
 
     def call(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None, **kwargs: Any) -> list[Any]:
         """Call a function on ranks. It travels by value, as do its arguments and what it returns.
@@ -257,20 +259,7 @@ class Session(Workers):
             TransferError: Something can't travel; the text names it.
             RankError: A rank raised.
         """
-        return self._call("call", function, args, kwargs, ranks)
-
-    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> None:
-        """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
-        self._call("setup", function, args, {}, ranks)
-
-    def _call(self, kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any, ranks: Ranks) -> list[Any]:
-        if not callable(function):
-            raise UsageError(f"call takes a function, not {function!r}: `session.call(function, *args)`")
-        name = getattr(function, "__name__", "function")
-        with calls.pack(function, args, kwargs, name=name) as packed:
-            payload = msgspec.msgpack.encode(packed.parcel)
-            with interruption.deferred():
-                return self.fetch(self.submit(kind, name, ranks, payload=payload, show=True))
+        return self._rank_set.call("call", function, args, kwargs, ranks)
 
     def push(self, values: Mapping[str, Any], ranks: Ranks = None) -> None:
         """Set variables on ranks. Tensors arrive on the CPU; each rank's copy is its own.
@@ -288,7 +277,7 @@ class Session(Workers):
             packed = stack.enter_context(_pack_named(values))
             payload = msgspec.msgpack.encode(packed.parcel)
             with interruption.deferred():
-                self.submit("push", ", ".join(values), ranks, payload=payload, show=True).wait()
+                self._rank_set.submit("push", ", ".join(values), ranks, payload=payload).wait()
 
     def pull(self, name: str, ranks: Ranks = None) -> Any:
         """Get a variable (or any expression) from ranks.
@@ -305,11 +294,11 @@ class Session(Workers):
         """
         chosen = [ranks] if isinstance(ranks, int) else ranks
         with interruption.deferred():
-            task = self.submit("pull", name, chosen, show=True)
+            task = self._rank_set.submit("pull", name, chosen)
             try:
-                values = self.fetch(task)
+                values = self._rank_set.fetch(task)
             except RankError as error:
-                raise _explain_missing(name, task, error, self.traffic.names) from None
+                raise _explain_missing(name, task, error, self._rank_set.traffic.names) from None
         return values[0] if isinstance(ranks, int) else values
 
     def free(self) -> dict[int, dict[str, int]]:
@@ -320,7 +309,7 @@ class Session(Workers):
             back), and what is left of both: "private_left", "device_left" (reserved by torch).
         """
         with interruption.deferred():
-            task = self.submit("free", "", self.living(), show=True)
+            task = self._rank_set.submit("free", "", self._rank_set.living())
             task.wait()
         return {rank: msgspec.msgpack.decode(task.replies[rank].payload) for rank in task.ranks}
 
@@ -333,8 +322,9 @@ class Session(Workers):
         Raises:
             UsageError: No rank has a GPU.
         """
-        self._check_gpus(self.living())
-        self.set_up(memory_snapshot.record, events, ranks=self.living())
+        living = self._rank_set.living()
+        self._check_gpus(living)
+        self._rank_set.set_up(memory_snapshot.record, events, ranks=living)
 
     def snapshot(self, rank: int, path: str | Path | None = None) -> Path:
         """Write torch's memory snapshot of a rank, for https://pytorch.org/memory_viz.
@@ -352,7 +342,7 @@ class Session(Workers):
         """
         self._check_gpus([rank])
         target = Path(path or f"snapshot-rank{rank}.pickle").expanduser().resolve()
-        self.set_up(memory_snapshot.write, target, ranks=[rank])
+        self._rank_set.set_up(memory_snapshot.write, target, ranks=[rank])
         return target
 
     def _check_gpus(self, ranks: Sequence[int]) -> None:
@@ -369,21 +359,15 @@ class Session(Workers):
         Returns:
             Whether any of them ran something.
         """
-        chosen = self._choose(ranks, living=False)
-        tasks = set(self.traffic.running(chosen).values())
+        chosen = self._rank_set.choose(ranks, living=False)
+        tasks = set(self._rank_set.traffic.running(chosen).values())
         for task in tasks:
             task.interrupt(chosen, now=now)
         return bool(tasks)
 
     def status(self) -> list[dict[str, Any]]:
         """What every rank is, has and does: rank, pid, device, state, generation, memory (bytes), doing."""
-        self._check_open()
-        known = self.traffic.status()
-        living = self.living()
-        memory = self.traffic.ask(living, GetMemory(), timeout=1.0)
-        stacks = self.traffic.ask(living, GetStack(), timeout=1.0)
-        running = self.traffic.running(living)
-        return [_status_row(row, self.generation, memory, stacks, running) for row in known]
+        return status_of(self._rank_set)
 
     def stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, str]:
         """Where the main threads of ranks are, at any time: the whole stack from the user's cell inwards.
@@ -398,18 +382,7 @@ class Session(Workers):
         Raises:
             UsageError: `native`, and py-spy is not installed or the system does not let it look.
         """
-        return {rank: str(found) for rank, found in self.look_at_stacks(ranks, native=native).items()}
-
-    def look_at_stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
-        """Like `stacks`, but with what `stacks.render` needs to group them."""
-        chosen = self._choose(self.living() if ranks is None else ranks)
-        answers = self.traffic.ask(chosen, GetStack(), timeout=_STACK_LIMIT)
-        cells = {rank: task.describe() for rank, task in self.traffic.running(chosen).items()}
-        found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
-        if native:
-            pids = {info.rank: info.pid for info in self.ranks if info.rank in chosen}
-            found = with_native_frames(found, pids)
-        return found
+        return {rank: str(found) for rank, found in look_at_stacks(self._rank_set, ranks, native=native).items()}
 
     def logs(self, ranks: Ranks = None, cell: int | CellResult | None = None) -> dict[int, str]:
         """All that a cell printed (stdout and stderr), by rank. A warning tells what the log could not keep.
@@ -420,8 +393,8 @@ class Session(Workers):
         Raises:
             UsageError: That cell printed nothing, or the log has it no longer.
         """
-        chosen = self._choose(ranks, living=False)
-        log = self.open_log(cell)
+        chosen = self._rank_set.choose(ranks, living=False)
+        log = CellLog(self._rank_set.traffic.read_log, cell)
         texts: dict[int, list[str]] = {rank: [] for rank in chosen}
         for rank, text in log.read(chosen):
             texts[rank].append(text)
@@ -429,10 +402,18 @@ class Session(Workers):
             warnings.warn(gaps, stacklevel=2)
         return {rank: "".join(parts) for rank, parts in texts.items()}
 
-    def open_log(self, cell: int | CellResult | None = None) -> CellLog:
-        """The log of a cell, to be read piece by piece; the arguments are those of `logs`."""
-        self._check_open()
-        return CellLog(self.traffic.read_log, cell)
+
+def rank_set_of(session: Session) -> RankSet:
+    """The ranks of a session, for the parts of the client that need more of them than a user does."""
+    return session._rank_set
+
+
+def start_in_background(
+    session: Session, code: str, ranks: Ranks, timeout: float | None, options: CellOptions
+) -> BackgroundCell:
+    """Run code while the notebook goes on. The session is kept until the cell has ended."""
+    check_seconds("timeout", timeout)
+    return BackgroundCell(session._rank_set.submit("cell", code, ranks, options), timeout, session)
 
 
 def _known_sessions() -> list[Session]:
@@ -443,19 +424,21 @@ def _known_sessions() -> list[Session]:
 def _stop_others() -> None:
     """Stop the sessions that a new one takes the place of."""
     for session in _known_sessions():
-        if not session.closed and session.owned:
+        if not session.closed and session._rank_set.owned:
             session.close()
-            count = f"{len(session.ranks)} rank{'s' if len(session.ranks) != 1 else ''}"
             keep = "`nbdist.Session(..., replace=False)` keeps it"
-            print(f"nbdist: the previous session ({count}) was stopped; {keep}", file=sys.stderr, flush=True)
+            print(
+                f"nbdist: the previous session ({counted(len(session.ranks), 'rank')}) was stopped; {keep}",
+                file=sys.stderr,
+                flush=True,
+            )
     _sessions.clear()
 
 
 def _refuse_on_ranks() -> None:
     """Each rank would have ranks of its own."""
     if shells.on_rank():
-        rank = os.environ.get("RANK")
-        raise UsageError(f"this is rank {rank} already: start sessions in the notebook, not on ranks")
+        raise UsageError(f"this is rank {os.environ.get('RANK')} already: start sessions in the notebook, not on ranks")
 
 
 def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:
@@ -481,8 +464,7 @@ def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int
     if have:
         verb = "has" if len(have) == 1 else "have"
         text += f" ({describe_ranks(have)} {verb}: `%distributed pull {name} -r {format_ranks(have)}`)"
-    close = difflib.get_close_matches(name, {known for rank in missing for known in names.get(rank, [])}, 3)
-    if close:
+    if close := nearest(name, {known for rank in missing for known in names.get(rank, [])}, 3):
         text += f"; names like it: {', '.join(sorted(close))}"
     elif not have:
         text += ": define it in a `%%distributed` cell first"
@@ -493,28 +475,3 @@ def _lacks(known: Sequence[str], expression: str) -> bool:
     """Whether an expression uses a name that is not among the known ones; else what it calls has raised."""
     used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
     return not used <= {*known, *vars(builtins)}
-
-
-def _status_row(
-    row: RankStatus,
-    generation: int,
-    memory: Mapping[int, ProcessMemory | NoAnswer],
-    stacks: Mapping[int, ThreadStack | NoAnswer],
-    busy: Mapping[int, Task],
-) -> dict[str, Any]:
-    rank, held = row.rank, memory.get(row.rank)
-    state = "dead" if row.dead else "busy" if row.serial else "idle"
-    doing = row.dead
-    if state == "busy":
-        task = busy.get(rank)
-        doing = line_of(stacks.get(rank)) or (task.describe() if task is not None else "")
-    return {
-        "rank": rank,
-        "pid": row.pid,
-        "device": row.device,
-        "state": state,
-        "generation": generation,
-        "memory": held.private if isinstance(held, ProcessMemory) else None,
-        "device_memory": held.reserved if isinstance(held, ProcessMemory) else None,
-        "doing": doing,
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import resource
 import sys
@@ -11,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist.client.magics.magic_line import names
+from nbdist import shells
+from nbdist.checks import LONGEST, check_seconds, check_whole
 from nbdist.devices import nccl_variables, visible_gpus
 from nbdist.errors import UsageError
+from nbdist.text import counted, did_you_mean, split_commas
 from nbdist.wire.life import PATIENCE_VARIABLE, StartOptions
-from nbdist.wire.message import LONGEST
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL, from 2.30 on, takes several ranks on one GPU
@@ -46,7 +46,7 @@ class Arguments:
             raise UsageError("this machine has no GPU, so say how many ranks you want: `%distributed start -n 2`")
         if count is None:
             count = len(gpus)
-        _check_count(count)
+        check_whole("the number of ranks", count, 1, "%distributed start -n 2")
         _check_backend(self.backend, count, gpus)
         check_seconds("timeout", self.timeout)
         return StartOptions(
@@ -82,31 +82,12 @@ def _patience() -> float:
     return seconds
 
 
-def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
-    """Refuse what is no time span.
-
-    Args:
-        name: What the user calls it.
-        value: Seconds; None: the default.
-        zero: Whether it may be 0.
-
-    Raises:
-        UsageError: It is something else.
-    """
-    if value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value <= LONGEST or (value == 0 and not zero):  # type: ignore[operator]
-        least = "0 or more" if zero else "more than 0"
-        raise UsageError(f"{name} is in seconds and {least}, not {value!r}: `{name}=60`")
-
-
 def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:
     visible = visible_gpus()
     if wanted is None:
         return visible
     chosen = []
-    for name in names(str(wanted)) if isinstance(wanted, (int, str)) else map(str, wanted):
+    for name in split_commas(str(wanted)) if isinstance(wanted, (int, str)) else map(str, wanted):
         if name.isdigit() and int(name) < len(visible):
             chosen.append(visible[int(name)])
         elif name in visible:
@@ -119,35 +100,27 @@ def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:
     return chosen
 
 
-def _check_count(count: int) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise UsageError(f"the number of ranks must be 1 or more, not {count!r}: `%distributed start -n 2`")
-
-
 def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None:
     if backend is None:
         return
     if not isinstance(backend, str):
         raise UsageError(f"backend is a name, not {backend!r}: `backend='gloo'`")
     if backend not in _BACKENDS:
-        close = difflib.get_close_matches(backend, _BACKENDS, 1)
-        hint = f"did you mean `--backend {close[0]}`? " if close else ""
-        raise UsageError(f"backend {backend!r} is unknown: {hint}Allowed are {', '.join(_BACKENDS)}")
+        hint = did_you_mean(backend, _BACKENDS, "`--backend {}`")
+        raise UsageError(f"backend {backend!r} is unknown{hint} Allowed are {', '.join(_BACKENDS)}")
     if "nccl" in backend and count > len(gpus) and not (gpus and os.environ.get(SHARED_GPUS) == "1"):
-        have = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}"
         fewer = f", or `-n {len(gpus)}`" if gpus else ""
         shared = f", or `%env {SHARED_GPUS}=1` first, with NCCL 2.30 or newer" if gpus else ""
         raise UsageError(
-            f"nccl needs a GPU for each rank, and there are {count} ranks for {have}: `--backend gloo`{fewer}{shared}"
+            f"nccl needs a GPU for each rank, and there are {count} ranks for {counted(len(gpus), 'GPU')}: "
+            f"`--backend gloo`{fewer}{shared}"
         )
 
 
 def _arguments() -> list[str]:
     """Return `sys.argv` for ranks: the notebook's, without the kernel's own arguments, which no script knows."""
-    from IPython.core.getipython import get_ipython
-
     given = sys.argv[1:]
-    if get_ipython() is not None and given and sys.orig_argv[-len(given) :] == given:
+    if shells.current() is not None and given and sys.orig_argv[-len(given) :] == given:
         return sys.argv[:1]
     return list(sys.argv)
 

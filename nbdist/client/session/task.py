@@ -11,19 +11,20 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from nbdist.client.costs import history
+from nbdist import shells
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
-from nbdist.client.session import interruption, report
+from nbdist.client.session import interruption, observers, report
+from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
 from nbdist.ranks import describe_ranks
-from nbdist.wire.cells import Interrupt, Recovered, Remark, Reply, Returned
+from nbdist.wire.cells import Interrupt, Kind, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died
 from nbdist.wire.message import Message
 from nbdist.wire.output import Display, Notice, Output, WidgetMessage
@@ -75,37 +76,28 @@ class Task:
     Args:
         traffic: What sends for it.
         serial: Its number on the wire.
-        number: The cell's number in the notebook.
         ranks: Where it runs.
         code: What it runs, for messages.
-        kind: Of the Execute.
-        show: Whether output goes to the notebook.
-        keep: Whether output is kept in `result`.
-        grace: Seconds that ranks may wait in a collective for one that has raised.
-        launch: Whether the ranks live for this task only, so that the first failure ends it.
+        options: How.
+        kind: Of the Execute. The ranks of a "launch" live for this task only, so that the first failure ends it.
 
     Attributes:
         recovered: What was put in order after it had failed.
         waits: What ranks wait in, and for whom, of those that have not moved for seconds.
-        on_end: Called in the task's own thread once every rank has ended its part; must not raise.
+        metered: Whether its ranks measure what it costs in memory. For an observer to set when the task begins.
     """
 
     def __init__(
         self,
         traffic: Carrier,
         serial: int,
-        number: int,
         ranks: list[int],
         code: str,
-        *,
-        kind: str = "cell",
-        show: bool,
-        keep: bool,
-        grace: float = 1.0,
-        launch: bool = False,
+        options: CellOptions,
+        kind: Kind = "cell",
     ) -> None:
         self.serial = serial
-        self.number = number
+        self.number = options.number or shells.cell_number()
         self.ranks = ranks
         self.result = CellResult(ranks, serial)
         self.replies: dict[int, Reply] = {}
@@ -116,19 +108,18 @@ class Task:
         self._traffic = traffic
         self.code = code
         self.kind = kind
-        self._keep = keep
-        self._grace = grace
-        self._launch = launch
+        self._options = options
+        self._launch = kind == "launch"
         self.recovered: Recovered | None = None
         self.waits: dict[int, str] = {}
-        self.on_end: Callable[[Task], None] = lambda task: None
+        self.metered = False
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
         self._unpaid: list[Display] = []
         self._left = set(ranks)
         self._lock = threading.Lock()
         self._closed = False  # what comes from now on is late
-        self._screen = self._new_screen() if show else None
+        self._screen = self._new_screen() if options.show else None
         self._interrupts = 0
         self._explain_at: float | None = None
         self._give_up_at: float | None = None
@@ -173,9 +164,13 @@ class Task:
                 self._finish_output()
         finally:
             self.close()
-            history.note_end(self)
-            self.on_end(self)
+            observers.cell_ended(self)
         self._conclude(timeout if timed_out else None)
+
+    @property
+    def runs_users_code(self) -> bool:
+        """Whether it costs the user something: code of a cell, or a function."""
+        return self.kind in ("cell", "call", "launch")
 
     @property
     def status(self) -> str:
@@ -284,7 +279,7 @@ class Task:
         if self._launch and failure.kind == "raised" and self._give_up_at is None:
             self._give_up_at = now + _LAUNCH_GRACE
         elif self._explain_at is None and failure.kind == "raised" and self._left:
-            self._explain_at = now + self._grace + _EXPLAIN_AFTER
+            self._explain_at = now + self._options.grace + _EXPLAIN_AFTER
 
     # --- showing
 
@@ -353,11 +348,11 @@ class Task:
 
     def _note(self, event: Output | Display) -> None:
         if isinstance(event, Output):
-            if self._keep:
+            if self._options.keep:
                 self.result[event.rank].add(event.stream, event.data)
             return
         self._unpaid.append(event)
-        if self._keep and event.kind in ("display", "result"):
+        if self._options.keep and event.kind in ("display", "result"):
             self.result[event.rank].show(event.data, event.size)
 
     def _pay_items(self) -> None:

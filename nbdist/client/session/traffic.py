@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from nbdist.client.session import observers
 from nbdist.client.session.answers import gather
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
@@ -45,7 +46,6 @@ class Traffic:
         names: The variables on each rank, as far as is known.
         dead: How ranks have died.
         generation: Of the process groups: how often they have been renewed, and one.
-        on_look: Called from the listening thread with each look at a node.
     """
 
     def __init__(self, on_life: Callable[[Message], None]) -> None:
@@ -54,7 +54,6 @@ class Traffic:
         self.dead: dict[int, Died] = {}
         self.generation = 0
         self.widgets = WidgetProxies(self.send)
-        self.on_look: Callable[[Look], None] = lambda look: None
         self._on_life = on_life
         self._connection: Connection | None = None
         self._requests = itertools.count(1)
@@ -224,7 +223,7 @@ class Traffic:
         elif isinstance(message, (Remark, Recovered)):
             self._tell_cell(message)
         elif isinstance(message, Look):
-            self.on_look(message)
+            observers.node_looked_at(self, message)
         else:
             self._on_life(message)
 

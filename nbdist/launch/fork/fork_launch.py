@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from nbdist import cuda_guard, transfer
-from nbdist.client.session.workers import Workers
+from nbdist.client.session.rank_set import RankSet
 from nbdist.errors import LaunchError, NbdistError, TransferError, UsageError
 from nbdist.launch import on_ranks
 from nbdist.launch.fork.kernel_threads import describe_threads
@@ -53,10 +53,10 @@ def launch(request: Request) -> list[Any]:
 def _attempt(request: Request, restart: int) -> list[Any]:
     from nbdist.launch.fork.forker import Forker  # it loads torch
 
-    workers = Workers()
+    rank_set = RankSet()
     place = Place(world_size=request.count, restart=restart, max_restarts=request.max_restarts)
-    with Forker(functools.partial(request.function, *request.args), workers.call_soon) as forker:
-        return on_ranks.launch(request, None, workers, place, forker.address)
+    with Forker(functools.partial(request.function, *request.args), rank_set.call_soon) as forker:
+        return on_ranks.launch(request, None, rank_set, place, forker.address)
 
 
 def hindrance(request: Request) -> str:

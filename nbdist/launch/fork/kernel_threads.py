@@ -11,6 +11,8 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from nbdist.text import counted
+
 _OURS = ("IPython", "ipykernel", "nbdist", "tornado", "tqdm", "traitlets", "zmq")
 # Names of theirs, or the beginning or end, where a thread's class is Python's own.
 _NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel")
@@ -29,7 +31,7 @@ def describe_threads() -> str:
     ]
     parts = [f"the thread{'s' if len(own) > 1 else ''} {', '.join(own)}"] if own else []
     for library, count in sorted(_pools().items()):
-        parts.append(f"{count} thread{'s' if count > 1 else ''} of {_POOLS[library]} ({library})")
+        parts.append(f"{counted(count, 'thread')} of {_POOLS[library]} ({library})")
     return " and ".join(parts)
 
 

@@ -25,12 +25,12 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from nbdist import transfer
+from nbdist import shells, transfer
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.session import report
+from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.task import Task
-from nbdist.client.session.workers import Workers, cell_number
 from nbdist.errors import NbdistError, NodesMissing, RankError, RankFailure
 from nbdist.launch import on_ranks
 from nbdist.launch.launch_errors import launch_error
@@ -212,14 +212,14 @@ class _Launch:
                 self._run_ranks(order)
 
     def _run_ranks(self, attempt: _Attempt) -> None:
-        workers = Workers()
+        rank_set = RankSet()
         try:
-            with on_ranks.closing(workers):
-                on_ranks.start(workers, self._local_request(attempt.place), attempt.place)
-                self._announce(workers, attempt.place)
-                attempt.take(on_ranks.submit(workers, self.request, self._packed))
+            with on_ranks.closing(rank_set):
+                on_ranks.start(rank_set, self._local_request(attempt.place), attempt.place)
+                self._announce(rank_set, attempt.place)
+                attempt.take(on_ranks.submit(rank_set, self.request, self._packed))
                 assert attempt.task is not None
-                outcome: list[Any] | BaseException = on_ranks.conclude(workers, attempt.task, self.request)
+                outcome: list[Any] | BaseException = on_ranks.conclude(rank_set, attempt.task, self.request)
         except NbdistError as error:
             outcome = error
         except BaseException as error:
@@ -234,14 +234,14 @@ class _Launch:
             variables.setdefault(_INTERFACE, os.environ.get(_INTERFACE, interface))
         return replace(self.request, use_port=str(self.nodes.port), environment=variables)
 
-    def _announce(self, workers: Workers, place: Place) -> None:
+    def _announce(self, rank_set: RankSet, place: Place) -> None:
         if self._announced:
             return
         self._announced = True
         if place.num_nodes == 1:
-            on_ranks.announce(workers, self.request)
+            on_ranks.announce(rank_set, self.request)
             return
-        ranks = describe_ranks(info.rank for info in workers.ranks)
+        ranks = describe_ranks(info.rank for info in rank_set.ranks)
         print(
             f"Launching {self.request.name} on {ranks} of {place.world_size}: node {place.node_rank} of "
             f"{place.num_nodes}, which meet at {self.nodes.address}.",
@@ -343,7 +343,7 @@ class _WaitingLine:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._screen = Screen([], Publisher(cell_number()), f"nodes-{id(self):x}")
+        self._screen = Screen([], Publisher(shells.cell_number()), f"nodes-{id(self):x}")
         self._shown: Waiting | None = None
         self._line_due = 0.0
 

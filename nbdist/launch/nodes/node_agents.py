@@ -30,11 +30,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from nbdist.checks import is_true
 from nbdist.errors import NodesMissing, RankFailure, UsageError
 from nbdist.launch.launch_errors import LaunchFailure
 from nbdist.launch.nodes.heartbeat import Pulse
 from nbdist.launch.request import Request
 from nbdist.processes import describe_owner
+from nbdist.text import counted
 
 _DEFAULT_LIMITS = {"static": 900.0, "c10d": 600.0}  # seconds, as torchrun has them
 _READ_LIMIT = 60.0
@@ -217,7 +219,7 @@ class Nodes:
         if self.request.rdzv_backend == "static":
             return self.request.node_rank == 0
         if "is_host" in self.conf:
-            return str(self.conf["is_host"]).lower() in ("1", "true", "t", "yes", "y")
+            return is_true(str(self.conf["is_host"]))
         return _is_local(self.host) and not self._taken()
 
     def _taken(self) -> bool:
@@ -512,7 +514,7 @@ class Nodes:
         """On how many other nodes ranks are still at it, once this node's have finished."""
         count = int(self.request.num_nodes - self._told().add("finished", 0))
         since = self.waiting.since if self.waiting is not None else time.monotonic()
-        others = f"the ranks of {count} other node{'s' if count > 1 else ''}"
+        others = f"the ranks of {counted(count, 'other node')}"
         self.waiting = Waiting(others, since) if count else None
         return count
 

@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from nbdist import shells
 from nbdist.errors import UsageError
-from nbdist.metrics import units
 from nbdist.metrics.allocation import tensors
-from nbdist.metrics.memory import MemoryUsage, Meter, Usage, trim_malloc
+from nbdist.metrics.memory import MemoryMeter, MemoryUsage, Usage
+from nbdist.metrics.node.host import trim_malloc
+from nbdist.text import duration, size
 
 
 class Balance(msgspec.Struct, frozen=True):
@@ -40,6 +42,28 @@ class Balance(msgspec.Struct, frozen=True):
     def leaked(self) -> int:
         """What is in use still, although nothing that was kept accounts for it."""
         return max(0, self.consumed - self.reclaimed - self.kept)
+
+
+def experiment(name: str = "", *, keep: Iterable[str] = ()) -> Experiment:
+    """A stretch of work whose names are deleted at its end, with what it consumed, gave back and leaked.
+
+    In a notebook and on ranks it looks after the names of cells, in a script after those of the calling module.
+
+    >>> with nbdist.experiment("load", keep=["model"]):
+    ...     model = make_model()
+    ...     scratch = make_batch()
+
+    or in cells of their own: `e = nbdist.experiment("load").begin()`, later `e.end(keep=["model"])`.
+
+    Args:
+        name: For the report that is printed at the end.
+        keep: Names that stay.
+    """
+    shell = shells.current()
+    if shell is None:
+        return Experiment(name, namespace=sys._getframe(1).f_globals, keep=keep)
+    first = shell.execution_count
+    return Experiment(name, namespace=shell.user_ns, keep=keep, forget=lambda: shells.forget_outputs(shell, first))
 
 
 class Experiment:
@@ -93,7 +117,7 @@ class Experiment:
         self._state = "open"
         self._before = set(self._namespace)
         self._open.append(self)
-        self._meter = Meter().begin()
+        self._meter = MemoryMeter().begin()
         return self
 
     def keep(self, *names: str) -> None:
@@ -168,7 +192,7 @@ class Experiment:
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         trim_malloc()
-        return Meter().begin().end()
+        return MemoryMeter().begin().end()
 
     def _balance(self, during: MemoryUsage, after: MemoryUsage) -> None:
         kept = {name: self._namespace[name] for name in self._keep - self._before if name in self._namespace}
@@ -205,7 +229,7 @@ class Experiment:
         ]
         if self._failed:
             lines.append("an exception is on its way: what its frames hold counts as leaked")
-        return "\n".join([f"{self.name}: {units.time(self._seconds)}; {self._describe_deleted()}", *lines])
+        return "\n".join([f"{self.name}: {duration(self._seconds)}; {self._describe_deleted()}", *lines])
 
     def _describe_deleted(self) -> str:
         if not self.deleted:
@@ -221,8 +245,8 @@ _SHOWN = 8  # names
 
 
 def _figures(one: Balance) -> list[str]:
-    signed = (units.size(value, signed=True) for value in (one.consumed, one.peaked))
-    return [*signed, *(units.size(value) for value in (one.reclaimed, one.kept, one.leaked))]
+    signed = (size(value, signed=True) for value in (one.consumed, one.peaked))
+    return [*signed, *(size(value) for value in (one.reclaimed, one.kept, one.leaked))]
 
 
 def _names(names: Iterable[str]) -> set[str]:

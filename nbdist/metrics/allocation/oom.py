@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from nbdist.metrics import units
 from nbdist.metrics.allocation import tensors, watermarks
 from nbdist.metrics.allocation.tensors import Block
 from nbdist.metrics.node import device, host
 from nbdist.metrics.node.nvml import read_once, within_limit
 from nbdist.metrics.node.sample import GpuSample, gpu_among
+from nbdist.text import size
 
 _ASKED = (
     re.compile(r"[Tt]ried to allocate (?P<amount>[\d.]+) ?(?P<unit>[KMGTPE]?i?B|bytes)"),  # torch
@@ -169,15 +169,13 @@ def render(account: Account, blocks: Sequence[Block] = ()) -> str:
         *_rows(account),
         *(("" if at else "largest tensors", block.size, block.describe()) for at, block in enumerate(blocks)),
     ]
-    lines = [
-        f"  {name:<15}  {units.size(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None
-    ]
+    lines = [f"  {name:<15}  {size(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
     advice = [f"  {line}" for line in _advice(account)]
     return "\n".join([f"nbdist: out of memory on {account.device}", *lines, *advice])
 
 
 def _rows(account: Account) -> list[tuple[str, int | None, str]]:
-    yet = [("asked for", account.asked, ""), ("free", account.free, f"of {units.size(account.total)}")]
+    yet = [("asked for", account.asked, ""), ("free", account.free, f"of {size(account.total)}")]
     if account.device == "cpu":
         return [*yet, ("this process", account.allocated, ""), ("other processes", account.others, "")]
     yet += [("in tensors", account.allocated, ""), ("cached", account.cached, "held by torch, in no tensor")]

@@ -31,7 +31,7 @@ class Work(NamedTuple):
     repeated: int = 0
 
 
-class Call:
+class OperationCall:
     """One call of an operation: its arguments by the names of its schema.
 
     Args:
@@ -64,39 +64,39 @@ class Call:
         return tuple(self[name].shape)
 
 
-Formula = Callable[[Call], "int | Work"]
+Formula = Callable[[OperationCall], "int | Work"]
 
 
 # --- matrix products
 
 
-def _mv(call: Call) -> int:
+def _mv(call: OperationCall) -> int:
     return 2 * prod(call.shape("self"))
 
 
-def _addmv(call: Call) -> int:
+def _addmv(call: OperationCall) -> int:
     return 2 * prod(call.shape("mat"))
 
 
-def _dot(call: Call) -> int:
+def _dot(call: OperationCall) -> int:
     return 2 * prod(call.shape("self"))
 
 
-def _mm(call: Call) -> int:
+def _mm(call: OperationCall) -> int:
     rows, inner = call.shape("self")
     return 2 * rows * inner * int(call.out.shape[-1])
 
 
-def _addmm_activation(call: Call) -> int:
+def _addmm_activation(call: OperationCall) -> int:
     return 2 * prod(call.shape("mat1")) * int(call.out.shape[-1])
 
 
-def _addbmm(call: Call) -> int:
+def _addbmm(call: OperationCall) -> int:
     batches, rows, inner = call.shape("batch1")
     return 2 * batches * rows * inner * int(call.shape("batch2")[-1])
 
 
-def _grouped_mm(call: Call) -> int:
+def _grouped_mm(call: OperationCall) -> int:
     """The groups are a batch of `mat_a` or `mat_b`, or cut their common dimension; empty rows at the end count too."""
     left, right = call.shape("self"), call.shape("mat2")
     if len(left) == 3 and len(right) == 2:  # a batch of matrices, each with its part of the other's columns
@@ -104,7 +104,7 @@ def _grouped_mm(call: Call) -> int:
     return 2 * prod(left) * int(right[-1])
 
 
-def _packed_linear(call: Call) -> int:
+def _packed_linear(call: OperationCall) -> int:
     """Products with weights that are packed in int8 or int4, so that only the result tells their width."""
     return 2 * prod(call.shape("self")) * int(call.out.shape[-1])
 
@@ -112,7 +112,7 @@ def _packed_linear(call: Call) -> int:
 # --- convolutions
 
 
-def _convolution_backward(call: Call) -> int:
+def _convolution_backward(call: OperationCall) -> int:
     """As much as the forward pass for each of the two gradients that is asked for; groups count, unlike in torch's."""
     spatial = call.shape("input" if call["transposed"] else "grad_output")[2:]
     forward = 2 * int(call.shape("input")[0]) * prod(spatial) * prod(call.shape("weight"))
@@ -122,23 +122,23 @@ def _convolution_backward(call: Call) -> int:
 # --- recurrent layers
 
 
-def _mkldnn_rnn(call: Call) -> int:
+def _mkldnn_rnn(call: OperationCall) -> int:
     rows = prod(call.shape("input")[:-1])
     return 2 * rows * (prod(call.shape("weight0")) + prod(call.shape("weight1")))
 
 
-def _mkldnn_rnn_backward(call: Call) -> int:
+def _mkldnn_rnn_backward(call: OperationCall) -> int:
     rows = prod(call.shape("input")[:-1])
     return int(4 * rows * (prod(call.shape("weight1")) + prod(call.shape("weight2"))))
 
 
-def _fused_rnn(call: Call) -> int:
+def _fused_rnn(call: OperationCall) -> int:
     """Each weight matrix of each layer meets each row of the input once."""
     rows = prod(call.shape("input")[:-1])
     return int(2 * rows * sum(weight.numel() for weight in call["weight"] if weight.dim() == 2))
 
 
-def _fused_rnn_backward(call: Call) -> int:
+def _fused_rnn_backward(call: OperationCall) -> int:
     return 2 * _fused_rnn(call)
 
 
@@ -151,26 +151,26 @@ def _scores(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]
     return 2 * batch * heads * length * int(key[-2]) * width, 2 * batch * heads * length * int(key[-2]) * int(value[-1])
 
 
-def _attention(call: Call) -> int:
+def _attention(call: OperationCall) -> int:
     return sum(_scores(call.shape("query"), call.shape("key"), call.shape("value")))
 
 
-def _attention_backward(call: Call) -> Work:
+def _attention_backward(call: OperationCall) -> Work:
     """Four products for the gradients; the kernel has kept no scores, so it computes them once more."""
     first, second = _scores(call.shape("query"), call.shape("key"), call.shape("value"))
     return Work(2 * (first + second), first)
 
 
-def _kernel_attention(call: Call) -> int:
+def _kernel_attention(call: OperationCall) -> int:
     return sum(first + second for first, second in _parts(call))
 
 
-def _kernel_attention_backward(call: Call) -> Work:
+def _kernel_attention_backward(call: OperationCall) -> Work:
     parts = _parts(call)
     return Work(2 * sum(first + second for first, second in parts), sum(first for first, _ in parts))
 
 
-def _parts(call: Call) -> list[tuple[int, int]]:
+def _parts(call: OperationCall) -> list[tuple[int, int]]:
     """Of the kernels below SDPA, which take (batch, length, heads, width), or sequences of different lengths packed."""
     query, key, value = call.shape("query"), call.shape("key"), call.shape("value")
     ends = call.first("cum_seq_q", "cu_seqlens_q")
@@ -193,7 +193,7 @@ def _lengths(ends: torch.Tensor, longest: int) -> list[int]:
     return [int(length) for length in ends.diff().tolist()]
 
 
-def _multi_head(call: Call) -> int:
+def _multi_head(call: OperationCall) -> int:
     """`nn.MultiheadAttention` in one kernel, as it runs in evaluation."""
     batch, length, width = call.shape("query")
     others = int(call.shape("key")[1])
@@ -201,7 +201,7 @@ def _multi_head(call: Call) -> int:
     return projections + 4 * batch * length * others * width
 
 
-def _encoder_layer(call: Call) -> int:
+def _encoder_layer(call: OperationCall) -> int:
     """`nn.TransformerEncoderLayer` in one kernel, as it runs in evaluation."""
     batch, length, width = call.shape("src")
     feed_forward = prod(call.shape("ffn_weight_1")) + prod(call.shape("ffn_weight_2"))
@@ -216,31 +216,31 @@ def _square(shape: tuple[int, ...]) -> tuple[int, int]:
     return prod(shape[:-2]), int(shape[-1])
 
 
-def _lu(call: Call) -> int:
+def _lu(call: OperationCall) -> int:
     batch, order = _square(call.shape("A"))
     return int(batch * 2 * order**3 // 3)
 
 
-def _cholesky(call: Call) -> int:
+def _cholesky(call: OperationCall) -> int:
     batch, order = _square(call.shape("self"))
     return int(batch * order**3 // 3)
 
 
-def _inverse(call: Call) -> int:
+def _inverse(call: OperationCall) -> int:
     batch, order = _square(call.shape("A"))
     return int(batch * 2 * order**3)
 
 
-def _solve(call: Call) -> int:
+def _solve(call: OperationCall) -> int:
     batch, order = _square(call.shape("A"))
     return int(batch * 2 * order**3 // 3 + 2 * order * prod(call.out[0].shape))
 
 
-def _lu_solve(call: Call) -> int:
+def _lu_solve(call: OperationCall) -> int:
     return int(2 * call.shape("LU")[-1] * prod(call.out.shape))
 
 
-def _triangular(call: Call) -> int:
+def _triangular(call: OperationCall) -> int:
     return int(call.shape("self")[-1] * prod(call.out.shape))
 
 
@@ -351,7 +351,7 @@ def work_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         shapes = torch.utils._pytree.tree_map(_shape, (args, kwargs, out))
         return Work(int(_registered[packet](*shapes[0], **shapes[1], out_shape=shapes[2])))
     if packet in _table():
-        found = _table()[packet](Call(function, args, kwargs, out))
+        found = _table()[packet](OperationCall(function, args, kwargs, out))
         return found if isinstance(found, Work) else Work(found)
     formula = torch.utils.flop_counter.flop_registry.get(packet)
     if formula is None:

@@ -13,7 +13,7 @@ import torch
 Listener = TypeVar("Listener", bound=Callable[..., None])
 
 
-class Place(Generic[Listener]):
+class WrappedFunction(Generic[Listener]):
     """An attribute that holds such a function.
 
     Args:

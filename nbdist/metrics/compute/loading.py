@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils.data.dataloader as dataloader
 
-from nbdist.metrics.compute.listening import Place
+from nbdist.metrics.compute.listening import WrappedFunction
 
 Listener = Callable[[float, Any], None]
 
@@ -67,5 +67,5 @@ def _wrap(original: Callable[[Any], Any], listeners: Callable[[], list[Listener]
     return next_batch
 
 
-_iterators = Place(getattr(dataloader, "_BaseDataLoaderIter", None), "__next__", _wrap)
+_iterators = WrappedFunction(getattr(dataloader, "_BaseDataLoaderIter", None), "__next__", _wrap)
 listen = _iterators.listen  # with the seconds waited and the batch, after each batch

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from nbdist import text
 from nbdist.errors import UsageError
-from nbdist.metrics import units
 from nbdist.metrics.compute import peaks
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -127,7 +127,7 @@ def _sizes(free: int, dtype: torch.dtype) -> list[int]:
     """Those that a GPU with so many free bytes has room for."""
     found = [size for size in _GPU_SIZES if _MEMORY * 3 * size * size * dtype.itemsize <= free]
     if not found:
-        raise UsageError(f"the GPU has {units.size(free)} free, too little to measure: `%distributed free`, then again")
+        raise UsageError(f"the GPU has {text.size(free)} free, too little to measure: `%distributed free`, then again")
     return found
 
 

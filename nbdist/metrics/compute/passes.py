@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nbdist.metrics.compute.listening import Place
+from nbdist.metrics.compute.listening import WrappedFunction
 
 Listener = Callable[[Sequence[Any]], None]
 
@@ -102,5 +102,5 @@ def _is_part_of_another() -> bool:
     return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()
 
 
-_engine = Place(torch.autograd, "_engine_run_backward", _wrap)
+_engine = WrappedFunction(torch.autograd, "_engine_run_backward", _wrap)
 listen = _engine.listen  # with the tensors it starts from, before each outermost pass

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from nbdist.metrics import current
 from nbdist.metrics.node import host
-from nbdist.metrics.node.sample import RankSample, StepSample
+from nbdist.metrics.node.sample import RankSample
 
 
 def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
@@ -30,7 +31,9 @@ def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
 def look_at_host(rank: int, inherited: int = 0) -> RankSample:
     """This process now, without its GPU. The arguments are those of `look`."""
     private = max(0, host.anonymous_memory() - inherited)
-    return RankSample(rank=rank, node=socket.gethostname(), pid=os.getpid(), private=private, step=_steps())
+    return RankSample(
+        rank=rank, node=socket.gethostname(), pid=os.getpid(), private=private, step=current.current_sample()
+    )
 
 
 def uses_gpu() -> bool:
@@ -93,10 +96,3 @@ def uuid(cuda: Any, index: int) -> str:
     """
     found = str(getattr(cuda.get_device_properties(index), "uuid", ""))
     return f"GPU-{found}" if found and not found.startswith(("GPU-", "MIG-")) else found
-
-
-def _steps() -> StepSample | None:
-    """Training steps, if they are measured here."""
-    steps: Any = sys.modules.get("nbdist.metrics.steps")
-    found: StepSample | None = steps.current_sample() if steps is not None else None
-    return found

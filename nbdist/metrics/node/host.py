@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,3 +89,10 @@ def _field(path: Path, name: str) -> int:
         if key == name:
             return int(value)
     return 0
+
+
+def trim_malloc() -> None:
+    """Have malloc give back what it keeps."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from nbdist.checks import is_whole
 from nbdist.errors import CheckpointError, UsageError
 
 SINGLE = "model.safetensors"
@@ -36,7 +37,7 @@ def parse_size(size: int | str) -> int:
     Raises:
         UsageError: It is neither.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+    if is_whole(size, 1):
         return size
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     found = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0

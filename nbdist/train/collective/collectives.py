@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from nbdist.checks import is_whole
 from nbdist.errors import UsageError
 from nbdist.train import state as training
 from nbdist.train.collective import agreement
@@ -321,6 +322,6 @@ def _unknown_rank(function: str, source: int) -> str:
     """What is wrong with a source; nothing in general."""
     ensure_group()
     ranks = training.world_size()
-    if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < ranks:
+    if not is_whole(source) or source >= ranks:
         return f"{function}: from_process={source!r} is not a rank: there are ranks 0-{ranks - 1}"
     return ""

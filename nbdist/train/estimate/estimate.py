@@ -23,6 +23,7 @@ import cloudpickle
 import torch
 from torch import nn
 
+from nbdist.checks import is_whole
 from nbdist.errors import NbdistError, UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
@@ -199,7 +200,7 @@ def estimate_each(
     To be closed if it is not read to its end. What can't be estimated raises when its turn has come.
     """
     ranks = training.world_size() if world_size is None else world_size
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+    if not is_whole(ranks, 1):
         raise UsageError(f"world_size={world_size!r} must be a number of ranks, 1 or more")
     for plan in plans:
         if not isinstance(plan, Plan):

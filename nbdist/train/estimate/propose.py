@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+from nbdist import shells
+from nbdist.errors import UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
 from nbdist.planning.rules import own_settings
@@ -48,6 +50,21 @@ def propose(
             if total <= limit * (1 - _SPARE):
                 return {"plan": candidate.to_json(), "memory": limit, "taken": taken, "tried": tried}
     return {"plan": None, "memory": limit, "taken": taken, "tried": tried}
+
+
+def propose_variables(model: str, batch: str, plan: str, world_size: int, sharing: int) -> dict[str, Any]:
+    """Like `propose`, for expressions of this process's shell, and a plan in JSON.
+
+    Raises:
+        UsageError: They name a variable that is not there; or as `propose`.
+    """
+    shell = shells.current()
+    names = shell.user_ns if shell is not None else {}
+    try:
+        values = eval(model, names), eval(batch, names)
+    except NameError as error:
+        raise UsageError(f"--model and --batch are variables of rank 0: {error}") from None
+    return propose(values[0], values[1], plan, world_size=world_size, sharing=sharing)
 
 
 def memory_of_device(world_size: int, sharing: int) -> tuple[int, int]:

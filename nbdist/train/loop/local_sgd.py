@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.checks import is_whole
 from nbdist.errors import UsageError
 from nbdist.train import state as training
 
@@ -39,7 +40,7 @@ class LocalSGD:
     """
 
     def __init__(self, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+        if not is_whole(local_sgd_steps, 1):
             raise UsageError(f"local_sgd_steps={local_sgd_steps!r} must be a whole number from 1 on, such as 8")
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise UsageError("local SGD needs a whole model on each rank, and this one is sharded: use strategy ddp")

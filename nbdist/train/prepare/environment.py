@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nbdist.checks import is_whole
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.train import state as training
@@ -92,7 +93,7 @@ def set_seed(seed: int, *, per_rank: bool = False) -> None:
     Raises:
         UsageError: The seed is no such number.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+    if not is_whole(seed):
         raise UsageError(f"seed={seed!r} is not a seed: give an integer of 0 or more, for example 42")
     seed += training.rank() if per_rank else 0
     random.seed(seed)

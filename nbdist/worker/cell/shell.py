@@ -172,14 +172,14 @@ class RankShell(InteractiveShell):
     @classmethod
     def _in_place_of(cls, notebook: InteractiveShell) -> RankShell:
         """The shell, in a process that was forked from the notebook, whose module and names it leaves alone."""
-        module = sys.modules["__main__"]
+        module, cells = sys.modules["__main__"], shells.cell_files()
         type(notebook).clear_instance()
         shell = cls.prepare()
         sys.modules["__main__"] = module
         for names in (vars(module), vars(builtins)):
             if "get_ipython" in names:
                 names["get_ipython"] = shell.get_ipython
-        shell.compile._filename_map.update(notebook.compile._filename_map)
+        shell.compile._filename_map.update(cells)
         shell.display_formatter = notebook.display_formatter  # which knows how figures of its libraries are shown
         return shell
 

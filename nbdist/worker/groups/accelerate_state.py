@@ -7,13 +7,11 @@ an accelerator for the only process. Does nothing where that variable isn't set,
 from __future__ import annotations
 
 import functools
-import os
 from types import ModuleType
 from typing import Any
 
+from nbdist.checks import is_on
 from nbdist.imports import after_import
-
-_TRUE = ("1", "true", "yes", "on", "y", "t")  # to Accelerate
 
 
 def install() -> None:
@@ -29,6 +27,6 @@ def _teach(module: ModuleType) -> None:
 
     @functools.wraps(make)
     def init(self: Any, cpu: bool = False, **options: Any) -> None:
-        make(self, cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE, **options)
+        make(self, cpu or is_on("ACCELERATE_USE_CPU"), **options)
 
     state.__init__ = init

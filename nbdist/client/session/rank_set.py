@@ -11,27 +11,27 @@ import contextlib
 import itertools
 import os
 import queue
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from nbdist.client.costs import history
-from nbdist.client.magics.magic_line import ranks_among
-from nbdist.client.session import calls, interruption
+import msgspec
+
+from nbdist.checks import check_seconds, is_on
+from nbdist.client.session import calls, interruption, observers
+from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.stack_report import line_of
-from nbdist.client.session.start_options import check_seconds
 from nbdist.client.session.starting import PortTaken, StartLine
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.devices import unusable_gpus
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
-from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.ranks import describe_ranks, format_ranks, ranks_among
+from nbdist.text import counted
 from nbdist.wire.cells import Execute, Kind, Reply
 from nbdist.wire.knowing import Release
 from nbdist.wire.life import Broken, Progress, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
@@ -42,28 +42,29 @@ from nbdist.wire.stopping import GetStack
 
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
+_SHOWN = CellOptions(show=True)
 _INTERRUPTED = "the start was interrupted, and no rank is left"
-_COSTS = ("cell", "call", "launch")  # what runs code of the user's
 
 Ranks = Iterable[int] | int | str | None  # which: some, one, "0,2-3"; None: all
-
-_Workers = TypeVar("_Workers", bound="Workers")
 
 _idle: Connection | None = None
 
 
 def prewarm() -> None:
-    """Start a controller with its agent and template, if none is there, so that the next session starts at once."""
+    """Start a controller with its agent and template, if none is there, so that the next session starts at once.
+
+    Not with NBDIST_PREWARM=0.
+    """
     global _idle
-    if _idle is None or not _idle.alive:
+    if is_on("NBDIST_PREWARM", default=True) and (_idle is None or not _idle.alive):
         with contextlib.suppress(SessionBroken):  # `start` will tell
             _idle = Connection(patient=True)
 
 
 @atexit.register
 def _close_all() -> None:
-    for workers in list(Workers.instances):
-        workers._forget()
+    for rank_set in list(RankSet.instances):
+        rank_set._forget()
     if _idle is not None:
         _idle.close()
 
@@ -75,8 +76,8 @@ class _Errand:
     run: Callable[[], None]
 
 
-class Workers:
-    """Ranks that take work. As a context manager it stops them at the end.
+class RankSet:
+    """Ranks that take work.
 
     Args:
         linger: Seconds that the ranks outlive a kernel that was killed.
@@ -88,12 +89,9 @@ class Workers:
         broken: Why it is closed, if nobody closed it.
         started_in: Seconds that the last start took.
         traffic: Which rank runs what; for the parts of the client.
-        metered: Called with each task that runs code of the user's, whose ranks then tell what it costs in memory;
-            None: they don't.
     """
 
-    metered: ClassVar[Callable[[Task], None] | None] = None
-    instances: ClassVar[weakref.WeakSet[Workers]] = weakref.WeakSet()
+    instances: ClassVar[weakref.WeakSet[RankSet]] = weakref.WeakSet()
 
     closed = True
 
@@ -126,9 +124,9 @@ class Workers:
         if self.broken or not self.ranks:
             self._connect()
         else:
-            self._check_open()
+            self.check_open()
         self._bring_up(options, progress)
-        Workers.instances.add(self)
+        RankSet.instances.add(self)
 
     def close(self, grace: float = 1.0) -> None:
         """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.
@@ -152,16 +150,6 @@ class Workers:
         self.traffic.release("the session was stopped")
         self.traffic.end_late()
         self._park()
-
-    stop = close
-
-    def __enter__(self: _Workers) -> _Workers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         """Nobody can give them work any more, so they end. Called in any thread, at any moment."""
@@ -238,8 +226,7 @@ class Workers:
             return "this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs"
         if gpus and len(gpus) < options.count:
             so = "" if "nccl" in self.backend else "so "  # it was asked for
-            plural = "s" if len(gpus) != 1 else ""
-            return f"{options.count} ranks share {len(gpus)} GPU{plural}, {so}their group uses {self.backend}"
+            return f"{options.count} ranks share {counted(len(gpus), 'GPU')}, {so}their group uses {self.backend}"
         if not gpus and (files := unusable_gpus(options.environment)):
             return (
                 f"this machine has GPUs ({', '.join(files)}) that PyTorch can't use, so the ranks use the CPU. "
@@ -295,7 +282,13 @@ class Workers:
             self.traffic.release(message.text)
         self._life.put(message)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise what keeps them from any work.
+
+        Raises:
+            SessionBroken: A process that they can't do without has ended.
+            SessionClosed: They were stopped.
+        """
         if self.broken:
             raise SessionBroken(self.broken)
         if self.closed:
@@ -314,43 +307,45 @@ class Workers:
         kind: Kind,
         code: str,
         ranks: Ranks,
-        *,
-        number: int = 0,
-        offset: int = 0,
+        options: CellOptions = _SHOWN,
         payload: bytes = b"",
-        grace: float = 1.0,
-        show: bool = False,
-        keep: bool = False,
-        launch: bool = False,
-        profile: str = "",
     ) -> Task:
-        """Send an Execute, once nothing speaks against it."""
+        """Send an Execute, once nothing speaks against it.
+
+        Args:
+            kind: Of the Execute.
+            code: What to run, or a name for it.
+            ranks: Where; None: on all.
+            options: How.
+            payload: The parcel that goes along.
+
+        Raises:
+            UsageError: Something is wrong with them.
+            SessionBusy: One of these ranks is running something else.
+        """
         if not isinstance(code, str):
             raise UsageError(f"code is a text, and {type(code).__name__} was given: `session.run('print(rank)')`")
-        check_seconds("grace", grace)
-        chosen = self._choose(ranks)
-        number = number or cell_number()
-        task = Task(
-            self.traffic,
-            next(self._serials),
-            number,
-            chosen,
-            code,
-            kind=kind,
-            show=show,
-            keep=keep,
-            grace=grace,
-            launch=launch,
-        )
+        check_seconds("grace", options.grace, optional=False)
+        chosen = self.choose(ranks)
+        task = Task(self.traffic, next(self._serials), chosen, code, options, kind)
         if others := self._assign(task):
             raise self._busy(others)
         try:
-            meter = Workers.metered if kind in _COSTS else None
-            if meter is not None:
-                meter(task)
-            history.note_begin()
-            memory = meter is not None
-            self.traffic.send(Execute(task.serial, chosen, kind, code, number, offset, payload, grace, profile, memory))
+            observers.cell_began(task)
+            self.traffic.send(
+                Execute(
+                    task.serial,
+                    chosen,
+                    kind,
+                    code,
+                    task.number,
+                    options.offset,
+                    payload,
+                    options.grace,
+                    options.profile,
+                    task.metered,
+                )
+            )
         except BaseException:
             self.traffic.withdraw(task)
             raise
@@ -364,13 +359,13 @@ class Workers:
         self.traffic.wait_free(task.ranks, _SURVIVORS_LIMIT)
         return self.traffic.assign(task)
 
-    def _choose(self, ranks: Ranks, living: bool = True) -> list[int]:
+    def choose(self, ranks: Ranks, living: bool = True) -> list[int]:
         """The ranks meant, checked.
 
         Raises:
             UsageError: One of them does not exist, or is dead.
         """
-        self._check_open()
+        self.check_open()
         everyone = [info.rank for info in self.ranks]
         if isinstance(ranks, str):
             ranks = ranks_among(ranks, len(everyone))
@@ -405,6 +400,27 @@ class Workers:
             "Wait for it, `%distributed interrupt`, or as the last resort `%distributed restart`."
         )
 
+    def call(
+        self, kind: Kind, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Ranks
+    ) -> list[Any]:
+        """Call a function on ranks, which travels by value, and take what it returns, in the order of the ranks.
+
+        Raises:
+            TransferError: Something can't travel; the text names it.
+            RankError: A rank raised.
+        """
+        if not callable(function):
+            raise UsageError(f"call takes a function, not {function!r}: `session.call(function, *args)`")
+        name = getattr(function, "__name__", "function")
+        with calls.pack(function, args, kwargs, name=name) as packed:
+            payload = msgspec.msgpack.encode(packed.parcel)
+            with interruption.deferred():
+                return self.fetch(self.submit(kind, name, ranks, payload=payload))
+
+    def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> list[Any]:
+        """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
+        return self.call("setup", function, args, {}, ranks)
+
     def collect(self, task: Task, read: Callable[[Reply], Any] = calls.value) -> list[Any]:
         """The values that ranks have sent, in the order of the ranks, as `read` finds them in the replies."""
         try:
@@ -435,11 +451,3 @@ def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:
             found(message)
 
     return call
-
-
-def cell_number() -> int:
-    """The number of the notebook's cell that is running, 0 outside of notebooks."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    # `execution_count` is ahead of the running cell in some versions of IPython, and not in others.
-    return int(shell.displayhook.prompt_count) if shell is not None else 0

@@ -1,0 +1,112 @@
+"""The plan that the ranks of a session follow: the one that was chosen in this notebook, else the environment's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from nbdist.errors import UsageError
+from nbdist.plan import PLAN_VARIABLE, Plan
+from nbdist.planning.follow import follow
+from nbdist.planning.variables import NAMES
+from nbdist.wire.life import RankInfo, StartOptions
+
+_kept: Plan | None = None  # what was typed, for the sessions that are yet to start
+
+
+class SessionPlan:
+    """What the ranks of one session are to follow.
+
+    Attributes:
+        current: The plan.
+    """
+
+    def __init__(self) -> None:
+        self._chosen = _kept
+        self.current = Plan()
+
+    def carry(self, options: StartOptions) -> StartOptions:
+        """Put the plan into what ranks are started with: the one that was chosen, else the one in the environment.
+
+        Raises:
+            UsageError: NBDIST_PLAN holds no plan, or such ranks can't follow it.
+        """
+        plan = self._chosen or Plan.from_environment()
+        device = "cuda" if options.gpus else "cpu"
+        try:
+            plan.check(world_size=options.count, backend=_expected_backend(options), device=device)
+        except UsageError as error:
+            way_out = "`%distributed plan` shows the plan, `%distributed plan --reset` begins with a new one"
+            raise UsageError(f"these ranks can't follow the notebook's plan: {error}. {way_out}") from None
+        self.current = plan
+        variables = plan.environment(world_size=options.count, device=device)
+        if self._chosen is None:  # nobody has chosen: what the notebook says itself counts more
+            return msgspec.structs.replace(options, environment=variables | options.environment)
+        kept = {name: value for name, value in options.environment.items() if name not in NAMES}
+        environment = kept | variables | {PLAN_VARIABLE: plan.to_json()}
+        return msgspec.structs.replace(options, environment=environment)
+
+    def set(self, plan: Plan, ranks: Sequence[RankInfo], backend: str, set_up: Callable[..., Any]) -> None:
+        """Have ranks follow a plan, and those of later starts.
+
+        Args:
+            plan: The plan.
+            ranks: All of them.
+            backend: Of their process group.
+            set_up: Calls a function with its arguments on those that live.
+
+        Raises:
+            UsageError: These ranks can't follow it; nothing has changed anywhere.
+            SessionBusy: They are running something.
+        """
+        count, device = len(ranks), ranks[0].device
+        plan.check(world_size=count, backend=_none_as_unknown(backend), device=device)
+        set_up(follow, {PLAN_VARIABLE: plan.to_json()} | plan.environment(world_size=count, device=device))
+        self._chosen = self.current = plan
+        keep(plan)
+
+
+def kept() -> Plan:
+    """The plan of sessions that start later in this notebook.
+
+    Raises:
+        UsageError: NBDIST_PLAN holds no plan.
+    """
+    return _kept or Plan.from_environment()
+
+
+def keep(plan: Plan) -> None:
+    """Keep a plan for sessions that start later in this notebook."""
+    global _kept
+    plan.to_json()  # a session could not carry it
+    _kept = plan
+
+
+def for_launch(environment: Mapping[str, str], precision: str) -> dict[str, str]:
+    """The variable by which ranks of a launch follow the plan: the one that was typed, else that of the environment.
+
+    Args:
+        environment: What the ranks are started with.
+        precision: What the launch asks for; "no": the plan's.
+
+    Raises:
+        UsageError: NBDIST_PLAN holds no plan, or the plan can't have this precision.
+    """
+    if _kept is None and not environment.get(PLAN_VARIABLE):
+        return {}  # ranks find the precision where launchers say it
+    plan = kept()
+    if precision != "no":
+        plan = plan.replace(precision=precision)
+    return {PLAN_VARIABLE: plan.to_json()}
+
+
+def _expected_backend(options: StartOptions) -> str | None:
+    if not options.init or options.backend is not None:
+        return options.backend if options.init else None
+    return "cpu:gloo,cuda:nccl" if options.gpus and len(options.gpus) >= options.count else "gloo"
+
+
+def _none_as_unknown(backend: str) -> str | None:
+    return None if backend == "none" else backend

@@ -1,0 +1,63 @@
+"""What every rank is, has and does, and where it is: `Session.status` and `Session.stacks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbdist.client.session.rank_set import Ranks, RankSet
+from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
+from nbdist.client.session.task import Task
+from nbdist.wire.knowing import GetMemory, ProcessMemory
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.questions import RankStatus
+from nbdist.wire.stopping import GetStack, ThreadStack
+
+_LIMIT = 1.0  # seconds that ranks have to answer
+
+
+def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
+    """Where ranks are; the arguments are those of `Session.stacks`."""
+    chosen = rank_set.choose(rank_set.living() if ranks is None else ranks)
+    answers = rank_set.traffic.ask(chosen, GetStack(), timeout=_LIMIT)
+    cells = {rank: task.describe() for rank, task in rank_set.traffic.running(chosen).items()}
+    found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
+    if native:
+        found = with_native_frames(found, {info.rank: info.pid for info in rank_set.ranks if info.rank in chosen})
+    return found
+
+
+def status_of(rank_set: RankSet) -> list[dict[str, Any]]:
+    """A row for each rank; the columns are those of `Session.status`."""
+    rank_set.check_open()
+    traffic, living = rank_set.traffic, rank_set.living()
+    known = traffic.status()
+    memory = traffic.ask(living, GetMemory(), timeout=_LIMIT)
+    stacks = traffic.ask(living, GetStack(), timeout=_LIMIT)
+    running = traffic.running(living)
+    return [_row(row, rank_set.generation, memory, stacks, running) for row in known]
+
+
+def _row(
+    row: RankStatus,
+    generation: int,
+    memory: Mapping[int, ProcessMemory | NoAnswer],
+    stacks: Mapping[int, ThreadStack | NoAnswer],
+    busy: Mapping[int, Task],
+) -> dict[str, Any]:
+    rank, held = row.rank, memory.get(row.rank)
+    state = "dead" if row.dead else "busy" if row.serial else "idle"
+    doing = row.dead
+    if state == "busy":
+        task = busy.get(rank)
+        doing = line_of(stacks.get(rank)) or (task.describe() if task is not None else "")
+    return {
+        "rank": rank,
+        "pid": row.pid,
+        "device": row.device,
+        "state": state,
+        "generation": generation,
+        "memory": held.private if isinstance(held, ProcessMemory) else None,
+        "device_memory": held.reserved if isinstance(held, ProcessMemory) else None,
+        "doing": doing,
+    }

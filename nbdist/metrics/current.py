@@ -1,0 +1,64 @@
+"""The meter of training steps that this process has, if any, for those who must not load torch to ask.
+
+`nbdist.metrics.steps` puts it here. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from nbdist.metrics.node.sample import StepSample
+
+
+class StepMeter(Protocol):
+    """Measures steps; see `nbdist.metrics.steps.Meter`."""
+
+    def stop(self) -> None:
+        """Measure no longer."""
+
+    def sample(self) -> StepSample:
+        """The last steps."""
+
+    def lap(self) -> StepSample | None:
+        """The steps since the last lap, which ends now."""
+
+
+_meter: StepMeter | None = None
+_last_lap: StepSample | None = None
+
+
+def measures() -> bool:
+    """Whether the steps of this process are measured."""
+    return _meter is not None
+
+
+def set_meter(meter: StepMeter) -> None:
+    """From now on this one measures the steps of this process."""
+    global _meter
+    _meter = meter
+
+
+def stop() -> None:
+    """Measure no longer. In the thread that has called `nbdist.metrics.steps.start`."""
+    global _meter, _last_lap
+    if _meter is not None:
+        _meter.stop()
+    _meter = _last_lap = None
+
+
+def current_sample() -> StepSample | None:
+    """The last steps of this process, from any thread and at once; None if they are not measured."""
+    meter = _meter
+    return None if meter is None else meter.sample()
+
+
+def end_lap() -> None:
+    """A cell, or whatever else ran steps, has ended. In the thread that has called `nbdist.metrics.steps.start`."""
+    global _last_lap
+    if _meter is not None:
+        _last_lap = _meter.lap()
+
+
+def last_lap() -> StepSample | None:
+    """The steps of the last lap; None if they were not measured."""
+    return _last_lap

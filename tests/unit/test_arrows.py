@@ -1,0 +1,161 @@
+"""Who may import whom in nbdist, lazily and for types only included; and that a name stands on one door."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "nbdist"
+
+# A room is a folder of nbdist (`client.costs`) or a module at its top (`text`). What all rooms may import:
+SHARED = {"checks", "errors", "ranks", "text"}
+
+# What else each may import. Lower lines import from higher ones only.
+ALLOWED = {
+    "text": "",
+    "errors": "",
+    "checks": "",
+    "ranks": "",
+    "imports": "",
+    "processes": "",
+    "metrics.node": "",
+    "devices": "metrics.node",
+    "shells": "metrics.node",
+    "cuda_guard": "devices imports metrics.node shells",
+    "planning": "",
+    "plan": "planning",
+    "metrics.allocation": "metrics.node shells",
+    "metrics.compute": "metrics.node",
+    "metrics": "metrics.allocation metrics.compute metrics.node",
+    "wire": "metrics metrics.node",
+    "transfer": "metrics.node",
+    # training code
+    "train": "metrics.node plan",
+    "train.collective": "train",
+    "train.structure": "plan planning train train.collective",
+    "train.loop": "plan train train.collective train.structure",
+    "train.compare": "train train.collective train.loop train.structure",
+    "train.checkpoint": "train train.collective train.loop train.structure",
+    "train.data": "plan train train.collective",
+    "train.tracking": "train train.checkpoint train.collective",
+    "train.prepare": "plan planning train train.checkpoint train.collective train.data train.loop train.structure",
+    "train.estimate": "metrics.node plan planning train train.loop train.prepare",
+    # a rank, its node's agent, and the controller
+    "worker.lanes": "wire",
+    "worker.processes": "",
+    "worker.cell": "cuda_guard metrics.allocation metrics.node shells transfer wire worker.lanes",
+    "worker.groups": "imports wire worker.cell",
+    "worker.recovery": "train.structure wire worker.cell worker.groups",
+    "worker": "metrics metrics.node processes shells train.collective transfer wire "
+    "worker.cell worker.groups worker.lanes worker.processes worker.recovery",
+    "agent": "metrics.node processes wire worker worker.cell",  # a rank is forked from it
+    "controller": "processes wire",
+    # the notebook
+    "client.output": "shells wire",
+    "client.session": "client.output devices metrics.allocation metrics.node plan planning processes shells transfer "
+    "wire",
+    "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
+    "client": "client.costs client.session",
+    "panel": "client.costs client.session metrics.allocation metrics.node shells",
+    "client.magics": "client.costs client.output client.session cuda_guard metrics.allocation metrics.node panel plan "
+    "planning shells wire",
+    "launch": "client.session devices processes transfer wire worker.cell",
+    "launch.nodes": "client.output client.session launch processes shells transfer wire",
+    "launch.fork": "agent client.session controller cuda_guard launch processes shells transfer wire worker.cell "
+    "worker.groups worker.lanes worker.processes worker.recovery",  # it is all roles in one process
+    "launcher": "client.session cuda_guard launch launch.fork launch.nodes shells transfer",
+}
+
+# Arrows that run upward still, and should not.
+UPWARD = {
+    ("metrics.allocation", "metrics"),  # an experiment is measured by the meter
+    ("metrics.compute", "metrics"),  # steps are counted as a model is
+    ("train.checkpoint", "nbdist"),  # the version that a checkpoint names
+    ("worker", "nbdist"),
+    ("worker.cell", "worker.recovery"),  # a failure asks whether it is a stop between two steps
+    ("worker.recovery", "worker"),
+}
+
+# Names on several doors, which should be told apart.
+MODULES_ALIKE = {"cells", "processes", "questions", "template"}
+CLASSES_ALIKE = {"Part", "Place", "Plan", "Progress", "Rank", "Recovery", "Setting", "Task"}
+
+
+def modules() -> dict[str, Path]:
+    """Each module by its name without `nbdist.`; the package itself has none."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of nbdist that a file imports anywhere."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("nbdist.") in known else node.module for name in whole]
+        yield from (name.removeprefix("nbdist").lstrip(".") for name in names if name.split(".")[0] == "nbdist")
+
+
+def room_of(module: str, known: dict[str, Path]) -> str:
+    if module and known[module].name != "__init__.py" and "." in module:
+        module = module.rpartition(".")[0]
+    return module or "nbdist"
+
+
+def arrows() -> set[tuple[str, str]]:
+    known = modules()
+    imports = [(module, other) for module, path in known.items() for other in imported(path, known)]
+    pairs = {(room_of(module, known), room_of(other, known)) for module, other in imports}
+    return {(room, other) for room, other in pairs if room not in (other, "nbdist")}
+
+
+def allowed() -> set[tuple[str, str]]:
+    return {(room, other) for room, others in ALLOWED.items() for other in others.split()}
+
+
+def test_every_import_is_allowed() -> None:
+    lent = {(room, other) for room, other in arrows() if other in SHARED}
+    assert sorted(arrows() - lent - allowed() - UPWARD) == []
+
+
+def test_nothing_is_allowed_that_nobody_needs() -> None:
+    assert sorted((allowed() | UPWARD) - arrows()) == []
+
+
+def test_what_all_share_imports_nothing_else() -> None:
+    assert [(room, other) for room, other in sorted(arrows()) if room in SHARED and other not in SHARED] == []
+
+
+def test_what_is_allowed_has_no_circle() -> None:
+    graph = {room: set(others.split()) for room, others in ALLOWED.items()}
+    assert set(TopologicalSorter(graph).static_order()) == set(ALLOWED)
+
+
+def test_lower_lines_of_the_table_import_from_higher_ones() -> None:
+    place = {room: number for number, room in enumerate(ALLOWED)}
+    assert [(room, other) for room, other in allowed() if place[other] >= place[room]] == []
+
+
+def test_no_two_modules_have_the_same_name() -> None:
+    counts: defaultdict[str, int] = defaultdict(int)
+    for module, path in modules().items():
+        counts[module.rpartition(".")[2]] += path.name != "__init__.py"
+    assert {name for name, count in counts.items() if count > 1} <= MODULES_ALIKE
+
+
+def test_no_two_public_classes_have_the_same_name() -> None:
+    counts: defaultdict[str, int] = defaultdict(int)
+    for path in modules().values():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                counts[node.name] += 1
+    assert {name for name, count in counts.items() if count > 1} <= CLASSES_ALIKE

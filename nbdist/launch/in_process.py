@@ -9,7 +9,7 @@ from typing import Any
 
 from nbdist.client.session.session_plan import for_launch
 from nbdist.launch.request import Request
-from nbdist.train import current
+from nbdist.train import active_training
 from nbdist.worker.cell import launched
 
 
@@ -33,12 +33,12 @@ def launch(request: Request) -> list[Any]:
 @contextlib.contextmanager
 def _training_apart() -> Iterator[None]:
     """What the body prepares follows its own plan, not that of what the notebook has prepared before."""
-    before = current.training.replace(None) if current.training is not None else None
+    before = active_training.training.replace(None) if active_training.training is not None else None
     try:
         yield
     finally:
-        if current.training is not None and not current.training.is_begun():
-            current.training.replace(before)
+        if active_training.training is not None and not active_training.training.is_begun():
+            active_training.training.replace(before)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from nbdist.metrics.compute import loading, passes, peaks
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
 from nbdist.metrics.compute.live import Known, LiveCounts, Shape
 from nbdist.metrics.compute.passes import Fingerprint
-from nbdist.metrics.current import measures, set_meter
+from nbdist.metrics.node.active_meter import measures, set_meter
 from nbdist.metrics.node.sample import StepSample
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def _is_running(wanted: FrameType) -> bool:
 
 
 def start() -> None:
-    """Measure the steps of this process from now on, for `nbdist.metrics.current`. Again: nothing happens."""
+    """Measure the steps of this process from now on, for `nbdist.metrics.node.active_meter`. Again: nothing happens."""
     if not measures():
         meter = StepMeter()
         meter.start()

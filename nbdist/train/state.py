@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.metrics.node.host import trim_malloc
 from nbdist.plan import Plan
-from nbdist.train import current as holder
+from nbdist.train import active_training
 
 T = TypeVar("T")
 
@@ -286,4 +286,4 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-holder.training = holder.Training(after_cell, abandon_window, is_begun, replace, forget)
+active_training.training = active_training.Training(after_cell, abandon_window, is_begun, replace, forget)

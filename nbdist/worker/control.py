@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from nbdist.metrics import current
+from nbdist.metrics.node import active_meter
 from nbdist.wire.cells import Interrupt
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.knowing import GetLap, Lap
@@ -116,4 +116,4 @@ class ControlThread:
 
 def _lap(_: GetLap) -> Lap:
     """The training steps of what ran last here."""
-    return Lap(current.last_lap())
+    return Lap(active_meter.last_lap())

@@ -27,11 +27,11 @@ import zmq
 
 import nbdist
 from nbdist import shells, transfer
-from nbdist.metrics import current as measuring
 from nbdist.metrics.memory import MemoryMeter
+from nbdist.metrics.node import active_meter
 from nbdist.metrics.profile import profiled
 from nbdist.processes import adopt_orphans, die_with_parent, python_command
-from nbdist.train import current as training
+from nbdist.train import active_training
 from nbdist.train.collective import participants
 from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
 from nbdist.wire.frames import decode, encode
@@ -296,9 +296,9 @@ class Rank:
             if profiles:
                 reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
             self._recovery.end(task.serial, reply.failure, self._shell.caught)
-            measuring.end_lap()
-            if reply.failure is None and training.training is not None:  # the models that what ran has replaced
-                training.training.after_cell()  # can't wait for a larger collection
+            active_meter.end_lap()
+            if reply.failure is None and active_training.training is not None:  # the models that what ran has replaced
+                active_training.training.after_cell()  # can't wait for a larger collection
             self._put_in_order()
             if self._group.destroyed:
                 reply = msgspec.structs.replace(reply, grouped=False)

@@ -33,7 +33,7 @@ ALLOWED = {
     "wire": "metrics metrics.node",
     "transfer": "metrics.node",
     # training code
-    "train": "metrics.node plan",
+    "train": "metrics.node plan planning",
     "train.collective": "train",
     "train.structure": "plan planning train train.collective",
     "train.loop": "plan train train.collective train.structure",
@@ -42,27 +42,27 @@ ALLOWED = {
     "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
     "train.prepare": "plan planning train train.checkpoint train.collective train.data train.loop train.structure",
-    "train.estimate": "metrics.node plan planning train train.loop train.prepare",
+    "train.estimate": "metrics.node plan planning shells train train.loop train.prepare",
     # a rank, its node's agent, and the controller
     "worker.lanes": "wire",
     "worker.processes": "",
     "worker.cell": "cuda_guard metrics.allocation metrics.node shells transfer wire worker.lanes",
     "worker.groups": "imports wire worker.cell",
-    "worker.recovery": "train.structure wire worker.cell worker.groups",
-    "worker": "metrics metrics.node processes shells train.collective transfer wire "
+    "worker.recovery": "train train.structure wire worker.cell worker.groups",
+    "worker": "metrics metrics.node processes shells train train.collective transfer wire "
     "worker.cell worker.groups worker.lanes worker.processes worker.recovery",
     "agent": "metrics.node processes wire worker worker.cell",  # a rank is forked from it
     "controller": "processes wire",
     # the notebook
     "client.output": "shells wire",
-    "client.session": "client.output devices metrics.allocation metrics.node plan planning processes shells transfer "
-    "wire",
+    "client.session": "client.output devices metrics.allocation metrics.node plan planning processes shells train "
+    "transfer wire",
     "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
     "panel": "client.costs client.session metrics.allocation metrics.node shells",
     "client.magics": "client.costs client.output client.session cuda_guard metrics.allocation metrics.node panel plan "
-    "planning shells wire",
-    "launch": "client.session devices processes transfer wire worker.cell",
+    "planning shells train.estimate wire",
+    "launch": "client.session devices processes train transfer wire worker.cell",
     "launch.nodes": "client.output client.session launch processes shells transfer wire",
     "launch.fork": "agent client.session controller cuda_guard launch processes shells transfer wire worker.cell "
     "worker.groups worker.lanes worker.processes worker.recovery",  # it is all roles in one process

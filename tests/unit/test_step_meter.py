@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbdist.metrics import current, steps
+from nbdist.metrics import steps
 from nbdist.metrics.compute import loading
 from nbdist.metrics.compute.clock import DeviceClock
 from nbdist.metrics.flops import FlopCount
+from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.metrics.steps import StepMeter
 from tests.support.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
@@ -470,19 +471,19 @@ def test_a_sample_comes_at_once_from_another_thread_while_steps_run() -> None:
 
         def look() -> None:
             while not over.is_set():
-                found.append(current.current_sample())
+                found.append(active_meter.current_sample())
 
         thread = threading.Thread(target=look)
         thread.start()
         train(model, optimizer, *[(B, T)] * 20)
         over.set()
         thread.join()
-        last = current.current_sample()
+        last = active_meter.current_sample()
         assert last is not None and last.flops == gpt(B, T)
         assert len(found) > 20 and all(each is not None for each in found)
     finally:
-        current.stop()
-    assert current.current_sample() is None
+        active_meter.stop()
+    assert active_meter.current_sample() is None
 
 
 # --- clocks and peaks

@@ -15,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import NbdistError
-from nbdist.metrics import current
+from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.ranks import describe_ranks
 from nbdist.text import duration, flop_rate, percent, table
@@ -80,9 +80,10 @@ class CellSteps:
             return
 
         def switch(on: bool) -> None:  # inside, so that it travels by value and ranks need nothing of the client
-            from nbdist.metrics import current, steps
+            from nbdist.metrics import steps
+            from nbdist.metrics.node import active_meter
 
-            (steps.start if on else current.stop)()
+            (steps.start if on else active_meter.stop)()
 
         with contextlib.suppress(NbdistError):  # the cell itself will say what is wrong with them
             rank_set.set_up(switch, self.on, ranks=change)
@@ -113,13 +114,13 @@ class CellSteps:
 
             steps.start()
         elif not self.on:
-            current.stop()
+            active_meter.stop()
 
     def _after(self, result: object) -> None:
         if not self.on:
             return
-        current.end_lap()
-        lap = current.last_lap()
+        active_meter.end_lap()
+        lap = active_meter.last_lap()
         if self.shown and lap is not None and (line := render({HERE: lap})):
             print(line)
 

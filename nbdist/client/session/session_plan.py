@@ -9,8 +9,8 @@ import msgspec
 
 from nbdist.errors import UsageError
 from nbdist.plan import PLAN_VARIABLE, Plan
-from nbdist.planning.follow import follow
 from nbdist.planning.variables import NAMES
+from nbdist.train.follow import follow
 from nbdist.wire.life import RankInfo, StartOptions
 
 _kept: Plan | None = None  # what was typed, for the sessions that are yet to start

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist.metrics import current
-from nbdist.metrics.node import host
+from nbdist.metrics.node import active_meter, host
 from nbdist.metrics.node.sample import RankSample
 
 
@@ -32,7 +31,7 @@ def look_at_host(rank: int, inherited: int = 0) -> RankSample:
     """This process now, without its GPU. The arguments are those of `look`."""
     private = max(0, host.anonymous_memory() - inherited)
     return RankSample(
-        rank=rank, node=socket.gethostname(), pid=os.getpid(), private=private, step=current.current_sample()
+        rank=rank, node=socket.gethostname(), pid=os.getpid(), private=private, step=active_meter.current_sample()
     )
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
-from nbdist.train import current
+from nbdist.train import active_training
 from nbdist.train.structure.unexchanged import drop_unexchanged, parameter_groups
 
 
@@ -138,8 +138,8 @@ def reset_models(*, keep_buckets: bool = False, moved: Callable[[Any], bool] = l
     models = _reset_each(replicated, reset_ddp, notes) + _reset_each(_fsdp_roots(blocks), _reset_fsdp, notes)
     gradients |= _drop_gradients(_parameters(blocks, ()))  # after: now they have their sharded parameters again
     _reset_each(_of(found, scaler), _reset_scaler, notes)
-    if current.training is not None:
-        current.training.abandon_window()  # the micro-batches gathered before are lost, with their gradients
+    if active_training.training is not None:
+        active_training.training.abandon_window()  # the micro-batches gathered before are lost, with their gradients
     for kind, advice in zip(hopeless, _HOPELESS.values(), strict=True):
         if _of(found, kind):
             notes.append(advice)

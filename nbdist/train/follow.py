@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from nbdist.planning.variables import NAMES
-from nbdist.train import current
+from nbdist.train import active_training
 
 
 def follow(environment: Mapping[str, str]) -> None:
@@ -18,6 +18,6 @@ def follow(environment: Mapping[str, str]) -> None:
     for name in NAMES:
         os.environ.pop(name, None)
     os.environ.update(environment)
-    training = current.training
+    training = active_training.training
     if training is not None and not training.is_begun():
         training.forget()  # the next one begins with this plan

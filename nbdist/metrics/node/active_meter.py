@@ -10,8 +10,8 @@ from typing import Protocol
 from nbdist.metrics.node.sample import StepSample
 
 
-class StepMeter(Protocol):
-    """Measures steps; see `nbdist.metrics.steps.Meter`."""
+class ActiveMeter(Protocol):
+    """Measures steps; see `nbdist.metrics.steps.StepMeter`."""
 
     def stop(self) -> None:
         """Measure no longer."""
@@ -23,7 +23,7 @@ class StepMeter(Protocol):
         """The steps since the last lap, which ends now."""
 
 
-_meter: StepMeter | None = None
+_meter: ActiveMeter | None = None
 _last_lap: StepSample | None = None
 
 
@@ -32,7 +32,7 @@ def measures() -> bool:
     return _meter is not None
 
 
-def set_meter(meter: StepMeter) -> None:
+def set_meter(meter: ActiveMeter) -> None:
     """From now on this one measures the steps of this process."""
     global _meter
     _meter = meter

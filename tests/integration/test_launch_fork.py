@@ -360,9 +360,9 @@ dist.barrier()
     assert ended.evalue == "ranks 0-1 interrupted; they have ended"
 
 
-def test_a_function_that_catches_the_interrupt_has_the_time_to_save(kernel: Kernel) -> None:
-    running = kernel.start(
-        fork("""
+@pytest.mark.parametrize("way", ["warm", "fork"])
+def test_a_function_that_catches_the_interrupt_has_the_time_to_save(kernel: Kernel, way: str) -> None:
+    body = """
 try:
     print("up")
     time.sleep(60)
@@ -370,8 +370,8 @@ except KeyboardInterrupt:
     time.sleep(2)  # it takes longer than what is stuck is given
     print("saved")
     raise
-""")
-    )
+"""
+    running = kernel.start(fork(body, f"num_processes=2, start_method={way!r}"))
     running.wait_until(lambda outcome: output(outcome.stdout) == both("up"))
     kernel.interrupt()
     ended = running.finish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from nbdist.agent.fork_channel import ForkChannel
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
@@ -74,9 +76,10 @@ def _remove(leftovers: list[str]) -> None:
 
 @dataclass
 class _Set:
-    """The processes of one epoch."""
+    """The processes of one epoch. `source` is what forks them: the template's channel, or one to the notebook."""
 
     spawn: Spawn
+    source: ForkChannel
     listener: socket.socket | None = None
     store_port: int = 0
     pids: dict[int, int] = field(default_factory=dict)  # pid -> rank
@@ -101,6 +104,7 @@ class Agent:
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
         self._set: _Set | None = None
+        self._watched: dict[ForkChannel, int] = {}  # what forks, and its descriptor among those that are polled
         self._notes: list[str] = []
         self._report_at = 0.0
 
@@ -109,16 +113,8 @@ class Agent:
         poller = zmq.Poller()
         for source in (self._control, self._controller, self._pipes, self._sampler.wake):
             poller.register(source, zmq.POLLIN)
-        watched: WarmTemplate | None = None
-        watched_descriptor = -1
         while True:
-            if watched is not self._template:
-                if watched is not None:
-                    poller.unregister(watched_descriptor)
-                watched = self._template
-                if watched is not None:
-                    watched_descriptor = watched.channel.fileno()
-                    poller.register(watched_descriptor, zmq.POLLIN)
+            self._watch_sources(poller)
             ready = dict(poller.poll(self._patience()))
             if self._controller in ready:
                 self._end(remove=True)
@@ -128,13 +124,30 @@ class Agent:
                 return
             if outputs := [encode(output) for output in self._pipes.read() if output.rank != _STORE]:
                 self._output.send_multipart(outputs)
-            if watched is not None and watched is self._template and watched_descriptor in ready:
-                self._handle_template(watched)
+            for forks in self._sources():
+                if self._watched.get(forks) in ready:
+                    self._handle_source(forks)
             if self._sampler.wake in ready:
                 for node in self._sampler.take():
                     self._say(Look(node))
             self._kill_overdue()
             self._report_progress()
+
+    def _sources(self) -> list[ForkChannel]:
+        """What forks for us: the template, and who has forked the present set."""
+        found = [self._template.channel] if self._template is not None else []
+        if self._set is not None and self._set.source.is_open and self._set.source not in found:
+            found.append(self._set.source)
+        return found
+
+    def _watch_sources(self, poller: zmq.Poller) -> None:
+        """Listen to those that there are now, and to no others."""
+        sources = self._sources()
+        for gone in self._watched.keys() - sources:
+            poller.unregister(self._watched.pop(gone))
+        for new in [source for source in sources if source not in self._watched]:
+            self._watched[new] = new.fileno()
+            poller.register(self._watched[new], zmq.POLLIN)
 
     def _patience(self) -> int | None:
         """Milliseconds until something is due."""
@@ -179,26 +192,43 @@ class Agent:
             self._sampler.watch(message.period)
 
     def _spawn(self, message: Spawn) -> None:
-        self._set = _Set(message)
         self._notes = []
+        if message.options.fork_address:
+            self._spawn_from_notebook(message)
+            return
+        template = self._usable_template(message.options)
+        template.hurry()
+        self._set = _Set(message, template.channel)
+        if template.ready:
+            self._fork_all(self._set)
+        else:
+            self._say(Progress("import", template.progress() or "importing torch"))
+            self._report_at = time.monotonic() + _REPORT_PERIOD
+
+    def _spawn_from_notebook(self, message: Spawn) -> None:
+        """The notebook forks what is asked for, and neither needs nor wants the template."""
+        try:
+            self._set = _Set(message, ForkChannel.to(message.options.fork_address))
+        except OSError as error:  # it has given up meanwhile
+            self._say(SpawnFailed(message.epoch, f"the notebook can't be asked to fork: {error}"))
+            return
+        self._fork_all(self._set)
+
+    def _usable_template(self, options: StartOptions) -> WarmTemplate:
+        """The template, another one if that is stale."""
         if self._template is not None:
             # Ranks with a Python of their own import everything anew.
-            reasons = [] if message.options.fresh else self._template.stale(message.options)
+            reasons = [] if options.fresh else self._template.stale(options)
             if reasons:
                 self._notes.append(f"cold start: {'; '.join(reasons)}")
                 self._template.end()
                 self._template = None
         if self._template is None:
-            path = message.options.search_path()
+            path = options.search_path()
             # Python's own path unless the notebook means another torch: its folders may hold a `random.py`.
             other = find_torch(path) != find_torch(sys.path)
-            self._template = WarmTemplate(message.options.environment, path if other else [])
-        self._template.hurry()
-        if self._template.ready:
-            self._fork_all(self._template, self._set)
-        else:
-            self._say(Progress("import", self._template.progress() or "importing torch"))
-            self._report_at = time.monotonic() + _REPORT_PERIOD
+            self._template = WarmTemplate(options.environment, path if other else [])
+        return self._template
 
     def _imports_for(self) -> WarmTemplate | None:
         """The template, while a set waits for it."""
@@ -224,27 +254,23 @@ class Agent:
 
     def _kill_overdue(self) -> None:
         group = self._set
-        if group is None or group.kill_at is None or time.monotonic() < group.kill_at or self._template is None:
+        if group is None or group.kill_at is None or time.monotonic() < group.kill_at:
             return
         group.kill_at = None
-        self._template.kill(group.pids)
+        group.source.kill(group.pids)
 
-    # --- what the template says
+    # --- what those say who fork
 
-    def _handle_template(self, template: WarmTemplate) -> None:
-        answer, pidfd = template.receive()
+    def _handle_source(self, source: ForkChannel) -> None:
+        answer, pidfd = source.receive()
         if pidfd is not None:
             os.close(pidfd)
         if answer is None:
-            self._template_died(template)
+            self._source_ended(source)
         elif isinstance(answer, Imported):
-            template.ready, template.origin = True, answer.origin
-            if self._set is not None and not self._set.forked and not self._set.ending:
-                self._fork_all(template, self._set)
+            self._template_ready(answer.origin)
         elif isinstance(answer, ImportFailed):
-            template.reap()
-            self._template = None
-            self._spawn_failed(answer.text)
+            self._template_failed(answer.text)
         elif isinstance(answer, Forked):
             self._forked(_STORE if answer.rank is None else answer.rank, answer.pid)
         elif isinstance(answer, ForkFailed):
@@ -254,19 +280,39 @@ class Agent:
         else:
             self._exited(answer.pid, answer.code)
 
-    def _template_died(self, template: WarmTemplate) -> None:
-        """Its ranks die with it, by their death signal, and come to us as orphans."""
-        self._template = None
-        code = template.reap()
-        group = self._set
-        if group is None:
-            return
-        cause = (
-            f"the template (pid {template.pid}), the process that ranks are forked from, ended: {describe_exit(code)}"
-        )
-        codes = {pid: reap_group(pid) for pid in group.pids}
-        for pid, rank_code in codes.items():
-            self._exited(pid, rank_code, cause)
+    def _template_ready(self, origin: str) -> None:
+        assert self._template is not None
+        self._template.ready, self._template.origin = True, origin
+        if self._imports_for() is not None and self._set is not None:
+            self._fork_all(self._set)
+
+    def _template_failed(self, text: str) -> None:
+        assert self._template is not None
+        failed, self._template = self._template, None
+        failed.reap()
+        if self._set is not None and self._set.source is failed.channel:
+            self._spawn_failed(text)
+
+    def _source_ended(self, source: ForkChannel) -> None:
+        """Its ranks die with it, by their death signal. Those of the template come to us, as orphans."""
+        group = self._set if self._set is not None and self._set.source is source else None
+        pids = list(group.pids) if group is not None else []
+        if self._template is not None and self._template.channel is source:
+            template, self._template = self._template, None
+            what = f"the template (pid {template.pid}), the process that ranks are forked from,"
+            cause = f"{what} ended: {describe_exit(template.reap())}"
+            codes = {pid: reap_group(pid) for pid in pids}
+        else:
+            cause = "the notebook, which ranks are forked from, has let go of them"
+            codes = dict.fromkeys(pids, -signal.SIGKILL)
+            source.close()
+        if group is not None:
+            self._lost(group, codes, cause)
+
+    def _lost(self, group: _Set, codes: dict[int, int], cause: str) -> None:
+        """All processes of a set have ended with what they were forked from."""
+        for pid, code in codes.items():
+            self._exited(pid, code, cause)
         group.expected = 0
         self._end_orphans()
         if not group.complete:
@@ -275,31 +321,31 @@ class Agent:
 
     # --- bringing up a set
 
-    def _fork_all(self, template: WarmTemplate, group: _Set) -> None:
+    def _fork_all(self, group: _Set) -> None:
         group.forked = True
         group.unasked.extend(group.spawn.options.ranks)
         try:
-            self._fork_store(template, group)
-            self._fork_more(template, group)
+            self._fork_store(group)
+            self._fork_more(group)
         except OSError as error:
             self._refused(error, group.spawn.options)
 
-    def _fork_more(self, template: WarmTemplate, group: _Set) -> None:
-        """Ask for ranks, not all at once: a template whose answers nobody reads would read no requests either."""
+    def _fork_more(self, group: _Set) -> None:
+        """Ask for ranks, not all at once: who forks, and whose answers nobody reads, would read no requests either."""
         while group.unasked and group.expected - len(group.pids) < _FORKS_AT_ONCE:
-            self._fork_rank(template, group, group.unasked.popleft())
+            self._fork_rank(group, group.unasked.popleft())
 
-    def _fork_store(self, template: WarmTemplate, group: _Set) -> None:
+    def _fork_store(self, group: _Set) -> None:
         # Listening before anybody forks: ranks may connect before the store has come up.
         listener = socket.create_server(("127.0.0.1", group.spawn.options.port), backlog=4096)
         group.listener, group.store_port = listener, listener.getsockname()[1]
         read, write = os.pipe2(os.O_CLOEXEC)
         self._pipes.add(_STORE, STDERR, read)
-        template.fork(None, [listener.fileno(), write])
+        group.source.fork(None, [listener.fileno(), write])
         os.close(write)
         group.expected += 1
 
-    def _fork_rank(self, template: WarmTemplate, group: _Set, rank: int) -> None:
+    def _fork_rank(self, group: _Set, rank: int) -> None:
         setup = self._rank_setup(group, rank)
         writers = []
         for stream in (STDOUT, STDERR):
@@ -310,7 +356,7 @@ class Agent:
         try:
             os.write(memory, encode(setup))
             os.lseek(memory, 0, os.SEEK_SET)
-            template.fork(rank, [*writers, memory], fresh=setup.options.fresh)
+            group.source.fork(rank, [*writers, memory], fresh=setup.options.fresh)
             group.expected += 1
         finally:
             for descriptor in (*writers, memory):
@@ -354,19 +400,18 @@ class Agent:
         group = self._set
         assert group is not None
         group.pids[pid] = rank
-        if group.ending and self._template is not None:
-            self._template.kill([pid])
+        if group.ending:
+            group.source.kill([pid])
             return
         if rank == _STORE:
             if group.listener is not None:
                 group.listener.close()
         else:
             self._say(Spawned(group.spawn.epoch, rank, pid))
-        if self._template is not None:
-            try:
-                self._fork_more(self._template, group)
-            except OSError as error:
-                self._refused(error, group.spawn.options)
+        try:
+            self._fork_more(group)
+        except OSError as error:
+            self._refused(error, group.spawn.options)
         if len(group.pids) == group.spawn.options.count + 1:
             group.complete = True
             self._say(Spawning(group.spawn.epoch, self._notes))
@@ -403,13 +448,15 @@ class Agent:
 
     def _check_gone(self) -> None:
         group = self._set
-        if group is not None and group.ending and list(group.pids.values()) == [_STORE] and self._template is not None:
-            self._template.kill(group.pids)  # the ranks no longer need it
+        if group is not None and group.ending and list(group.pids.values()) == [_STORE]:
+            group.source.kill(group.pids)  # the ranks no longer need it
         if group is None or not group.ending or group.expected:
             return
         if group.listener is not None:
             group.listener.close()
         self._set = None
+        if group.source not in self._sources():
+            group.source.close()
         self._end_orphans()
         self._output.send(encode(Gone(group.spawn.epoch)))
 

@@ -1,4 +1,4 @@
-"""The warm template at work: ranks are forked from it.
+"""The warm template at work: ranks are forked from it. The notebook does the same where it forks ranks itself.
 
 Owns the ranks' and the store's processes: it is their parent, reaps them and ends what is left of their process groups.
 Each child becomes what `nbdist.worker.rank` says.
@@ -31,16 +31,28 @@ class Template:
     def serve(self, origin: str) -> None:
         """Serve until the agent has gone. `origin`: the file that torch came from."""
         self._channel.send(encode(Imported(origin)))
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is not self._channel:
-                    self._reap(int(key.data))
-                elif not self._handle_request():
-                    self._end_children()
-                    return
+        self.fork_on_request()
+
+    def fork_on_request(self) -> None:
+        """Do what the agent asks for; return when it has gone, and no child is left."""
+        try:
+            while self._serve_once():
+                pass
+        finally:
+            self._end_children()
+
+    def _serve_once(self) -> bool:
+        """Wait for what comes and see to it. False: the agent has gone."""
+        for key, _ in self._selector.select():
+            if key.fileobj is not self._channel:
+                self._reap(int(key.data))
+            elif not self._handle_request():
+                return False
+        return True
 
     def _handle_request(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 4)
+        # Not for programs that another thread of this process starts.
+        data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
         request = decode_request(data)
@@ -58,6 +70,18 @@ class Template:
         return True
 
     def _fork(self, request: Fork, descriptors: list[int]) -> None:
+        pid = self.make_child(request, descriptors)
+        pidfd = os.pidfd_open(pid)
+        self._children[pid] = pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, pid)
+        socket.send_fds(self._channel, [encode(Forked(request.rank, pid))], [pidfd])
+
+    def make_child(self, request: Fork, descriptors: list[int]) -> int:
+        """Fork a process that becomes what is asked for.
+
+        Returns:
+            Its process id.
+        """
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise RuntimeError(f"the template has {threads} threads; a fork would not take them along")
@@ -65,18 +89,19 @@ class Template:
         pid = os.fork()
         if pid == 0:
             self._run_child(parent, request, descriptors)
-        pidfd = os.pidfd_open(pid)
-        self._children[pid] = pidfd
-        self._selector.register(pidfd, selectors.EVENT_READ, pid)
-        socket.send_fds(self._channel, [encode(Forked(request.rank, pid))], [pidfd])
+        return pid
+
+    def let_go(self) -> None:
+        """In a child: close what is the parent's."""
+        self._channel.close()
+        self._selector.close()
+        for pidfd in self._children.values():
+            os.close(pidfd)
 
     def _run_child(self, parent: int, request: Fork, descriptors: list[int]) -> None:
         code = 1
         try:
-            self._channel.close()
-            self._selector.close()
-            for pidfd in self._children.values():
-                os.close(pidfd)
+            self.let_go()
             if request.rank is None:
                 rank.become_store(parent, *descriptors)
             elif request.fresh:

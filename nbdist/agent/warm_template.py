@@ -1,4 +1,4 @@
-"""The agent's hold on its warm template: starting it, asking it to fork, and knowing when it has become stale."""
+"""The agent's hold on its warm template: starting it, and knowing when it has become stale."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbdist.agent.fork_channel import ForkChannel
 from nbdist.processes import python_command
 
 if TYPE_CHECKING:
     from nbdist.wire.life import StartOptions
-    from nbdist.wire.template import Report
 
 # Variables that are read when a library is imported, so that a template made before can't follow a change.
 _LATCHED_PREFIXES = (
@@ -49,7 +49,6 @@ _READ_LATER_PREFIXES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCHELASTIC_")
 _PACKAGES = ("torch", "numpy", "ipython", "nbdist")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LOW_PRIORITY = 10
-_KILLS_AT_ONCE = 2_000  # in one request, so that a set's many ranks don't fill the channel
 _ROUND = 10  # seconds to which the time is rounded that an import has taken so far
 
 
@@ -70,7 +69,8 @@ class WarmTemplate:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = ForkChannel(ours)
         command = python_command("nbdist.agent.template", str(theirs.fileno()), *self.sys_path)
         with theirs:
             self._process = subprocess.Popen(
@@ -116,39 +116,6 @@ class WarmTemplate:
         if self.origin and found and found != self.origin:
             reasons.append(f"sys.path leads to another torch ({found})")
         return reasons
-
-    def fork(self, rank: int | None, descriptors: list[int], *, fresh: bool = False) -> None:
-        """Ask for a child; the answer comes by the channel.
-
-        Args:
-            rank: Which; None: the store.
-            descriptors: What the child needs.
-            fresh: Whether it starts as a new Python, in the environment of the ranks.
-        """
-        from nbdist.wire.template import Fork, encode
-
-        socket.send_fds(self.channel, [encode(Fork(rank, fresh))], descriptors)
-
-    def kill(self, pids: Iterable[int]) -> None:
-        """End children and their process groups."""
-        from nbdist.wire.template import EndChildren, encode
-
-        left = list(pids)
-        while left:
-            self.channel.send(encode(EndChildren(left[:_KILLS_AT_ONCE])))
-            left = left[_KILLS_AT_ONCE:]
-
-    def receive(self) -> tuple[Report | None, int | None]:
-        """The next report, and the pidfd that came with it. None: the template has gone."""
-        from nbdist.wire.template import decode_report
-
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
-        except ConnectionResetError:
-            return None, None
-        if not data:
-            return None, None
-        return decode_report(data), descriptors[0] if descriptors else None
 
     def end(self) -> None:
         """End it and its children."""

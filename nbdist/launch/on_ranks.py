@@ -1,4 +1,4 @@
-"""A launch on ranks of its own that come from a template, or are Pythons of their own (`spawn`).
+"""A launch on ranks of its own: from a template, Pythons of their own (`spawn`), or forked from the notebook (`fork`).
 
 They take work as a session's ranks do, so output, errors, interrupts and freed collectives are the same.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -24,84 +24,76 @@ from nbdist.errors import RankError, RankTimeout, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
 from nbdist.text import counted
-from nbdist.wire.cells import Reply
-from nbdist.wire.life import Place, RankInfo, StartOptions
+from nbdist.wire.life import Place, StartOptions
 
 _COLLECTIVE_GRACE = 0.5  # seconds that ranks may wait in a collective for one that has raised
 _FAILED_GRACE = 0.5  # seconds that ranks have to end when another has failed
 _DEATH_GRACE = 0.1  # ... when it has died: its error is to be seen within half a second
 
 
-class Crew(Protocol):
-    """Ranks that live for one launch.
-
-    Attributes:
-        ranks: What each rank is.
-    """
-
-    ranks: list[RankInfo]
-
-    def close(self, grace: float = 1.0) -> None:
-        """End them, after `grace` seconds by force. Ctrl-C comes when that is done."""
-
-    def collect(self, task: Task, read: Callable[[Reply], Any]) -> list[Any]:
-        """The values that they have sent, in the order of the ranks, as `read` finds them in the replies."""
-
-
-def launch(request: Request, packed: transfer.Packed) -> list[Any]:
+def launch(
+    request: Request,
+    packed: transfer.Packed | None,
+    rank_set: RankSet | None = None,
+    place: Place | None = None,
+    fork_address: str = "",
+) -> list[Any]:
     """Run the function on ranks of its own.
 
     Args:
         request: What to launch.
-        packed: The function and its arguments, from `pack`.
+        packed: The function and its arguments, from `pack`; None: the ranks have it already.
+        rank_set: The set of ranks to start; None: one of their own.
+        place: Which start this is, where there may be several.
+        fork_address: Where somebody listens who forks the ranks; "": they come from the template.
 
     Raises:
         LaunchError: A rank failed.
         KeyboardInterrupt: The user interrupted.
         UsageError: The port that was named is taken.
     """
-    rank_set = RankSet()
+    rank_set = rank_set or RankSet()
     with closing(rank_set):
-        start(rank_set, request)
+        start(rank_set, request, place, fork_address)
         announce(rank_set, request)
         task = submit(rank_set, request, packed)
         return conclude(rank_set, task, request)
 
 
 @contextlib.contextmanager
-def closing(crew: Crew) -> Iterator[None]:
+def closing(rank_set: RankSet) -> Iterator[None]:
     """End the ranks after the body. Another Ctrl-C meanwhile adds nothing to an interrupt or error under way."""
     try:
         yield
     except BaseException:
-        _end(crew, 1.0)
+        _end(rank_set, 1.0)
         raise
-    crew.close()
+    rank_set.close()
 
 
-def _end(crew: Crew, grace: float) -> None:
+def _end(rank_set: RankSet, grace: float) -> None:
     with contextlib.suppress(KeyboardInterrupt):
-        crew.close(grace)
+        rank_set.close(grace)
 
 
-def announce(crew: Crew, request: Request) -> None:
+def announce(rank_set: RankSet, request: Request) -> None:
     """Say what is about to run."""
-    count, cpu = len(crew.ranks), all(info.device == "cpu" for info in crew.ranks)
+    count, cpu = len(rank_set.ranks), all(info.device == "cpu" for info in rank_set.ranks)
     print(f"Launching {request.name} on {counted(count, 'CPU rank' if cpu else 'GPU rank')}.", flush=True)
 
 
-def conclude(crew: Crew, task: Task, request: Request) -> list[Any]:
+def conclude(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
     """Wait for the end of the launch and take its values. Ranks that have failed are ended."""
     try:
         task.wait(request.timeout)
     except RankTimeout:
-        _end(crew, _FAILED_GRACE)
+        _end(rank_set, _FAILED_GRACE)
         raise
     except RankError as error:
         died = any(failure.kind == "died" for failure in error.failures.values())
-        _end(crew, _DEATH_GRACE if died else _FAILED_GRACE)
-        raise launch_error(error, request.name, crew.ranks[0].rank) from None
-    return values(crew, task, request)
+        _end(rank_set, _DEATH_GRACE if died else _FAILED_GRACE)
+        raise launch_error(error, request.name, rank_set.ranks[0].rank) from None
+    return values(rank_set, task, request)
 
 
 def pack(request: Request) -> transfer.Packed:
@@ -113,7 +105,7 @@ def pack(request: Request) -> transfer.Packed:
     return calls.pack(request.function, request.args, {}, name=request.name, cuda=False)
 
 
-def start(rank_set: RankSet, request: Request, place: Place | None = None) -> None:
+def start(rank_set: RankSet, request: Request, place: Place | None = None, fork_address: str = "") -> None:
     """Bring up the ranks of this node.
 
     Raises:
@@ -123,13 +115,13 @@ def start(rank_set: RankSet, request: Request, place: Place | None = None) -> No
     own_store = place is None or not place.master_addr
     port = _port(request) if own_store else 0
     try:
-        rank_set.start(options(request, place, port), _progress)
+        rank_set.start(options(request, place, port, fork_address), _progress)
     except PortTaken as error:
         if not port:
             raise
         if port != DEFAULT_PORT:
             raise UsageError(f"use_port: {error}") from None
-        rank_set.start(options(request, place, 0), _progress)
+        rank_set.start(options(request, place, 0, fork_address), _progress)
 
 
 def _port(request: Request) -> int:
@@ -143,16 +135,16 @@ def _port(request: Request) -> int:
     return request.port
 
 
-def submit(rank_set: RankSet, request: Request, packed: transfer.Packed) -> Task:
+def submit(rank_set: RankSet, request: Request, packed: transfer.Packed | None) -> Task:
     """Let the ranks call the function."""
-    payload = msgspec.msgpack.encode(packed.parcel)
+    payload = msgspec.msgpack.encode(packed.parcel) if packed is not None else b""
     options = CellOptions(grace=_COLLECTIVE_GRACE, show=True)
     return rank_set.submit("launch", request.name, None, options, payload)
 
 
-def values(crew: Crew, task: Task, request: Request) -> list[Any]:
+def values(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
     """What the function returned, by rank; what can't come back is said, and None stands for it."""
-    found = crew.collect(task, calls.value_or_reason)
+    found = rank_set.collect(task, calls.value_or_reason)
     for value in found:
         if isinstance(value, transfer.Unsent):
             print(f"nbdist: {value.why}; None stands for it in the results", flush=True)
@@ -166,8 +158,15 @@ def _progress(line: StartLine) -> None:
         print(f"nbdist: {line}", flush=True)
 
 
-def options(request: Request, place: Place | None = None, port: int = 0) -> StartOptions:
-    """What to start for a request: of this node if `place` is given; the store listens at `port`, 0: anywhere."""
+def options(request: Request, place: Place | None = None, port: int = 0, fork_address: str = "") -> StartOptions:
+    """What to start for a request.
+
+    Args:
+        request: What was asked for.
+        place: Where the ranks of this node stand among those of others, and in the order of starts.
+        port: Where the store listens; 0: anywhere.
+        fork_address: Where the notebook listens that forks them.
+    """
     gpus = [] if request.cpu else request.gpus
     found = Arguments(gpus, None, False, None).options(request.count)
     environment = {**found.environment, **request.environment}
@@ -177,6 +176,8 @@ def options(request: Request, place: Place | None = None, port: int = 0) -> Star
         environment["ACCELERATE_USE_CPU"] = "true" if request.cpu else environment.get("ACCELERATE_USE_CPU", "true")
     if gpus is not None and not found.gpus:  # none were asked for: those that are there are hidden
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    if fork_address:  # a pool of threads does not survive a fork, and torch would wait for it
+        environment["OMP_NUM_THREADS"] = "1"
     return msgspec.structs.replace(
         found,
         environment=environment,
@@ -184,4 +185,5 @@ def options(request: Request, place: Place | None = None, port: int = 0) -> Star
         place=place,
         fresh=request.start_method == "spawn",
         all_results=request.all_results,
+        fork_address=fork_address,
     )

@@ -48,6 +48,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     fresh: each rank is a Python of its own, not forked from the template.
     port: where the rendezvous store listens; 0: anywhere. place: of these ranks among those of other nodes.
     all_results: whether what a launched function returned comes back from all ranks, or from rank 0 only.
+    fork_address: where the notebook listens that forks the ranks itself (a path of a Unix socket); "": it does not.
     """
 
     count: Count
@@ -67,6 +68,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     port: int = 0
     place: Place | None = None
     all_results: bool = True
+    fork_address: str = ""
 
     def __post_init__(self) -> None:
         for name in ("environment", "cwd", "sys_path", "argv"):

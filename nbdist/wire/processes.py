@@ -52,7 +52,7 @@ class Quit(Message, frozen=True):
 
 
 class Spawn(Message, frozen=True):
-    """Fork a store and ranks from the template."""
+    """Fork a store and ranks."""
 
     epoch: int
     options: StartOptions

@@ -1,5 +1,6 @@
 """What goes between the agent and its warm template, by a socket of their own that carries descriptors too.
 
+A notebook that forks ranks itself speaks the same, in the template's place.
 Not imported before torch by the template, nor by the agent before the template has started.
 """
 

@@ -63,7 +63,7 @@ _AROUND = "This failed in nbdist's own work around the cell, {}; the rank and it
 
 
 def _enter(parent: int) -> None:
-    """What a process does first that the template has just forked. `parent`: the template's process id."""
+    """What a process does first that has just been forked. `parent`: the process that did it."""
     os.setsid()
     die_with_parent(parent)
     adopt_orphans()  # what its children leave behind stays below it, and so is found when it dies
@@ -104,7 +104,7 @@ def become_store(parent: int, listener: int, stderr: int) -> None:
     """Serve the rendezvous store.
 
     Args:
-        parent: The template's process id.
+        parent: The process id of the template, or of the notebook.
         listener: The descriptor of its listening socket.
         stderr: Where it prints.
     """
@@ -117,14 +117,17 @@ def become_store(parent: int, listener: int, stderr: int) -> None:
     del store
 
 
-def become_rank(parent: int, stdout: int, stderr: int, setup_file: int) -> None:
+def become_rank(
+    parent: int, stdout: int, stderr: int, setup_file: int, *, function: Callable[[], Any] | None = None
+) -> None:
     """Be a rank; returns when its work is done.
 
     Args:
-        parent: The template's process id.
+        parent: The process id of the template, or of the notebook.
         stdout: A descriptor.
         stderr: A descriptor.
         setup_file: The descriptor of a file that holds its RankSetup.
+        function: What a launch calls that sends none: a rank that was forked from the notebook has it already.
     """
     shells.become_rank()
     _enter(parent)
@@ -137,7 +140,7 @@ def become_rank(parent: int, stdout: int, stderr: int, setup_file: int) -> None:
     _take_on(setup)
     streams.redirect_python()
     faulthandler.enable(file=2)
-    Rank(setup).run()
+    Rank(setup, function).run()
 
 
 def _take_on(setup: RankSetup) -> None:
@@ -180,10 +183,11 @@ def _keep_sockets_in(folder: str) -> None:
 
 
 class Rank:
-    """One rank at work."""
+    """One rank at work. `function`: what a launch calls that sends none."""
 
-    def __init__(self, setup: RankSetup) -> None:
+    def __init__(self, setup: RankSetup, function: Callable[[], Any] | None = None) -> None:
         self._setup = setup
+        self._function = function
         self._pid = os.getpid()
         self._streams = streams.StandardStreams()
         self._orphans = Orphans()
@@ -347,7 +351,8 @@ class Rank:
     def _guarded(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
         """Run the work so that whatever it raises, an interrupt at its very end too, becomes its reply."""
         try:
-            with self._control.gate.open(task.serial):
+            # A launched function that catches the interrupt may save what it has; the next one ends it.
+            with self._control.gate.open(task.serial, once=task.kind == "launch"):
                 reply = work(task)
             failure = self._shell.failure  # what IPython has shown instead of raising it
             if failure is not None and reply.status == "ok":
@@ -379,8 +384,11 @@ class Rank:
         return self._with_value(task, function(*arguments, **keywords), "the return value")
 
     def _launch(self, task: Execute) -> Reply:
-        function, arguments, keywords = self._unpack_call(task)
-        value = launched.call(function, *arguments, **keywords)
+        if self._function is not None:
+            value = launched.call(self._function)
+        else:
+            function, arguments, keywords = self._unpack_call(task)
+            value = launched.call(function, *arguments, **keywords)
         return self._with_parcel(task, launched.pack(value, self._setup))
 
     def _unpack_call(self, task: Execute) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -73,6 +73,27 @@ def test_a_queue_of_the_notebook_is_shared_by_all_ranks(kernel: Kernel) -> None:
     kernel.ok("queue.close(); queue.join_thread()")
 
 
+def test_what_belongs_to_the_thread_of_the_cell_is_there(kernel: Kernel) -> None:
+    kernel.ok("import torch\nown = threading.local()\nown.value = 7\nbefore = torch.set_grad_enabled(False)")
+    kernel.ok(fork("return own.value, torch.is_grad_enabled()"))
+    kernel.ok("torch.set_grad_enabled(True)")
+    assert kernel.value("result") == [(7, False), (7, False)]
+
+
+def test_names_of_the_rank_s_shell_hide_none_of_the_notebook_s(kernel: Kernel) -> None:
+    kernel.ok("device = 'theirs'\nnotebook = get_ipython()")
+    kernel.ok(fork("import __main__\nreturn device, __main__.device, get_ipython() is notebook"))
+    assert kernel.value("result") == [("theirs", "theirs", False)] * 2
+
+
+def test_random_numbers_continue_from_the_notebook_s(kernel: Kernel) -> None:
+    draw = "numpy.random.rand(), torch.rand(1).item()"
+    kernel.ok("import numpy, torch\nnumpy.random.seed(1); before = torch.manual_seed(1)")
+    kernel.ok(fork(f"return {draw}"))
+    kernel.ok(f"own = ({draw})")
+    assert kernel.value("[drawn == own for drawn in result]") == [True, True]
+
+
 def test_a_value_that_cannot_come_back_is_said_and_the_others_arrive(kernel: Kernel) -> None:
     shown = kernel.ok(fork("return lock if os.environ['RANK'] == '1' else 'fine'"))
     assert kernel.value("result") == ["fine", None]
@@ -213,6 +234,24 @@ if os.environ["RANK"] == "0":
     assert kinds[-1] == "stream" and kinds.count("display_data") == 2
 
 
+def test_a_widget_that_a_rank_makes_is_shown_as_one(kernel: Kernel) -> None:
+    pytest.importorskip("ipywidgets")
+    shown = kernel.ok(
+        fork("import ipywidgets\nif os.environ['RANK'] == '0':\n    display(ipywidgets.IntSlider(description='steps'))")
+    )
+    assert any("application/vnd.jupyter.widget-view+json" in data for data in shown.displays), str(shown)
+
+
+def test_figures_are_shown_as_the_notebook_shows_them(kernel: Kernel) -> None:
+    kernel.ok(
+        "class Figure: pass\n"
+        "html = get_ipython().display_formatter.formatters['text/html']\n"
+        "before = html.for_type(Figure, lambda figure: '<b>drawn</b>')"
+    )
+    shown = kernel.ok(fork("if os.environ['RANK'] == '1': display(Figure())"))
+    assert any(data.get("text/html") == "<b>drawn</b>" for data in shown.displays), str(shown)
+
+
 def test_a_flood_of_lines_comes_whole(kernel: Kernel) -> None:
     shown = kernel.ok(fork("for line in range(10_000):\n    print(line, os.environ['RANK'])"))
     assert output(shown.stdout) == {rank: [f"{line} {rank}" for line in range(10_000)] for rank in (0, 1)}
@@ -227,7 +266,7 @@ def test_the_rank_that_raised_is_named_with_the_users_lines(kernel: Kernel) -> N
     )
     assert failed.evalue == "rank 1 raised ValueError: too small"
     assert "raise ValueError('too small')" in failed.traceback and "Cell In[" in failed.traceback
-    assert failed.traceback.endswith("rank 0: interrupted, because rank 1 failed")
+    assert failed.traceback.splitlines()[-1].startswith("rank 0: ended, because rank 1 failed")
     assert "nbdist/" not in failed.traceback
 
 
@@ -278,6 +317,19 @@ def test_input_says_that_nobody_can_answer(kernel: Kernel) -> None:
     assert "input() can't ask anybody on a rank" in kernel.fails(fork("input()"), "LaunchError").evalue
 
 
+def test_nothing_is_left_of_ranks_whose_agent_is_killed() -> None:
+    with Kernel(NBDIST_PREWARM="0") as kernel:
+        kernel.ok(SETUP)
+        running = kernel.start(fork("print('up')\ntime.sleep(60)"))
+        running.wait_until(lambda outcome: output(outcome.stdout) == both("up"))
+        below = psutil.Process(kernel.pid).children(recursive=True)
+        agent = next(process for process in below if "nbdist.agent.agent_boot" in " ".join(process.cmdline()))
+        agent.kill()
+        assert running.finish().ename == "SessionBroken"
+        psutil.wait_procs(below, timeout=10)
+        assert not [process for process in below if process.is_running()]
+
+
 # --- waiting
 
 
@@ -308,9 +360,9 @@ dist.barrier()
     assert ended.evalue == "ranks 0-1 interrupted; they have ended"
 
 
-def test_a_function_that_catches_the_interrupt_has_the_time_to_save(kernel: Kernel) -> None:
-    running = kernel.start(
-        fork("""
+@pytest.mark.parametrize("way", ["warm", "fork"])
+def test_a_function_that_catches_the_interrupt_has_the_time_to_save(kernel: Kernel, way: str) -> None:
+    body = """
 try:
     print("up")
     time.sleep(60)
@@ -318,13 +370,34 @@ except KeyboardInterrupt:
     time.sleep(2)  # it takes longer than what is stuck is given
     print("saved")
     raise
+"""
+    running = kernel.start(fork(body, f"num_processes=2, start_method={way!r}"))
+    running.wait_until(lambda outcome: output(outcome.stdout) == both("up"))
+    kernel.interrupt()
+    ended = running.finish()
+    assert ended.evalue == "ranks 0-1 interrupted; they have ended"
+    assert ended.stdout.count("saved") == 2 or "[0-1] saved" in ended.stdout, str(ended)
+
+
+def test_a_rank_is_freed_from_a_collective_so_that_it_can_save(kernel: Kernel) -> None:
+    running = kernel.start(
+        fork("""
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("up")
+try:
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(1), 1)
+    time.sleep(60)
+finally:
+    print("saved")
 """)
     )
     running.wait_until(lambda outcome: output(outcome.stdout) == both("up"))
     kernel.interrupt()
     ended = running.finish()
     assert ended.evalue == "ranks 0-1 interrupted; they have ended"
-    assert ended.stdout.count("saved") == 2 or "[0-1] saved" in ended.stdout, str(ended)
+    assert output(ended.stdout) == both("up", "saved")
 
 
 def test_a_function_that_swallows_the_interrupt_ends_with_the_next(kernel: Kernel) -> None:
@@ -393,9 +466,9 @@ def test_a_default_port_that_is_taken_is_replaced_and_a_named_one_is_an_error(ke
 
 def test_threads_that_ranks_lack_are_named(kernel: Kernel) -> None:
     kernel.ok("stop = threading.Event()\nthread = threading.Thread(target=stop.wait, name='prefetch')\nthread.start()")
-    shown = kernel.ok(fork("return threading.active_count()"))
+    shown = kernel.ok(fork("return 'prefetch' in [thread.name for thread in threading.enumerate()]"))
     assert "this kernel runs the thread 'prefetch'" in shown.stdout
-    assert kernel.value("result") == [2, 2]  # theirs, and the one that answers the notebook
+    assert kernel.value("result") == [False, False]
     kernel.ok("stop.set(); thread.join()")
 
 

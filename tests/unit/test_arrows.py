@@ -64,8 +64,7 @@ ALLOWED = {
     "planning shells train.estimate wire",
     "launch": "client.session devices processes train transfer wire worker.cell",
     "launch.nodes": "client.output client.session launch processes shells transfer wire",
-    "launch.fork": "agent client.session controller cuda_guard launch processes shells transfer wire worker.cell "
-    "worker.groups worker.lanes worker.processes worker.recovery",  # it is all roles in one process
+    "launch.fork": "agent client.session cuda_guard launch transfer wire worker",  # it forks in the template's place
     "launcher": "client.session cuda_guard launch launch.fork launch.nodes shells transfer",
 }
 

@@ -80,19 +80,19 @@ def _options(**changes: object) -> StartOptions:
 def test_a_template_whose_torch_is_missing_says_what_to_type_and_ends(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     template = WarmTemplate(dict(os.environ), [str(tmp_path), *_python_path()])
-    answer, _ = template.receive()
+    answer, _ = template.channel.receive()
     assert isinstance(answer, ImportFailed) and "PyTorch is not installed" in answer.text
     assert "`%pip install torch`" in answer.text and "`%distributed start`" in answer.text
-    assert template.receive() == (None, None)
+    assert template.channel.receive() == (None, None)
     assert template.reap() == 0
 
 
 def test_a_template_whose_torch_is_broken_names_the_error(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.99: cannot open')")
     template = WarmTemplate(dict(os.environ), [str(tmp_path), *_python_path()])
-    answer, _ = template.receive()
+    answer, _ = template.channel.receive()
     assert isinstance(answer, ImportFailed) and "OSError: libcudart.so.99: cannot open" in answer.text
-    assert template.receive() == (None, None)
+    assert template.channel.receive() == (None, None)
     assert template.reap() == 0
 
 

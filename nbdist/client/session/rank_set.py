@@ -14,6 +14,7 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -68,6 +69,13 @@ def _close_all() -> None:
         _idle.close()
 
 
+@dataclass(frozen=True)
+class _Errand:
+    """What the thread that starts the ranks is to do meanwhile."""
+
+    run: Callable[[], None]
+
+
 class RankSet:
     """Ranks that take work.
 
@@ -96,7 +104,7 @@ class RankSet:
         self.traffic = Traffic(_weakly(self._on_life))
         self._linger = linger
         self._parked = False  # the controller is no longer ours, but kept for any start
-        self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages; KeyboardInterrupt for a Ctrl-C
+        self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, errands, KeyboardInterrupt for a Ctrl-C
 
     # --- life
 
@@ -140,6 +148,7 @@ class RankSet:
             self._connection.close()
             return
         self.traffic.release("the session was stopped")
+        self.traffic.end_late()
         self._park()
 
     def __del__(self) -> None:
@@ -247,10 +256,16 @@ class RankSet:
                 return message
             if message is KeyboardInterrupt and Started in kinds:
                 raise interruption.interruption(_INTERRUPTED)
-            if isinstance(message, Progress):
+            if isinstance(message, _Errand):
+                message.run()
+            elif isinstance(message, Progress):
                 progress(StartLine(message.text, message.stage))
             elif isinstance(message, Broken):
                 raise SessionBroken(message.text)
+
+    def call_soon(self, run: Callable[[], None]) -> None:
+        """Have the thread that starts the ranks call a function meanwhile. From any thread."""
+        self._life.put(_Errand(run))
 
     def _heed(self) -> None:
         """Hear a Ctrl-C while the controller comes up."""

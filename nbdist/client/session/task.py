@@ -401,7 +401,7 @@ class Task:
             self._explain_at = now + _EXPLAIN_AFTER
         elif self._interrupts == 2:
             self.interrupt(now=True)
-            self._give_up_at = now + _FORCE_GRACE
+            self._give_up_at = now + (_LAUNCH_PATIENCE if self._launch else _FORCE_GRACE)
         else:
             self._give_up_at = now
 
@@ -468,10 +468,13 @@ class Task:
 
     def _note_running(self) -> None:
         kind = "ended" if self._launch and self.failures else "running"
+        if self._launch and self._interrupts:  # they end with the launch
+            kind = "interrupted"
         lines = self._lines(_DEATH_ANSWER if self.bereaved else 0.3)
         for rank in self._left:
             text = f"in {lines[rank]}" if lines.get(rank) else "in a call that does not let Python answer"
-            failure = RankFailure(rank, kind, "RankTimeout", text, "", time.monotonic())
+            where = f"  {text}" if kind == "interrupted" else ""
+            failure = RankFailure(rank, kind, "RankTimeout", text, where, time.monotonic())
             self.failures[rank] = self.result[rank].error = failure
 
 

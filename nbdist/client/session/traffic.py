@@ -30,6 +30,7 @@ from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, ask
 
 _ANSWER_LIMIT = 5.0
+_LATE_LIMIT = 1.0  # seconds that the page has to take the last of what came late
 
 _Told = TypeVar("_Told", LogPart, Status)
 
@@ -62,7 +63,8 @@ class Traffic:
         self._latest: dict[int, Task] = {}
         self._untold: list[Notice] = []
         self._owed: dict[int, int] = {}
-        self._late: queue.SimpleQueue[tuple[Task | None, Message]] | None = None
+        self._late: queue.SimpleQueue[tuple[Task | None, Message] | None] | None = None  # None: nothing more comes
+        self._late_thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
 
@@ -284,11 +286,22 @@ class Traffic:
         with self._lock:
             if self._late is None:
                 self._late = queue.SimpleQueue()
-                threading.Thread(target=self._show_late, args=(self._late,), name="nbdist-late", daemon=True).start()
-        self._late.put((task, message))
+                self._late_thread = threading.Thread(
+                    target=self._show_late, args=(self._late,), name="nbdist-late", daemon=True
+                )
+                self._late_thread.start()
+            self._late.put((task, message))
 
-    def _show_late(self, messages: queue.SimpleQueue[tuple[Task | None, Message]]) -> None:
-        """Show it below its cell. Ends with the process, as its daemon thread does."""
+    def end_late(self) -> None:
+        """The ranks have ended: show the rest of what came late, and let go of the thread for it."""
+        with self._lock:
+            late, self._late = self._late, None
+        if late is not None and self._late_thread is not None:
+            late.put(None)
+            self._late_thread.join(_LATE_LIMIT)
+
+    def _show_late(self, messages: queue.SimpleQueue[tuple[Task | None, Message] | None]) -> None:
+        """Show it below its cell, until no more comes."""
         dues: dict[Task, float] = {}  # when tasks have more to show
         while True:
             now = time.monotonic()
@@ -296,9 +309,14 @@ class Traffic:
                 self._show_late_of(task, None, dues)
             try:
                 wait = max(0.0, min(dues.values()) - time.monotonic()) if dues else None
-                late, message = messages.get(timeout=wait)
+                entry = messages.get(timeout=wait)
             except queue.Empty:
                 continue
+            if entry is None:
+                for task in list(dues):
+                    self._show_late_of(task, None, dues, ahead=_LATE_LIMIT)
+                return
+            late, message = entry
             if isinstance(message, WidgetMessage):
                 self.widgets.relay(message)
             elif late is not None:
@@ -308,8 +326,9 @@ class Traffic:
             elif isinstance(message, WidgetMessage) or (isinstance(message, Display) and late is None):
                 self.pay_item(message)
 
-    def _show_late_of(self, task: Task, message: Message | None, dues: dict[Task, float]) -> None:
-        now = time.monotonic()
+    def _show_late_of(self, task: Task, message: Message | None, dues: dict[Task, float], ahead: float = 0.0) -> None:
+        """Show it, and what is due in `ahead` seconds."""
+        now = time.monotonic() + ahead
         dues.pop(task, None)
         try:
             due = task.context.run(task.show_late, message, now)

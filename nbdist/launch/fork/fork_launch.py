@@ -1,26 +1,25 @@
 """A launch on children of the notebook's own process, which have its memory: nothing has to travel to them.
 
-Owns what speaks against that, and what it lacks. `children` holds the ranks, `forked_rank` is what they do.
+Owns what speaks against that, and what it lacks. From the fork on they are ranks like any others (`on_ranks`).
 """
 
 from __future__ import annotations
 
-import errno
-import socket
+import functools
 import sys
 from typing import Any
 
 from nbdist import cuda_guard, transfer
+from nbdist.client.session.rank_set import RankSet
 from nbdist.errors import LaunchError, NbdistError, TransferError, UsageError
 from nbdist.launch import on_ranks
-from nbdist.launch.fork.children import Children
 from nbdist.launch.fork.kernel_threads import describe_threads
-from nbdist.launch.request import DEFAULT_PORT, Request
-from nbdist.processes import describe_owner
+from nbdist.launch.request import Request
+from nbdist.wire.life import Place
 
 _LACKS = (
-    "ranks forked from the notebook take over its random numbers, compute with one thread on the CPU, and can't be "
-    "freed from a collective but by their end; docs/launcher.md lists what else differs"
+    "ranks forked from the notebook take over its random numbers, and compute with one thread on the CPU; "
+    "docs/launcher.md lists what else differs"
 )
 
 _said: set[str] = set()
@@ -52,10 +51,12 @@ def launch(request: Request) -> list[Any]:
 
 
 def _attempt(request: Request, restart: int) -> list[Any]:
-    children = Children(request, _listen(request), restart)
-    with on_ranks.closing(children):
-        on_ranks.announce(children, request)
-        return on_ranks.conclude(children, children.submit(request.name), request)
+    from nbdist.launch.fork.forker import Forker  # it loads torch
+
+    rank_set = RankSet()
+    place = Place(world_size=request.count, restart=restart, max_restarts=request.max_restarts)
+    with Forker(functools.partial(request.function, *request.args), rank_set.call_soon) as forker:
+        return on_ranks.launch(request, None, rank_set, place, forker.address)
 
 
 def hindrance(request: Request) -> str:
@@ -91,29 +92,3 @@ def _say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         print(f"nbdist: {text}", flush=True)
-
-
-def _listen(request: Request) -> socket.socket:
-    """Where the rendezvous store will listen: at the port that was asked for; if that is a taken default, at any.
-
-    Raises:
-        UsageError: The port that was named is taken.
-    """
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        try:
-            listener.bind(("127.0.0.1", request.port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            if request.port != DEFAULT_PORT:
-                raise UsageError(
-                    f"use_port: port {request.port} is taken{describe_owner(request.port)}: name another, or none"
-                ) from None
-            listener.bind(("127.0.0.1", 0))
-        listener.listen(1024)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -41,6 +41,7 @@ class InterruptGate:
         self._wanted = 0
         self._asked = 0
         self._running = 0
+        self._once = False
         self._due: float | None = None
         self._ignored = sys.unraisablehook
         sys.unraisablehook = self._unraisable
@@ -60,13 +61,18 @@ class InterruptGate:
         return self._asked == serial
 
     @contextlib.contextmanager
-    def open(self, serial: int) -> Iterator[None]:
-        """While the body runs, requests for this serial number raise KeyboardInterrupt in it."""
+    def open(self, serial: int, *, once: bool = False) -> Iterator[None]:
+        """While the body runs, requests for this serial number raise KeyboardInterrupt in it.
+
+        Args:
+            serial: What runs.
+            once: Whether a request is met when it has been raised; else it is raised again until the body ends.
+        """
         # A cell may have set a handler of its own, or blocked the signal: that holds until its end.
         if signal.getsignal(signal.SIGINT) != self._handle:
             signal.signal(signal.SIGINT, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
-        self._running = serial
+        self._running, self._once = serial, once
         try:
             if self._asked == serial:  # asked before the cell came
                 raise KeyboardInterrupt
@@ -111,6 +117,8 @@ class InterruptGate:
             if self.held() and not self._insist:
                 return
             self._wanted = 0
+            if self._once:
+                self._due = None
             raise KeyboardInterrupt
 
     def _unraisable(self, args: Any) -> None:

@@ -153,8 +153,9 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def make(cls, lane: DisplayLane, names: dict[str, Any]) -> RankShell:
-        """The shell, with these names in its namespace."""
-        shell = cls.prepare()
+        """The shell, with these names in its namespace; in place of the notebook's, where that has come along."""
+        there = shells.current()
+        shell = cls.prepare() if there is None or isinstance(there, cls) else cls._in_place_of(there)
         shell.lane = lane
         shell.starting_dir = os.getcwd()
         shell.user_ns["_dh"][:] = [Path.cwd()]
@@ -166,6 +167,20 @@ class RankShell(InteractiveShell):
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")
         refuse_keyboard()
         _refuse_magics(shell)
+        return shell
+
+    @classmethod
+    def _in_place_of(cls, notebook: InteractiveShell) -> RankShell:
+        """The shell, in a process that was forked from the notebook, whose module and names it leaves alone."""
+        module, cells = sys.modules["__main__"], shells.cell_files()
+        type(notebook).clear_instance()
+        shell = cls.prepare()
+        sys.modules["__main__"] = module
+        for names in (vars(module), vars(builtins)):
+            if "get_ipython" in names:
+                names["get_ipython"] = shell.get_ipython
+        shell.compile._filename_map.update(cells)
+        shell.display_formatter = notebook.display_formatter  # which knows how figures of its libraries are shown
         return shell
 
     def init_history(self) -> None:

@@ -69,6 +69,8 @@ def prepare_torch(setup: RankSetup) -> None:
     read_debug_level = getattr(torch.distributed, "set_debug_level_from_env", None)
     if read_debug_level is not None:
         read_debug_level()
+    if setup.options.fork_address:  # they go on from the notebook's state, as all else that the notebook has
+        return
     # torch's own generator starts from a constant in every process, so it is left as a fresh one would be.
     random.seed()
     numpy.random.seed()

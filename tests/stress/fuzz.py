@@ -165,7 +165,7 @@ def tell_as_a_rank(seed: int, count: int) -> None:
 def tell(seed: int, session: Session, count: int) -> None:
     """Tell `count` lies of each kind, the same for the same seed."""
     rng = random.Random(seed)
-    connection = session._connection
+    connection = session._rank_set._connection
     keys = read_key_file(connection.key_file)
     port = int(keys.url.rpartition(":")[2])
     for _ in range(count):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import nbdist
-from nbdist.client.session import workers
+from nbdist.client.session import rank_set
 from tests.conftest import gpu_works
 from tests.gpu.sharing import ENVIRONMENT, make_group
 
@@ -25,7 +25,7 @@ Record = Callable[[str, object], None]
 def no_warm_processes() -> Iterator[None]:
     """Sessions of this process keep a controller warm for the next one, as they do in a notebook: end it."""
     yield
-    workers._close_all()
+    rank_set._close_all()
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ class Execution:
                 self._display_ids[identity] = len(outcome.displays)
             outcome.displays.append(content["data"])
         elif kind == "update_display_data":
-            index = self._display_ids.get(content["transient"]["display_id"])
+            index = self._display_ids.get(content["transient"].get("display_id"))
             if index is not None:
                 outcome.displays[index] = content["data"]
         elif kind == "error":

@@ -70,6 +70,30 @@ def test_an_interrupt_while_the_child_is_waited_for_leaves_no_child() -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
+def test_a_child_that_begins_as_its_time_is_over_is_left_alone() -> None:
+    """With no time at all, a child either has not begun, or is kept: none runs that is then replaced."""
+    begun, begin = os.pipe()
+    child = forks.fork_until_it_runs(os.fork, limit=0.0005)
+    if child == 0:
+        os.write(begin, b"1")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.read(begun, 100) == b"1"
+    os.close(begun)
+    os.close(begin)
+
+
+def test_a_stuck_child_is_replaced_where_sigchld_is_ignored() -> None:
+    old = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        child = forks.fork_until_it_runs(Forking(1), limit=0.05)
+        if child == 0:
+            os._exit(0)
+    finally:
+        signal.signal(signal.SIGCHLD, old)
+    assert child > 0
+
+
 @pytest.mark.parametrize(
     ("version", "needed"),
     [((3, 10, 14), True), ((3, 10, 15), False), ((3, 11, 9), True), ((3, 11, 10), False), ((3, 12, 0), False)],

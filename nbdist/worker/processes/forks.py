@@ -7,6 +7,7 @@ collective, when they free its tensors. A DataLoader then waits for a worker tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -54,7 +55,7 @@ def fork_until_it_runs(fork: Callable[[], int], limit: float = _FIRST_LIMIT) -> 
             return 0
         os.close(writing)
         try:
-            if _is_heard(reading, limit):
+            if _is_heard(reading, limit) or _was_slow(child, reading):
                 return child
         except BaseException:  # an interrupt: nobody will learn of this child
             _kill(child)
@@ -72,6 +73,19 @@ def _is_heard(reading: int, limit: float) -> bool:
     return bool(poll.poll(1000 * limit))
 
 
+def _was_slow(child: int, reading: int) -> bool:
+    """Whether the child has begun just now. It is held meanwhile, so that none that runs is taken for a stuck one."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended, and SIGCHLD is ignored
+        os.kill(child, signal.SIGSTOP)
+        os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    if not _is_heard(reading, 0):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGCONT)
+    return True
+
+
 def _kill(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # SIGCHLD is ignored: nobody has to wait
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -68,7 +68,10 @@ class Forker:
             self._listener.listen()
         except OSError as error:
             self._listener.close()
-            raise UsageError(f"the notebook can't be asked to fork ranks: {error}") from None
+            raise UsageError(
+                f"can't make a socket for forked ranks in {tempfile.gettempdir()}: {error}. Set TMPDIR to a local "
+                "folder, or pass start_method='warm'"
+            ) from None
         self._thread = threading.Thread(target=self._serve, name="nbdist-forks", daemon=True)
         self._thread.start()
 

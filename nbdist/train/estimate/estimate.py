@@ -29,6 +29,7 @@ from nbdist.metrics.node import host
 from nbdist.plan import Plan
 from nbdist.train import state as training
 from nbdist.train.estimate.trial_step import Setting, Task
+from nbdist.train.estimate.words import savings
 from nbdist.train.prepare.strategies import refuse_wrapped
 
 _MIB = 2**20
@@ -338,13 +339,7 @@ def _in_words(plan: Plan, ranks: int) -> str:
     words = [f"{plan.strategy} on {ranks} rank{'s' * (ranks > 1)}", plan.precision]
     if plan.accumulate > 1:
         words.append(f"accumulate {plan.accumulate}{', exchanged in each' if plan.exchange == 'each' else ''}")
-    if plan.activation_budget is not None:
-        words.append(f"activation budget {plan.activation_budget:g}")
-    if plan.activation_checkpointing != "none":
-        words.append(f"activation checkpointing {plan.activation_checkpointing}")
-    if plan.offload:
-        words.append("offload")
-    return ", ".join(words)
+    return ", ".join(words + savings(plan))
 
 
 def _size(amount: int) -> str:

@@ -11,6 +11,7 @@ from nbdist.errors import UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
 from nbdist.planning.rules import own_settings
+from nbdist.train.estimate.words import savings
 
 _SPARE = 0.1  # of the memory: the estimate is within 10 %
 
@@ -119,10 +120,4 @@ def _name(plan: Plan) -> str:
     extras = []
     if plan.exchange == "each":
         extras.append("gradients exchanged in each micro-batch")
-    if plan.activation_budget is not None:
-        extras.append(f"activation budget {plan.activation_budget:g}")
-    if plan.activation_checkpointing != "none":
-        extras.append(f"activation checkpointing {plan.activation_checkpointing}")
-    if plan.offload:
-        extras.append("offload")
-    return " + ".join([plan.strategy, *extras])
+    return " + ".join([plan.strategy, *extras, *savings(plan)])

@@ -1,7 +1,7 @@
 """The agent: one process per node that owns its ranks.
 
-Starts the template, has ranks forked, reads their pipes and reports their ends. It outlives neither its controller
-nor its ranks. Knows nothing of cells.
+Starts the template, has ranks forked, reads their pipes and reports their ends. It outlives neither whoever has started
+it nor its connection to the controller. Knows nothing of cells.
 """
 
 from __future__ import annotations
@@ -21,17 +21,33 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from nbdist import network
+from nbdist.agent import surroundings
 from nbdist.agent.fork_channel import ForkChannel
 from nbdist.agent.pipes import PipeReader
+from nbdist.agent.link import Link
+from nbdist.agent.relay import Relay
 from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, connect
+from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, connect, node_lane
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
+from nbdist.wire.nodes import Ping, Pong
 from nbdist.wire.output import STDERR, STDOUT, Credit
-from nbdist.wire.processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.processes import (
+    Exited,
+    Gone,
+    Kill,
+    RankSetup,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Spawning,
+    StoreAddress,
+    StoreOpened,
+)
 from nbdist.wire.questions import Look, WatchNodes
 from nbdist.wire.setup import AgentSetup
 from nbdist.wire.template import Forked, ForkFailed, Imported, ImportFailed
@@ -47,7 +63,7 @@ def run(template: WarmTemplate, controller: int) -> None:
 
     Args:
         template: Its template, which has just started.
-        controller: Process id of the controller, its parent.
+        controller: Process id of its parent: the controller, or on other nodes whoever has joined with it.
     """
     try:
         line = sys.stdin.buffer.readline()
@@ -81,7 +97,8 @@ class _Set:
     spawn: Spawn
     source: ForkChannel
     listener: socket.socket | None = None
-    store_port: int = 0
+    store: StoreAddress = StoreAddress()
+    interface: str = ""  # the network to other nodes
     pids: dict[int, int] = field(default_factory=dict)  # pid -> rank
     expected: int = 0  # processes asked for that have not ended
     forked: bool = False  # the store has been asked for, and ranks are
@@ -89,6 +106,11 @@ class _Set:
     complete: bool = False  # and they have all come to life
     ending: bool = False
     kill_at: float | None = None
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the epoch's store is among them, and not on another node."""
+        return not self.spawn.store.port
 
 
 class Agent:
@@ -99,8 +121,10 @@ class Agent:
         self._template: WarmTemplate | None = template
         self._controller = controller
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control = connect(context, setup.keys, AGENT_CONTROL)
-        self._output = connect(context, setup.keys, AGENT_OUTPUT)
+        self._control = connect(context, setup.keys, node_lane(AGENT_CONTROL, setup.node))
+        self._output = connect(context, setup.keys, node_lane(AGENT_OUTPUT, setup.node))
+        self._link = Link(self._control, setup.keys.url) if setup.node else None
+        self._relay = Relay(context, setup.keys, setup.node) if setup.node else None
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
         self._set: _Set | None = None
@@ -113,6 +137,8 @@ class Agent:
         poller = zmq.Poller()
         for source in (self._control, self._controller, self._pipes, self._sampler.wake):
             poller.register(source, zmq.POLLIN)
+        if self._link is not None:
+            poller.register(self._link.events, zmq.POLLIN)
         while True:
             self._watch_sources(poller)
             ready = dict(poller.poll(self._patience()))
@@ -130,6 +156,9 @@ class Agent:
             if self._sampler.wake in ready:
                 for node in self._sampler.take():
                     self._say(Look(node))
+            if self._link is not None and self._link.is_lost(self._link.events in ready):
+                self._end(remove=True)
+                return
             self._kill_overdue()
             self._report_progress()
 
@@ -156,13 +185,17 @@ class Agent:
             dues.append(max(0.0, self._set.kill_at - time.monotonic()))
         if self._imports_for() is not None:
             dues.append(max(0.0, self._report_at - time.monotonic()))
+        if self._link is not None:
+            dues.append(self._link.patience())
         waits = [due for due in dues if due is not None]
         return int(min(waits) * 1000) + 1 if waits else None
 
     def _end(self, remove: bool) -> None:
         end_descendants()
-        if remove:
+        if remove or self._setup.node:
             _remove(self._setup.leftovers)
+        if self._relay is not None:
+            self._relay.close()
         self._output.close(linger=0 if remove else 500)
         self._control.close(linger=0 if remove else 500)
 
@@ -190,9 +223,16 @@ class Agent:
             self._kill(message)
         elif isinstance(message, WatchNodes):
             self._sampler.watch(message.period)
+        elif isinstance(message, Ping):
+            self._say(Pong(message.sent, time.monotonic()))
+            if self._link is not None:
+                self._link.heard()
 
     def _spawn(self, message: Spawn) -> None:
         self._notes = []
+        if self._setup.node:
+            options, self._notes = surroundings.here(message.options)
+            message = msgspec.structs.replace(message, options=options)
         if message.options.fork_address:
             self._spawn_from_notebook(message)
             return
@@ -325,7 +365,11 @@ class Agent:
         group.forked = True
         group.unasked.extend(group.spawn.options.ranks)
         try:
-            self._fork_store(group)
+            if group.has_store:
+                self._fork_store(group)
+            else:
+                group.store = group.spawn.store
+            self._choose_interface(group)
             self._fork_more(group)
         except OSError as error:
             self._refused(error, group.spawn.options)
@@ -337,13 +381,22 @@ class Agent:
 
     def _fork_store(self, group: _Set) -> None:
         # Listening before anybody forks: ranks may connect before the store has come up.
-        listener = socket.create_server(("127.0.0.1", group.spawn.options.port), backlog=4096)
-        group.listener, group.store_port = listener, listener.getsockname()[1]
+        host, port = group.spawn.store.host, group.spawn.options.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=4096)
+        group.listener, group.store = listener, StoreAddress(host, listener.getsockname()[1])
         read, write = os.pipe2(os.O_CLOEXEC)
         self._pipes.add(_STORE, STDERR, read)
         group.source.fork(None, [listener.fileno(), write])
         os.close(write)
         group.expected += 1
+
+    def _choose_interface(self, group: _Set) -> None:
+        """Which network leads to the other nodes, if there are any."""
+        place = group.spawn.options.place
+        if place is not None and place.num_nodes > 1 and not place.master_addr:
+            address = group.store.host if group.has_store else network.address_towards(group.store.host)
+            group.interface = group.spawn.interface or network.interface_of(address)
 
     def _fork_rank(self, group: _Set, rank: int) -> None:
         setup = self._rank_setup(group, rank)
@@ -363,7 +416,7 @@ class Agent:
                 os.close(descriptor)
 
     def _rank_setup(self, group: _Set, rank: int) -> RankSetup:
-        keys, options = self._setup.keys, group.spawn.options
+        keys, options = self._relay.keys if self._relay is not None else self._setup.keys, group.spawn.options
         return RankSetup(
             epoch=group.spawn.epoch,
             rank=rank,
@@ -372,7 +425,8 @@ class Agent:
             public_key=keys.public_key,
             secret_key=keys.secret_key,
             token=self._setup.token,
-            store_port=group.store_port,
+            store=group.store,
+            interface=group.interface,
             gpu_count=len(options.gpus or []),
             threads=max(1, len(os.sched_getaffinity(0)) // options.count),
             options=options,
@@ -406,13 +460,14 @@ class Agent:
         if rank == _STORE:
             if group.listener is not None:
                 group.listener.close()
+            self._say(StoreOpened(group.spawn.epoch, group.store))
         else:
             self._say(Spawned(group.spawn.epoch, rank, pid))
         try:
             self._fork_more(group)
         except OSError as error:
             self._refused(error, group.spawn.options)
-        if len(group.pids) == group.spawn.options.count + 1:
+        if len(group.pids) == group.spawn.options.count + group.has_store:
             group.complete = True
             self._say(Spawning(group.spawn.epoch, self._notes))
 

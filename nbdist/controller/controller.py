@@ -1,7 +1,7 @@
 """The controller: routes between the notebook, the agent and the ranks, and knows who lives.
 
-Owns membership (start, stop, death) and the output log; `rank` puts what one rank sends in order, `cells` knows what
-runs. It imports no torch and unpickles nothing.
+Owns the output log, and decides when sets of ranks start and stop; `node_table` knows the nodes, `members` the ranks,
+`rank_order` puts what one rank sends in order, `cells` knows what runs. It imports no torch and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -15,58 +15,44 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from nbdist.controller.cells import Cells
 from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
+from nbdist.controller.members import Members
+from nbdist.controller.node_table import NoEntrance, Node, NodeTable
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank_order import Rank
+from nbdist.controller.shares import shared_out
 from nbdist.controller.switchboard import Switchboard
 from nbdist.processes import describe_exit, end_descendants
-from nbdist.ranks import describe_ranks
+from nbdist.text import counted
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.frames import decode, encode, sequence_of
 from nbdist.wire.lanes import (
-    AGENT_CONTROL,
     CLIENT_EVENTS,
+    GUEST,
     LANES,
+    NODE_LANES,
     RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
-    lane,
+    RANK_LANES,
     parse_lane,
     whole,
 )
-from nbdist.wire.life import (
-    PATIENCE_VARIABLE,
-    SERIALS,
-    Broken,
-    Died,
-    Obstacle,
-    Progress,
-    RankInfo,
-    Shutdown,
-    Start,
-    Started,
-    StartFailed,
-    StartOptions,
-    Stop,
-    Stopped,
-)
+from nbdist.wire.life import SERIALS, Broken, Shutdown, Start, StartFailed, Stop, Stopped
 from nbdist.wire.message import VERSION, Hello, Message
+from nbdist.wire.nodes import Join, NodeLeft, Pong
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
-from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.processes import Gone, Ready
 from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, WatchNodes
+from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
-_QUIT_GRACE = 1.0
-_TICK_PAUSE = 1.0  # seconds, after an error
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
 
 
@@ -108,24 +94,6 @@ def _say_first(line: ControllerReady | ControllerFailed) -> None:
     sys.stdout.buffer.flush()
 
 
-@dataclass
-class _Set:
-    """The ranks of one epoch."""
-
-    epoch: int
-    options: StartOptions
-    ranks: dict[int, Rank]
-    moved: float  # when it got on last
-    progress: Progress | None = None  # what it was doing last
-    up: bool = False
-    ending: bool = False
-    backend: str = ""
-    notes: list[str] | None = None
-    ticks_from: float = 0.0  # when cells may be called again because of the time
-    cells: Cells = field(init=False)
-    late: set[int] = field(default_factory=set)  # ranks whose displays have not come at the end of their cell
-
-
 class Controller:
     """The controller's one loop and what it knows."""
 
@@ -134,10 +102,10 @@ class Controller:
         self._kernel = kernel
         self._agent = agent
         self._agent_end = os.pidfd_open(agent.pid)
-        self._set: _Set | None = None
+        self._members: Members | None = None
         self._epoch = 0
         self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
-        self._pending: Start | None = None
+        self._pending: Start | None = None  # waits for the end of the present set, or for nodes to come
         self._news: list[bytes] = []  # for the notebook
         self._alone = False  # the notebook has gone
         self._ledger = Ledger()
@@ -151,6 +119,7 @@ class Controller:
             undo.callback(self._log.close)
             self._switchboard = Switchboard(Path(setup.runtime_folder))
             undo.callback(self._switchboard.remove_files)
+            self._nodes = NodeTable(self._switchboard, self.to_notebook, self._node_lost)
             self._introduce(log.folder)
             undo.pop_all()
 
@@ -188,14 +157,12 @@ class Controller:
                 return
             if self._log.fileno() in ready:
                 self._log.finish()
-            self._check_start()
-            self._check_cells()
-            self._check_displays()
+            self._tick()
             self._deliver_news()
 
     def close(self) -> None:
         """End everything that this controller has started, and leave nothing behind."""
-        self._switchboard.send(AGENT_CONTROL, Shutdown())
+        self._nodes.broadcast(Shutdown())
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.wait(1)
         end_descendants()
@@ -205,17 +172,17 @@ class Controller:
         self._switchboard.close()
 
     def _patience(self) -> int | None:
-        dues = []
-        if self._leave_at is not None:
-            dues.append(self._leave_at - time.monotonic())
-        if self._set is not None and not self._set.up and not self._set.ending:
-            dues.append(self._set.moved + self._set.options.patience - time.monotonic())
-        if self._set is not None and self._set.up and (due := self._cells_due(self._set)) is not None:
-            dues.append(due - time.monotonic())
-        if self._set is not None:
-            late = (self._set.ranks[number].due for number in self._set.late)
-            dues += [due - time.monotonic() for due in late if due is not None]
-        return max(0, int(min(dues) * 1000) + 1) if dues else None
+        dues = [self._leave_at, self._nodes.due(), self._members.due() if self._members is not None else None]
+        due = min(due for due in dues if due is not None)
+        return None if due == float("inf") else max(0, int((due - time.monotonic()) * 1000) + 1)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._nodes.tick(now)
+        if self._members is not None:
+            self._members.tick(now)
+        elif self._pending is not None and now >= self._nodes.due_to_come:
+            self._give_up_waiting(self._pending)
 
     # --- messages
 
@@ -239,7 +206,8 @@ class Controller:
             name, epoch, number = parse_lane(identity)
         except ValueError:  # a stranger's
             return
-        rank = self._set.ranks.get(number) if self._set is not None and self._set.epoch == epoch else None
+        members = self._members
+        rank = members.ranks.get(number) if members is not None and members.epoch == epoch else None
         sequence = sequence_of(frame) if name == RANK_DISPLAY else None
         if rank is not None and sequence is not None:
             rank.miss_display(sequence, str(error))
@@ -250,22 +218,26 @@ class Controller:
             self.to_notebook(Notice(f"a message from {sender} could not be handled and is lost ({what})"))
 
     def _handle(self, identity: bytes, message: Message) -> None:
-        name, epoch, rank = parse_lane(identity)
-        if name not in LANES:
-            raise ValueError(f"{identity!r} is not a lane")
-        if isinstance(message, Hello):
+        name, epoch, number = parse_lane(identity)
+        if name == GUEST:
+            self._guest(identity, message)
+        elif isinstance(message, Hello):
             self._hello(identity, message)
-        elif name.startswith("rank"):
-            if self._set is not None and self._set.epoch == epoch:
-                self._handle_rank(self._set, self._set.ranks[rank], message)
-        elif name.startswith("agent"):
-            self._handle_agent(message)
+        elif name in RANK_LANES:
+            if self._members is not None and self._members.epoch == epoch:
+                self._handle_rank(self._members, self._members.ranks[number], message)
+        elif name in NODE_LANES:
+            self._handle_agent(number, message)
         else:
             self._handle_client(message)
 
     def _hello(self, identity: bytes, message: Hello) -> None:
         if message.version != VERSION:
             raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
+        name, epoch, number = parse_lane(identity)
+        if name in RANK_LANES and self._members is not None and self._members.epoch == epoch:
+            if not self._members.is_on(number, node := self._switchboard.relay_of(identity)):
+                raise ValueError(f"node {node} speaks for rank {number}, which is on another")
         if identity == CLIENT_EVENTS:
             self._alone = False
         self._switchboard.connect(identity)
@@ -277,8 +249,8 @@ class Controller:
         self._news.clear()
         for credit in self._ledger.settle():
             self._pay(credit)
-        self._switchboard.send(AGENT_CONTROL, WatchNodes(0.0))
-        self._leave_at = time.monotonic() + (self._linger if self._set is not None else 0.0)
+        self._nodes.broadcast(WatchNodes(0.0))
+        self._leave_at = time.monotonic() + (self._linger if self._members is not None else 0.0)
 
     def _deliver_news(self) -> None:
         if self._news and self._switchboard.is_connected(CLIENT_EVENTS):
@@ -288,70 +260,49 @@ class Controller:
     # --- from the notebook
 
     def _handle_client(self, message: Message) -> None:
-        if isinstance(message, Execute):
-            self._execute(message)
-        elif isinstance(message, Credit):
+        members = self._members
+        if isinstance(message, Credit):
             if not self._alone:  # else all is paid already
                 self._ledger.paid(message)
                 self._pay(message)
-        elif isinstance(message, Interrupt):
-            if self._set is not None:
-                self._set.cells.stop(message, time.monotonic())
-        elif isinstance(message, Returned):
-            if self._set is not None:
-                self._set.cells.returned_elsewhere(message, time.monotonic())
         elif isinstance(message, Ask):
             self._ask(message)
         elif isinstance(message, GetStatus):
-            self.to_notebook(Status(message.request, self._status()))
+            self.to_notebook(Status(message.request, members.statuses() if members is not None else []))
         elif isinstance(message, ReadLog):
             self._read_log(message)
-        elif isinstance(message, WidgetMessage):
-            self.to_rank(RANK_CELL, message.rank, message)
         elif isinstance(message, WatchNodes):
-            self._switchboard.send(AGENT_CONTROL, message)
+            self._nodes.broadcast(message)
         elif isinstance(message, Start):
             self._start(message)
         elif isinstance(message, Shutdown):
             self._shut_down = True
         elif isinstance(message, Stop):
-            self._pending = None
-            self._switchboard.send(AGENT_CONTROL, WatchNodes(0.0))  # for another session the agent is asked anew
-            self._end_set(message.grace)
+            self._stop(message.grace)
+        elif members is not None:
+            self._handle_work(members, message)
 
-    def _execute(self, message: Execute) -> None:
-        group = self._set
-        if group is None or not group.up:
-            return
-        if not message.ranks or not group.ranks.keys() >= set(message.ranks):
-            raise ValueError(f"there are no ranks {message.ranks}")
-        now = time.monotonic()
-        if not group.cells.begin(message, now):
-            return
-        frame = encode(message)
-        for number in message.ranks:
-            rank = group.ranks[number]
-            if rank.dead:  # the notebook did not know yet
-                group.cells.died(msgspec.structs.replace(rank.dead, serial=message.serial), now)
-                continue
-            rank.begin(message.serial, message.number)
-            self._switchboard.forward(lane(RANK_CELL, group.epoch, number), frame)
+    def _handle_work(self, members: Members, message: Message) -> None:
+        if isinstance(message, Execute):
+            members.execute(message)
+        elif isinstance(message, Interrupt):
+            members.cells.stop(message, time.monotonic())
+        elif isinstance(message, Returned):
+            members.cells.returned_elsewhere(message, time.monotonic())
+        elif isinstance(message, WidgetMessage):
+            members.to_rank(RANK_CELL, message.rank, message)
 
     def _ask(self, message: Ask) -> None:
         if message.asker != "notebook":
             raise ValueError("only the controller asks in its own name")
+        members = self._members
         for number in message.ranks:
-            if self._set is None or number not in self._set.ranks or self._set.ranks[number].dead:
+            if members is None or number not in members.ranks or members.ranks[number].dead:
                 self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))
             else:
-                self.to_rank(RANK_CONTROL, number, message)
+                members.to_rank(RANK_CONTROL, number, message)
 
-    # --- what cells need of us
-
-    def to_rank(self, name: str, rank: int, message: Message) -> None:
-        """Send to a rank, if it lives."""
-        if self._set is not None and rank in self._set.ranks and not self._set.ranks[rank].dead:
-            self._switchboard.send(lane(name, self._set.epoch, rank), message)
+    # --- to the notebook
 
     def to_notebook(self, message: Message) -> None:
         """Tell the notebook, together with all else of this round. Without one only the log keeps what ranks print."""
@@ -368,23 +319,12 @@ class Controller:
 
     def _pay(self, credit: Credit) -> None:
         """Let a rank print or show as much more."""
+        if self._members is None:
+            return
         if credit.items:
-            self.to_rank(RANK_DISPLAY, credit.rank, credit)
+            self._members.to_rank(RANK_DISPLAY, credit.rank, credit)
         else:
-            self._switchboard.send(AGENT_CONTROL, credit)
-
-    def idle(self) -> list[int]:
-        """Living ranks that run nothing."""
-        ranks = self._set.ranks.values() if self._set is not None else ()
-        return [rank.rank for rank in ranks if not rank.dead and not rank.serial]
-
-    def dead(self) -> list[int]:
-        """Ranks that have died."""
-        return [rank.rank for rank in self._set.ranks.values() if rank.dead] if self._set is not None else []
-
-    def everyone(self) -> list[int]:
-        """All ranks, the dead too."""
-        return list(self._set.ranks) if self._set is not None else []
+            self._members.to_agent_of(credit.rank, credit)
 
     def _read_log(self, message: ReadLog) -> None:
         def answer(part: Part | None) -> None:
@@ -394,178 +334,109 @@ class Controller:
             answer, serials=message.serials, number=message.cell, ranks=message.ranks, position=message.position
         )
 
-    def _status(self) -> list[RankStatus]:
-        ranks = self._set.ranks.values() if self._set is not None else ()
-        return [
-            RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
-            for r in ranks
-        ]
-
     # --- start and end of a set
 
     def _start(self, message: Start) -> None:
-        if self._set is not None:
-            self._pending = message
-            self._end_set()
+        self._pending = message
+        if self._members is not None:
+            self._members.end()
             return
         self._linger = message.linger
-        self._epoch += 1
-        self._ledger = Ledger()
-        ranks = {n: Rank(n, self.to_notebook, self._keep, self._part_ended) for n in message.options.ranks}
-        self._set = _Set(self._epoch, message.options, ranks, time.monotonic())
-        self._set.cells = Cells(self, self._execute)
-        self._switchboard.send(AGENT_CONTROL, Spawn(self._epoch, message.options))
-
-    def _end_set(self, grace: float = _QUIT_GRACE) -> None:
-        group = self._set
-        if group is None:
-            self.to_notebook(Stopped())
+        try:
+            self._nodes.want(message.nodes)
+        except NoEntrance as error:
+            self._pending = None
+            self.to_notebook(StartFailed(str(error)))
             return
-        if group.ending:
-            return
-        group.ending = True
-        for rank in group.ranks.values():
-            if rank.serial:
-                self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
-            if rank.ready:
-                self.to_rank(RANK_CELL, rank.rank, Quit())
-        self._switchboard.send(AGENT_CONTROL, Kill(group.epoch, grace if group.up else 0.0))
+        self._start_when_all_are_there()
 
-    def _start_failed(self, text: str, obstacle: Obstacle = "other") -> None:
-        group = self._set
-        if group is None or group.ending:
-            return
-        self.to_notebook(StartFailed(text, obstacle))
-        self._end_set()
-
-    def _check_start(self) -> None:
-        group = self._set
-        if group is None or group.up or group.ending:
-            return
-        missing = [rank.rank for rank in group.ranks.values() if not rank.ready]
-        if not missing and group.notes is not None:
-            group.up = True
-            infos = [RankInfo(rank.rank, rank.pid, rank.device) for rank in group.ranks.values()]
-            serials = next(self._serials) * SERIALS
-            self.to_notebook(Started(group.epoch, infos, group.backend, group.notes, serials))
-        elif time.monotonic() > group.moved + group.options.patience:
-            said = group.progress.text if group.progress is not None else ""
-            where = f"{describe_ranks(missing)} not ready" if group.notes is not None else said
-            self._start_failed(
-                f"the start has made no progress for {group.options.patience:g} s ({where or 'no process came up'}). "
-                f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
-                "the environment to wait longer."
-            )
-
-    def _got_on(self, group: _Set, progress: Progress) -> None:
-        """A start has made progress. `progress` is what it does now."""
-        group.moved = time.monotonic()
-        if progress != group.progress:
-            group.progress = progress
-            self.to_notebook(progress)
-
-    def _check_cells(self) -> None:
-        group = self._set
-        if group is None or not group.up:
-            return
-        due, now = self._cells_due(group), time.monotonic()
-        if due is None or now < due:
+    def _start_when_all_are_there(self) -> None:
+        message = self._pending
+        if message is None or self._members is not None or self._nodes.missing > 0:
             return
         try:
-            group.cells.tick(now)
-        except Exception:  # what a rank has answered makes no sense; the others' cells go on
-            traceback.print_exc()
-            group.ticks_from = now + _TICK_PAUSE
+            shares = shared_out(message.options, message.nodes, self._nodes)
+        except NoEntrance as error:
+            self._pending = None
+            self.to_notebook(StartFailed(str(error)))
+            return
+        self._pending = None
+        self._epoch += 1
+        self._ledger = Ledger()
+        self._members = Members(
+            self._epoch,
+            shares,
+            message.nodes.address if message.nodes is not None else "127.0.0.1",
+            message.nodes.interface if message.nodes is not None else "",
+            self._nodes,
+            self._switchboard,
+            self.to_notebook,
+            self._keep,
+            next(self._serials) * SERIALS,
+        )
+        self._members.spawn()
 
-    def _cells_due(self, group: _Set) -> float | None:
-        due = group.cells.due()
-        return None if due is None else max(due, group.ticks_from)
-
-    def _check_displays(self) -> None:
-        group = self._set
-        if group is None:
-            return
-        for number in list(group.late):
-            rank = group.ranks[number]
-            if rank.due is not None and time.monotonic() >= rank.due:
-                rank.give_up()
-            if rank.due is None:
-                group.late.discard(number)
-
-    # --- from the agent
-
-    def _handle_agent(self, message: Message) -> None:
-        group = self._set
-        if isinstance(message, Look):
-            self.to_notebook(message)
-            return
-        if group is None or getattr(message, "epoch", group.epoch) != group.epoch:
-            return
-        if isinstance(message, Output):
-            rank = group.ranks[message.rank]
-            rank.print(message)
-            if rank.due is not None:
-                group.late.add(rank.rank)
-        elif isinstance(message, Progress):
-            self._got_on(group, message)
-        elif isinstance(message, Spawned):
-            group.ranks[message.rank].pid = message.pid
-            group.moved = time.monotonic()
-        elif isinstance(message, Spawning):
-            group.notes = message.notes
-            self._got_on(group, Progress("join", "ranks join their group"))
-        elif isinstance(message, SpawnFailed):
-            self._start_failed(message.text, message.obstacle)
-        elif isinstance(message, Exited):
-            self._exited(group, message)
-        elif isinstance(message, Gone):
-            self._gone()
-
-    def _exited(self, group: _Set, message: Exited) -> None:
-        if group.ending:
-            return
-        what = message.cause or describe_exit(message.code)
-        if message.rank is None:
-            self._store_died(group, message)
-            return
-        rank = group.ranks[message.rank]
-        died = Died(rank.rank, message.pid, message.code, message.stderr, rank.serial, message.when, message.cause)
-        rank.die(died)
-        if not group.up:
-            self._start_failed(
-                f"rank {message.rank} (pid {message.pid}) ended while it started: {what}.\n{message.stderr}".rstrip()
-                + "\nType `%distributed start` to try again."
-            )
-            return
-        group.cells.died(died, time.monotonic())
-
-    def _store_died(self, group: _Set, message: Exited) -> None:
-        what = message.cause or describe_exit(message.code)
-        if not group.up:
-            self._start_failed(
-                f"the rendezvous store (pid {message.pid}) ended while ranks started: {what}. "
-                "Type `%distributed start` to try again."
-            )
-            return
-        if message.cause:  # the ranks ended with it, which says all
-            return
+    def _give_up_waiting(self, message: Start) -> None:
+        assert message.nodes is not None
+        self._pending = None
+        came, missing = message.nodes.count - self._nodes.missing, self._nodes.missing
+        self._nodes.dismiss()
         self.to_notebook(
-            Notice(
-                f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
-                "groups that exist go on, but no new group can be made. "
-                "`%distributed restart` brings up a fresh set."
+            StartFailed(
+                f"{came} of {message.nodes.count} nodes came; {counted(missing, 'node')} did not come within "
+                f"{message.nodes.patience:g} s. Is {message.nodes.address} an address that the others reach, and does "
+                "a firewall let them through? `%distributed start` tries again, with new lines to paste"
             )
         )
 
-    def _gone(self) -> None:
-        self._set = None
+    def _stop(self, grace: float) -> None:
+        self._pending = None
+        self._nodes.broadcast(WatchNodes(0.0))  # for another session the agents are asked anew
+        if self._members is not None:
+            self._members.end(grace)
+        else:
+            self._nodes.dismiss()
+            self.to_notebook(Stopped())
+
+    def _check_gone(self) -> None:
+        if self._members is None or not self._members.all_gone:
+            return
+        self._members = None
         self._switchboard.forget(b"rank")
         if self._pending is not None:
-            start, self._pending = self._pending, None
-            self._start(start)
+            self._start(self._pending)
         else:
             self._log.clear()  # it was of this session
+            self._nodes.dismiss()
             self.to_notebook(Stopped())
+
+    # --- other nodes
+
+    def _guest(self, identity: bytes, message: Message) -> None:
+        if isinstance(message, Join) and self._nodes.join(identity, self._switchboard.key_of(identity), message):
+            self._start_when_all_are_there()
+
+    def _node_lost(self, node: Node, why: str) -> None:
+        if self._members is not None:
+            self._members.lose(node, why)
+            self._check_gone()
+
+    # --- from agents
+
+    def _handle_agent(self, node: int, message: Message) -> None:
+        if isinstance(message, Look):
+            self.to_notebook(message)
+        elif isinstance(message, Pong):
+            self._nodes.heard(node, message, time.monotonic())
+        elif isinstance(message, NodeLeft):
+            if node in self._nodes and node:
+                self._nodes.lose(self._nodes[node], message.why)
+        elif self._members is not None and getattr(message, "epoch", self._members.epoch) == self._members.epoch:
+            if isinstance(message, Gone):
+                self._members.gone(node)
+                self._check_gone()
+            else:
+                self._members.handle_agent(node, message)
 
     def _agent_died(self) -> None:
         code = self._agent.wait()
@@ -582,37 +453,27 @@ class Controller:
 
     # --- from ranks
 
-    def _handle_rank(self, group: _Set, rank: Rank, message: Message) -> None:
+    def _handle_rank(self, members: Members, rank: Rank, message: Message) -> None:
         if getattr(message, "rank", rank.rank) != rank.rank:
             raise ValueError(f"rank {rank.rank} speaks for another: {message}")
         if isinstance(message, Reply):
             if message.serial == rank.serial:
-                rank.answer(message)
+                rank.answer(_on_our_clock(message, members.offset(rank.rank)))
         elif isinstance(message, Display):
             rank.display(message)
         elif isinstance(message, Answer) and message.asker == "controller":
-            group.cells.answered(message, time.monotonic())
+            members.cells.answered(message, time.monotonic())
         elif isinstance(message, (Answer, WidgetMessage)):
             self.to_notebook(message)
         elif isinstance(message, InOrder):
-            group.cells.in_order(rank.rank, message, time.monotonic())
+            members.cells.in_order(rank.rank, message, time.monotonic())
         elif isinstance(message, Ready):
-            self._ready(group, rank, message)
+            members.ready(rank, message)
 
-    def _ready(self, group: _Set, rank: Rank, message: Ready) -> None:
-        if group.up:
-            raise ValueError(f"rank {rank.rank} is ready already")
-        if message.failure:
-            self._start_failed(
-                f"rank {rank.rank} could not join the process group: {message.failure}\n"
-                "Type `%distributed start` to try again, `--backend gloo` for another backend, "
-                "or `--no-init` to call init_process_group yourself."
-            )
-            return
-        rank.ready, rank.device, group.backend = True, message.device, message.backend
-        group.moved = time.monotonic()
 
-    def _part_ended(self, reply: Reply) -> None:
-        """A cell is over on a rank."""
-        if self._set is not None:
-            self._set.cells.ended(reply, time.monotonic())
+def _on_our_clock(reply: Reply, offset: float) -> Reply:
+    """A reply whose failure happened at a time of our own clock, so that the first of all nodes is known."""
+    if reply.failure is None or not offset:
+        return reply
+    failure = msgspec.structs.replace(reply.failure, when=reply.failure.when - offset)
+    return msgspec.structs.replace(reply, failure=failure)

@@ -1,6 +1,7 @@
 """The controller's one socket: who may connect, who has, and what waits for those who have not.
 
-Owns the socket, its keys and the key file. Knows nothing of what the messages mean.
+Owns the socket, its keys and the key file, and knows which lanes lead over another node. Knows nothing of what the
+messages mean.
 """
 
 from __future__ import annotations
@@ -8,22 +9,23 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.wire.frames import encode
-from nbdist.wire.lanes import HANDSHAKE_LIMIT, LARGEST_FRAME, Keys, write_key_file
+from nbdist.wire.keys import Keys, write_key_file
+from nbdist.wire.lanes import CLIENT_LANES, GUEST, NODE_LANES, RANK_LANES, RELAY_LANES, parse_lane
+from nbdist.wire.listening import Listener
 from nbdist.wire.message import Message
 
-_ENVELOPE = 1 << 10  # bytes that encryption adds to a frame, and more
-_LINGER = 500  # milliseconds
+_NOTEBOOK = "notebook"
 
 
 class Switchboard:
-    """Listens on loopback for those who have keys.
+    """Listens on loopback for those who have keys, and where it is told to for other nodes.
 
     Args:
         runtime_folder: Where the notebook's key file is written.
@@ -31,7 +33,7 @@ class Switchboard:
     Attributes:
         socket: To be polled for what `received` gives.
         key_file: For the notebook.
-        node_keys: For the agent and its ranks.
+        node_keys: For the agent of this machine and its ranks.
 
     Raises:
         OSError: Neither that folder nor a temporary one can be written.
@@ -42,27 +44,60 @@ class Switchboard:
         self._key_folder: Path | None = None  # of our own, where Jupyter's can't be written
         self._connected: set[bytes] = set()
         self._waiting: dict[bytes, list[bytes]] = {}  # for a lane that has not connected yet
+        self._relays: dict[bytes, bytes] = {}  # by lane of a rank elsewhere, the lane of its node
+        self._guests: dict[bytes, bytes] = {}  # by lane, their public keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        public, secret = zmq.curve_keypair()
-        client, node = zmq.curve_keypair(), zmq.curve_keypair()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _Whitelist({client[0], node[0]}))
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.curve_server = True
-        self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
-        self.socket.sndhwm = self.socket.rcvhwm = 0
-        self.socket.linger = _LINGER
-        self.socket.maxmsgsize = LARGEST_FRAME + _ENVELOPE
-        self.socket.handshake_ivl = int(HANDSHAKE_LIMIT * 1000)
-        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        url = f"tcp://127.0.0.1:{port}"
-        self.node_keys = Keys(url, public, *node)
+        self._listener = Listener(self._context)
+        self.socket = self._listener.socket
+        url = self._listener.listen()
+        self.node_keys = self._listener.admit(_node(0), url)
         try:
-            self._write(Keys(url, public, *client))
+            self._write(self._listener.admit(_NOTEBOOK, url))
         except Exception:
             self.remove_files()
             raise
+
+    # --- other nodes
+
+    def open_to(self, address: str, port: int) -> str:
+        """Listen for other nodes, too.
+
+        Returns:
+            Where.
+
+        Raises:
+            zmq.ZMQError: It can't.
+        """
+        return self._listener.listen(address, port)
+
+    def close_to_others(self, url: str) -> None:
+        """Listen there no more."""
+        self._listener.stop_listening(url)
+
+    def invite(self, url: str) -> Keys:
+        """Keys for one guest."""
+        return self._listener.admit(GUEST, url)
+
+    def welcome(self, guest: bytes, node: int, url: str) -> Keys:
+        """Keys for a node, in place of those of the guest that it was; `guest`: their public one."""
+        self._listener.expel(guest)
+        return self._listener.admit(_node(node), url)
+
+    def key_of(self, guest: bytes) -> bytes:
+        """The public key of a guest."""
+        return self._guests[guest]
+
+    def dismiss(self, public_key: bytes) -> None:
+        """These keys open nothing any more."""
+        self._listener.expel(public_key)
+
+    def lose(self, node: int) -> None:
+        """Nothing comes from a node any more, nor from its ranks."""
+        gone = {lane for lane in self._connected if parse_lane(lane)[1:] == (-1, node)}
+        gone |= {lane for lane, relay in self._relays.items() if relay in gone}
+        self._connected -= gone
+        for lane in gone:
+            self._relays.pop(lane, None)
 
     @property
     def files(self) -> list[Path]:
@@ -80,18 +115,36 @@ class Switchboard:
 
     def received(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """What has come, at most so many: each with the lane that it came by."""
-        for _ in range(limit):
-            try:
-                lane, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            yield lane, frames
+        for identity, frames, key in self._listener.received(limit, self._connected):
+            if key is not None and not self._may_be(identity, holder := self._listener.holder(key)):
+                continue
+            if key is not None and holder == GUEST:
+                self._guests[identity] = key
+            if identity.partition(b"/")[0].decode() in RELAY_LANES and len(frames) > 1:
+                lane, *frames = frames
+                if lane not in self._connected:
+                    self._relays[lane] = identity
+                yield lane, frames
+            else:
+                yield identity, frames
+
+    def _may_be(self, identity: bytes, holder: str) -> bool:
+        """Whether who has these keys may have a lane. Ranks have those of the agent of this machine."""
+        try:
+            name, _, number = parse_lane(identity)
+        except ValueError:
+            return False
+        if name in CLIENT_LANES:
+            return holder == _NOTEBOOK
+        if name in NODE_LANES:
+            return holder == _node(number)
+        return holder == (_node(0) if name in RANK_LANES else GUEST)
 
     def connect(self, lane: bytes) -> None:
         """Somebody has said hello; what waited is sent."""
         self._connected.add(lane)
         for frame in self._waiting.pop(lane, []):
-            self.socket.send_multipart([lane, frame])
+            self.socket.send_multipart([*self._way_to(lane), frame])
 
     def disconnect(self, lane: bytes) -> None:
         """It has gone; what is sent to it from now on waits."""
@@ -100,6 +153,7 @@ class Switchboard:
     def forget(self, prefix: bytes) -> None:
         """All lanes whose names begin so are gone for good."""
         self._connected = {lane for lane in self._connected if not lane.startswith(prefix)}
+        self._relays = {lane: relay for lane, relay in self._relays.items() if not lane.startswith(prefix)}
         self._waiting = {lane: frames for lane, frames in self._waiting.items() if not lane.startswith(prefix)}
 
     def is_connected(self, lane: bytes) -> bool:
@@ -112,9 +166,29 @@ class Switchboard:
     def forward(self, lane: bytes, frame: bytes) -> None:
         """As `send`, a message that is encoded."""
         if lane in self._connected:
-            self.socket.send_multipart([lane, frame])
+            self.socket.send_multipart([*self._way_to(lane), frame])
         else:
             self._waiting.setdefault(lane, []).append(frame)
+
+    def forward_to_all(self, lanes: Iterable[bytes], frame: bytes) -> None:
+        """The same message by several lanes: once for each node that they lead over."""
+        together: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        for lane in lanes:
+            if (relay := self._relays.get(lane)) is not None and lane in self._connected:
+                together[relay].append(lane)
+            else:
+                self.forward(lane, frame)
+        for relay, there in together.items():
+            self.socket.send_multipart([relay, b" ".join(there), frame])
+
+    def relay_of(self, lane: bytes) -> int:
+        """The node that a lane leads over; 0: this one."""
+        relay = self._relays.get(lane)
+        return parse_lane(relay)[2] if relay is not None else 0
+
+    def _way_to(self, lane: bytes) -> list[bytes]:
+        relay = self._relays.get(lane)
+        return [lane] if relay is None else [relay, lane]
 
     def send_together(self, lane: bytes, frames: Sequence[bytes]) -> None:
         """Send encoded messages as one to a lane that is connected."""
@@ -128,16 +202,9 @@ class Switchboard:
 
     def close(self) -> None:
         """Send what is under way, and listen no more."""
-        self.socket.close(linger=_LINGER)
-        self._authenticator.stop()
+        self._listener.close()
         self._context.term()
 
 
-class _Whitelist:
-    """Admits exactly these public keys."""
-
-    def __init__(self, keys: set[bytes]) -> None:
-        self._keys = keys
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys
+def _node(number: int) -> str:
+    return f"node {number}"

@@ -12,8 +12,9 @@ import msgspec
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
+from nbdist.wire.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
-from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning, StoreOpened
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
 from nbdist.wire.system_text import as_bytes, escaped, mapped
 
@@ -59,6 +60,14 @@ AnyMessage = (
     | Recover
     | InOrder
     | Quit
+    | StoreOpened
+    | Invited
+    | Join
+    | Welcome
+    | Refused
+    | Ping
+    | Pong
+    | NodeLeft
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode

@@ -1,36 +1,39 @@
 """The connections between client, controller, agent and ranks: how they are named and secured, and what they carry.
 
 Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays
-another. A connection's identity is its lane: `client.events`, `agent.control`, `rank.cell/2/3` (epoch 2, rank 3).
+another. A connection's identity is its lane: `client.events`, `agent.control/0` (of node 0), `rank.cell/2/3` (epoch 2,
+rank 3). Ranks of other nodes dial their own agent, whose two relay lanes carry what they and the controller send.
 A message is one frame; on its way to the controller a large one goes in several frames. CurveZMQ protects every hop.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 from nbdist.wire.frames import encode
+from nbdist.wire.keys import Keys
 from nbdist.wire.message import VERSION, Hello
 
 CLIENT_COMMANDS = b"client.commands"
 CLIENT_EVENTS = b"client.events"
-AGENT_CONTROL = b"agent.control"
-AGENT_OUTPUT = b"agent.output"
+GUEST = "guest"
+AGENT_CONTROL = "agent.control"
+AGENT_OUTPUT = "agent.output"
+AGENT_END = "agent.end"  # of whoever has started an agent, when that has ended
+RELAY_CONTROL = "relay.control"
+RELAY_OUTPUT = "relay.output"
 RANK_CELL = "rank.cell"
 RANK_CONTROL = "rank.control"
 RANK_DISPLAY = "rank.display"
-LANES = {*(name.decode() for name in (CLIENT_COMMANDS, CLIENT_EVENTS, AGENT_CONTROL, AGENT_OUTPUT))} | {
-    RANK_CELL,
-    RANK_CONTROL,
-    RANK_DISPLAY,
-}
+CLIENT_LANES = {CLIENT_COMMANDS.decode(), CLIENT_EVENTS.decode()}
+RELAY_LANES = {RELAY_CONTROL, RELAY_OUTPUT}
+NODE_LANES = {AGENT_CONTROL, AGENT_OUTPUT, AGENT_END, *RELAY_LANES}
+RANK_LANES = {RANK_CELL, RANK_CONTROL, RANK_DISPLAY}
+LANES = CLIENT_LANES | NODE_LANES | RANK_LANES | {GUEST}
 
 # The most that the controller takes in as one frame. zmq has room for a frame's whole length as soon as its header has
 # come, from anybody: this is what a connection without keys may cost.
@@ -44,39 +47,22 @@ def lane(name: str, epoch: int, rank: int) -> bytes:
     return b"%s/%d/%d" % (name.encode(), epoch, rank)
 
 
+def node_lane(name: str, node: int) -> bytes:
+    """The identity of an agent's connection, or of one that nobody else has with this number."""
+    return b"%s/%d" % (name.encode(), node)
+
+
 def parse_lane(identity: bytes) -> tuple[str, int, int]:
-    """Name, epoch and rank of a connection; epoch and rank are -1 for connections that belong to no rank."""
+    """Name, epoch and number of a connection: of its rank, or, with epoch -1, of its node. -1 for the notebook's.
+
+    Raises:
+        ValueError: It is none.
+    """
     name, _, rest = identity.decode().partition("/")
-    if not rest:
-        return name, -1, -1
-    epoch, _, rank = rest.partition("/")
-    return name, int(epoch), int(rank)
-
-
-class Keys(msgspec.Struct, frozen=True):
-    """Where the controller listens, and the key pair with which one kind of process may connect to it."""
-
-    url: str
-    server_key: bytes
-    public_key: bytes
-    secret_key: bytes
-
-
-def write_key_file(path: Path, keys: Keys) -> None:
-    """Write keys to a file that only its owner can read."""
-    fields = {
-        name: value.decode() if isinstance(value, bytes) else value
-        for name, value in msgspec.structs.asdict(keys).items()
-    }
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(fields, file)
-
-
-def read_key_file(path: Path) -> Keys:
-    """The keys in a file that `write_key_file` wrote."""
-    fields = json.loads(path.read_text())
-    return Keys(fields["url"], *(fields[name].encode() for name in ("server_key", "public_key", "secret_key")))
+    epoch, slash, number = rest.rpartition("/")
+    if name not in LANES or bool(slash) != (name in RANK_LANES) or bool(rest) == (name in CLIENT_LANES):
+        raise ValueError(f"{identity!r} is not a lane")
+    return name, int(epoch) if slash else -1, int(number) if rest else -1
 
 
 class Lane(zmq.Socket[bytes]):
@@ -121,6 +107,7 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, identity: bytes
     """A connection to the controller, encrypted, that has said hello."""
     socket = context.socket(zmq.DEALER, Lane)
     socket.identity = identity
+    socket.ipv6 = "[" in keys.url
     socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
         keys.server_key,
         keys.public_key,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from nbdist.wire.message import Count, Message, Seconds
+from nbdist.wire.nodes import NodesWanted
 from nbdist.wire.system_text import as_text
 
 # Serial numbers that a client may give to its cells before it needs another block of them.
@@ -49,6 +50,8 @@ class StartOptions(msgspec.Struct, frozen=True):
     port: where the rendezvous store listens; 0: anywhere. place: of these ranks among those of other nodes.
     all_results: whether what a launched function returned comes back from all ranks, or from rank 0 only.
     fork_address: where the notebook listens that forks the ranks itself (a path of a Unix socket); "": it does not.
+    changed: variables that were set since the notebook began, and own_path: entries of `sys_path` that are not Python's
+    own. Nodes other than the notebook's get these, and all else is theirs.
     """
 
     count: Count
@@ -69,9 +72,11 @@ class StartOptions(msgspec.Struct, frozen=True):
     place: Place | None = None
     all_results: bool = True
     fork_address: str = ""
+    changed: dict[SystemText, SystemText] = {}
+    own_path: list[SystemText] = []
 
     def __post_init__(self) -> None:
-        for name in ("environment", "cwd", "sys_path", "argv"):
+        for name in ("environment", "cwd", "sys_path", "argv", "changed", "own_path"):
             msgspec.structs.force_setattr(self, name, as_text(getattr(self, name)))
 
     @property
@@ -86,10 +91,14 @@ class StartOptions(msgspec.Struct, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Bring up a set of ranks (and end the present one, if any). `linger`: seconds that it outlives a killed kernel."""
+    """Bring up a set of ranks (and end the present one, if any).
+
+    linger: seconds that it outlives a killed kernel. nodes: which it is to have; None: this machine.
+    """
 
     options: StartOptions
     linger: Seconds = 0.0
+    nodes: NodesWanted | None = None
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -98,9 +107,11 @@ class RankInfo(msgspec.Struct, frozen=True):
     rank: int
     pid: int
     device: str
+    node: int = 0
+    host: str = ""  # "": the notebook's
 
 
-Stage = Literal["import", "join"]  # of a start: torch is imported, ranks join their group
+Stage = Literal["nodes", "import", "join"]  # of a start: nodes come, torch is imported, ranks join their group
 
 
 class Progress(Message, frozen=True):

@@ -8,9 +8,17 @@ from nbdist.wire.life import Obstacle, StartOptions
 from nbdist.wire.message import Message
 
 
+class StoreAddress(msgspec.Struct, frozen=True):
+    """Where the rendezvous store of an epoch is. port: 0 while it is not open."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
 class RankSetup(msgspec.Struct, frozen=True):
     """What a rank needs to know, given to it by file descriptor.
 
+    interface: the network to the ranks of other nodes; "": not known, or there are none.
     folder: for temporary files, which the agent removes when the rank has ended; empty: there is none.
     """
 
@@ -21,10 +29,11 @@ class RankSetup(msgspec.Struct, frozen=True):
     public_key: bytes
     secret_key: bytes
     token: bytes
-    store_port: int
+    store: StoreAddress
     gpu_count: int
     threads: int
     options: StartOptions
+    interface: str = ""
     folder: str = ""
 
     @property
@@ -52,10 +61,23 @@ class Quit(Message, frozen=True):
 
 
 class Spawn(Message, frozen=True):
-    """Fork a store and ranks."""
+    """Fork ranks, and their store unless it is open.
+
+    store: where it is, or, without a port, where to open it. interface: the network to other nodes; "": the one that
+    leads to the store.
+    """
 
     epoch: int
     options: StartOptions
+    store: StoreAddress = StoreAddress()
+    interface: str = ""
+
+
+class StoreOpened(Message, frozen=True):
+    """The epoch's store listens: ranks of other nodes may be forked."""
+
+    epoch: int
+    store: StoreAddress
 
 
 class Spawned(Message, frozen=True):

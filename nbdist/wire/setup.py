@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nbdist.wire.lanes import Keys
+from nbdist.wire.keys import Keys
 
 
 class ControllerSetup(msgspec.Struct, frozen=True):
@@ -33,6 +33,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
     token: bytes
     leftovers: list[str]  # files and folders to remove if the controller can't
     folder: str = ""  # one of them: the session's own, for temporary files; empty: there is none
+    node: int = 0  # 0: the controller's own machine
 
 
 def encode_line(first: ControllerSetup | ControllerReady | ControllerFailed | AgentSetup) -> bytes:

@@ -36,7 +36,8 @@ from nbdist.train.collective import participants
 from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.knowing import Release
-from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, connect, lane
+from nbdist.wire.keys import Keys
+from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, connect, lane
 from nbdist.wire.life import SERIALS
 from nbdist.wire.message import Message
 from nbdist.wire.output import END, PLAIN_END, WidgetMessage

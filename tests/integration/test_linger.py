@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
+from nbdist.wire.keys import read_key_file
+from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect
 from nbdist.wire.life import Shutdown
 from nbdist.wire.output import LogPart, ReadLog
 from tests.support.harness import Kernel, files_of_sessions, kernel_with_ranks, wait_until

@@ -20,7 +20,7 @@ import nbdist
 from nbdist import Session
 from nbdist.wire.cells import Execute, Interrupt
 from nbdist.wire.frames import AnyMessage
-from nbdist.wire.lanes import Keys, read_key_file
+from nbdist.wire.keys import Keys, read_key_file
 from nbdist.wire.life import Shutdown, Start, Stop, Stopped
 from nbdist.wire.output import Credit, Output, WidgetMessage
 from nbdist.wire.processes import Exited, Gone, Spawn, SpawnFailed, Spawning

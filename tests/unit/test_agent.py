@@ -14,7 +14,8 @@ import pytest
 import zmq
 
 from nbdist.wire.frames import AnyMessage, decode, encode
-from nbdist.wire.lanes import AGENT_CONTROL, Keys, whole
+from nbdist.wire.keys import Keys
+from nbdist.wire.lanes import AGENT_CONTROL, whole
 from nbdist.wire.life import Shutdown, StartOptions
 from nbdist.wire.message import Hello, Message
 from nbdist.wire.processes import Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from nbdist.wire.life import StartOptions
-from nbdist.wire.processes import RankSetup
+from nbdist.wire.processes import RankSetup, StoreAddress
 from nbdist.worker.groups import join
 
 
 def setup(count: int, gpus: int, rank: int = 0) -> RankSetup:
     options = StartOptions(count, {}, "/", [], [], 0o022, 1024)
-    return RankSetup(1, rank, "", b"", b"", b"", b"", 0, gpus, 1, options)
+    return RankSetup(1, rank, "", b"", b"", b"", b"", StoreAddress(), gpus, 1, options)
 
 
 @pytest.fixture(autouse=True)

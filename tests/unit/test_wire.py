@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.lanes import LARGEST_FRAME, Keys, Lane, connect, whole
+from nbdist.wire.keys import Keys
+from nbdist.wire.lanes import LARGEST_FRAME, Lane, connect, whole
 from nbdist.wire.output import Credit
 from nbdist.wire.questions import WatchNodes
 

@@ -23,7 +23,8 @@ from nbdist.client.session.interruption import HEED
 from nbdist.errors import SessionBroken
 from nbdist.processes import describe_exit, python_command
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, read_key_file
+from nbdist.wire.keys import read_key_file
+from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect
 from nbdist.wire.life import Broken, Shutdown
 from nbdist.wire.message import Message
 from nbdist.wire.setup import ControllerFailed, ControllerReady, ControllerSetup, encode_line

@@ -23,13 +23,13 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
-import psutil
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from nbdist import network
 from nbdist.checks import is_true
 from nbdist.errors import NodesMissing, RankFailure, UsageError
 from nbdist.launch.launch_errors import LaunchFailure
@@ -129,7 +129,7 @@ class Nodes:
             raise UsageError("rdzv_conf: nodes meet in a store of type 'tcp' only; leave store_type out")
         try:
             self.host, self.port = parse_rendezvous_endpoint(
-                request.rdzv_endpoint or _endpoint(request.master_addr, request.port), request.port
+                request.rdzv_endpoint or network.endpoint(request.master_addr, request.port), request.port
             )
         except ValueError as error:
             raise UsageError(f"{error} For example rdzv_endpoint='10.0.0.1:29500'") from None
@@ -164,7 +164,7 @@ class Nodes:
     @property
     def address(self) -> str:
         """Where all meet, in words."""
-        return _endpoint(self.host, self.port)
+        return network.endpoint(self.host, self.port)
 
     def _seconds(self, name: str, default: float) -> float:
         given = self.conf.get(name, default)
@@ -220,7 +220,7 @@ class Nodes:
             return self.request.node_rank == 0
         if "is_host" in self.conf:
             return is_true(str(self.conf["is_host"]))
-        return _is_local(self.host) and not self._taken()
+        return network.is_local(self.host) and not self._taken()
 
     def _taken(self) -> bool:
         with contextlib.suppress(OSError):
@@ -230,7 +230,7 @@ class Nodes:
 
     def _serve(self) -> bool:
         """Open the store. False: another node of this machine was faster."""
-        literal = _is_literal(self.host) and _is_local(self.host)
+        literal = network.is_literal(self.host) and network.is_local(self.host)
         address = self.host if literal else ""  # a name may mean an address that only this machine knows
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
@@ -272,7 +272,7 @@ class Nodes:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
 
     def _stranger(self) -> UsageError:
-        owner = describe_owner(self.port) if _is_local(self.host) else ""
+        owner = describe_owner(self.port) if network.is_local(self.host) else ""
         return UsageError(
             f"what listens at {self.address} is not an nbdist launch{owner and f', but opened{owner}'}: start "
             "`notebook_launcher` on the node with that address first, or name another port on all (`use_port='29501'`)"
@@ -426,25 +426,20 @@ class Nodes:
 
     def own_address(self) -> str:
         """This node's address, as the node where all meet sees it."""
-        if self._server is not None and _is_literal(self.host):
+        if self._server is not None and network.is_literal(self.host):
             return self.host
-        host = socket.gethostname() if self._server is not None else self.host
         with contextlib.suppress(OSError):
-            family, kind, protocol, _, target = socket.getaddrinfo(host, self.port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # sends nothing
-                return str(probe.getsockname()[0])
+            here = socket.gethostname() if self._server is not None else self.host
+            if address := network.address_towards(here, self.port):
+                return address
         return socket.getfqdn()
 
     def interface(self) -> str:
         """The network interface that leads to the other nodes; "" where that is not known."""
-        own = self.own_address()
-        if not _is_literal(own) or (ipaddress.ip_address(own).is_loopback and not _is_literal(self.host)):
+        own, literal = self.own_address(), network.is_literal
+        if not literal(own) or (ipaddress.ip_address(own).is_loopback and not literal(self.host)):
             return ""
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(address.address.partition("%")[0] == own for address in addresses):
-                return name
-        return ""
+        return network.interface_of(own)
 
     # --- while it runs
 
@@ -548,18 +543,6 @@ def _peer(connection: socket.socket) -> tuple[str, int]:
     return host.removeprefix("::ffff:"), port  # torch uses IPv6 sockets for IPv4, too
 
 
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _is_literal(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_store(connection: socket.socket) -> bool:
     """Whether a TCPStore is at the other end. Torch's own client would wait for ever for one that says nothing."""
     nonce = 0x6E62
@@ -576,13 +559,3 @@ def _can_tell_stores() -> bool:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with socket.create_connection(("127.0.0.1", store.port), timeout=_CONNECT_LIMIT) as connection:
         return _is_store(connection)
-
-
-def _is_local(host: str) -> bool:
-    """Whether an address is this machine's."""
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, (address, *_rest) in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind((address, 0))
-                return True
-    return False

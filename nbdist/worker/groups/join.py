@@ -37,8 +37,8 @@ def environment(setup: RankSetup) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(setup.options.count),
         "GROUP_WORLD_SIZE": str(place.num_nodes),
         "ROLE_WORLD_SIZE": world,
-        "MASTER_ADDR": place.master_addr or "127.0.0.1",
-        "MASTER_PORT": str(place.master_port if place.master_addr else setup.store_port),
+        "MASTER_ADDR": place.master_addr or setup.store.host,
+        "MASTER_PORT": str(place.master_port if place.master_addr else setup.store.port),
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "TORCHELASTIC_RUN_ID": place.run or f"nbdist-{setup.epoch}",
@@ -50,8 +50,9 @@ def environment(setup: RankSetup) -> dict[str, str]:
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "TTY_INTERACTIVE": "0",  # rich's live displays print their last state only: there is no cursor to move
     }
-    if place.num_nodes == 1:  # nothing of it listens to the network
-        defaults |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+    # With one node nothing of it listens to the network.
+    if interface := _LOOPBACK if place.num_nodes == 1 else setup.interface:
+        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     if setup.options.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.options.gpus)
         defaults |= gpu_defaults(setup.options.environment)
@@ -136,7 +137,7 @@ def join(setup: RankSetup, store: Any, attempt: int = 0) -> str:
         backend,
         store=dist.PrefixStore(f"nbdist/{setup.epoch}/{attempt}", store),
         rank=setup.rank,
-        world_size=setup.options.count,
+        world_size=setup.world_size,
         timeout=timedelta(seconds=setup.options.timeout),
         device_id=bound,
     )
@@ -219,9 +220,9 @@ def serve_store(listener: socket.socket) -> Any:
     """
     import torch.distributed as dist
 
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()[:2]
     return dist.TCPStore(
-        "127.0.0.1",
+        host,
         port,
         is_master=True,
         wait_for_workers=False,

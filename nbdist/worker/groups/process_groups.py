@@ -29,6 +29,7 @@ from typing import Any
 
 from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.wire.processes import StoreAddress
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
 from nbdist.worker.groups import descriptors
@@ -69,17 +70,17 @@ class Collectives:
 
     Args:
         epoch: Number of the set of ranks.
-        store_port: Where the session's rendezvous store listens, on loopback.
+        store: Where the session's rendezvous store listens.
 
     Attributes:
         record: Which collectives have been started, and which have ended.
         stranded: What the main thread waits in and for whom, where that can't happen any more; "" for nothing.
     """
 
-    def __init__(self, epoch: int, store_port: int) -> None:
+    def __init__(self, epoch: int, store: StoreAddress) -> None:
         self.record = Record()
         self._epoch = epoch
-        self._store_port = store_port
+        self._address = store
         self._store: Any = None
         self._clients: set[str] = set()  # inodes of the connections to stores that rendezvous of ours have opened
         self._groups: dict[str, _Group] = {}
@@ -118,8 +119,9 @@ class Collectives:
 
         if self._store is None or self._store_cut:
             limit = _STORE_LIMIT if self._store is None else _RENEWAL_LIMIT
-            with self.connecting(self._store_port):
-                self._store = dist.TCPStore("127.0.0.1", self._store_port, is_master=False, timeout=limit)
+            host, port = self._address.host, self._address.port
+            with self.connecting(port):
+                self._store = dist.TCPStore(host, port, is_master=False, timeout=limit)
             self._store.set_timeout(_STORE_LIMIT)
             self._store_cut = False
         return self._store

@@ -49,7 +49,7 @@ class Recovery:
     """
 
     def __init__(self, setup: RankSetup, control: ControlThread) -> None:
-        self.collectives = Collectives(setup.epoch, setup.store_port)
+        self.collectives = Collectives(setup.epoch, setup.store)
         self.make_group_again: Callable[[int], None] = lambda attempt: None
         self._rank = setup.rank
         self._control = control

@@ -1,0 +1,68 @@
+"""Whether the controller on another machine is still there."""
+
+from __future__ import annotations
+
+import socket
+import time
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from nbdist.wire.nodes import LOST, SILENCE
+
+_CONNECT_LIMIT = 1.0  # seconds
+
+
+class Link:
+    """A watch on the connection to the controller, which is never made again: what was under way would be missing.
+
+    Args:
+        control: The connection.
+        url: Where the controller listens.
+
+    Attributes:
+        events: To be polled: something has happened to the connection.
+    """
+
+    def __init__(self, control: zmq.Socket[bytes], url: str) -> None:
+        where = urlsplit(url)
+        self._address = where.hostname or "", where.port or 0
+        self._heard = time.monotonic()
+        self._asked = self._heard  # when it was last looked whether anybody listens there
+        self.events = control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def heard(self) -> None:
+        """The controller has given a sign of life."""
+        self._heard = time.monotonic()
+
+    def is_lost(self, event: bool) -> bool:
+        """Whether the controller is gone, or out of reach for good.
+
+        Args:
+            event: Whether there is something in `events`.
+        """
+        if event:
+            recv_monitor_message(self.events)
+            return True
+        now = time.monotonic()
+        if now - self._heard > LOST:
+            return True
+        if now - self._heard > SILENCE and now - self._asked > SILENCE:
+            self._asked = now
+            return self._is_refused()
+        return False
+
+    def patience(self) -> float:
+        """Seconds until `is_lost` wants to be called."""
+        return SILENCE
+
+    def _is_refused(self) -> bool:
+        """Whether the machine answers, and nobody listens there: its end of the connection has ended unheard."""
+        try:
+            socket.create_connection(self._address, timeout=_CONNECT_LIMIT).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False

@@ -1,0 +1,4 @@
+"""How other machines become nodes of a session.
+
+    join       this machine becomes one: `nbdist join`
+"""

@@ -1,0 +1,200 @@
+"""This machine becomes a node of a session on another one: `nbdist join 10.0.0.1:29500`.
+
+Owns the agent that it starts, and ends with it. Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from nbdist import network
+from nbdist.devices import visible_gpus
+from nbdist.errors import UsageError
+from nbdist.processes import describe_exit, python_command
+from nbdist.wire.frames import decode, encode
+from nbdist.wire.keys import Keys
+from nbdist.wire.lanes import AGENT_END, GUEST, connect, node_lane
+from nbdist.wire.message import VERSION
+from nbdist.wire.nodes import TOKEN_VARIABLE, Join, NodeLeft, Refused, Token, Versions, Welcome
+from nbdist.wire.setup import AgentSetup, encode_line
+
+_CONNECT_LIMIT = 5.0  # seconds for one attempt
+_ANSWER_LIMIT = 20.0  # seconds for the controller to answer; it may be busy
+_LAST_WORDS = 1.0  # seconds
+_AGAIN = "Paste the line that `%distributed start` prints in the notebook"
+
+
+class CannotJoin(UsageError):
+    """This machine can't become a node; nothing is left running."""
+
+
+def join(target: str, token: str, patience: float) -> int:
+    """Become a node, and stay one until the session ends.
+
+    Args:
+        target: Where the session's controller listens: `10.0.0.1:29500`.
+        token: What it printed for one node.
+        patience: Seconds to wait for it to listen.
+
+    Returns:
+        The exit code: 0 if the session has ended, or this node was asked to leave.
+
+    Raises:
+        CannotJoin: Why not, and what to do.
+    """
+    host, port = _parse(target)
+    try:
+        parsed = Token.parse(token)
+    except ValueError:
+        raise CannotJoin(f"{TOKEN_VARIABLE} does not hold a token of nbdist. {_AGAIN}") from None
+    address = _reach(host, port, patience)
+    welcome = _introduce(parsed, f"tcp://{network.endpoint(address, port)}")
+    return _serve(welcome, target)
+
+
+def _parse(target: str) -> tuple[str, int]:
+    host, _, port = target.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise CannotJoin(f"{target!r} is not an address with a port: `nbdist join 10.0.0.1:29500`")
+    return host.strip("[]"), int(port)
+
+
+def _reach(host: str, port: int, patience: float) -> str:
+    """The address at which somebody listens, once somebody does."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=_CONNECT_LIMIT) as connection:
+                return str(connection.getpeername()[0])
+        except socket.gaierror as error:
+            raise CannotJoin(f"{host!r} is not a known host ({error.strerror}): use its address instead") from None
+        except OSError as error:
+            why = "nothing listens there" if isinstance(error, ConnectionRefusedError) else str(error)
+            if time.monotonic() > deadline:
+                where = network.endpoint(host, port)
+                raise CannotJoin(
+                    f"{where} can't be reached: {why}. Has `%distributed start` printed this address, and does a "
+                    f"firewall let this machine through? `nc -vz {host} {port}` tries it; `--wait 600` waits for it"
+                ) from None
+            time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+
+
+def _introduce(token: Token, url: str) -> Welcome:
+    """Be a guest, and ask to be a node."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    keys = Keys(url, token.server_key, zmq.curve_public(token.secret_key), token.secret_key)
+    lane = f"{GUEST}/{secrets.randbelow(1 << 60)}".encode()
+    guest = connect(context, keys, lane)
+    events = guest.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    try:
+        guest.send(encode(Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()))))
+        answer = _answer(guest, events)
+    finally:
+        guest.disable_monitor()
+        context.destroy(linger=0)
+    if isinstance(answer, Refused):
+        raise CannotJoin(f"this machine ({socket.gethostname()}) can't join: {answer.text}")
+    if not isinstance(answer, Welcome):
+        raise CannotJoin(f"the session at {url} answered something unexpected; is it another version of nbdist?")
+    return answer
+
+
+def _answer(guest: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> object:
+    poller = zmq.Poller()
+    poller.register(guest, zmq.POLLIN)
+    poller.register(events, zmq.POLLIN)
+    deadline = time.monotonic() + _ANSWER_LIMIT
+    while (left := deadline - time.monotonic()) > 0:
+        ready = dict(poller.poll(int(left * 1000) + 1))
+        if guest in ready:
+            return decode(guest.recv())
+        if events in ready:
+            recv_monitor_message(events)
+            raise CannotJoin(f"this token is not valid any more, or belongs to another session. {_AGAIN}")
+    raise CannotJoin(f"the session did not answer within {_ANSWER_LIMIT:g} s; is it still there? {_AGAIN}")
+
+
+def _serve(welcome: Welcome, target: str) -> int:
+    """Run the agent of this node."""
+    with _own_folder() as folder, _signals() as asked:
+        command = python_command("nbdist.agent.agent_boot", "urgent", str(os.getpid()))
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        agent = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        setup = AgentSetup(
+            keys=welcome.keys,
+            token=b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode(),
+            leftovers=[str(folder)],
+            folder=str(folder),
+            node=welcome.node,
+        )
+        assert agent.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
+            agent.stdin.write(encode_line(setup))
+            agent.stdin.close()
+        print(f"joined the session of {welcome.host} at {target} as node {welcome.node}; Ctrl-C leaves", flush=True)
+        code = _await_end(agent, asked)
+    if asked:
+        _say_last(welcome, "it was stopped there, by Ctrl-C or a signal")
+        print("left the session", flush=True)
+        return 0
+    if code:
+        how = describe_exit(code)
+        _say_last(welcome, f"its agent has ended, {how}")
+        print(f"the agent has ended: {how}", flush=True)
+        return 1
+    print("the session has ended", flush=True)
+    return 0
+
+
+def _await_end(agent: subprocess.Popen[bytes], asked: list[int]) -> int:
+    while True:
+        try:
+            return agent.wait(0.2)
+        except subprocess.TimeoutExpired:
+            if asked:
+                agent.kill()
+                return agent.wait()
+
+
+def _say_last(welcome: Welcome, why: str) -> None:
+    """Let the session know that this node has gone, so that it need not find out."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        lane = connect(context, welcome.keys, node_lane(AGENT_END, welcome.node))
+        lane.send(encode(NodeLeft(why)))
+        lane.close(linger=int(_LAST_WORDS * 1000))
+    finally:
+        context.term()
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="nbdist-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Signals that ask this process to end, as they come."""
+    asked: list[int] = []
+    before = {
+        number: signal.signal(number, lambda received, frame: asked.append(received))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

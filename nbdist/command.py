@@ -1,0 +1,61 @@
+"""The command `nbdist`, for machines that have no notebook."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from nbdist.errors import UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: What was typed; None: this process's.
+
+    Returns:
+        The exit code.
+    """
+    parsed = _parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except UsageError as error:
+        print(f"nbdist: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("nbdist", description="One notebook, every GPU: what other machines need.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    join = verbs.add_parser("join", help="let this machine be a node of a session on another one")
+    join.add_argument("address", metavar="HOST:PORT", help="what `%%distributed start --num-nodes` has printed")
+    join.add_argument("--token-file", metavar="FILE", help="read the token from there, not from NBDIST_TOKEN; -: stdin")
+    join.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for the session to listen")
+    join.set_defaults(run=_join)
+    return parser
+
+
+def _join(parsed: argparse.Namespace) -> int:
+    from nbdist.cluster.join import join
+    from nbdist.wire.nodes import TOKEN_VARIABLE
+
+    token = _read(parsed.token_file) if parsed.token_file else os.environ.get(TOKEN_VARIABLE, "")
+    if not token.strip():
+        raise UsageError(
+            f"no token: paste the whole line that `%distributed start` prints ({TOKEN_VARIABLE}=... nbdist join ...), "
+            "or name a file that holds it with --token-file"
+        )
+    return join(parsed.address, token, parsed.wait)
+
+
+def _read(name: str) -> str:
+    try:
+        if name == "-":
+            return sys.stdin.readline()
+        with open(name) as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the token can't be read from {name}: {error}") from None

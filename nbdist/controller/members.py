@@ -1,0 +1,386 @@
+"""The ranks of one epoch, on the nodes where they are: how they come up, take cells, and end.
+
+Owns which rank is where, and who lives. Knows neither who joins as a node nor what cells do.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from nbdist.controller.cells import Cells
+from nbdist.controller.node_table import Node, NodeTable
+from nbdist.controller.rank_order import Rank
+from nbdist.controller.switchboard import Switchboard
+from nbdist.processes import describe_exit
+from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import Execute, Interrupt, Reply
+from nbdist.wire.frames import encode
+from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, lane
+from nbdist.wire.life import (
+    PATIENCE_VARIABLE,
+    Died,
+    Obstacle,
+    Progress,
+    RankInfo,
+    Started,
+    StartFailed,
+    StartOptions,
+)
+from nbdist.wire.message import Message
+from nbdist.wire.output import Notice, Output
+from nbdist.wire.processes import (
+    Exited,
+    Kill,
+    Quit,
+    Ready,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Spawning,
+    StoreAddress,
+    StoreOpened,
+)
+from nbdist.wire.questions import RankStatus
+
+_TICK_PAUSE = 1.0  # seconds, after an error
+
+
+class Members:
+    """The ranks.
+
+    Args:
+        epoch: Their number among all sets of ranks that this controller starts.
+        shares: By node, what is to be started there.
+        address: Where their store is to listen.
+        interface: The network between the nodes; "": the one that leads to the store.
+        nodes: To send to agents by.
+        switchboard: To send to ranks by.
+        tell: Gives the notebook a message.
+        keep: Writes output to the log, as of `Rank`.
+        first_serial: Where the notebook's count of cells begins.
+
+    Attributes:
+        ranks: By number.
+        up: Whether all are ready.
+        ending: Whether they are to end.
+        cells: What they run.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        shares: Mapping[int, StartOptions],
+        address: str,
+        interface: str,
+        nodes: NodeTable,
+        switchboard: Switchboard,
+        tell: Callable[[Message], None],
+        keep: Callable[[int, int, int, int, bytes], None],
+        first_serial: int,
+    ) -> None:
+        self.epoch = epoch
+        self._shares = shares
+        self._address = address
+        self._interface = interface
+        self._nodes = nodes
+        self._switchboard = switchboard
+        self.to_notebook = tell
+        self._first_serial = first_serial
+        self._node_of = {rank: node for node, options in shares.items() for rank in options.ranks}
+        self.ranks = {number: Rank(number, tell, keep, self._part_ended) for number in self._node_of}
+        self.up = False
+        self.ending = False
+        self.cells = Cells(self, self.execute)
+        self._patience = shares[0].patience
+        self._moved = time.monotonic()  # when it got on last
+        self._progress: Progress | None = None  # what it was doing last
+        self._backend = ""
+        self._notes: dict[int, list[str]] = {}  # by node, once its ranks are forked
+        self._left: set[int] = set()  # nodes on which no process of it is left
+        self._ticks_from = 0.0  # when cells may be called again because of the time
+        self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
+
+    # --- messages to ranks
+
+    def to_rank(self, name: str, rank: int, message: Message) -> None:
+        """Send to a rank, if it lives."""
+        if rank in self.ranks and not self.ranks[rank].dead:
+            self._switchboard.send(lane(name, self.epoch, rank), message)
+
+    def to_agent_of(self, rank: int, message: Message) -> None:
+        """Send to the agent of the node that a rank is on."""
+        if rank in self._node_of:
+            self._nodes.send(self._node_of[rank], message)
+
+    def idle(self) -> list[int]:
+        """Living ranks that run nothing."""
+        return [rank.rank for rank in self.ranks.values() if not rank.dead and not rank.serial]
+
+    def dead(self) -> list[int]:
+        """Ranks that have died."""
+        return [rank.rank for rank in self.ranks.values() if rank.dead]
+
+    def everyone(self) -> list[int]:
+        """All ranks, the dead too."""
+        return list(self.ranks)
+
+    def statuses(self) -> list[RankStatus]:
+        """What is known of each rank."""
+        return [
+            RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
+            for r in self.ranks.values()
+        ]
+
+    def execute(self, message: Execute) -> None:
+        """Run something on ranks."""
+        if not self.up:
+            return
+        if not message.ranks or not self.ranks.keys() >= set(message.ranks):
+            raise ValueError(f"there are no ranks {message.ranks}")
+        now = time.monotonic()
+        if not self.cells.begin(message, now):
+            return
+        living = []
+        for number in message.ranks:
+            rank = self.ranks[number]
+            if rank.dead:  # the notebook did not know yet
+                self.cells.died(msgspec.structs.replace(rank.dead, serial=message.serial), now)
+                continue
+            rank.begin(message.serial, message.number)
+            living.append(lane(RANK_CELL, self.epoch, number))
+        self._switchboard.forward_to_all(living, encode(message))
+
+    # --- start
+
+    def spawn(self) -> None:
+        """Have the store opened and the ranks of this machine forked; the others follow when it is open."""
+        self._nodes.send(0, Spawn(self.epoch, self._shares[0], StoreAddress(self._address), self._interface))
+
+    def _spawn_others(self, message: StoreOpened) -> None:
+        if self.ending:
+            return
+        for node, options in self._shares.items():
+            if node:
+                self._nodes.send(node, Spawn(self.epoch, options, message.store, self._interface))
+
+    def ready(self, rank: Rank, message: Ready) -> None:
+        """A rank is up, or says why it is not."""
+        if self.up:
+            raise ValueError(f"rank {rank.rank} is ready already")
+        if message.failure:
+            self.fail(
+                f"rank {rank.rank} could not join the process group: {message.failure}\n"
+                "Type `%distributed start` to try again, `--backend gloo` for another backend, "
+                "or `--no-init` to call init_process_group yourself."
+            )
+            return
+        rank.ready, rank.device, self._backend = True, message.device, message.backend
+        self._moved = time.monotonic()
+
+    def fail(self, text: str, obstacle: Obstacle = "other") -> None:
+        """They can't be brought up."""
+        if not self.ending:
+            self.to_notebook(StartFailed(text, obstacle))
+            self.end()
+
+    def _get_on(self, progress: Progress) -> None:
+        """The start has made progress. `progress` is what it does now."""
+        self._moved = time.monotonic()
+        if progress != self._progress:
+            self._progress = progress
+            self.to_notebook(progress)
+
+    def _check_start(self, now: float) -> None:
+        missing = [rank.rank for rank in self.ranks.values() if not rank.ready]
+        forked = self._notes.keys() == self._shares.keys()
+        if not missing and forked:
+            self.up = True
+            notes = [note for node in sorted(self._notes) for note in self._notes[node]]
+            infos = [self._info(rank) for rank in self.ranks.values()]
+            self.to_notebook(Started(self.epoch, infos, self._backend, notes, self._first_serial))
+        elif now > self._moved + self._patience:
+            said = self._progress.text if self._progress is not None else ""
+            where = f"{describe_ranks(missing)} not ready" if forked else said
+            self.fail(
+                f"the start has made no progress for {self._patience:g} s ({where or 'no process came up'}). "
+                f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
+                "the environment to wait longer."
+            )
+
+    def _info(self, rank: Rank) -> RankInfo:
+        number = self._node_of[rank.rank]
+        host = self._nodes[number].host if len(self._shares) > 1 and number in self._nodes else ""
+        return RankInfo(rank.rank, rank.pid, rank.device, number, host)
+
+    # --- as time passes
+
+    def due(self) -> float | None:
+        """When `tick` wants to be called."""
+        dues = [due for number in self._late if (due := self.ranks[number].due) is not None]
+        if not self.up and not self.ending:
+            dues.append(self._moved + self._patience)
+        if self.up and (due := self._cells_due()) is not None:
+            dues.append(due)
+        return min(dues, default=None)
+
+    def tick(self, now: float) -> None:
+        """Time has passed, or something has come."""
+        if not self.up and not self.ending:
+            self._check_start(now)
+        self._check_cells(now)
+        self._check_displays(now)
+
+    def _check_cells(self, now: float) -> None:
+        due = self._cells_due() if self.up else None
+        if due is None or now < due:
+            return
+        try:
+            self.cells.tick(now)
+        except Exception:  # what a rank has answered makes no sense; the others' cells go on
+            traceback.print_exc()
+            self._ticks_from = now + _TICK_PAUSE
+
+    def _cells_due(self) -> float | None:
+        due = self.cells.due()
+        return None if due is None else max(due, self._ticks_from)
+
+    def _check_displays(self, now: float) -> None:
+        for number in list(self._late):
+            rank = self.ranks[number]
+            if rank.due is not None and now >= rank.due:
+                rank.give_up()
+            if rank.due is None:
+                self._late.discard(number)
+
+    # --- from agents
+
+    def handle_agent(self, node: int, message: Message) -> None:
+        """An agent reports how processes begin and end, and what they print."""
+        if isinstance(message, Output):
+            rank = self._rank_on(node, message.rank)
+            rank.print(message)
+            if rank.due is not None:
+                self._late.add(rank.rank)
+        elif isinstance(message, Progress):
+            self._get_on(message)
+        elif isinstance(message, StoreOpened):
+            self._spawn_others(message)
+        elif isinstance(message, Spawned):
+            self._rank_on(node, message.rank).pid = message.pid
+            self._moved = time.monotonic()
+        elif isinstance(message, Spawning):
+            self._notes[node] = [self._of_node(node, note) for note in message.notes]
+            if self._notes.keys() == self._shares.keys():
+                self._get_on(Progress("join", "ranks join their group"))
+        elif isinstance(message, SpawnFailed):
+            self.fail(self._of_node(node, message.text), message.obstacle)
+        elif isinstance(message, Exited):
+            self._exited(node, message)
+
+    def _rank_on(self, node: int, number: int) -> Rank:
+        if self._node_of[number] != node:
+            raise ValueError(f"node {node} speaks for rank {number}, which is on node {self._node_of[number]}")
+        return self.ranks[number]
+
+    def _of_node(self, node: int, text: str) -> str:
+        if len(self._shares) == 1 or node not in self._nodes:
+            return text
+        return f"node {node} ({self._nodes[node].host}): {text}"
+
+    def _exited(self, node: int, message: Exited) -> None:
+        if self.ending:
+            return
+        if message.rank is None:
+            self._store_died(message)
+            return
+        rank = self._rank_on(node, message.rank)
+        when = message.when - (self._nodes[node].offset if node in self._nodes else 0.0)
+        died = Died(rank.rank, message.pid, message.code, message.stderr, rank.serial, when, message.cause)
+        rank.die(died)
+        if not self.up:
+            what = message.cause or describe_exit(message.code)
+            text = f"rank {message.rank} (pid {message.pid}) ended while it started: {what}.\n{message.stderr}"
+            self.fail(f"{self._of_node(node, text).rstrip()}\nType `%distributed start` to try again.")
+            return
+        self.cells.died(died, time.monotonic())
+
+    def _store_died(self, message: Exited) -> None:
+        what = message.cause or describe_exit(message.code)
+        if not self.up:
+            self.fail(
+                f"the rendezvous store (pid {message.pid}) ended while ranks started: {what}. "
+                "Type `%distributed start` to try again."
+            )
+            return
+        if message.cause:  # the ranks ended with it, which says all
+            return
+        self.to_notebook(
+            Notice(
+                f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
+                "groups that exist go on, but no new group can be made. "
+                "`%distributed restart` brings up a fresh set."
+            )
+        )
+
+    def lose(self, node: Node, why: str) -> None:
+        """A node has gone, and its ranks with it."""
+        cause = f"node {node.number} ({node.host}) is lost: {why}"
+        self._left.add(node.number)
+        if self.ending:
+            return
+        if not self.up:
+            self.fail(f"{cause}. Type `%distributed start` to try again.")
+            return
+        now = time.monotonic()
+        for rank in self.on_node(node.number):
+            if rank.dead is None:
+                died = Died(rank.rank, rank.pid, -9, "", rank.serial, now, cause)
+                rank.die(died)
+                self.cells.died(died, now)
+
+    def on_node(self, node: int) -> Iterable[Rank]:
+        """The ranks of a node."""
+        return [self.ranks[number] for number, where in self._node_of.items() if where == node]
+
+    # --- from ranks
+
+    def offset(self, rank: int) -> float:
+        """Seconds that the clock of a rank's node is ahead of ours."""
+        node = self._node_of[rank]
+        return self._nodes[node].offset if node in self._nodes else 0.0
+
+    def is_on(self, rank: int, node: int) -> bool:
+        """Whether a rank is on a node."""
+        return self._node_of.get(rank) == node
+
+    def _part_ended(self, reply: Reply) -> None:
+        """A cell is over on a rank."""
+        self.cells.ended(reply, time.monotonic())
+
+    # --- end
+
+    def end(self, grace: float = 1.0) -> None:
+        """Have them end: after `grace` seconds by force. `gone` says when they have."""
+        if self.ending:
+            return
+        self.ending = True
+        for rank in self.ranks.values():
+            if rank.serial:
+                self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
+            if rank.ready:
+                self.to_rank(RANK_CELL, rank.rank, Quit())
+        for node in self._shares:
+            self._nodes.send(node, Kill(self.epoch, grace if self.up else 0.0))
+
+    def gone(self, node: int) -> None:
+        """No process of it is left on a node."""
+        self._left.add(node)
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether no process of it is left anywhere."""
+        return self._left >= self._shares.keys()

@@ -1,0 +1,245 @@
+"""The nodes of a session: who has come, who is silent, who is lost, and how their clocks differ from ours.
+
+Owns the address where other nodes come in. Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from nbdist.controller.switchboard import Switchboard
+from nbdist.network import endpoint
+from nbdist.processes import describe_owner
+from nbdist.text import counted
+from nbdist.wire.lanes import AGENT_CONTROL, node_lane
+from nbdist.wire.life import Progress, Shutdown
+from nbdist.wire.message import VERSION, Message
+from nbdist.wire.nodes import LOST, PING_PERIOD, SILENCE, Invited, Join, NodesWanted, Ping, Pong, Refused, Token, Versions, Welcome
+from nbdist.wire.output import Notice
+
+
+class NoEntrance(Exception):
+    """Other nodes can't come in at the address that was named."""
+
+
+@dataclass
+class Node:
+    """A node.
+
+    Attributes:
+        number: 0: the controller's own.
+        host: What it calls itself; of two nodes with one name the second is "name#2".
+        gpus: That it could use; 0 for node 0, whose GPUs the notebook counts.
+        offset: Seconds that its monotonic clock is ahead of ours.
+        round_trip: Seconds, the shortest seen.
+        heard: When it was last heard of.
+        silent: Whether that has been reported.
+    """
+
+    number: int
+    host: str
+    gpus: int = 0
+    offset: float = 0.0
+    round_trip: float = field(default=float("inf"))
+    heard: float = 0.0
+    silent: bool = False
+
+
+class NodeTable:
+    """The nodes.
+
+    Args:
+        switchboard: To send by.
+        tell: Gives the notebook a message.
+        lost: Called with a node that has gone, and in what way, in words.
+    """
+
+    def __init__(
+        self, switchboard: Switchboard, tell: Callable[[Message], None], lost: Callable[[Node, str], None]
+    ) -> None:
+        self._switchboard = switchboard
+        self._tell = tell
+        self._lost = lost
+        self._nodes = {0: Node(0, socket.gethostname())}
+        self._url = ""
+        self._wanted: NodesWanted | None = None
+        self._guests: list[bytes] = []  # public keys of those who are invited
+        self._next = 1
+        self._ping_at = float("inf")
+        self.due_to_come = float("inf")  # when those who are missing are waited for no longer
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def __getitem__(self, number: int) -> Node:
+        return self._nodes[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._nodes
+
+    @property
+    def missing(self) -> int:
+        """How many nodes have not come yet."""
+        return self._wanted.count - len(self._nodes) if self._wanted is not None else 0
+
+    # --- who is to come
+
+    def want(self, wanted: NodesWanted | None) -> None:
+        """Have these nodes; those that there are already stay, unless they came to another place.
+
+        Raises:
+            NoEntrance: Nodes can't come in there.
+        """
+        before, self._wanted = self._wanted, wanted
+        there = (wanted.address, wanted.port, wanted.count) if wanted is not None else None
+        if before is not None and there != (before.address, before.port, before.count):
+            self.dismiss()
+            self._wanted = wanted
+        if wanted is None:
+            return
+        if not self._url:
+            self._url = self._open(wanted)
+        self._invite()
+
+    def _open(self, wanted: NodesWanted) -> str:
+        try:
+            return self._switchboard.open_to(wanted.address, wanted.port)
+        except zmq.ZMQError as error:
+            where = endpoint(wanted.address, wanted.port)
+            if error.errno == zmq.EADDRINUSE:
+                raise NoEntrance(
+                    f"port {wanted.port} of {wanted.address} is taken{describe_owner(wanted.port)}: "
+                    "name another with --master-port, or none"
+                ) from None
+            raise NoEntrance(
+                f"this machine can't listen at {where}: {error.strerror}. --master-addr must be an address of the "
+                "machine that the notebook runs on; `ip -brief address` shows them"
+            ) from None
+
+    def _invite(self) -> None:
+        """Make a token for each node that is missing and has none."""
+        assert self._wanted is not None
+        self.due_to_come = time.monotonic() + self._wanted.patience if self.missing > 0 else float("inf")
+        tokens = []
+        while len(self._guests) < self.missing:
+            keys = self._switchboard.invite(self._url)
+            self._guests.append(keys.public_key)
+            tokens.append(str(Token(keys.server_key, keys.secret_key)))
+        if tokens:
+            self._tell(Invited(self._url.removeprefix("tcp://"), tokens))
+
+    def join(self, guest: bytes, key: bytes, message: Join) -> bool:
+        """A guest wants to be a node. Returns whether it is one now.
+
+        Args:
+            guest: Its lane.
+            key: Its public key.
+            message: Who it is.
+        """
+        self._switchboard.connect(guest)
+        if why := self._objection(key, message):
+            self._switchboard.send(guest, Refused(why))
+            self._tell(Notice(f"{message.host} could not join: {why}"))
+            self._switchboard.disconnect(guest)
+            return False
+        number, self._next = self._next, self._next + 1
+        self._guests.remove(key)
+        keys = self._switchboard.welcome(key, number, self._url)
+        self._switchboard.send(guest, Welcome(number, socket.gethostname(), keys))
+        self._switchboard.disconnect(guest)
+        names = {node.host for node in self}
+        host = message.host if message.host not in names else f"{message.host}#{number}"
+        now = time.monotonic()
+        self._nodes[number] = Node(number, host, message.gpus, heard=now)
+        self._ping_at = min(self._ping_at, now)
+        assert self._wanted is not None
+        self.due_to_come = now + self._wanted.patience if self.missing else float("inf")
+        there = f"{len(self._nodes)} of {counted(self._wanted.count, 'node')}"
+        self._tell(Progress("nodes", f"{host} has joined as node {number} ({there})"))
+        return True
+
+    def _objection(self, key: bytes, message: Join) -> str:
+        """Why a guest can't be a node; "": it can."""
+        if key not in self._guests:
+            return "its token was used by another node; each node needs one of its own"
+        if message.version != VERSION:
+            return f"it speaks version {message.version} of nbdist's protocol, and this session {VERSION}"
+        ours, theirs = (msgspec.structs.asdict(versions) for versions in (Versions.here(), message.versions))
+        different = [f"{name} {theirs[name]} there and {ours[name]} here" for name in ours if theirs[name] != ours[name]]
+        if different:
+            return f"all nodes need the same versions, and it has {', '.join(different)}"
+        return ""
+
+    def dismiss(self) -> None:
+        """Let go of all other nodes, and let nobody in any more."""
+        self.broadcast(Shutdown(), others=True)
+        for number in [node.number for node in self if node.number]:
+            del self._nodes[number]
+        for key in self._guests:
+            self._switchboard.dismiss(key)
+        self._guests.clear()
+        if self._url:
+            self._switchboard.close_to_others(self._url)
+        self._url, self._wanted = "", None
+        self._ping_at = self.due_to_come = float("inf")
+
+    # --- messages
+
+    def send(self, node: int, message: Message) -> None:
+        """Send to a node's agent."""
+        if node in self._nodes:
+            self._switchboard.send(node_lane(AGENT_CONTROL, node), message)
+
+    def broadcast(self, message: Message, others: bool = False) -> None:
+        """Send to all agents; `others`: but not to ours."""
+        for number in self._nodes:
+            if number or not others:
+                self.send(number, message)
+
+    # --- signs of life
+
+    def due(self) -> float:
+        """When `tick` wants to be called."""
+        return min(self._ping_at, self.due_to_come)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if now < self._ping_at:
+            return
+        self._ping_at = now + PING_PERIOD if len(self._nodes) > 1 else float("inf")
+        for node in [node for node in self if node.number]:
+            self.send(node.number, Ping(now))
+            quiet = now - node.heard
+            if quiet > LOST:
+                self.lose(node, f"it has not answered for {quiet:.0f} s")
+            elif quiet > SILENCE and not node.silent:
+                node.silent = True
+                self._tell(
+                    Notice(
+                        f"node {node.number} ({node.host}) has not answered for {quiet:.0f} s: the network to it, or "
+                        f"the machine. Its ranks count as lost after {LOST:g} s"
+                    )
+                )
+
+    def lose(self, node: Node, why: str) -> None:
+        """A node has gone."""
+        if self._nodes.pop(node.number, None) is not None:
+            self._switchboard.lose(node.number)
+            self._lost(node, why)
+
+    def heard(self, number: int, message: Pong, now: float) -> None:
+        """A node has answered."""
+        node = self._nodes.get(number)
+        if node is None:
+            return
+        if node.silent:
+            self._tell(Notice(f"node {number} ({node.host}) answers again, after {now - node.heard:.0f} s"))
+        node.heard, node.silent = now, False
+        if (took := now - message.sent) <= node.round_trip:
+            node.round_trip, node.offset = took, message.at - (message.sent + now) / 2

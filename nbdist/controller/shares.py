@@ -1,0 +1,53 @@
+"""Which node is to start which ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from nbdist.controller.node_table import NoEntrance, Node
+from nbdist.wire.life import Place, StartOptions
+from nbdist.wire.nodes import NodesWanted
+
+
+def shared_out(options: StartOptions, wanted: NodesWanted | None, nodes: Iterable[Node]) -> dict[int, StartOptions]:
+    """What each node is to start. Ranks are numbered through, node by node.
+
+    Args:
+        options: What the notebook asks for, on its own machine.
+        wanted: Which nodes; None: only that machine.
+        nodes: Those that have come.
+
+    Raises:
+        NoEntrance: A node has no GPU, and it was not said how many ranks it is to have.
+    """
+    if wanted is None or wanted.count == 1:
+        return {0: options}
+    counts = {node.number: _count(options, wanted, node) for node in sorted(nodes, key=lambda node: node.number)}
+    world, gpus = sum(counts.values()), {node.number: node.gpus for node in nodes}
+    gpus[0] = len(options.gpus or [])
+    each_has_its_own = all(gpus[number] >= count for number, count in counts.items())
+    shares, first = {}, 0
+    for place, (number, count) in enumerate(counts.items()):
+        shares[number] = msgspec.structs.replace(
+            options if number == 0 else _without_surroundings(options),
+            count=count,
+            backend=options.backend or ("cpu:gloo,cuda:nccl" if each_has_its_own else "gloo"),
+            place=Place(first, world, place, len(counts)),
+        )
+        first += count
+    return shares
+
+
+def _count(options: StartOptions, wanted: NodesWanted, node: Node) -> int:
+    if node.number == 0:
+        return options.count
+    if not (count := wanted.ranks or node.gpus):
+        raise NoEntrance(f"node {node.number} ({node.host}) has no GPU, so say how many ranks each node is to have: `-n 8`")
+    return count
+
+
+def _without_surroundings(options: StartOptions) -> StartOptions:
+    """Without what is the notebook's machine's own; the node has its own, which need not be the same."""
+    return msgspec.structs.replace(options, environment={}, sys_path=[], gpus=None, open_files=0, umask=0)

@@ -1,0 +1,132 @@
+"""How other nodes come to a session, and the signs of life between them and the controller."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib.metadata
+import sys
+
+import msgspec
+from zmq.utils import z85
+
+from nbdist.wire.keys import Keys
+from nbdist.wire.message import Count, Message, Seconds
+
+TOKEN_VARIABLE = "NBDIST_TOKEN"  # holds what a node joins with
+PING_PERIOD = 2.0  # seconds
+SILENCE = 10.0  # seconds without a sign of life after which that is reported
+LOST = 60.0  # ... and after which the other side is given up
+_KEY = 32  # bytes
+
+
+class NodesWanted(msgspec.Struct, frozen=True):
+    """Which nodes a session is to have.
+
+    count: of nodes, this one too. ranks: on each; None: one for each GPU. address, port: where this node listens for
+    the others (0: at any port). interface: the network between them; "": the one that leads to `address`.
+    patience: seconds that a node may take to come after another has.
+    """
+
+    count: Count
+    address: str
+    port: int = 0
+    ranks: int | None = None
+    interface: str = ""
+    patience: Seconds = 600.0
+
+
+class Invited(Message, frozen=True):
+    """Nodes are waited for at this address; each joins with one of these tokens."""
+
+    address: str
+    tokens: list[str]
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """What all nodes must have alike."""
+
+    Python: str
+    torch: str
+    nbdist: str
+
+    @classmethod
+    def here(cls) -> Versions:
+        """Of this process's Python, without importing anything of it."""
+        version = ".".join(map(str, sys.version_info[:2]))  # code travels as bytecode, which goes by these two
+        return cls(version, *(_installed(name) for name in ("torch", "nbdist")))
+
+
+class Join(Message, frozen=True):
+    """A guest wants to be a node. host: its name. gpus: that it could use."""
+
+    version: int
+    host: str
+    versions: Versions
+    gpus: int
+
+
+class Welcome(Message, frozen=True):
+    """It is node `node` of `host`'s session, with keys of its own."""
+
+    node: int
+    host: str
+    keys: Keys
+
+
+class Refused(Message, frozen=True):
+    """It can't be a node, and why."""
+
+    text: str
+
+
+class Ping(Message, frozen=True):
+    """Are you there? The controller asks a node. sent: on its clock."""
+
+    sent: float
+
+
+class Pong(Message, frozen=True):
+    """The node is there. at: on the node's clock when `sent` had come."""
+
+    sent: float
+    at: float
+
+
+class NodeLeft(Message, frozen=True):
+    """A node goes, and why. To be sent by its agent, or by whoever has started that."""
+
+    why: str
+
+
+class Token(msgspec.Struct, frozen=True):
+    """What one node joins with, once: the controller's public key, and the secret key of a guest."""
+
+    server_key: bytes
+    secret_key: bytes
+
+    def __str__(self) -> str:
+        raw = z85.decode(self.server_key) + z85.decode(self.secret_key)
+        return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> Token:
+        """The token in a text.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            raw = base64.urlsafe_b64decode(text.strip() + "==")
+        except (binascii.Error, ValueError):
+            raw = b""
+        if len(raw) != 2 * _KEY:
+            raise ValueError("not a token of nbdist")
+        return cls(z85.encode(raw[:_KEY]), z85.encode(raw[_KEY:]))
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

@@ -31,10 +31,10 @@ from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, connect
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.output import STDERR, STDOUT, Credit
-from nbdist.wire.processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.questions import Look, WatchNodes
+from nbdist.wire.rank_processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.setup import AgentSetup
-from nbdist.wire.template import Forked, ForkFailed, Imported, ImportFailed
+from nbdist.wire.template_messages import Forked, ForkFailed, Imported, ImportFailed
 
 _STORE = -1  # the store among the ranks, inside of this process
 _FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500

@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from nbdist.controller.cells import Cells
 from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank_order import Rank
+from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.ranks import describe_ranks
@@ -60,9 +60,9 @@ from nbdist.wire.life import (
 )
 from nbdist.wire.message import VERSION, Hello, Message
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
-from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, WatchNodes
+from nbdist.wire.rank_processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
 _QUIT_GRACE = 1.0

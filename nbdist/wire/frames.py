@@ -13,8 +13,8 @@ from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover,
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
-from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
+from nbdist.wire.rank_processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.system_text import as_bytes, escaped, mapped
 
 AnyMessage = (

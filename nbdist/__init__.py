@@ -22,7 +22,7 @@ import functools
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from nbdist._version import __version__ as __version__
 
 _FOR_IPYTHON = "load_ipython_extension"  # a name that nobody types
 

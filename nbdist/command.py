@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _join(parsed: argparse.Namespace) -> int:
-    from nbdist.cluster.join import join
+    from nbdist.cluster.joining import join
     from nbdist.wire.nodes import TOKEN_VARIABLE
 
     token = _read(parsed.token_file) if parsed.token_file else os.environ.get(TOKEN_VARIABLE, "")

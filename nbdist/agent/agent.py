@@ -24,8 +24,8 @@ import zmq
 from nbdist import network
 from nbdist.agent import surroundings
 from nbdist.agent.fork_channel import ForkChannel
-from nbdist.agent.pipes import PipeReader
 from nbdist.agent.link import Link
+from nbdist.agent.pipes import PipeReader
 from nbdist.agent.relay import Relay
 from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
@@ -36,7 +36,8 @@ from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.nodes import Ping, Pong
 from nbdist.wire.output import STDERR, STDOUT, Credit
-from nbdist.wire.processes import (
+from nbdist.wire.questions import Look, WatchNodes
+from nbdist.wire.rank_processes import (
     Exited,
     Gone,
     Kill,
@@ -48,9 +49,8 @@ from nbdist.wire.processes import (
     StoreAddress,
     StoreOpened,
 )
-from nbdist.wire.questions import Look, WatchNodes
 from nbdist.wire.setup import AgentSetup
-from nbdist.wire.template import Forked, ForkFailed, Imported, ImportFailed
+from nbdist.wire.template_messages import Forked, ForkFailed, Imported, ImportFailed
 
 _STORE = -1  # the store among the ranks, inside of this process
 _FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbdist.wire.template import Report
+    from nbdist.wire.template_messages import Report
 
 _KILLS_AT_ONCE = 2_000  # in one request, so that a set's many ranks don't fill the channel
 
@@ -55,13 +55,13 @@ class ForkChannel:
             descriptors: What the child needs.
             fresh: Whether it starts as a new Python, in the environment of the ranks.
         """
-        from nbdist.wire.template import Fork, encode
+        from nbdist.wire.template_messages import Fork, encode
 
         socket.send_fds(self._channel, [encode(Fork(rank, fresh))], descriptors)
 
     def kill(self, pids: Iterable[int]) -> None:
         """End children and their process groups."""
-        from nbdist.wire.template import EndChildren, encode
+        from nbdist.wire.template_messages import EndChildren, encode
 
         left = list(pids)
         with contextlib.suppress(OSError):  # whoever forked them has gone, and they with it
@@ -71,7 +71,7 @@ class ForkChannel:
 
     def receive(self) -> tuple[Report | None, int | None]:
         """The next report, and the pidfd that came with it. None: the other side has gone."""
-        from nbdist.wire.template import decode_report
+        from nbdist.wire.template_messages import decode_report
 
         try:
             data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)

@@ -15,7 +15,16 @@ import sys
 import traceback
 
 from nbdist.processes import reap_group
-from nbdist.wire.template import ChildEnded, EndChildren, Fork, Forked, ForkFailed, Imported, decode_request, encode
+from nbdist.wire.template_messages import (
+    ChildEnded,
+    EndChildren,
+    Fork,
+    Forked,
+    ForkFailed,
+    Imported,
+    decode_request,
+    encode,
+)
 from nbdist.worker import rank
 
 

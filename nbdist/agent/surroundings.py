@@ -17,10 +17,48 @@ from nbdist.wire.nodes import TOKEN_VARIABLE
 
 # What the notebook's machine, its login or its job manager has set, and means nothing elsewhere.
 _OF_A_MACHINE = frozenset(
-    "CUDA_VISIBLE_DEVICES DISPLAY EDITOR HIP_VISIBLE_DEVICES HOME HOST HOSTNAME JPY_SESSION_NAME LOGNAME MAIL MASTER_ADDR "
-    "MASTER_PORT OLDPWD PATH PWD ROCR_VISIBLE_DEVICES SHELL SHLVL TEMP TERM TMP TMPDIR USER VIRTUAL_ENV _".split()
+    [
+        "CUDA_VISIBLE_DEVICES",
+        "DISPLAY",
+        "EDITOR",
+        "HIP_VISIBLE_DEVICES",
+        "HOME",
+        "HOST",
+        "HOSTNAME",
+        "JPY_SESSION_NAME",
+        "LOGNAME",
+        "MAIL",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OLDPWD",
+        "PATH",
+        "PWD",
+        "ROCR_VISIBLE_DEVICES",
+        "SHELL",
+        "SHLVL",
+        "TEMP",
+        "TERM",
+        "TMP",
+        "TMPDIR",
+        "USER",
+        "VIRTUAL_ENV",
+        "_",
+    ]
 )
-_PREFIXES_OF_A_MACHINE = ("DBUS_", "GLOO_", "JPY_", "JUPYTER", "LD_", "OMPI_", "PALS_", "PBS_", "PMI", "SLURM_", "SSH_", "XDG_")
+_PREFIXES_OF_A_MACHINE = (
+    "DBUS_",
+    "GLOO_",
+    "JPY_",
+    "JUPYTER",
+    "LD_",
+    "OMPI_",
+    "PALS_",
+    "PBS_",
+    "PMI",
+    "SLURM_",
+    "SSH_",
+    "XDG_",
+)
 
 
 def here(options: StartOptions) -> tuple[StartOptions, list[str]]:

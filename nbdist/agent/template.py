@@ -53,7 +53,7 @@ def main() -> None:
         origin = _preload()
         from nbdist.agent.forking import Template
     except Exception as error:
-        from nbdist.wire.template import ImportFailed, encode
+        from nbdist.wire.template_messages import ImportFailed, encode
 
         channel.send(encode(ImportFailed(_describe_import_failure(error))))
         return

@@ -1,4 +1,4 @@
 """How other machines become nodes of a session.
 
-    join       this machine becomes one: `nbdist join`
+joining    this machine becomes one: `nbdist join`
 """

@@ -23,7 +23,7 @@ import zmq
 from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.members import Members
-from nbdist.controller.node_table import NoEntrance, Node, NodeTable
+from nbdist.controller.node_table import KnownNode, NodeTable, NoEntrance
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.shares import shared_out
@@ -47,10 +47,10 @@ from nbdist.wire.lanes import (
 from nbdist.wire.life import SERIALS, Broken, Shutdown, Start, StartFailed, Stop, Stopped
 from nbdist.wire.message import VERSION, Hello, Message
 from nbdist.wire.nodes import Join, NodeLeft, Pong
-from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
-from nbdist.wire.processes import Gone, Ready
+from nbdist.wire.output import Credit, Display, LogPart, Notice, ReadLog, WidgetMessage
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
+from nbdist.wire.rank_processes import Gone, Ready
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
@@ -416,7 +416,7 @@ class Controller:
         if isinstance(message, Join) and self._nodes.join(identity, self._switchboard.key_of(identity), message):
             self._start_when_all_are_there()
 
-    def _node_lost(self, node: Node, why: str) -> None:
+    def _node_lost(self, node: KnownNode, why: str) -> None:
         if self._members is not None:
             self._members.lose(node, why)
             self._check_gone()

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from nbdist.controller.cells import Cells
-from nbdist.controller.node_table import Node, NodeTable
+from nbdist.controller.node_table import KnownNode, NodeTable
 from nbdist.controller.rank_order import Rank
+from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.processes import describe_exit
 from nbdist.ranks import describe_ranks
@@ -32,7 +32,8 @@ from nbdist.wire.life import (
 )
 from nbdist.wire.message import Message
 from nbdist.wire.output import Notice, Output
-from nbdist.wire.processes import (
+from nbdist.wire.questions import RankStatus
+from nbdist.wire.rank_processes import (
     Exited,
     Kill,
     Quit,
@@ -44,7 +45,6 @@ from nbdist.wire.processes import (
     StoreAddress,
     StoreOpened,
 )
-from nbdist.wire.questions import RankStatus
 
 _TICK_PAUSE = 1.0  # seconds, after an error
 
@@ -326,7 +326,7 @@ class Members:
             )
         )
 
-    def lose(self, node: Node, why: str) -> None:
+    def lose(self, node: KnownNode, why: str) -> None:
         """A node has gone, and its ranks with it."""
         cause = f"node {node.number} ({node.host}) is lost: {why}"
         self._left.add(node.number)

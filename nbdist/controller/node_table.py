@@ -20,7 +20,20 @@ from nbdist.text import counted
 from nbdist.wire.lanes import AGENT_CONTROL, node_lane
 from nbdist.wire.life import Progress, Shutdown
 from nbdist.wire.message import VERSION, Message
-from nbdist.wire.nodes import LOST, PING_PERIOD, SILENCE, Invited, Join, NodesWanted, Ping, Pong, Refused, Token, Versions, Welcome
+from nbdist.wire.nodes import (
+    LOST,
+    PING_PERIOD,
+    SILENCE,
+    Invited,
+    Join,
+    NodesWanted,
+    Ping,
+    Pong,
+    Refused,
+    Token,
+    Versions,
+    Welcome,
+)
 from nbdist.wire.output import Notice
 
 
@@ -29,7 +42,7 @@ class NoEntrance(Exception):
 
 
 @dataclass
-class Node:
+class KnownNode:
     """A node.
 
     Attributes:
@@ -61,12 +74,12 @@ class NodeTable:
     """
 
     def __init__(
-        self, switchboard: Switchboard, tell: Callable[[Message], None], lost: Callable[[Node, str], None]
+        self, switchboard: Switchboard, tell: Callable[[Message], None], lost: Callable[[KnownNode, str], None]
     ) -> None:
         self._switchboard = switchboard
         self._tell = tell
         self._lost = lost
-        self._nodes = {0: Node(0, socket.gethostname())}
+        self._nodes = {0: KnownNode(0, socket.gethostname())}
         self._url = ""
         self._wanted: NodesWanted | None = None
         self._guests: list[bytes] = []  # public keys of those who are invited
@@ -74,10 +87,10 @@ class NodeTable:
         self._ping_at = float("inf")
         self.due_to_come = float("inf")  # when those who are missing are waited for no longer
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[KnownNode]:
         return iter(self._nodes.values())
 
-    def __getitem__(self, number: int) -> Node:
+    def __getitem__(self, number: int) -> KnownNode:
         return self._nodes[number]
 
     def __contains__(self, number: int) -> bool:
@@ -156,7 +169,7 @@ class NodeTable:
         names = {node.host for node in self}
         host = message.host if message.host not in names else f"{message.host}#{number}"
         now = time.monotonic()
-        self._nodes[number] = Node(number, host, message.gpus, heard=now)
+        self._nodes[number] = KnownNode(number, host, message.gpus, heard=now)
         self._ping_at = min(self._ping_at, now)
         assert self._wanted is not None
         self.due_to_come = now + self._wanted.patience if self.missing else float("inf")
@@ -171,7 +184,9 @@ class NodeTable:
         if message.version != VERSION:
             return f"it speaks version {message.version} of nbdist's protocol, and this session {VERSION}"
         ours, theirs = (msgspec.structs.asdict(versions) for versions in (Versions.here(), message.versions))
-        different = [f"{name} {theirs[name]} there and {ours[name]} here" for name in ours if theirs[name] != ours[name]]
+        different = [
+            f"{name} {theirs[name]} there and {ours[name]} here" for name in ours if theirs[name] != ours[name]
+        ]
         if different:
             return f"all nodes need the same versions, and it has {', '.join(different)}"
         return ""
@@ -227,7 +242,7 @@ class NodeTable:
                     )
                 )
 
-    def lose(self, node: Node, why: str) -> None:
+    def lose(self, node: KnownNode, why: str) -> None:
         """A node has gone."""
         if self._nodes.pop(node.number, None) is not None:
             self._switchboard.lose(node.number)

@@ -21,7 +21,7 @@ _RENEW_LIMIT = 15.0
 
 
 @dataclass
-class Plan:
+class GroupRepairs:
     """What has to be done, by group name."""
 
     renew: list[str] = field(default_factory=list)
@@ -53,13 +53,13 @@ class FailedCell:
     failed: Collection[int] = ()
 
 
-def plan(
+def compare_groups(
     states: Mapping[int, RankState],
     idle: Collection[int],
     dead: Collection[int],
     known_lost: Collection[str],
     cell: FailedCell,
-) -> Plan:
+) -> GroupRepairs:
     """Compare where ranks are.
 
     Args:
@@ -69,7 +69,7 @@ def plan(
         known_lost: Groups that were lost before.
         cell: What has failed.
     """
-    found = Plan()
+    found = GroupRepairs()
     free = set(idle)
     groups: dict[str, list[int]] = {}
     for state in states.values():
@@ -90,7 +90,9 @@ def plan(
     return found
 
 
-def _judge(found: Plan, name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> None:
+def _judge(
+    found: GroupRepairs, name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell
+) -> None:
     present = [states[rank].groups[name] for rank in members if name in states[rank].groups]
     if len(present) < len(members):
         found.stale.append(name)
@@ -175,7 +177,7 @@ class Recovery:
         self._busy = list(busy)
         self._dead = list(dead)
         self._states: dict[int, RankState] = {}
-        self._plan: Plan | None = None
+        self._repairs: GroupRepairs | None = None
         self._reports: dict[int, InOrder] = {}
 
     def begin(self, ask: AskRanks, tell: Callable[[Sequence[int], Recover], None]) -> None:
@@ -192,18 +194,18 @@ class Recovery:
     @property
     def open(self) -> bool:
         """Whether late ranks keep it from being decided."""
-        return self._plan is None and bool(self.late)
+        return self._repairs is None and bool(self.late)
 
     @property
     def awaited(self) -> set[int]:
         """Ranks that have not answered, or not done what they were told."""
-        if self._plan is None:
+        if self._repairs is None:
             return {*self._idle, *self._busy} - self._states.keys()
         return set(self._idle) - self._reports.keys()
 
     def answered(self, rank: int, state: RankState | NoAnswer, now: float) -> None:
         """A rank has reported where it is, or why it can't."""
-        if self._plan is not None:
+        if self._repairs is not None:
             return
         if isinstance(state, NoAnswer):
             self._forget(rank)
@@ -226,7 +228,7 @@ class Recovery:
         self._states.pop(rank, None)
         self.late.discard(rank)
         self._dead.append(rank)
-        if self._plan is None:
+        if self._repairs is None:
             self._decide_if_all_have_answered(now)
         elif not self.awaited:
             self._conclude()
@@ -235,7 +237,7 @@ class Recovery:
         """Time has passed."""
         if self.done or self.due is None or now < self.due:
             return
-        if self._plan is None:
+        if self._repairs is None:
             self.due = None
             self.late = self.awaited
             if self.late.isdisjoint(self._cell.ranks) and not self._compared().owed:
@@ -255,11 +257,11 @@ class Recovery:
         self._idle = [other for other in self._idle if other != rank]
         self._busy = [other for other in self._busy if other != rank]
 
-    def _compared(self) -> Plan:
+    def _compared(self) -> GroupRepairs:
         if self._regroup:
-            return Plan()
+            return GroupRepairs()
         idle = [rank for rank in self._idle if rank in self._states]
-        return plan(self._states, idle, self._dead, self.lost, self._cell)
+        return compare_groups(self._states, idle, self._dead, self.lost, self._cell)
 
     def _decide_if_all_have_answered(self, now: float) -> None:
         if not self.awaited:
@@ -267,7 +269,7 @@ class Recovery:
 
     def _decide(self, now: float) -> None:
         stopped = {self._states[rank].stopped for rank in self._ranks if rank in self._states}
-        self._plan = found = self._compared()
+        self._repairs = found = self._compared()
         if not found.renew and len(stopped) == 1:
             self.step = next(iter(stopped)) or 0
         self.owed = dict(found.owed)
@@ -296,7 +298,7 @@ class Recovery:
 
     def _conclude(self) -> None:
         self.done = True
-        found = self._plan or Plan()
+        found = self._repairs or GroupRepairs()
         parts = []
         failures = sorted({report.failure for report in self._reports.values() if report.failure})
         if self.missing:

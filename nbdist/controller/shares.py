@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 import msgspec
 
-from nbdist.controller.node_table import NoEntrance, Node
+from nbdist.controller.node_table import KnownNode, NoEntrance
 from nbdist.wire.life import Place, StartOptions
 from nbdist.wire.nodes import NodesWanted
 
 
-def shared_out(options: StartOptions, wanted: NodesWanted | None, nodes: Iterable[Node]) -> dict[int, StartOptions]:
+def shared_out(
+    options: StartOptions, wanted: NodesWanted | None, nodes: Iterable[KnownNode]
+) -> dict[int, StartOptions]:
     """What each node is to start. Ranks are numbered through, node by node.
 
     Args:
@@ -40,11 +42,13 @@ def shared_out(options: StartOptions, wanted: NodesWanted | None, nodes: Iterabl
     return shares
 
 
-def _count(options: StartOptions, wanted: NodesWanted, node: Node) -> int:
+def _count(options: StartOptions, wanted: NodesWanted, node: KnownNode) -> int:
     if node.number == 0:
         return options.count
     if not (count := wanted.ranks or node.gpus):
-        raise NoEntrance(f"node {node.number} ({node.host}) has no GPU, so say how many ranks each node is to have: `-n 8`")
+        raise NoEntrance(
+            f"node {node.number} ({node.host}) has no GPU, so say how many ranks each node is to have: `-n 8`"
+        )
     return count
 
 

@@ -14,8 +14,19 @@ from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, S
 from nbdist.wire.message import Hello
 from nbdist.wire.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
-from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning, StoreOpened
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
+from nbdist.wire.rank_processes import (
+    Exited,
+    Gone,
+    Kill,
+    Quit,
+    Ready,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Spawning,
+    StoreOpened,
+)
 from nbdist.wire.system_text import as_bytes, escaped, mapped
 
 AnyMessage = (

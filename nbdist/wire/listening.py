@@ -109,4 +109,3 @@ class Listener:
         """Send what is under way, and listen no more."""
         self.socket.close(linger=_LINGER)
         self._authenticator.stop()
-

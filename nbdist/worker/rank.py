@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-import nbdist
 from nbdist import shells, transfer
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
@@ -35,18 +34,18 @@ from nbdist.train import active_training
 from nbdist.train.collective import participants
 from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.knowing import Release
 from nbdist.wire.keys import Keys
+from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, connect, lane
 from nbdist.wire.life import SERIALS
 from nbdist.wire.message import Message
 from nbdist.wire.output import END, PLAIN_END, WidgetMessage
-from nbdist.wire.processes import Quit, RankSetup, Ready
 from nbdist.wire.question import Done
+from nbdist.wire.rank_processes import Quit, RankSetup, Ready
 from nbdist.worker.cell import failures, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell
-from nbdist.worker.control import ControlThread
+from nbdist.worker.control.control_thread import ControlThread
 from nbdist.worker.groups import accelerate_state, join
 from nbdist.worker.groups.default_group import DefaultGroup
 from nbdist.worker.lanes import streams
@@ -54,7 +53,7 @@ from nbdist.worker.lanes.display_lane import DisplayLane
 from nbdist.worker.lanes.widget_relay import WidgetRelay
 from nbdist.worker.processes import forks, spawning
 from nbdist.worker.processes.orphans import Orphans
-from nbdist.worker.recovery.rejoin import Recovery
+from nbdist.worker.recovery.rejoin import RankRecovery
 
 _LONGEST_FOLDER = 85  # characters; the path of a socket in it may have 107
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
@@ -141,7 +140,7 @@ def become_rank(
     _take_on(setup)
     streams.redirect_python()
     faulthandler.enable(file=2)
-    Rank(setup, function).run()
+    RankProcess(setup, function).run()
 
 
 def _take_on(setup: RankSetup) -> None:
@@ -183,7 +182,7 @@ def _keep_sockets_in(folder: str) -> None:
     multiprocessing.util.get_temp_dir = get_temp_dir
 
 
-class Rank:
+class RankProcess:
     """One rank at work. `function`: what a launch calls that sends none."""
 
     def __init__(self, setup: RankSetup, function: Callable[[], Any] | None = None) -> None:
@@ -197,7 +196,7 @@ class Rank:
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
         self._control.answers |= dict([Release.by(self._release)])
-        self._recovery = Recovery(setup, self._control)
+        self._recovery = RankRecovery(setup, self._control)
         self._group = DefaultGroup(setup, self._recovery.collectives.store)
         self._recovery.make_group_again = self._group.make_again
         self._parcels: dict[int, transfer.Packed] = {}
@@ -249,7 +248,7 @@ class Rank:
     def _own_names(self, device: Any) -> dict[str, Any]:
         setup = self._setup
         return {
-            "nbdist": nbdist,
+            "nbdist": sys.modules["nbdist"],  # for the user: no module of a rank goes through the package
             "rank": setup.rank,
             "local_rank": setup.local_rank,
             "world_size": setup.world_size,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nbdist.wire.life import StartOptions
-from nbdist.wire.processes import RankSetup, StoreAddress
+from nbdist.wire.rank_processes import RankSetup, StoreAddress
 from nbdist.worker.groups import join
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbdist.metrics import steps
 from nbdist.metrics.compute import loading
 from nbdist.metrics.compute.clock import DeviceClock
-from nbdist.metrics.flops import FlopCount
+from nbdist.metrics.compute.counting import FlopCount
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.metrics.steps import StepMeter

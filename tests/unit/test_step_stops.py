@@ -16,7 +16,8 @@ import pytest
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from nbdist.worker.recovery.step_stop import StepCounter, StepStop
+from nbdist.worker.cell.interrupts import StepStop
+from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL, LIMIT, MANY, Log, Step, ask, parameter
 
 pytestmark = pytest.mark.torch_private

@@ -31,7 +31,7 @@ import torch.distributed  # noqa: F401
 
 from nbdist.agent.forking import Template
 from nbdist.errors import UsageError
-from nbdist.wire.template import Fork
+from nbdist.wire.template_messages import Fork
 from nbdist.worker import rank
 
 _LONGEST_FOLDER = 90  # characters; the path of a socket in it may have 107

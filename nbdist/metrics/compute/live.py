@@ -18,8 +18,8 @@ import torch
 
 from nbdist.errors import UsageError
 from nbdist.metrics.compute import peaks
+from nbdist.metrics.compute.counting import Counting, FlopCount
 from nbdist.metrics.compute.passes import Fingerprint
-from nbdist.metrics.flops import Counting, FlopCount
 
 _SHAPES = 1024  # that are remembered
 _OPTIMIZERS = 64  # whose last step is remembered

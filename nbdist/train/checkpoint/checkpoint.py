@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
-import nbdist
+from nbdist._version import __version__
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.train.checkpoint.checkpoint_folder import (
     Draft,
@@ -238,7 +238,7 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
     digests = [digest for _, _, digest in told]
     shared = [name for name in digests[0] if all(digest.get(name) == digests[0][name] for digest in digests)]
     return snapshot, {
-        "nbdist": nbdist.__version__,
+        "nbdist": __version__,
         "torch": torch.__version__,
         "world_size": world_size(),
         "steps": state.steps,

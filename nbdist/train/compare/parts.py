@@ -125,7 +125,7 @@ def _unpack(parcel: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
         offset += tensor.nbytes
 
 
-def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[list[Part], Described]:
+def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[list[Argument], Described]:
     """Take arguments apart. An error becomes part of the description, so that all ranks hear of it."""
     try:
         if not objects:
@@ -140,7 +140,7 @@ def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[li
     return parts, Described(entries, tuple(part.label for part in parts), src, steps)
 
 
-class Part:
+class Argument:
     """One argument.
 
     Args:
@@ -163,7 +163,7 @@ class Part:
         raise NotImplementedError
 
 
-class _Tensors(Part):
+class _Tensors(Argument):
     """A model, or tensors. `tensors`: kind and tensor, by name."""
 
     def __init__(self, label: str, tensors: Mapping[str, tuple[str, torch.Tensor]]) -> None:
@@ -180,7 +180,7 @@ class _Tensors(Part):
         _receive_tensors(tensors, plan, described[src].entries, src, team)
 
 
-class _State(Part):
+class _State(Argument):
     """Something with a state_dict(). `names`: what to call the parameters that it numbers."""
 
     def __init__(self, label: str, owner: Any, names: Mapping[str, str]) -> None:
@@ -280,7 +280,7 @@ def _same_tensor(name: str, told: Iterable[Mapping[str, Entry]]) -> bool:
     return len(forms) == 1 and forms != {"value"}
 
 
-def _parts(function: str, objects: Sequence[Any]) -> list[Part]:
+def _parts(function: str, objects: Sequence[Any]) -> list[Argument]:
     for thing in objects:
         _refuse_unknown_shards(function, thing)
     modules = [thing for thing in objects if isinstance(thing, torch.nn.Module)]
@@ -292,7 +292,7 @@ def _parts(function: str, objects: Sequence[Any]) -> list[Part]:
     ]
 
 
-def _part(function: str, thing: Any, label: str, parameters: Mapping[int, str], alone: bool) -> Part:
+def _part(function: str, thing: Any, label: str, parameters: Mapping[int, str], alone: bool) -> Argument:
     if isinstance(thing, torch.nn.Module):
         return _Tensors(label, _of_module(thing, "" if alone else f"{label}."))
     if isinstance(thing, torch.Tensor):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.train.collective.agreement import gather, refuse_differing, refuse_failures
-from nbdist.train.compare.parts import Described, Entry, Part, Team, describe
+from nbdist.train.compare.parts import Argument, Described, Entry, Team, describe
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def sync(*objects: Any, src: int = 0, group: dist.ProcessGroup | None = None) ->
     return SyncReport(src, _differences(described, plan), steps, team.ranks, warning)
 
 
-def _exchange(function: str, objects: Any, src: int | None, team: Team) -> tuple[list[Part], dict[int, Described]]:
+def _exchange(function: str, objects: Any, src: int | None, team: Team) -> tuple[list[Argument], dict[int, Described]]:
     """Describe the arguments and hear the other ranks' descriptions. What is wrong on one rank raises on all."""
     parts, mine = describe(function, objects, src)
     described = dict(zip(team.ranks, gather(mine, team.group), strict=True))

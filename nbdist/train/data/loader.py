@@ -23,7 +23,7 @@ from nbdist.train import state
 from nbdist.train.collective import agreement
 from nbdist.train.collective.agreed import draw_seed, seed_of_rank
 from nbdist.train.data.dispatch import dispatched
-from nbdist.train.data.epoch_position import Beginning, Place, Progress, agree
+from nbdist.train.data.epoch_position import Beginning, EpochPosition, LoaderPosition, agree
 from nbdist.train.data.feed import WINDOW, DeviceFeed, LoadingWatch
 from nbdist.train.data.sharding import Deal, ShardedBatches, ShardedIterable, samplers_of, tell_epoch
 
@@ -69,7 +69,7 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     _manner: Manner
-    _progress: Progress
+    _progress: LoaderPosition
     _source: ShardedBatches | ShardedIterable | None
     _skip: int
     _iteration: int  # number of the one that this loader began last
@@ -81,7 +81,7 @@ class PreparedLoader(DataLoader[Any]):
         cls, loader: DataLoader[Any], source: ShardedBatches | ShardedIterable | None, manner: Manner
     ) -> PreparedLoader:
         """A copy of the user's loader that takes its share from `source`; None: what its dataset gives is its share."""
-        changes: dict[str, Any] = {"_source": source, "_manner": manner, "_progress": Progress()}
+        changes: dict[str, Any] = {"_source": source, "_manner": manner, "_progress": LoaderPosition()}
         changes |= {"_skip": 0, "_iteration": 0}
         changes["_generators"], changes["_seeded"] = _generators_of(loader, source)
         if isinstance(source, ShardedIterable):
@@ -175,7 +175,7 @@ class PreparedLoader(DataLoader[Any]):
             UsageError: It is no state of this loader.
         """
         manner = self._manner
-        place = Place.of_state(
+        place = EpochPosition.of_state(
             state_dict, len(self._generators), manner.world_size, manner.deal.batch_size, manner.shares
         )
         self._progress.resume = place
@@ -281,7 +281,7 @@ class PreparedLoader(DataLoader[Any]):
             if isinstance(part, DistributedSampler) and part.epoch != self._progress.told_epoch:
                 self.set_epoch(part.epoch)
 
-    def _begin_stateful(self, place: Place) -> None:
+    def _begin_stateful(self, place: EpochPosition) -> None:
         load = getattr(super(), "load_state_dict", None)
         if load is not None and not (self._manner.dispatch and self._manner.rank):
             load(dict(place.stateful or {}))

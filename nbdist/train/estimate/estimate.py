@@ -28,7 +28,7 @@ from nbdist.errors import NbdistError, UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
 from nbdist.train import state as training
-from nbdist.train.estimate.trial_step import Setting, Task
+from nbdist.train.estimate.trial_step import TrialSetup, TrialTask
 from nbdist.train.estimate.words import savings
 from nbdist.train.prepare.strategies import refuse_wrapped
 
@@ -209,16 +209,16 @@ def estimate_each(
         plan.check(world_size=ranks)
         _refuse_unusable(model, optimizer, plan)
     device = training.default_device()
-    settings = [Setting(plan, ranks, training.has_group(), device.type == "cuda") for plan in plans]
+    settings = [TrialSetup(plan, ranks, training.has_group(), device.type == "cuda") for plan in plans]
     memory = _memory_of(device) if device_memory is None else device_memory
-    task = Task(model, batch, optimizer or torch.optim.AdamW, loss)
+    task = TrialTask(model, batch, optimizer or torch.optim.AdamW, loss)
     with contextlib.closing(_answers(settings, task)) as answers:
         for setting, answer in zip(settings, answers, strict=True):
             yield _judged(setting, answer["held"], answer["notes"], device, memory)
 
 
 def _judged(
-    setting: Setting, held: dict[str, int], notes: Sequence[str], device: torch.device, memory: int
+    setting: TrialSetup, held: dict[str, int], notes: Sequence[str], device: torch.device, memory: int
 ) -> Estimate:
     """What the step holds where."""
     plan, on_gpu, offloaded = setting.plan, setting.on_gpu, 0
@@ -260,7 +260,7 @@ def _refuse_unusable(model: Any, optimizer: Any, plan: Plan) -> None:
 # --- the other process
 
 
-def _answers(settings: list[Setting], task: Task) -> Generator[dict[str, Any], None, None]:
+def _answers(settings: list[TrialSetup], task: TrialTask) -> Generator[dict[str, Any], None, None]:
     """What the process that estimates answers for each setting."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -297,7 +297,7 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _packed(value: list[Setting] | Task) -> bytes:
+def _packed(value: list[TrialSetup] | TrialTask) -> bytes:
     target = io.BytesIO()
     try:
         _PicklerWithoutValues(target).dump(value)

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Setting:
+class TrialSetup:
     """What the process must know before it takes the model.
 
     Attributes:
@@ -47,7 +47,7 @@ class Setting:
 
 
 @dataclass
-class Task:
+class TrialTask:
     """What is done in a step; its tensors come without values.
 
     Attributes:
@@ -128,7 +128,7 @@ class Step:
         return [value for value in tree_leaves(dict(self.optimizer.state)) if isinstance(value, torch.Tensor)]
 
 
-def make_step(task: Task, state: training.State, setting: Setting) -> Step:
+def make_step(task: TrialTask, state: training.State, setting: TrialSetup) -> Step:
     """A step on a model that is made distributed by the state's plan.
 
     Raises:

@@ -20,7 +20,7 @@ from nbdist.errors import NbdistError, TransferError
 from nbdist.shells import chain
 from nbdist.wire.cells import Failure, FailureKind
 from nbdist.worker.cell import lost_context
-from nbdist.worker.recovery.step_stop import StepStop
+from nbdist.worker.cell.interrupts import StepStop
 
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 # By name: `pip install --user` and the system's packages below a virtual environment have other prefixes than Python.

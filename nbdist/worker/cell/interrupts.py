@@ -21,6 +21,10 @@ _RESEND_UNRAISABLE = 0.02
 _INTERRUPTS = {signal.SIGINT}
 
 
+class StepStop(KeyboardInterrupt):
+    """The cell was stopped between two steps: models, optimizers and groups are whole. Run the cell again to go on."""
+
+
 class InterruptGate:
     """Raises KeyboardInterrupt on the main thread, only while the cell that it was asked for is running.
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from nbdist.wire.life import Place, StartOptions
-from nbdist.wire.processes import RankSetup
+from nbdist.wire.rank_processes import RankSetup
 from nbdist.worker.groups.gpu_defaults import gpu_defaults
 
 _LOOPBACK = "lo"

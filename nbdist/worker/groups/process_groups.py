@@ -29,7 +29,7 @@ from typing import Any
 
 from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
-from nbdist.wire.processes import StoreAddress
+from nbdist.wire.rank_processes import StoreAddress
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
 from nbdist.worker.groups import descriptors

@@ -30,7 +30,7 @@ class _Wait(NamedTuple):
     group: str = ""
 
 
-class Progress:
+class PositionProbe:
     """Looks at the main thread."""
 
     def __init__(self, collectives: Collectives, gate: InterruptGate) -> None:

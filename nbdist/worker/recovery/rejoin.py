@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nbdist.wire.cells import Failure, InOrder, Recover
-from nbdist.wire.processes import RankSetup
 from nbdist.wire.question import Done
+from nbdist.wire.rank_processes import RankSetup
 from nbdist.wire.stopping import (
     Aim,
     Arm,
@@ -25,18 +25,18 @@ from nbdist.wire.stopping import (
     RankState,
     Strand,
 )
-from nbdist.worker.control import ControlThread
+from nbdist.worker.control.control_thread import ControlThread
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery import reset_models
 from nbdist.worker.recovery.batchnorm import Statistics
 from nbdist.worker.recovery.exact import ExactState
-from nbdist.worker.recovery.position import Progress
+from nbdist.worker.recovery.position import PositionProbe
 from nbdist.worker.recovery.step_stop import StepCounter
 
 _STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
 
 
-class Recovery:
+class RankRecovery:
     """Stops the cell that runs, and puts in order what a failed one has left.
 
     Args:
@@ -56,7 +56,7 @@ class Recovery:
         self._steps = StepCounter(control.wake)
         self._exact = ExactState() if setup.options.exact else None
         self._statistics = Statistics()
-        self._progress = Progress(self.collectives, control.gate)
+        self._progress = PositionProbe(self.collectives, control.gate)
         self._serial = 0  # the newest cell, and how it ended
         self._failure: Failure | None = None
         self._in_step = False

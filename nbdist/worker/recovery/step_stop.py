@@ -28,6 +28,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbdist.wire.stopping import StepsMade
+from nbdist.worker.cell.interrupts import StepStop
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,10 +39,6 @@ _HURRIED_BODY_LIMIT = 0.1  # ... when the rank is to be interrupted anyway
 _RECENT = 32  # step-to-step times that the median is of
 _NOT_THE_USERS = {"IPython", "asyncio", "contextlib", "nbdist", "torch"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap.get("JUMP_BACKWARD_NO_INTERRUPT")}  # that one goes on with an await
-
-
-class StepStop(KeyboardInterrupt):
-    """The cell was stopped between two steps: models, optimizers and groups are whole. Run the cell again to go on."""
 
 
 class StepCounter:

@@ -23,8 +23,8 @@ from nbdist.wire.knowing import GetLap, Lap
 from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Answer, Ask
 from nbdist.worker.cell.interrupts import InterruptGate
+from nbdist.worker.control.slow_questions import Questions, Work
 from nbdist.worker.lanes import streams
-from nbdist.worker.questions import Questions, Work
 
 
 class ControlThread:

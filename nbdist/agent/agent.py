@@ -97,7 +97,7 @@ class _Set:
     spawn: Spawn
     source: ForkChannel
     listener: socket.socket | None = None
-    store: StoreAddress = StoreAddress()
+    store: StoreAddress = field(default_factory=StoreAddress)
     interface: str = ""  # the network to other nodes
     pids: dict[int, int] = field(default_factory=dict)  # pid -> rank
     expected: int = 0  # processes asked for that have not ended

@@ -12,7 +12,7 @@ import zmq
 
 from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import RANK_DISPLAY, RELAY_CONTROL, RELAY_OUTPUT, connect, node_lane
-from nbdist.wire.listening import Listener
+from nbdist.wire.listener import Listener
 
 _AT_ONCE = 256  # messages before the other side is looked at
 

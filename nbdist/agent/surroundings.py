@@ -1,4 +1,4 @@
-"""What ranks find on a node that is not the notebook's: its own environment, folders and GPUs, and what the user has set.
+"""What ranks find on a node that is not the notebook's: its own environment, folders and GPUs, and what the user set.
 
 Knows nothing of processes.
 """
@@ -16,48 +16,14 @@ from nbdist.wire.life import StartOptions
 from nbdist.wire.nodes import TOKEN_VARIABLE
 
 # What the notebook's machine, its login or its job manager has set, and means nothing elsewhere.
-_OF_A_MACHINE = frozenset(
-    [
-        "CUDA_VISIBLE_DEVICES",
-        "DISPLAY",
-        "EDITOR",
-        "HIP_VISIBLE_DEVICES",
-        "HOME",
-        "HOST",
-        "HOSTNAME",
-        "JPY_SESSION_NAME",
-        "LOGNAME",
-        "MAIL",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "OLDPWD",
-        "PATH",
-        "PWD",
-        "ROCR_VISIBLE_DEVICES",
-        "SHELL",
-        "SHLVL",
-        "TEMP",
-        "TERM",
-        "TMP",
-        "TMPDIR",
-        "USER",
-        "VIRTUAL_ENV",
-        "_",
-    ]
+_OF_A_MACHINE = (
+    {"DISPLAY", "HOST", "HOSTNAME", "MASTER_ADDR", "MASTER_PORT", "PATH", "PWD", "OLDPWD", "VIRTUAL_ENV", "_"}
+    | {"HOME", "LOGNAME", "MAIL", "SHELL", "SHLVL", "TEMP", "TERM", "TMP", "TMPDIR", "USER"}
+    | {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}
 )
 _PREFIXES_OF_A_MACHINE = (
-    "DBUS_",
-    "GLOO_",
-    "JPY_",
-    "JUPYTER",
-    "LD_",
-    "OMPI_",
-    "PALS_",
-    "PBS_",
-    "PMI",
-    "SLURM_",
-    "SSH_",
-    "XDG_",
+    *("DBUS_", "GLOO_", "JPY_", "JUPYTER", "LD_", "SSH_", "XDG_"),
+    *("OMPI_", "PALS_", "PBS_", "PMI", "SLURM_"),
 )
 
 

@@ -235,9 +235,10 @@ class Controller:
         if message.version != VERSION:
             raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
         name, epoch, number = parse_lane(identity)
-        if name in RANK_LANES and self._members is not None and self._members.epoch == epoch:
-            if not self._members.is_on(number, node := self._switchboard.relay_of(identity)):
-                raise ValueError(f"node {node} speaks for rank {number}, which is on another")
+        members = self._members
+        ours = members is not None and name in RANK_LANES and members.epoch == epoch
+        if ours and members is not None and not members.is_on(number, node := self._switchboard.relay_of(identity)):
+            raise ValueError(f"node {node} speaks for rank {number}, which is on another")
         if identity == CLIENT_EVENTS:
             self._alone = False
         self._switchboard.connect(identity)

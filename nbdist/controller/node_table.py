@@ -158,7 +158,7 @@ class NodeTable:
         self._switchboard.connect(guest)
         if why := self._objection(key, message):
             self._switchboard.send(guest, Refused(why))
-            self._tell(Notice(f"{message.host} could not join: {why}"))
+            self._tell(Progress("nodes", f"{message.host} could not join: {why}"))
             self._switchboard.disconnect(guest)
             return False
         number, self._next = self._next, self._next + 1

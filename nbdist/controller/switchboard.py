@@ -18,10 +18,11 @@ import zmq
 from nbdist.wire.frames import encode
 from nbdist.wire.keys import Keys, write_key_file
 from nbdist.wire.lanes import CLIENT_LANES, GUEST, NODE_LANES, RANK_LANES, RELAY_LANES, parse_lane
-from nbdist.wire.listening import Listener
+from nbdist.wire.listener import Listener
 from nbdist.wire.message import Message
 
 _NOTEBOOK = "notebook"
+_RELAYS = tuple(f"{name}/".encode() for name in RELAY_LANES)
 
 
 class Switchboard:
@@ -115,18 +116,18 @@ class Switchboard:
 
     def received(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """What has come, at most so many: each with the lane that it came by."""
-        for identity, frames, key in self._listener.received(limit, self._connected):
+        for identity, parts, key in self._listener.received(limit, self._connected):
             if key is not None and not self._may_be(identity, holder := self._listener.holder(key)):
                 continue
             if key is not None and holder == GUEST:
                 self._guests[identity] = key
-            if identity.partition(b"/")[0].decode() in RELAY_LANES and len(frames) > 1:
-                lane, *frames = frames
-                if lane not in self._connected:
-                    self._relays[lane] = identity
-                yield lane, frames
-            else:
-                yield identity, frames
+            if not identity.startswith(_RELAYS) or len(parts) == 1:
+                yield identity, parts
+                continue
+            lane, *frames = parts
+            if lane not in self._connected:
+                self._relays[lane] = identity
+            yield lane, frames
 
     def _may_be(self, identity: bytes, holder: str) -> bool:
         """Whether who has these keys may have a lane. Ranks have those of the agent of this machine."""

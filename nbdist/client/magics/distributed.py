@@ -232,6 +232,10 @@ class DistributedMagics(Magics):
         progress = _Progress()
         self._session = Session(
             arguments.n,
+            num_nodes=arguments.num_nodes,
+            master_addr=arguments.master_addr,
+            master_port=arguments.master_port,
+            interface=arguments.interface,
             gpus=arguments.gpus,
             backend=arguments.backend,
             init=not arguments.no_init,
@@ -259,9 +263,11 @@ class DistributedMagics(Magics):
 
     def _status(self, arguments: argparse.Namespace) -> None:
         session = get_session()
+        several = any(info.node for info in session.ranks)
         rows = [
             (
                 row["rank"],
+                *([row["node"]] if several else []),
                 row["pid"],
                 row["device"],
                 row["state"],
@@ -272,7 +278,8 @@ class DistributedMagics(Magics):
             )
             for row in session.status()
         ]
-        print(table(rows, ("rank", "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
+        where = ["node"] if several else []
+        print(table(rows, ("rank", *where, "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
         if self._router.auto:
             print("auto is on: every cell runs on all ranks (`%%local` for one that should not)")
 
@@ -348,7 +355,9 @@ class _Progress:
     def done(self, session: Session) -> None:
         devices = sorted({info.device for info in session.ranks})
         group = f"process group {session.backend}" if session.backend != "none" else "no process group"
-        ready = f"{counted(len(session.ranks), 'rank')} ready in {rank_set_of(session).started_in:.1f} s"
+        nodes = len({info.node for info in session.ranks})
+        where = f" on {counted(nodes, 'node')}" if nodes > 1 else ""
+        ready = f"{counted(len(session.ranks), 'rank')}{where} ready in {rank_set_of(session).started_in:.1f} s"
         print(f"{ready}: {', '.join(devices)}; {group}")
 
 

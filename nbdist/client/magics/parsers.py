@@ -75,6 +75,12 @@ def _start() -> MagicParser:
     parser = MagicParser("%distributed start", "Bring up ranks.", number="-n")
     _add_group(parser)
     parser.add_argument(
+        "--num-nodes", type=number, default=1, metavar="N", help="machines, this one too; -n counts ranks on each"
+    )
+    parser.add_argument("--master-addr", metavar="ADDRESS", help="of this machine, by which the others reach it")
+    parser.add_argument("--master-port", type=number, metavar="PORT", help="where it listens for them (default: any)")
+    parser.add_argument("--interface", metavar="NAME", help="the network between them (default: the one to ADDRESS)")
+    parser.add_argument(
         "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: as many as ranks)"
     )
     parser.add_argument(

@@ -25,7 +25,7 @@ from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.stack_report import line_of
-from nbdist.client.session.starting import PortTaken, StartLine
+from nbdist.client.session.starting import PortTaken, StartLine, invitation
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.devices import unusable_gpus
@@ -36,6 +36,7 @@ from nbdist.wire.cells import Execute, Kind, Reply
 from nbdist.wire.knowing import Release
 from nbdist.wire.life import Broken, Progress, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Message
+from nbdist.wire.nodes import Invited, NodesWanted
 from nbdist.wire.output import Notice
 from nbdist.wire.questions import Ask
 from nbdist.wire.stopping import GetStack
@@ -108,11 +109,17 @@ class RankSet:
 
     # --- life
 
-    def start(self, options: StartOptions, progress: Callable[[StartLine], None] = lambda line: None) -> None:
+    def start(
+        self,
+        options: StartOptions,
+        progress: Callable[[StartLine], None] = lambda line: None,
+        nodes: NodesWanted | None = None,
+    ) -> None:
         """Bring up ranks, for the first time or in place of those that there were.
 
         Args:
-            options: What to start.
+            options: What to start; on several nodes, what on each.
+            nodes: On which; None: this machine.
             progress: Called with a line of text while the ranks start.
 
         Raises:
@@ -125,7 +132,7 @@ class RankSet:
             self._connect()
         else:
             self.check_open()
-        self._bring_up(options, progress)
+        self._bring_up(options, progress, nodes)
         RankSet.instances.add(self)
 
     def close(self, grace: float = 1.0) -> None:
@@ -188,7 +195,9 @@ class RankSet:
         else:
             self._connection.close()
 
-    def _bring_up(self, options: StartOptions, progress: Callable[[StartLine], None]) -> None:
+    def _bring_up(
+        self, options: StartOptions, progress: Callable[[StartLine], None], nodes: NodesWanted | None
+    ) -> None:
         began = time.monotonic()
         self.closed, self.broken = True, ""
         self._life = queue.SimpleQueue()
@@ -196,7 +205,7 @@ class RankSet:
         with interruption.events(self._life.put):
             try:
                 self._connection.open(self._heed)
-                self._connection.send(Start(options, self._linger))
+                self._connection.send(Start(options, self._linger, nodes))
                 started = self._await_life((Started, StartFailed), None, progress)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
@@ -260,6 +269,8 @@ class RankSet:
                 message.run()
             elif isinstance(message, Progress):
                 progress(StartLine(message.text, message.stage))
+            elif isinstance(message, Invited):
+                progress(StartLine(invitation(message), "nodes"))
             elif isinstance(message, Broken):
                 raise SessionBroken(message.text)
 

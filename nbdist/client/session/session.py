@@ -25,6 +25,7 @@ from nbdist.client.session import interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.logs import CellLog
+from nbdist.client.session.node_arguments import nodes_wanted
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.session_plan import SessionPlan
@@ -95,7 +96,11 @@ class Session:
     '1\n'
 
     Args:
-        num_processes: Number of ranks; None: one for each GPU of this machine.
+        num_processes: Number of ranks; None: one for each GPU of this machine. With several nodes: on each of them.
+        num_nodes: Number of machines, this one too. The others join by `nbdist join`; what to run there is printed.
+        master_addr: The address of this machine by which the others reach it.
+        master_port: The port where it listens for them; None: any.
+        interface: The network between the nodes; None: the one that leads to `master_addr`.
         gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them: [0, 2], "0,2"; None: all, as far as ranks need them.
         backend: Backend of the process group ("gloo", "nccl", ...); None: the right one for the devices.
         init: Whether to make the process group at all.
@@ -117,6 +122,10 @@ class Session:
         self,
         num_processes: int | None = None,
         *,
+        num_nodes: int = 1,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        interface: str | None = None,
         gpus: Sequence[int | str] | int | str | None = None,
         backend: str | None = None,
         init: bool = True,
@@ -131,10 +140,11 @@ class Session:
         self._rank_set = RankSet(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
+        self._nodes = nodes_wanted(num_nodes, num_processes, master_addr, master_port, interface)
         options = self._plan.carry(self._arguments.options(num_processes))
         if replace:
             _stop_others()
-        self._rank_set.start(options, progress)
+        self._rank_set.start(options, progress, self._nodes)
         _sessions[:] = [weakref.ref(session) for session in (*_known_sessions(), self)]
 
     def restart(
@@ -143,9 +153,12 @@ class Session:
         """End the ranks and bring up a fresh set, with an environment as it is now. Variables on ranks are lost.
 
         Args:
-            num_processes: Number of ranks; None: as many as before.
+            num_processes: Number of ranks, on each node; None: as many as before.
         """
-        self._rank_set.start(self._plan.carry(self._arguments.options(num_processes or len(self.ranks))), progress)
+        if self._nodes is not None and num_processes is not None:
+            self._nodes = msgspec.structs.replace(self._nodes, ranks=num_processes)
+        count = num_processes or sum(info.node == 0 for info in self.ranks)
+        self._rank_set.start(self._plan.carry(self._arguments.options(count)), progress, self._nodes)
 
     def close(self, grace: float = 1.0) -> None:
         """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.

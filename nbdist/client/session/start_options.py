@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ class Arguments:
             timeout=_TIMEOUT if self.timeout is None else float(self.timeout),
             patience=_patience(),
             exact=bool(self.exact),
+            changed=_changed_variables(),
+            own_path=_own_path(),
         )
 
 
@@ -144,6 +147,23 @@ def _open_files(count: int) -> int:
             f"type `ulimit -n {max(4096, needed)}` in the shell before you start Jupyter, or ask for fewer ranks"
         )
     return soft if soft == resource.RLIM_INFINITY else max(soft, needed)
+
+
+def _changed_variables() -> dict[str, str]:
+    """Return the variables of the environment that were set since this process began."""
+    try:
+        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # nobody may look: then nothing is known to have been set
+        return {}
+    before = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def _own_path() -> list[str]:
+    """Return the entries of `sys.path` that are not Python's own."""
+    paths = sysconfig.get_paths()
+    python = tuple(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return [entry for entry in sys.path if not entry.startswith(python) and not entry.endswith(".zip")]
 
 
 def _umask() -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from nbdist.errors import SessionBroken
+from nbdist.text import counted
 from nbdist.wire.life import Stage
+from nbdist.wire.nodes import TOKEN_VARIABLE, Invited
 
 
 class StartLine(str):
@@ -26,3 +28,10 @@ class StartLine(str):
 
 class PortTaken(SessionBroken):
     """The port that was named for the rendezvous store is taken; no rank is left."""
+
+
+def invitation(message: Invited) -> str:
+    """Say what the user has to do for other nodes to come."""
+    lines = [f"  {TOKEN_VARIABLE}={token} nbdist join {message.address}" for token in message.tokens]
+    where = "on the other machine" if len(lines) == 1 else "on the other machines, one line on each"
+    return "\n".join([f"waiting for {counted(len(lines), 'more node')}: run this {where}", *lines])

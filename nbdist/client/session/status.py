@@ -35,11 +35,13 @@ def status_of(rank_set: RankSet) -> list[dict[str, Any]]:
     memory = traffic.ask(living, GetMemory(), timeout=_LIMIT)
     stacks = traffic.ask(living, GetStack(), timeout=_LIMIT)
     running = traffic.running(living)
-    return [_row(row, rank_set.generation, memory, stacks, running) for row in known]
+    places = {info.rank: info.host for info in rank_set.ranks}
+    return [_row(row, places[row.rank], rank_set.generation, memory, stacks, running) for row in known]
 
 
 def _row(
     row: RankStatus,
+    node: str,
     generation: int,
     memory: Mapping[int, ProcessMemory | NoAnswer],
     stacks: Mapping[int, ThreadStack | NoAnswer],
@@ -53,6 +55,7 @@ def _row(
         doing = line_of(stacks.get(rank)) or (task.describe() if task is not None else "")
     return {
         "rank": rank,
+        "node": node,
         "pid": row.pid,
         "device": row.device,
         "state": state,

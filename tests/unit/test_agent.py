@@ -15,13 +15,14 @@ import zmq
 
 from nbdist.wire.frames import AnyMessage, decode, encode
 from nbdist.wire.keys import Keys
-from nbdist.wire.lanes import AGENT_CONTROL, whole
+from nbdist.wire.lanes import AGENT_CONTROL, node_lane, whole
 from nbdist.wire.life import Shutdown, StartOptions
 from nbdist.wire.message import Hello, Message
 from nbdist.wire.rank_processes import Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.setup import AgentSetup, encode_line
 
 LIMIT_MS = 30_000
+_CONTROL = node_lane(AGENT_CONTROL, 0)
 AGENT = """
 import os, sys
 from nbdist.agent import agent, warm_template
@@ -62,14 +63,14 @@ class Controller:
         self.keys = Keys(f"tcp://127.0.0.1:{port}", public, *zmq.curve_keypair())
 
     def send(self, message: Message) -> None:
-        self._socket.send_multipart([AGENT_CONTROL, encode(message)])
+        self._socket.send_multipart([_CONTROL, encode(message)])
 
     def messages(self) -> Iterator[AnyMessage]:
         while True:
             assert self._socket.poll(LIMIT_MS), "the agent says nothing"
             identity, *frames = self._socket.recv_multipart()
             for message in map(decode, whole(frames)):
-                if not isinstance(message, Hello) or identity == AGENT_CONTROL:
+                if not isinstance(message, Hello) or identity == _CONTROL:
                     yield message
 
 

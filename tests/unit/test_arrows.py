@@ -22,6 +22,7 @@ ALLOWED = {
     "ranks": "",
     "imports": "",
     "processes": "",
+    "network": "",
     "metrics.node": "",
     "devices": "metrics.node",
     "shells": "metrics.node",
@@ -53,19 +54,22 @@ ALLOWED = {
     "worker.recovery": "train train.structure wire worker.cell worker.control worker.groups",
     "worker": "metrics metrics.node processes shells train train.collective transfer wire "
     "worker.cell worker.control worker.groups worker.lanes worker.processes worker.recovery",
-    "agent": "metrics.node processes wire worker worker.cell",  # a rank is forked from it
-    "controller": "processes wire",
+    "agent": "devices metrics.node network processes wire worker worker.cell",  # a rank is forked from it
+    "controller": "network processes wire",
+    "cluster": "devices network processes wire",
+    "command": "cluster wire",
+    "__main__": "command",
     # the notebook
     "client.output": "shells wire",
-    "client.session": "client.output devices metrics.allocation metrics.node plan planning processes shells train "
-    "transfer wire",
+    "client.session": "client.output devices metrics.allocation metrics.node network plan planning processes "
+    "shells train transfer wire",
     "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
     "panel": "client.costs client.session metrics.allocation metrics.node shells",
     "client.magics": "client.costs client.output client.session cuda_guard metrics.allocation metrics.node panel plan "
     "planning shells train.estimate wire",
     "launch": "client.session devices processes train transfer wire worker.cell",
-    "launch.nodes": "client.output client.session launch processes shells transfer wire",
+    "launch.nodes": "client.output client.session launch network processes shells transfer wire",
     "launch.fork": "agent client.session cuda_guard launch transfer wire worker",  # it forks in the template's place
     "launcher": "client.session cuda_guard launch launch.fork launch.nodes shells transfer",
 }

@@ -27,11 +27,12 @@ from nbdist.agent.fork_channel import ForkChannel
 from nbdist.agent.link import Link
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.relay import Relay
+from nbdist.agent.storage import Storage
 from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, connect, node_lane
+from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.nodes import Ping, Pong
@@ -54,6 +55,7 @@ from nbdist.wire.template_messages import Forked, ForkFailed, Imported, ImportFa
 
 _STORE = -1  # the store among the ranks, inside of this process
 _FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500
+_CHUNKS_AT_ONCE = 32  # of values from other machines, before what ranks print is read again
 _REPORT_PERIOD = 1.0  # seconds between two looks at whether an import gets on
 _ORPHANS_LIMIT = 0.5  # seconds that the end of a rank's orphans may take until its own end is reported
 
@@ -125,6 +127,8 @@ class Agent:
         self._output = connect(context, setup.keys, node_lane(AGENT_OUTPUT, setup.node))
         self._link = Link(self._control, setup.keys.url) if setup.node else None
         self._relay = Relay(context, setup.keys, setup.node) if setup.node else None
+        self._freight = connect(context, setup.keys, node_lane(AGENT_FREIGHT, setup.node)) if setup.node else None
+        self._storage = Storage(self._send_freight)
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
         self._set: _Set | None = None
@@ -137,8 +141,9 @@ class Agent:
         poller = zmq.Poller()
         for source in (self._control, self._controller, self._pipes, self._sampler.wake):
             poller.register(source, zmq.POLLIN)
-        if self._link is not None:
-            poller.register(self._link.events, zmq.POLLIN)
+        for other in (self._link.events if self._link is not None else None, self._freight):
+            if other is not None:
+                poller.register(other, zmq.POLLIN)
         while True:
             self._watch_sources(poller)
             ready = dict(poller.poll(self._patience()))
@@ -156,6 +161,8 @@ class Agent:
             if self._sampler.wake in ready:
                 for node in self._sampler.take():
                     self._say(Look(node))
+            if self._freight in ready:
+                self._take_freight()
             if self._link is not None and self._link.is_lost(self._link.events in ready):
                 self._end(remove=True)
                 return
@@ -196,6 +203,8 @@ class Agent:
             _remove(self._setup.leftovers)
         if self._relay is not None:
             self._relay.close()
+        if self._freight is not None:
+            self._freight.close(linger=0)
         self._output.close(linger=0 if remove else 500)
         self._control.close(linger=0 if remove else 500)
 
@@ -213,6 +222,17 @@ class Agent:
             except Exception:  # one bad message must not cost the user all ranks
                 traceback.print_exc()
         return True
+
+    def _take_freight(self) -> None:
+        assert self._freight is not None
+        for _ in range(_CHUNKS_AT_ONCE):
+            if not self._freight.poll(0):
+                return
+            self._storage.handle(decode(self._freight.recv()))
+
+    def _send_freight(self, message: Message) -> None:
+        assert self._freight is not None
+        self._freight.send(encode(message))
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Credit):

@@ -32,7 +32,9 @@ from nbdist.processes import describe_exit, end_descendants
 from nbdist.text import counted
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.frames import decode, encode, sequence_of
+from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import (
+    AGENT_FREIGHT,
     CLIENT_EVENTS,
     GUEST,
     LANES,
@@ -226,6 +228,9 @@ class Controller:
         elif name in RANK_LANES:
             if self._members is not None and self._members.epoch == epoch:
                 self._handle_rank(self._members, self._members.ranks[number], message)
+        elif name == AGENT_FREIGHT:
+            if self._members is not None:
+                self._members.handle_freight(number, message)
         elif name in NODE_LANES:
             self._handle_agent(number, message)
         else:
@@ -285,9 +290,9 @@ class Controller:
 
     def _handle_work(self, members: Members, message: Message) -> None:
         if isinstance(message, Execute):
-            members.execute(message)
+            members.begin(message)
         elif isinstance(message, Interrupt):
-            members.cells.stop(message, time.monotonic())
+            members.stop(message)
         elif isinstance(message, Returned):
             members.cells.returned_elsewhere(message, time.monotonic())
         elif isinstance(message, WidgetMessage):
@@ -297,6 +302,8 @@ class Controller:
         if message.asker != "notebook":
             raise ValueError("only the controller asks in its own name")
         members = self._members
+        if members is not None and isinstance(message.question, Release):
+            members.release(message.question.serial)
         for number in message.ranks:
             if members is None or number not in members.ranks or members.ranks[number].dead:
                 self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from nbdist.controller.cargo import Cargo
 from nbdist.controller.node_table import KnownNode, NodeTable
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.processes import describe_exit
 from nbdist.ranks import describe_ranks
-from nbdist.wire.cells import Execute, Interrupt, Reply
+from nbdist.wire.cells import Execute, Failure, FailureKind, Interrupt, Outcome, Reply
 from nbdist.wire.frames import encode
-from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, lane
+from nbdist.wire.lanes import AGENT_FREIGHT, RANK_CELL, RANK_CONTROL, lane
 from nbdist.wire.life import (
     PATIENCE_VARIABLE,
     Died,
@@ -32,6 +33,7 @@ from nbdist.wire.life import (
 )
 from nbdist.wire.message import Message
 from nbdist.wire.output import Notice, Output
+from nbdist.wire.parcel import Parcel, Segment
 from nbdist.wire.questions import RankStatus
 from nbdist.wire.rank_processes import (
     Exited,
@@ -88,7 +90,12 @@ class Members:
         self._interface = interface
         self._nodes = nodes
         self._switchboard = switchboard
-        self.to_notebook = tell
+        self._tell = tell
+        self._cargo = Cargo(lambda node, message: nodes.send(node, message, AGENT_FREIGHT))
+        self._on_their_way: dict[int, Execute] = {}  # cells whose parcels are brought to other nodes
+        self._parcels: dict[int, dict[int, Parcel]] = {}  # by cell, for each other node its own
+        self._deliveries: dict[int, int] = {}  # by cell, what was brought for it
+        self._collections: dict[int, list[int]] = {}  # by cell, what was brought from it, until the notebook has it
         self._first_serial = first_serial
         self._node_of = {rank: node for node, options in shares.items() for rank in options.ranks}
         self.ranks = {number: Rank(number, tell, keep, self._part_ended) for number in self._node_of}
@@ -110,6 +117,26 @@ class Members:
         """Send to a rank, if it lives."""
         if rank in self.ranks and not self.ranks[rank].dead:
             self._switchboard.send(lane(name, self.epoch, rank), message)
+
+    def to_notebook(self, message: Message) -> None:
+        """Send to the notebook. What a value of another node lies in is brought here first."""
+        parcel = message.parcel if isinstance(message, Reply) else None
+        node = self._node_of[message.rank] if isinstance(message, Reply) else 0
+        if not isinstance(message, Reply) or parcel is None or not parcel.segments or not node:
+            self._tell(message)
+            return
+        reply = message
+
+        def done(segments: list[Segment], why: str) -> None:
+            if why:
+                failure = Failure("TransferError", f"its value could not be brought here: {why}", "", time.monotonic())
+                self._tell(msgspec.structs.replace(reply, parcel=None, status="error", failure=failure))
+            else:
+                home = msgspec.structs.replace(parcel, segments=segments)
+                self._tell(msgspec.structs.replace(reply, parcel=home))
+
+        key = self._cargo.fetch(parcel.segments, node, done)
+        self._collections.setdefault(reply.serial, []).append(key)
 
     def to_agent_of(self, rank: int, message: Message) -> None:
         """Send to the agent of the node that a rank is on."""
@@ -135,12 +162,65 @@ class Members:
             for r in self.ranks.values()
         ]
 
-    def execute(self, message: Execute) -> None:
-        """Run something on ranks."""
+    # --- cells
+
+    def begin(self, message: Execute) -> None:
+        """Run something on ranks, once all of them can reach what it takes along."""
         if not self.up:
             return
         if not message.ranks or not self.ranks.keys() >= set(message.ranks):
             raise ValueError(f"there are no ranks {message.ranks}")
+        elsewhere = {self._node_of[rank] for rank in message.ranks} - {0}
+        if message.parcel is None or not message.parcel.segments or not elsewhere:
+            self.execute(message)
+            return
+        self._on_their_way[message.serial] = message
+        whole = message.parcel
+
+        def done(there: dict[int, list[Segment]], why: str) -> None:
+            if self._on_their_way.pop(message.serial, None) is None:
+                return
+            if why:
+                self._refuse(message, "error", "TransferError", f"{whole.name} could not be sent to other nodes: {why}")
+                return
+            parcels = {node: msgspec.structs.replace(whole, segments=segments) for node, segments in there.items()}
+            self._parcels[message.serial] = parcels
+            self.execute(message)
+
+        self._deliveries[message.serial] = self._cargo.deliver(whole.segments, sorted(elsewhere), done)
+
+    def _refuse(self, message: Execute, status: Outcome, name: str, text: str) -> None:
+        """Report for all ranks of a cell that it has not begun."""
+        self._drop_delivery(message.serial)
+        kind: FailureKind = "interrupted" if status == "interrupted" else "raised"
+        failure = Failure(name, text, "", time.monotonic(), kind=kind)
+        for rank in message.ranks:
+            self._tell(Reply(message.serial, rank, status, failure))
+
+    def release(self, serial: int) -> None:
+        """The notebook has what a cell has sent, or does not want it."""
+        for key in self._collections.pop(serial, ()):
+            self._cargo.drop(key)
+
+    def _drop_delivery(self, serial: int) -> None:
+        self._parcels.pop(serial, None)
+        if (key := self._deliveries.pop(serial, None)) is not None:
+            self._cargo.drop(key)
+
+    def handle_freight(self, node: int, message: Message) -> None:
+        """An agent sends or takes a part of a value."""
+        self._cargo.handle(node, message)
+
+    def stop(self, message: Interrupt) -> None:
+        """The user wants a cell to stop."""
+        waiting = self._on_their_way.pop(message.serial, None)
+        if waiting is not None:
+            self._refuse(waiting, "interrupted", "KeyboardInterrupt", "it was interrupted before it began")
+        else:
+            self.cells.stop(message, time.monotonic())
+
+    def execute(self, message: Execute) -> None:
+        """Run something on ranks. To be called again when they are in order, if they are not."""
         now = time.monotonic()
         if not self.cells.begin(message, now):
             return
@@ -151,8 +231,20 @@ class Members:
                 self.cells.died(msgspec.structs.replace(rank.dead, serial=message.serial), now)
                 continue
             rank.begin(message.serial, message.number)
-            living.append(lane(RANK_CELL, self.epoch, number))
-        self._switchboard.forward_to_all(living, encode(message))
+            living.append(number)
+        self._send_out(message, living)
+
+    def _send_out(self, message: Execute, ranks: Sequence[int]) -> None:
+        """Send a cell to its ranks, with the parcel as each node has it."""
+        parcels = self._parcels.get(message.serial, {})
+        for node, parcel in parcels.items():
+            there = [rank for rank in ranks if self._node_of[rank] == node]
+            self._send_to_all(there, msgspec.structs.replace(message, parcel=parcel))
+        self._send_to_all([rank for rank in ranks if self._node_of[rank] not in parcels], message)
+
+    def _send_to_all(self, ranks: Sequence[int], message: Execute) -> None:
+        lanes = [lane(RANK_CELL, self.epoch, rank) for rank in ranks]
+        self._switchboard.forward_to_all(lanes, encode(message))
 
     # --- start
 
@@ -330,6 +422,7 @@ class Members:
         """A node has gone, and its ranks with it."""
         cause = f"node {node.number} ({node.host}) is lost: {why}"
         self._left.add(node.number)
+        self._cargo.lose(node.number)
         if self.ending:
             return
         if not self.up:
@@ -360,6 +453,8 @@ class Members:
     def _part_ended(self, reply: Reply) -> None:
         """A cell is over on a rank."""
         self.cells.ended(reply, time.monotonic())
+        if reply.serial in self._deliveries and all(rank.serial != reply.serial for rank in self.ranks.values()):
+            self._drop_delivery(reply.serial)
 
     # --- end
 
@@ -379,6 +474,8 @@ class Members:
     def gone(self, node: int) -> None:
         """No process of it is left on a node."""
         self._left.add(node)
+        if self.all_gone:
+            self._cargo.close()
 
     @property
     def all_gone(self) -> bool:

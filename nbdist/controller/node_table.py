@@ -206,10 +206,10 @@ class NodeTable:
 
     # --- messages
 
-    def send(self, node: int, message: Message) -> None:
+    def send(self, node: int, message: Message, lane: str = AGENT_CONTROL) -> None:
         """Send to a node's agent."""
         if node in self._nodes:
-            self._switchboard.send(node_lane(AGENT_CONTROL, node), message)
+            self._switchboard.send(node_lane(lane, node), message)
 
     def broadcast(self, message: Message, others: bool = False) -> None:
         """Send to all agents; `others`: but not to ours."""

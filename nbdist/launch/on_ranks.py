@@ -137,9 +137,8 @@ def _port(request: Request) -> int:
 
 def submit(rank_set: RankSet, request: Request, packed: transfer.Packed | None) -> Task:
     """Let the ranks call the function."""
-    payload = msgspec.msgpack.encode(packed.parcel) if packed is not None else b""
     options = CellOptions(grace=_COLLECTIVE_GRACE, show=True)
-    return rank_set.submit("launch", request.name, None, options, payload)
+    return rank_set.submit("launch", request.name, None, options, packed.parcel if packed is not None else None)
 
 
 def values(rank_set: RankSet, task: Task, request: Request) -> list[Any]:

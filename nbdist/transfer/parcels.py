@@ -6,7 +6,6 @@ Knows bytes and tensor storages; knows nothing of pickling.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import mmap
 import os
@@ -19,8 +18,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from nbdist import segments
 from nbdist.errors import TransferError
 from nbdist.metrics.node import host
+from nbdist.wire.parcel import Parcel, Segment, Span
 
 OWN_LIMIT = 64 << 10  # bytes; a buffer below it is copied on arrival, so that it keeps no segment alive
 _DENSE_LIMIT = 1 << 20  # bytes; spans below it are never made dense
@@ -30,67 +31,6 @@ _CHUNK = 32 << 20  # bytes written between two looks at whether to stop
 _LINE = 64  # bytes; no dtype is larger, and vector code likes it
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
-
-
-class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A memfd of the sender, which the receiver opens as /proc/<pid>/fd/<fd>.
-
-    Attributes:
-        pid: The process that holds it.
-        fd: Its descriptor there.
-        inode: What shows that the descriptor is still the same file.
-        size: Bytes.
-    """
-
-    pid: int
-    fd: int
-    inode: int
-    size: int
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Where one buffer lies in the payload.
-
-    Attributes:
-        offset: Its first byte, counted from the payload's beginning.
-        size: Bytes.
-        start: For a tensor's storage: which byte of the sender's storage comes first.
-        dense: For a tensor's storage: it holds one tensor, without gaps and in row-major order.
-    """
-
-    offset: int
-    size: int
-    start: int = 0
-    dense: bool = False
-
-
-class Parcel(msgspec.Struct, frozen=True):
-    """A value on its way. Small, whatever it stands for; any codec of msgspec carries it.
-
-    Attributes:
-        name: What the user calls the value.
-        pickle: Where the pickle stream lies in the payload.
-        buffers: Where its out-of-band buffers lie, in the order of the stream.
-        storages: Where the tensors' storages lie, by number.
-        inline: The payload, unless it lies in segments.
-        segments: What the payload lies in, one after the other.
-    """
-
-    name: str
-    pickle: Span
-    buffers: list[Span]
-    storages: list[Span]
-    inline: bytes = b""
-    segments: list[Segment] = []
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload."""
-        return sum(segment.size for segment in self.segments) or len(self.inline)
-
-    def __repr__(self) -> str:
-        where = f"{len(self.segments)} segments" if self.segments else "inline"
-        return f"Parcel({self.name!r}, {self.size} bytes, {where})"
 
 
 class Packed:
@@ -207,7 +147,7 @@ class Payload:
 
         try:
             while len(descriptors) < count:
-                descriptors.append(os.memfd_create("nbdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+                descriptors.append(segments.create())
             with ThreadPoolExecutor(count - 1 or 1) as pool:
                 try:
                     others = [pool.submit(fill, descriptors[i], i * stripe) for i in range(1, count)]
@@ -217,7 +157,7 @@ class Payload:
                 except BaseException:
                     stop.set()
                     raise
-            return [_segment(descriptor) for descriptor in descriptors], descriptors
+            return [segments.segment_of(descriptor) for descriptor in descriptors], descriptors
         except BaseException:
             _close_all(descriptors)
             raise
@@ -228,9 +168,7 @@ class Payload:
             done = 0
             while done < len(view) and not stop.is_set():
                 done += os.pwrite(descriptor, view[done : done + _CHUNK], offset - first + done)
-        # From here on nobody can change it: what receivers do not copy stays as it is.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        segments.seal(descriptor)
 
     def _between(self, first: int, last: int) -> Iterator[tuple[memoryview, int]]:
         """What lies from first up to last, as views and their offsets."""
@@ -308,11 +246,6 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _segment(descriptor: int) -> Segment:
-    status = os.fstat(descriptor)
-    return Segment(os.getpid(), descriptor, status.st_ino, status.st_size)
-
-
 def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
@@ -354,23 +287,9 @@ def _no_mapping(parcel: Parcel) -> TransferError:
 
 def _open(segment: Segment, name: str) -> int:
     try:
-        # Not blocking: should the descriptor be a named pipe by now, opening it would wait for a writer.
-        path = f"/proc/{segment.pid}/fd/{segment.fd}"
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        gone = not os.path.exists(f"/proc/{segment.pid}")
-        what = "has ended" if gone else f"does not hold it open for this process ({error.strerror})"
-        raise TransferError(
-            f"cannot receive {name!r}: the process that sent it ({segment.pid}) {what}; send it again"
-        ) from error
-    status = os.fstat(descriptor)
-    if (status.st_ino, status.st_size) == (segment.inode, segment.size):
-        return descriptor
-    os.close(descriptor)
-    raise TransferError(
-        f"cannot receive {name!r}: the process that sent it ({segment.pid}) has let go of it, "
-        f"its descriptor {segment.fd} is another file now; send it again"
-    )
+        return segments.open_segment(segment)
+    except segments.Unreachable as error:
+        raise TransferError(f"cannot receive {name!r}: {error}; send it again") from error
 
 
 @functools.cache

@@ -17,15 +17,14 @@ from nbdist.transfer.explain import OnGpuError, explain, quoted, short
 from nbdist.transfer.parcels import (
     OWN_LIMIT,
     Packed,
-    Parcel,
     Payload,
-    Span,
     Storage,
     free_memory,
     map_segments,
     reader,
     torch_if_imported,
 )
+from nbdist.wire.parcel import Parcel, Span
 
 INLINE_LIMIT = 1 << 20  # bytes; payloads below it lie inside the parcel
 

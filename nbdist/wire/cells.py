@@ -8,6 +8,7 @@ import msgspec
 
 from nbdist.metrics.memory import MemoryUsage
 from nbdist.wire.message import Message, Seconds
+from nbdist.wire.parcel import Parcel
 
 Kind = Literal["cell", "call", "setup", "launch", "push", "pull", "free"]  # of an Execute
 FailureKind = Literal["raised", "lost", "interrupted", "stopped"]
@@ -21,6 +22,7 @@ class Execute(Message, frozen=True):
     return what can't travel), "push" (a pickled dict), "pull" (an expression in `code`), "free".
     number: the cell's number in the notebook. offset: lines of the cell above `code`.
     grace: seconds that ranks may wait in a collective for one that has raised.
+    parcel: the function and its arguments, or the variables, where `kind` says so.
     profile: a folder for the ranks' traces; "": nothing is profiled. The reply's payload is then the summary.
     memory: whether the reply tells what it cost in memory.
     """
@@ -31,7 +33,7 @@ class Execute(Message, frozen=True):
     code: str
     number: int = 0
     offset: int = 0
-    payload: bytes = b""
+    parcel: Parcel | None = None
     grace: Seconds = 1.0
     profile: str = ""
     memory: bool = False
@@ -80,6 +82,7 @@ class Failure(msgspec.Struct, frozen=True):
 class Reply(Message, frozen=True):
     """A rank has finished an Execute.
 
+    parcel: the value that it sends. payload: the summary of a profile, or what was freed.
     grouped: whether it has its default process group, where the session is to have one.
     """
 
@@ -88,6 +91,7 @@ class Reply(Message, frozen=True):
     status: Outcome
     failure: Failure | None = None
     result: str | None = None
+    parcel: Parcel | None = None
     payload: bytes = b""
     names: list[str] | None = None
     memory: MemoryUsage | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
+from nbdist.wire.freight import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
 from nbdist.wire.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
@@ -79,6 +80,13 @@ AnyMessage = (
     | Ping
     | Pong
     | NodeLeft
+    | Expect
+    | Chunk
+    | Taken
+    | Arrived
+    | Fetch
+    | Spoiled
+    | Discard
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode

@@ -23,6 +23,7 @@ CLIENT_EVENTS = b"client.events"
 GUEST = "guest"
 AGENT_CONTROL = "agent.control"
 AGENT_OUTPUT = "agent.output"
+AGENT_FREIGHT = "agent.freight"
 AGENT_END = "agent.end"  # of whoever has started an agent, when that has ended
 RELAY_CONTROL = "relay.control"
 RELAY_OUTPUT = "relay.output"
@@ -31,7 +32,7 @@ RANK_CONTROL = "rank.control"
 RANK_DISPLAY = "rank.display"
 CLIENT_LANES = {CLIENT_COMMANDS.decode(), CLIENT_EVENTS.decode()}
 RELAY_LANES = {RELAY_CONTROL, RELAY_OUTPUT}
-NODE_LANES = {AGENT_CONTROL, AGENT_OUTPUT, AGENT_END, *RELAY_LANES}
+NODE_LANES = {AGENT_CONTROL, AGENT_OUTPUT, AGENT_FREIGHT, AGENT_END, *RELAY_LANES}
 RANK_LANES = {RANK_CELL, RANK_CONTROL, RANK_DISPLAY}
 LANES = CLIENT_LANES | NODE_LANES | RANK_LANES | {GUEST}
 

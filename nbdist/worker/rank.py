@@ -392,13 +392,13 @@ class RankProcess:
         return self._with_parcel(task, launched.pack(value, self._setup))
 
     def _unpack_call(self, task: Execute) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        function, arguments, keywords, sources = transfer.unpack(_parcel(task.payload))
+        function, arguments, keywords, sources = transfer.unpack(_parcel_of(task))
         for source in sources:
             self._shell.learn_source(*source)
         return function, arguments, keywords
 
     def _push(self, task: Execute) -> Reply:
-        values = transfer.unpack(_parcel(task.payload))
+        values = transfer.unpack(_parcel_of(task))
         self._shell.user_ns.update(values)
         return Reply(task.serial, self._setup.rank, "ok", names=self._changed_names())
 
@@ -423,8 +423,7 @@ class RankProcess:
 
     def _with_parcel(self, task: Execute, packed: transfer.Packed) -> Reply:
         self._parcels[task.serial] = packed  # until the notebook has it
-        payload = msgspec.msgpack.encode(packed.parcel)
-        return Reply(task.serial, self._setup.rank, "ok", payload=payload, names=self._changed_names())
+        return Reply(task.serial, self._setup.rank, "ok", parcel=packed.parcel, names=self._changed_names())
 
     def _release(self, order: Release) -> Done:
         packed = self._parcels.pop(order.serial, None)
@@ -454,5 +453,6 @@ class RankProcess:
             return [name for name in texts if name[:1] != "_" and name not in hidden]
 
 
-def _parcel(payload: bytes) -> transfer.Parcel:
-    return msgspec.msgpack.decode(payload, type=transfer.Parcel)
+def _parcel_of(task: Execute) -> transfer.Parcel:
+    assert task.parcel is not None, task.kind
+    return task.parcel

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from linecache import getlines
 from typing import Any
 
-import msgspec
-
 from nbdist import shells, transfer
 from nbdist.errors import TransferError
 from nbdist.wire.cells import Reply
@@ -50,7 +48,8 @@ def value(reply: Reply) -> Any:
     Raises:
         TransferError: It can't be rebuilt here.
     """
-    return transfer.unpack(msgspec.msgpack.decode(reply.payload, type=transfer.Parcel))
+    assert reply.parcel is not None
+    return transfer.unpack(reply.parcel)
 
 
 def value_or_reason(reply: Reply) -> Any:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import msgspec
-
 from nbdist.checks import check_seconds, is_on
 from nbdist.client.session import calls, interruption, observers
 from nbdist.client.session.cell_options import CellOptions
@@ -38,6 +36,7 @@ from nbdist.wire.life import Broken, Progress, RankInfo, Start, Started, StartFa
 from nbdist.wire.message import Message
 from nbdist.wire.nodes import Invited, NodesWanted
 from nbdist.wire.output import Notice
+from nbdist.wire.parcel import Parcel
 from nbdist.wire.questions import Ask
 from nbdist.wire.stopping import GetStack
 
@@ -319,7 +318,7 @@ class RankSet:
         code: str,
         ranks: Ranks,
         options: CellOptions = _SHOWN,
-        payload: bytes = b"",
+        parcel: Parcel | None = None,
     ) -> Task:
         """Send an Execute, once nothing speaks against it.
 
@@ -328,7 +327,7 @@ class RankSet:
             code: What to run, or a name for it.
             ranks: Where; None: on all.
             options: How.
-            payload: The parcel that goes along.
+            parcel: What goes along.
 
         Raises:
             UsageError: Something is wrong with them.
@@ -351,7 +350,7 @@ class RankSet:
                     code,
                     task.number,
                     options.offset,
-                    payload,
+                    parcel,
                     options.grace,
                     options.profile,
                     task.metered,
@@ -423,10 +422,8 @@ class RankSet:
         if not callable(function):
             raise UsageError(f"call takes a function, not {function!r}: `session.call(function, *args)`")
         name = getattr(function, "__name__", "function")
-        with calls.pack(function, args, kwargs, name=name) as packed:
-            payload = msgspec.msgpack.encode(packed.parcel)
-            with interruption.deferred():
-                return self.fetch(self.submit(kind, name, ranks, payload=payload))
+        with calls.pack(function, args, kwargs, name=name) as packed, interruption.deferred():
+            return self.fetch(self.submit(kind, name, ranks, parcel=packed.parcel))
 
     def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> list[Any]:
         """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""

@@ -288,9 +288,8 @@ class Session:
                 raise UsageError(f"{name!r} is not a variable name: `session.push({{'x': x}})`")
         with contextlib.ExitStack() as stack:
             packed = stack.enter_context(_pack_named(values))
-            payload = msgspec.msgpack.encode(packed.parcel)
             with interruption.deferred():
-                self._rank_set.submit("push", ", ".join(values), ranks, payload=payload).wait()
+                self._rank_set.submit("push", ", ".join(values), ranks, parcel=packed.parcel).wait()
 
     def pull(self, name: str, ranks: Ranks = None) -> Any:
         """Get a variable (or any expression) from ranks.

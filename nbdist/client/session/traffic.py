@@ -263,7 +263,7 @@ class Traffic:
             self._freed.notify_all()
         if message.names is not None:
             self.names[message.rank] = message.names
-        if not task.put(message) and message.payload:  # nobody waits any more for what the rank has packed
+        if not task.put(message) and message.parcel is not None:  # nobody waits any more for what the rank has packed
             self.send(Ask(0, [message.rank], Release(message.serial)))
 
     def _rank_died(self, message: Died) -> None:

@@ -1,0 +1,106 @@
+"""Segments on their way between two machines: read here chunk by chunk, written there.
+
+Both ends, for the controller and for agents. Knows neither sockets nor what the segments hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from nbdist import segments
+from nbdist.wire.freight import CHUNK, WINDOW, Chunk
+from nbdist.wire.parcel import Segment
+
+
+class Outgoing:
+    """Segments of a process of this machine that another machine is to get.
+
+    Args:
+        key: Their name on the way.
+        given: The segments.
+
+    Raises:
+        Unreachable: They are not there any more.
+    """
+
+    def __init__(self, key: int, given: Sequence[Segment]) -> None:
+        self._key = key
+        self._room = WINDOW
+        self._descriptors: list[int] = []
+        try:
+            for segment in given:
+                self._descriptors.append(segments.open_segment(segment))
+        except BaseException:
+            self.close()
+            raise
+        self._chunks = self._read([segment.size for segment in given])
+
+    def _read(self, sizes: Sequence[int]) -> Iterator[Chunk]:
+        for number, (descriptor, size) in enumerate(zip(self._descriptors, sizes, strict=True)):
+            for offset in range(0, size, CHUNK):
+                yield Chunk(self._key, number, offset, os.pread(descriptor, CHUNK, offset))
+
+    def next_chunks(self, taken: int = 0) -> Iterator[Chunk]:
+        """What may be sent now.
+
+        Args:
+            taken: Bytes that the other side has taken since the last call.
+        """
+        self._room += taken
+        while self._room > 0 and (chunk := next(self._chunks, None)) is not None:
+            self._room -= len(chunk.data)
+            yield chunk
+
+    def close(self) -> None:
+        """Let go of the segments."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+class Incoming:
+    """Segments that come from another machine.
+
+    Args:
+        sizes: Of each, in bytes.
+
+    Raises:
+        OSError: There is no memory for them.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._left = sum(sizes)
+        self._descriptors: list[int] = []
+        try:
+            for size in sizes:
+                self._descriptors.append(segments.create())
+                os.ftruncate(self._descriptors[-1], size)
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, chunk: Chunk) -> bool:
+        """Write what has come. Returns whether it was the last.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        view, offset = memoryview(chunk.data), chunk.offset
+        while view:
+            done = os.pwrite(self._descriptors[chunk.number], view, offset)
+            view, offset = view[done:], offset + done
+        self._left -= len(chunk.data)
+        if self._left == 0:
+            for descriptor in self._descriptors:
+                segments.seal(descriptor)
+        return self._left == 0
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Where processes of this machine find them."""
+        return [segments.segment_of(descriptor) for descriptor in self._descriptors]
+
+    def close(self) -> None:
+        """Let go of the segments."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())

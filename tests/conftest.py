@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import pytest
@@ -19,7 +20,15 @@ from tests.support.harness import MARK, Kernel, files_of_sessions, kernel_with_r
 
 REHEARSAL = "NBDIST_GPU_REHEARSAL"  # set to 1: tests marked `gpu` that can do with a CPU run there
 
-_shared: list[Kernel] = []
+
+class Process(Protocol):
+    """A process that several tests use."""
+
+    @property
+    def pid(self) -> int: ...
+
+
+_shared: list[Process] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -121,11 +130,11 @@ def shared_kernel(count: int, **environment: str) -> Iterator[Kernel]:
 
 
 @contextmanager
-def sharing(kernel: Kernel) -> Iterator[None]:
-    """Its processes are not left behind by the tests that run meanwhile."""
-    _shared.append(kernel)
+def sharing(process: Process) -> Iterator[None]:
+    """It and its descendants are not left behind by the tests that run meanwhile."""
+    _shared.append(process)
     yield
-    _shared.remove(kernel)
+    _shared.remove(process)
 
 
 @pytest.fixture(scope="module")

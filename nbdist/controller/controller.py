@@ -433,7 +433,8 @@ class Controller:
 
     def _handle_agent(self, node: int, message: Message) -> None:
         if isinstance(message, Look):
-            self.to_notebook(message)
+            if node in self._nodes:  # else it has just been lost; by that name, as two may have one
+                self.to_notebook(Look(msgspec.structs.replace(message.node, name=self._nodes[node].host)))
         elif isinstance(message, Pong):
             self._nodes.heard(node, message, time.monotonic())
         elif isinstance(message, NodeLeft):

@@ -248,6 +248,8 @@ def _looked_at(info: RankInfo, answer: Metrics | NoAnswer | None, task: Task | N
     else:
         sample = answer.sample
         found = msgspec.structs.replace(sample, device=sample.device if sample.gpu else info.device)
+    if info.host:  # of several nodes, which may have one name
+        found = msgspec.structs.replace(found, node=info.host)
     if task is None:
         return found
     if (wait := task.waits.get(info.rank)) is not None:

@@ -8,6 +8,8 @@ from typing import Any
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
 from nbdist.client.session.task import Task
+from nbdist.errors import UsageError
+from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.wire.knowing import GetMemory, ProcessMemory
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import RankStatus
@@ -23,7 +25,13 @@ def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = Fal
     cells = {rank: task.describe() for rank, task in rank_set.traffic.running(chosen).items()}
     found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
     if native:
-        found = with_native_frames(found, {info.rank: info.pid for info in rank_set.ranks if info.rank in chosen})
+        here = {info.rank: info.pid for info in rank_set.ranks if info.rank in chosen and info.node == 0}
+        if elsewhere := [rank for rank in chosen if rank not in here]:
+            raise UsageError(
+                f"--native looks at processes of this machine, and {describe_ranks(elsewhere)} run on others: "
+                f"leave --native out, or name ranks of this machine (`-r {format_ranks(here)}`)"
+            )
+        found = with_native_frames(found, here)
     return found
 
 

@@ -1,0 +1,327 @@
+"""A session over several machines: one notebook, whose other nodes have joined by `nbdist join`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import sharing
+from tests.multinode.hosts import Host, two_hosts
+from tests.support.harness import Execution, Kernel, Outcome
+
+SUM = """
+import torch, torch.distributed as dist
+total = torch.ones(1) * (rank + 1)
+dist.all_reduce(total)
+print(int(total))
+"""
+
+
+@dataclass
+class Node:
+    """A machine that has joined: the process of `nbdist join` there."""
+
+    process: subprocess.Popen[str]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def agent(self) -> int:
+        """The process id of its agent."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def end(self) -> str:
+        """What it has printed, once it has ended by itself."""
+        return self.process.communicate(timeout=30)[0]
+
+
+@contextmanager
+def joined(address: str, token: str, host: Host | None = None, folder: Path | None = None) -> Iterator[Node]:
+    """A node that joins with this token."""
+    command = [*(host.command if host is not None else []), sys.executable, "-m", "nbdist", "join", address]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "NBDIST_TOKEN": token, "ONLY_THERE": "yes"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+    )
+    try:
+        yield Node(process)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=30)
+
+
+def invitations(cell: Execution, count: int = 1) -> tuple[str, list[str]]:
+    """The address and the tokens that a start prints."""
+    cell.wait_until(lambda outcome: outcome.stdout.count("nbdist join") >= count, "lines to paste")
+    found = re.findall(r"NBDIST_TOKEN=(\S+) nbdist join (\S+)", cell.outcome.stdout)
+    return found[0][1], [token for token, _ in found]
+
+
+def start(kernel: Kernel, address: str = "127.0.0.1", arguments: str = "-n 2") -> Execution:
+    return kernel.start(f"%distributed start --num-nodes 2 --master-addr {address} {arguments}")
+
+
+@contextmanager
+def two_nodes(kernel: Kernel, address: str = "127.0.0.1", host: Host | None = None) -> Iterator[Node]:
+    """A session with two ranks on each of two nodes."""
+    cell = start(kernel, address)
+    where, (token,) = invitations(cell)
+    with joined(where, token, host) as node:
+        outcome = cell.finish()
+        assert outcome.status == "ok", str(outcome)
+        assert "4 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
+        yield node
+        kernel.run("%distributed stop")
+
+
+def run(kernel: Kernel, code: str, line: str = "") -> Outcome:
+    return kernel.run(f"%%distributed {line}\n{code}")
+
+
+# --- on one machine
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    """A notebook without a session."""
+    with Kernel() as found, sharing(found):
+        found.ok("%load_ext nbdist")
+        yield found
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Kernel]:
+    """A notebook with a session of two ranks on each of two nodes."""
+    with Kernel() as found, sharing(found):
+        found.ok("%load_ext nbdist\nimport os, torch\nos.environ['SET_HERE'] = 'yes'")
+        with two_nodes(found) as node, sharing(node):
+            yield found
+
+
+def test_ranks_are_numbered_node_by_node_and_are_one_group(session: Kernel) -> None:
+    outcome = run(session, SUM + "import os\nprint(rank, local_rank, world_size, os.environ['GROUP_RANK'])")
+    for rank, (local, node) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        assert f"[{rank}] {rank} {local} 4 {node}" in outcome.stdout, str(outcome)
+    assert "[0-3] 10" in outcome.stdout, str(outcome)
+
+
+def test_other_nodes_have_their_own_environment_and_what_the_notebook_has_set(session: Kernel) -> None:
+    outcome = run(session, "import os\nprint(os.environ.get('SET_HERE'), os.environ.get('ONLY_THERE'))")
+    assert "[0-1] yes None" in outcome.stdout and "[2-3] yes yes" in outcome.stdout, str(outcome)
+
+
+def test_a_failure_on_another_node_is_shown_and_sums_are_right_after_it(session: Kernel) -> None:
+    outcome = run(session, "import torch.distributed as dist\nif rank == 3: raise ValueError('boom')\ndist.barrier()")
+    assert outcome.evalue == "rank 3 raised ValueError: boom", str(outcome)
+    assert "[0-3] 10" in run(session, SUM).stdout
+
+
+def test_an_interrupt_reaches_all_nodes(session: Kernel) -> None:
+    cell = session.start("%%distributed\nimport time\nkept = rank\nprint('at it')\ntime.sleep(100)")
+    cell.wait_for("[0-3] at it")
+    session.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+    assert "[3] 3" in run(session, "print(kept)").stdout
+
+
+@pytest.mark.parametrize("size", [10, 3 << 20])
+def test_values_go_to_and_come_from_other_nodes(session: Kernel, size: int) -> None:
+    session.ok(f"values = torch.arange({size})\n%distributed push values")
+    run(session, "doubled = values * 2 + rank")
+    session.ok("%distributed pull doubled")
+    assert session.value("[torch.equal(found, values * 2 + rank) for rank, found in enumerate(doubled)]") == [True] * 4
+
+
+def test_status_names_the_nodes(session: Kernel) -> None:
+    name = os.uname().nodename
+    rows = session.ok("%distributed status").stdout.splitlines()[1:]
+    found = [row.split()[1] for row in rows if row.split()[0].isdigit()]
+    assert found == [name, name, f"{name}#1", f"{name}#1"], rows
+
+
+def test_restart_keeps_the_nodes(session: Kernel) -> None:
+    outcome = session.ok("%distributed restart")
+    assert "NBDIST_TOKEN" not in outcome.stdout and "4 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
+    assert "[0-3] 10" in run(session, SUM).stdout
+
+
+# --- joining
+
+
+def test_a_token_joins_once(kernel: Kernel) -> None:
+    cell = start(kernel, arguments="-n 1")
+    address, (token,) = invitations(cell)
+    with joined(address, token):
+        assert cell.finish().status == "ok"
+        with joined(address, token) as second:
+            said = second.end()
+    assert second.process.returncode == 2
+    assert "token is not valid any more" in said, said
+    kernel.run("%distributed stop")
+
+
+def test_leaving_is_a_death_with_a_cause_and_the_others_keep_their_variables(kernel: Kernel) -> None:
+    with two_nodes(kernel) as node:
+        run(kernel, "kept = rank + 10")
+        cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank > 1: time.sleep(100)")
+        cell.wait_for("[0-3] at it")
+        node.process.send_signal(signal.SIGINT)
+        outcome = cell.finish()
+        assert outcome.ename == "RankDied" and "is lost: it was stopped there" in str(outcome), str(outcome)
+        assert node.end().endswith("left the session\n")
+        assert "[1] 11" in run(kernel, "print(kept)", "-r 0,1").stdout
+
+
+def test_an_agent_that_dies_is_said_at_once(kernel: Kernel) -> None:
+    with two_nodes(kernel) as node:
+        cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank > 1: time.sleep(100)")
+        cell.wait_for("[0-3] at it")
+        os.kill(node.agent(), signal.SIGKILL)
+        outcome = cell.finish(20)
+        assert outcome.ename == "RankDied" and "its agent has ended, SIGKILL" in str(outcome), str(outcome)
+
+
+def test_a_notebook_that_dies_ends_its_nodes(kernel: Kernel) -> None:
+    with Kernel() as doomed:
+        doomed.ok("%load_ext nbdist")
+        cell = start(doomed, arguments="-n 1")
+        address, (token,) = invitations(cell)
+        with joined(address, token) as node:
+            assert cell.finish().status == "ok"
+            os.kill(doomed.pid, signal.SIGKILL)
+            assert "the session has ended" in node.end()
+
+
+def test_an_interrupt_ends_the_waiting_for_nodes(kernel: Kernel) -> None:
+    cell = start(kernel)
+    invitations(cell)
+    kernel.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+    assert kernel.ok("%distributed start -n 1\n%distributed stop").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--num-nodes 2 -n 2", "need an address of this one"),
+        ("--num-nodes 2 --master-addr 192.0.2.1 -n 2", "is not an address of this machine"),
+        ("--num-nodes 2 --master-addr localhost -n 2", "which no other machine reaches"),
+        ("--num-nodes 2 --master-addr 0.0.0.0 -n 2", "would listen on every network"),
+        ("--num-nodes 2 --master-addr nowhere.invalid -n 2", "is not a known address"),
+        ("--num-nodes 2 --master-addr 127.0.0.1 --interface eth77 -n 2", "no network interface 'eth77'"),
+        ("--num-nodes 2 --master-addr 127.0.0.1 --master-port 70000 -n 2", "must be 65535 at most"),
+        ("--master-addr 127.0.0.1 -n 2", "add `--num-nodes 2`"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(kernel: Kernel, arguments: str, words: str) -> None:
+    assert words in kernel.fails(f"%distributed start {arguments}", "UsageError").evalue
+
+
+def test_a_port_that_is_taken_is_named(kernel: Kernel) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = kernel.fails(
+            f"%distributed start --num-nodes 2 --master-addr 127.0.0.1 --master-port {port} -n 1", "SessionBroken"
+        )
+    assert f"port {port} of 127.0.0.1 is taken" in outcome.evalue
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["127.0.0.1:1"], "nothing listens there"),
+        (["127.0.0.1"], "is not an address with a port"),
+        (["nowhere.invalid:29500"], "is not a known host"),
+    ],
+)
+def test_join_says_what_is_wrong(arguments: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "nbdist", "join", *arguments]
+    token = "YE-EPV4A5Donbe7cfE7faqeWydwzoFFN8Dqz-v1qtghGim0dVd5ZrUMwOD-7ZzAhsFAyOgmHUphi_okc2vitEw"
+    found = subprocess.run(
+        command, check=False, env={**os.environ, "NBDIST_TOKEN": token}, capture_output=True, text=True
+    )
+    assert found.returncode == 2 and words in found.stderr, found.stderr
+
+
+@pytest.mark.parametrize("token", ["", "nonsense"])
+def test_join_wants_a_token(token: str) -> None:
+    command = [sys.executable, "-m", "nbdist", "join", "127.0.0.1:1"]
+    found = subprocess.run(
+        command, check=False, env={**os.environ, "NBDIST_TOKEN": token}, capture_output=True, text=True
+    )
+    assert found.returncode == 2 and "token" in found.stderr, found.stderr
+
+
+# --- several hosts
+
+
+@dataclass
+class Hosts:
+    """A notebook on the first of two hosts, with a session over both."""
+
+    kernel: Kernel
+    hosts: tuple[Host, Host]
+    node: Node
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as found, ExitStack() as ends:
+        kernel = ends.enter_context(Kernel(found[0].command))
+        ends.enter_context(sharing(kernel))
+        kernel.ok("%load_ext nbdist")
+        node = ends.enter_context(two_nodes(kernel, found[0].address, found[1]))
+        ends.enter_context(sharing(node))
+        yield Hosts(kernel, found, node)
+
+
+def test_hosts_with_networks_of_their_own_are_one_group(hosts: Hosts) -> None:
+    outcome = run(hosts.kernel, SUM + "import os\nprint(os.environ['GLOO_SOCKET_IFNAME'])")
+    assert "[0-3] 10" in outcome.stdout, str(outcome)
+    assert "[0-1] cable1" in outcome.stdout and "[2-3] cable2" in outcome.stdout, str(outcome)
+
+
+def test_everything_listens_on_the_given_network_or_on_loopback_only(hosts: Hosts) -> None:
+    for host in hosts.hosts:
+        lines = host.run("ss", "--no-header", "--listening", "--tcp", "--numeric").splitlines()
+        addresses = {line.split()[3].rpartition(":")[0] for line in lines}
+        assert addresses <= {"127.0.0.1", "[::1]", host.address, f"[::ffff:{host.address}]"}, lines
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_out_for_a_while_is_said_and_costs_nothing(hosts: Hosts) -> None:
+    run(hosts.kernel, "kept = rank")
+    cell = hosts.kernel.start("%%distributed -r 0\nimport time\nprint('at it')\nwhile True: time.sleep(0.1)")
+    cell.wait_for("at it")
+    with hosts.hosts[1].cut_off():
+        cell.wait_for("has not answered for", 30)
+    cell.wait_for("answers again", 60)
+    hosts.kernel.interrupt()
+    cell.finish()
+    assert "[0-3] 10" in run(hosts.kernel, SUM + "assert kept == rank").stdout
+
+
+def test_a_lost_host_leaves_the_others_their_variables(hosts: Hosts) -> None:
+    run(hosts.kernel, "kept = rank + 20")
+    os.kill(hosts.node.process.pid, signal.SIGKILL)  # its agent ends with it, and nobody is left to say so
+    cell = hosts.kernel.start("%%distributed\nimport time\ntime.sleep(100)")
+    outcome = cell.finish(90)
+    assert outcome.ename == "RankDied" and "is lost" in str(outcome), str(outcome)
+    assert "[1] 21" in run(hosts.kernel, "print(kept)", "-r 0,1").stdout

@@ -24,7 +24,7 @@ import zmq
 from nbdist import network
 from nbdist.agent import surroundings
 from nbdist.agent.fork_channel import ForkChannel
-from nbdist.agent.link import Link
+from nbdist.agent.link import EVENTS, Link
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.relay import Relay
 from nbdist.agent.storage import Storage
@@ -123,7 +123,7 @@ class Agent:
         self._template: WarmTemplate | None = template
         self._controller = controller
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control = connect(context, setup.keys, node_lane(AGENT_CONTROL, setup.node))
+        self._control = connect(context, setup.keys, node_lane(AGENT_CONTROL, setup.node), EVENTS if setup.node else 0)
         self._output = connect(context, setup.keys, node_lane(AGENT_OUTPUT, setup.node))
         self._link = Link(self._control, setup.keys.url) if setup.node else None
         self._relay = Relay(context, setup.keys, setup.node) if setup.node else None

@@ -11,6 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from nbdist.wire.nodes import LOST, SILENCE
 
+EVENTS = zmq.EVENT_DISCONNECTED
 _CONNECT_LIMIT = 1.0  # seconds
 
 
@@ -18,7 +19,7 @@ class Link:
     """A watch on the connection to the controller, which is never made again: what was under way would be missing.
 
     Args:
-        control: The connection.
+        control: The connection, which reports `EVENTS`.
         url: Where the controller listens.
 
     Attributes:
@@ -30,7 +31,7 @@ class Link:
         self._address = where.hostname or "", where.port or 0
         self._heard = time.monotonic()
         self._asked = self._heard  # when it was last looked whether anybody listens there
-        self.events = control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.events = control.get_monitor_socket()
 
     def heard(self) -> None:
         """The controller has given a sign of life."""

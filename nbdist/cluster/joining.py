@@ -96,8 +96,8 @@ def _introduce(token: Token, url: str) -> Welcome:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     keys = Keys(url, token.server_key, zmq.curve_public(token.secret_key), token.secret_key)
     lane = f"{GUEST}/{secrets.randbelow(1 << 60)}".encode()
-    guest = connect(context, keys, lane)
-    events = guest.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    guest = connect(context, keys, lane, zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    events = guest.get_monitor_socket()
     try:
         guest.send(encode(Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()))))
         answer = _answer(guest, events)

@@ -104,8 +104,15 @@ def whole(frames: Iterable[bytes]) -> Iterator[bytes]:
             yield bytes(parts)
 
 
-def connect(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, identity: bytes) -> zmq.Socket[bytes]:
-    """A connection to the controller, encrypted, that has said hello."""
+def connect(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, identity: bytes, events: int = 0) -> zmq.Socket[bytes]:
+    """A connection to the controller, encrypted, that has said hello.
+
+    Args:
+        context: Of the process.
+        keys: What admits it, and where.
+        identity: Its lane.
+        events: What its `get_monitor_socket()` reports, from the beginning.
+    """
     socket = context.socket(zmq.DEALER, Lane)
     socket.identity = identity
     socket.ipv6 = "[" in keys.url
@@ -117,6 +124,8 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, identity: bytes
     # Queues are bounded by credits in bytes (Output) and by one request at a time, not by zmq's message counts.
     socket.sndhwm = socket.rcvhwm = 0
     socket.linger = 1000
+    if events:
+        socket.get_monitor_socket(events)
     socket.connect(keys.url)
     socket.send(encode(Hello(VERSION, os.getpid())))
     return socket

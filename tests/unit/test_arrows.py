@@ -50,7 +50,7 @@ ALLOWED = {
     "worker.cell": "cuda_guard metrics.allocation metrics.node shells transfer wire worker.lanes",
     "worker.control": "metrics.node wire worker.cell worker.lanes",
     "worker.groups": "imports wire worker.cell",
-    "worker.recovery": "train train.structure wire worker.cell worker.control worker.groups",
+    "worker.recovery": "metrics.compute train train.structure wire worker.cell worker.control worker.groups",
     "worker": "metrics metrics.node processes shells train train.collective transfer wire "
     "worker.cell worker.control worker.groups worker.lanes worker.processes worker.recovery",
     "agent": "metrics.node processes wire worker worker.cell",  # a rank is forked from it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from nbdist.metrics.compute import step_events
 from nbdist.wire.cells import Failure, InOrder, Recover
 from nbdist.wire.question import Done
 from nbdist.wire.rank_processes import RankSetup
@@ -53,6 +54,7 @@ class RankRecovery:
         self.make_group_again: Callable[[int], None] = lambda attempt: None
         self._rank = setup.rank
         self._control = control
+        self._events = step_events.of_this_thread()
         self._steps = StepCounter(control.wake)
         self._exact = ExactState() if setup.options.exact else None
         self._statistics = Statistics()
@@ -60,7 +62,7 @@ class RankRecovery:
         self._serial = 0  # the newest cell, and how it ended
         self._failure: Failure | None = None
         self._in_step = False
-        control.gate.held = lambda: self._steps.in_step or self._steps.finishing()
+        control.gate.held = lambda: self._events.in_step or self._steps.finishing()
         control.on_interrupt = self._progress.mark
         control.overdue = self._steps.overdue
         control.on_overdue = self._interrupt_body
@@ -86,9 +88,9 @@ class RankRecovery:
         self._steps.install()
         self._steps.after_step = self._after_step
         self._statistics.install()
-        self._steps.on_step.append(self._statistics.mark)
+        self._events.listen(after=self._statistics.mark)
         if self._exact is not None:
-            self._steps.on_step.append(self._exact.snapshot)
+            self._events.listen(after=self._exact.snapshot)
 
     def begin(self, serial: int) -> None:
         """A cell begins. On the main thread, where nothing interrupts yet."""

@@ -118,7 +118,7 @@ class StepMeter:
     # --- what is known
 
     def sample(self) -> StepSample:
-        """The last steps. From any thread, at any time, in less than a millisecond."""
+        """Return the last steps. From any thread, at any time, in less than a millisecond."""
         recent: list[_Step] = []
         now = time.monotonic()
         for step in reversed(list(self._window)):
@@ -144,7 +144,7 @@ class StepMeter:
         return found
 
     def _summary(self, made: int, steps: Sequence[_Step]) -> StepSample:
-        """One step in the middle: each shape's median, weighed by how often it came."""
+        """Return one step in the middle: each shape's median, weighed by how often it came."""
         if not steps:
             return StepSample(steps=made, why=self._why_nothing(made))
         known = [(step, found) for step in steps if (found := self._counts.known.get(step.shape)) is not None]
@@ -236,7 +236,7 @@ class StepMeter:
             self._since_lap.append(step)
 
     def _serial(self, optimizer: Optimizer) -> int:
-        """A number that no other optimizer ever has."""
+        """Return a number that no other optimizer ever has."""
         serial = self._serials.get(optimizer)
         if serial is None:
             self._serials[optimizer] = serial = self._steps + 1
@@ -253,7 +253,7 @@ class StepMeter:
 
 
 def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
-    """What each step of a sample takes, and what the device could do at most."""
+    """Return what each step of a sample takes, and what the device could do at most."""
     work: defaultdict[str, int] = defaultdict(int)
     for each in known:
         for dtype, amount in each.work.items():
@@ -287,7 +287,7 @@ def _units(step: _Step) -> float:
 
 
 def _middle(steps: Sequence[_Step], figure: Callable[[_Step], float]) -> float:
-    """A figure of a step in the middle: of each shape the median, weighed by how often it came."""
+    """Return a figure of a step in the middle: of each shape the median, weighed by how often it came."""
     by_shape: defaultdict[Shape, list[float]] = defaultdict(list)
     for step in steps:
         by_shape[step.shape].append(figure(step))

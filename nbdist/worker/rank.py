@@ -241,7 +241,7 @@ class RankProcess:
         return connect(self._context, keys, lane(name, setup.epoch, setup.rank))
 
     def _number_of_cell(self) -> int:
-        """The number of the running cell among those of these ranks: the same on all nodes of a launch."""
+        """Return the number of the running cell among those of these ranks: the same on all nodes of a launch."""
         return self._control.gate.running % SERIALS
 
     def _own_names(self, device: Any) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class RankProcess:
         self._cells.send(frame)
 
     def _failed_around(self, task: Execute, error: BaseException, when: str) -> Reply:
-        """The reply when our own work before or after a task has failed."""
+        """Return the reply when our own work before or after a task has failed."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         failure = failures.describe(error, text + _AROUND.format(when))
         return Reply(task.serial, self._setup.rank, "error", failure)

@@ -1,6 +1,6 @@
 """What training steps cost, below each cell that made some: `%distributed tflops on`; and `%distributed peak`.
 
-Owns when ranks and this process are measured, and how the line looks. What the figures mean: `nbdist.metrics.steps`.
+Owns when ranks and this process are measured, and how the line looks. `nbdist.metrics.steps` defines the figures.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _ANSWER_LIMIT = 1.0  # seconds
 
 
 class CellSteps:
-    """Measures the steps of a notebook's cells, here and on ranks.
+    """Measures the training steps of a notebook's cells, in its own process and on ranks.
 
     Args:
-        shell: The notebook's.
+        shell: The notebook's shell.
 
     Attributes:
-        on: Whether they are.
-        shown: Whether there is a line below cells that made some.
+        on: Whether steps are measured.
+        shown: Whether a line is shown below cells that made steps.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.on = self.shown = False
-        self._measured: set[int] = set()  # processes of ranks
+        self._measured: set[int] = set()  # pids of the ranks that are measured
         events: Any = shell.events
         events.register("pre_run_cell", self._before)
         events.register("post_run_cell", self._after)
 
     def switch(self, on: bool, session: Session | None) -> None:
-        """Measure steps from now on and show a line below cells, or no longer.
+        """Start or stop measuring steps and showing a line below cells.
 
         Args:
-            on: Whether.
-            session: Whose ranks; None: there are none, so this process is prepared at once.
+            on: Whether to start or stop.
+            session: Whose ranks; None if there are none, so this process is prepared at once.
         """
         self.on = self.shown = on
         if on and session is None:
@@ -58,17 +58,17 @@ class CellSteps:
             self.prepare(session)
 
     def measure(self, session: Session | None) -> None:
-        """Measure steps from now on, without a line below cells: for those who show them in another way."""
+        """Measure steps from now on, without a line below cells: for callers that show them in another way."""
         self.on = True
         self._before()
         if session is not None:
             self.prepare(session)
 
     def prepare(self, session: Session, ranks: Sequence[int] | None = None) -> None:
-        """See to it that the ranks that wait for work are measured, or are not, as is wanted.
+        """Start or stop measuring on idle ranks, as required.
 
         Args:
-            ranks: Which are about to run something; None: all.
+            ranks: The ranks about to run something; None for all.
         """
         rank_set = rank_set_of(session)
         living = rank_set.living()
@@ -79,19 +79,19 @@ class CellSteps:
         if not change:
             return
 
-        def switch(on: bool) -> None:  # inside, so that it travels by value and ranks need nothing of the client
+        def switch(on: bool) -> None:  # nested, so that it is sent by value and ranks don't import the client
             from nbdist.metrics import steps
             from nbdist.metrics.node import active_meter
 
             (steps.start if on else active_meter.stop)()
 
-        with contextlib.suppress(NbdistError):  # the cell itself will say what is wrong with them
+        with contextlib.suppress(NbdistError):  # the cell itself will report what is wrong with them
             rank_set.set_up(switch, self.on, ranks=change)
             found = {pids[rank] for rank in change}
             self._measured = self._measured | found if self.on else self._measured - found
 
     def of_ranks(self, session: Session, ranks: Sequence[int]) -> str:
-        """The line below a cell that has run on ranks; empty if it made no steps."""
+        """Return the line below a cell that ran on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
         rank_set = rank_set_of(session)
@@ -126,14 +126,14 @@ class CellSteps:
 
 
 def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> str:
-    """One line on the steps of a cell.
+    """Return one line about the steps of a cell.
 
     Args:
         samples: By rank, of the whole cell.
-        missing: Ranks of it that have not answered.
+        missing: Its ranks that have not answered.
 
     Returns:
-        Steps, time, what was worked on, TFLOPS, MFU, HFU, waiting, and what is not known and why; empty without steps.
+        Steps, time, units of work, TFLOPS, MFU, HFU, waiting, and what is unknown and why; empty without steps.
     """
     stepping = {rank: sample for rank, sample in samples.items() if sample.steps}
     if not stepping:
@@ -166,7 +166,7 @@ def _time(samples: Mapping[int, StepSample]) -> str:
 
 
 def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
-    """Samples or tokens of all ranks in a second; they go as fast as the slowest."""
+    """Return the samples or tokens per second of all ranks, which go as fast as the slowest."""
     kinds = {sample.unit for sample in samples.values()}
     if len(kinds) != 1 or not all(sample.units for sample in samples.values()):
         return []
@@ -206,12 +206,12 @@ def _shares(samples: Mapping[int, StepSample]) -> list[str]:
 
 
 def measure_peaks(session: Session | None, dtype: str | None, seconds: float) -> str:
-    """Measure what matrix products reach, on all ranks at once or here.
+    """Measure the best rate of matrix products, on all ranks at once or in this process.
 
     Args:
-        session: Whose ranks; None: this process, on its CPU unless it uses a GPU already.
-        dtype: As `nbdist.metrics.compute.matmul_rate.measure` takes it.
-        seconds: How long, about.
+        session: Whose ranks; None for this process, on its CPU unless it already uses a GPU.
+        dtype: As in `nbdist.metrics.compute.matmul_rate.measure`.
+        seconds: Approximate duration.
 
     Returns:
         A table.

@@ -112,7 +112,7 @@ class StepEvents:
         self._see_compiled = see_compiled
 
     def _hooks(self, see_compiled: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-        """What torch calls before and after each step. Kept tight: it runs in every step of every cell."""
+        """Return what torch calls before and after each step. Kept tight: it runs in every step of every cell."""
         import torch
 
         stack, mine, thread, caller = self._stack, self._thread, threading.get_ident, sys._getframe
@@ -148,7 +148,7 @@ class StepEvents:
         return before, after
 
     def _ends_outermost(self, optimizer: Optimizer) -> bool:
-        """Whether the outermost step ends with this one. Optimizers that wrap others step in a step."""
+        """Return whether the outermost step ends with this one. Optimizers that wrap others step in a step."""
         while self._stack and self._stack[-1] is not optimizer:
             self._stack.pop()  # it has raised, and the wrapper went on
         if len(self._stack) == 1:
@@ -161,12 +161,12 @@ _by_thread: dict[int, StepEvents] = {}
 
 
 def of_this_thread() -> StepEvents:
-    """The steps of the thread that calls it: always the same."""
+    """Return the steps of the thread that calls it: always the same."""
     return _by_thread.setdefault(threading.get_ident(), StepEvents())
 
 
 def missing() -> str:
-    """Why nothing can be heard of steps with this torch; empty: it can."""
+    """Return why nothing can be heard of steps with this torch; empty: it can."""
     import torch
     from torch.optim import optimizer
 
@@ -177,7 +177,7 @@ def missing() -> str:
 
 
 def _is_running(wanted: FrameType | None, innermost: FrameType | None) -> bool:
-    """Whether this frame has called, directly or not, the innermost one."""
+    """Return whether this frame has called, directly or not, the innermost one."""
     frame = innermost
     while frame is not None and frame is not wanted:
         frame = frame.f_back

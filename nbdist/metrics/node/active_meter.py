@@ -17,10 +17,10 @@ class ActiveMeter(Protocol):
         """Measure no longer."""
 
     def sample(self) -> StepSample:
-        """The last steps."""
+        """Return the last steps."""
 
     def lap(self) -> StepSample | None:
-        """The steps since the last lap, which ends now."""
+        """Return the steps since the last lap, which ends now."""
 
 
 _meter: ActiveMeter | None = None
@@ -28,7 +28,7 @@ _last_lap: StepSample | None = None
 
 
 def measures() -> bool:
-    """Whether the steps of this process are measured."""
+    """Return whether the steps of this process are measured."""
     return _meter is not None
 
 
@@ -47,7 +47,7 @@ def stop() -> None:
 
 
 def current_sample() -> StepSample | None:
-    """The last steps of this process, from any thread and at once; None if they are not measured."""
+    """Return the last steps of this process, from any thread and at once; None if they are not measured."""
     meter = _meter
     return None if meter is None else meter.sample()
 
@@ -60,5 +60,5 @@ def end_lap() -> None:
 
 
 def last_lap() -> StepSample | None:
-    """The steps of the last lap; None if they were not measured."""
+    """Return the steps of the last lap; None if they were not measured."""
     return _last_lap

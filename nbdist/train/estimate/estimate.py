@@ -151,7 +151,7 @@ def estimate(
     loss: Callable[..., torch.Tensor] | None = None,
     device_memory: int | None = None,
 ) -> Estimate:
-    """How much memory a rank will need to train a model by a plan.
+    """Return how much memory a rank will need to train a model by a plan.
 
     >>> nbdist.estimate(model, {"input_ids": (8, 1024)}, nbdist.Plan(strategy="fsdp"), world_size=8)
 
@@ -197,7 +197,7 @@ def estimate_each(
     loss: Callable[..., torch.Tensor] | None = None,
     device_memory: int | None = None,
 ) -> Generator[Estimate, None, None]:
-    """Estimates for several plans, as `estimate` makes them, from one process. Each comes as soon as it is there.
+    """Yield estimates for several plans, as `estimate` makes them, from one process. Each comes as soon as it is there.
 
     To be closed if it is not read to its end. What can't be estimated raises when its turn has come.
     """
@@ -221,7 +221,7 @@ def estimate_each(
 def _judged(
     setting: TrialSetup, held: dict[str, int], notes: Sequence[str], device: torch.device, memory: int
 ) -> Estimate:
-    """What the step holds where."""
+    """Return what the step holds where."""
     plan, on_gpu, offloaded = setting.plan, setting.on_gpu, 0
     if plan.offload and on_gpu and plan.strategy in _SHARDED:
         offloaded = sum(held["gradients_whole" if name == "gradients" else name] for name in _OFFLOADED)
@@ -262,7 +262,7 @@ def _refuse_unusable(model: Any, optimizer: Any, plan: Plan) -> None:
 
 
 def _answers(settings: list[TrialSetup], task: TrialTask) -> Generator[dict[str, Any], None, None]:
-    """What the process that estimates answers for each setting."""
+    """Yield what the process that estimates answers for each setting."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "CUDA_VISIBLE_DEVICES": "",  # so that it takes nothing of the GPU

@@ -106,7 +106,7 @@ class ControlThread:
         self.wake()
 
     def _answer(self, message: Ask, work: Work) -> bytes:
-        """The answer's frame, whatever the work raises or returns: the thread must outlive any question."""
+        """Return the answer's frame, whatever the work raises or returns: the thread must outlive any question."""
         try:
             return encode(Answer(message.request, self._rank, work(message.question), message.asker))
         except BaseException as error:
@@ -115,5 +115,5 @@ class ControlThread:
 
 
 def _lap(_: GetLap) -> Lap:
-    """The training steps of what ran last here."""
+    """Return the training steps of what ran last here."""
     return Lap(active_meter.last_lap())

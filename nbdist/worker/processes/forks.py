@@ -36,7 +36,7 @@ def mended() -> Iterator[None]:
 
 
 def is_needed(version: tuple[int, ...]) -> bool:
-    """Whether a child may be stuck with this version of Python."""
+    """Return whether a child may be stuck with this version of Python."""
     return version < (3, 10, 15) or (3, 11) <= version < (3, 11, 10)
 
 
@@ -77,7 +77,7 @@ def fork_until_it_runs(fork: Callable[[], int], limit: float = _FIRST_LIMIT) -> 
 
 
 def _is_heard(reading: int, limit: float) -> bool:
-    """Whether the child has written, or has ended, which its parent will see."""
+    """Return whether the child has written, or has ended, which its parent will see."""
     poll = select.poll()
     poll.register(reading, select.POLLIN)
     return bool(poll.poll(1000 * limit))

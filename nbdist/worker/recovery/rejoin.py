@@ -160,7 +160,7 @@ class RankRecovery:
     # --- going on
 
     def _state(self, question: GetState) -> RankState:
-        """Where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
+        """Return where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
         current = question.serial == self._serial
         if current and self._control.gate.was_asked(question.serial) and not self._steps.count:
             reset_models.begin_forwards_alike()  # with a step, the models are reset anyway
@@ -198,7 +198,7 @@ class RankRecovery:
         return InOrder(failure, report.gradients, notes)
 
     def _caught(self) -> bool:
-        """Whether the cell's failure caught a model in the middle of a step."""
+        """Return whether the cell's failure caught a model in the middle of a step."""
         if self._stopped_at_step():
             return False
         return self._in_step or (self._was_interrupted() and self._steps.count > 0)
@@ -207,5 +207,5 @@ class RankRecovery:
         return self._failure is not None and self._failure.kind in ("interrupted", "stopped")
 
     def _stopped_at_step(self) -> bool:
-        """Whether the cell ended between two steps, by our own stop."""
+        """Return whether the cell ended between two steps, by our own stop."""
         return self._failure is not None and self._failure.kind == "stopped"

@@ -293,7 +293,7 @@ class _Request:
         self._news.put(None)
 
     def wait(self) -> int | None:
-        """The target, once it is known; None when the request is over."""
+        """Return the target, once it is known; None when the request is over."""
         while self.target is None and not self.over:
             try:
                 self._news.get(timeout=_AIM_LIMIT)
@@ -326,7 +326,7 @@ class _LoopBody:
         return any(call.surrounds(frame) for frame, call in self._calls.items())
 
     def is_again_at(self, frames: list[FrameType]) -> bool:
-        """Whether the program is at the very place where the watch began."""
+        """Return whether the program is at the very place where the watch began."""
         return [(frame.f_code, frame.f_lasti) for frame in frames] == self._position
 
     def watch(self) -> None:
@@ -374,22 +374,22 @@ class _Call:
         self._conditions = {_line_before(code, jump.argval) for jump in around}
 
     def surrounds(self, frame: FrameType) -> bool:
-        """Whether the frame is still inside a loop around the call."""
+        """Return whether the frame is still inside a loop around the call."""
         return frame.f_lasti <= max(self._jumps, default=-1)
 
     def is_over(self, frame: FrameType) -> bool:
-        """Whether the frame, at the beginning of a line, has jumped back or is about to."""
+        """Return whether the frame, at the beginning of a line, has jumped back or is about to."""
         at = frame.f_lasti
         return at < self._offset or at in self._jumps or frame.f_lineno in self._conditions
 
 
 def _line_before(code: CodeType, offset: int) -> int | None:
-    """The line of the instruction before this one."""
+    """Return the line of the instruction before this one."""
     return next((line for start, end, line in code.co_lines() if start < offset <= end), None)
 
 
 def _users_frames() -> list[FrameType]:
-    """The main thread's frames in which a loop of the user's may be, the innermost first."""
+    """Return the main thread's frames in which a loop of the user's may be, the innermost first."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

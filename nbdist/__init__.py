@@ -29,7 +29,7 @@ _FOR_IPYTHON = "load_ipython_extension"  # a name that nobody types
 
 @functools.cache
 def _sources() -> dict[str, str]:
-    """The module of each public name, as `__init__.pyi` has it."""
+    """Return the module of each public name, as `__init__.pyi` has it."""
     import ast
     from pathlib import Path
 

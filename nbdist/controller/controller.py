@@ -1,4 +1,4 @@
-"""The controller: routes between the notebook, the agent and the ranks, and knows who lives.
+"""The controller: routes between the notebook, the agent and the ranks, and knows which ranks are alive.
 
 Owns the output log, and decides when sets of ranks start and stop; `node_table` knows the nodes, `members` the ranks,
 `rank_order` puts what one rank sends in order, `cells` knows what runs. It imports no torch and unpickles nothing.
@@ -62,7 +62,7 @@ def run(agent: subprocess.Popen[bytes]) -> None:
     """Run a controller.
 
     Args:
-        agent: Its agent, which has just started and waits for its setup on standard input.
+        agent: The agent process, just started and waiting for its setup on standard input.
     """
     try:
         controller = _make(agent)
@@ -74,14 +74,14 @@ def run(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
-    """The controller; None if it is not wanted any more or can't be, which then has been said on standard output."""
+    """Return the controller; None if it is no longer wanted or can't start, which was then reported on stdout."""
     try:
         setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=ControllerSetup)
         kernel = os.pidfd_open(setup.kernel)
-        if os.getppid() == setup.kernel:  # else the notebook has gone, and its number may be another's
+        if os.getppid() == setup.kernel:  # else the notebook is gone, and its pid may belong to another process
             return Controller(setup, kernel, agent)
     except (msgspec.DecodeError, ProcessLookupError):
-        pass  # the notebook went before it had said what it wants
+        pass  # the notebook is gone before it sent its setup
     except (OSError, zmq.ZMQError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         what = f"the session's controller did not start: {error.strerror}{where}."
@@ -97,7 +97,7 @@ def _say_first(line: ControllerReady | ControllerFailed) -> None:
 
 
 class Controller:
-    """The controller's one loop and what it knows."""
+    """The controller's single loop and its state."""
 
     def __init__(self, setup: ControllerSetup, kernel: int, agent: subprocess.Popen[bytes]) -> None:
         self._setup = setup
@@ -109,13 +109,13 @@ class Controller:
         self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
         self._pending: Start | None = None  # waits for the end of the present set, or for nodes to come
         self._news: list[bytes] = []  # for the notebook
-        self._alone = False  # the notebook has gone
+        self._alone = False  # the notebook is gone
         self._ledger = Ledger()
-        self._unreadable: set[bytes] = set()  # lanes of which the notebook knows that a message was lost
+        self._unreadable: set[bytes] = set()  # lanes for which the notebook was already told of a lost message
         log = OutputLog()
         self._log = LogWriter(log, lambda text: self.to_notebook(Notice(text)))
         self._leave_at: float | None = None
-        self._shut_down = False  # the notebook wants everything to end
+        self._shut_down = False  # the notebook asked to end everything
         self._linger = 0.0
         with contextlib.ExitStack() as undo:
             undo.callback(self._log.close)
@@ -126,7 +126,7 @@ class Controller:
             undo.pop_all()
 
     def _introduce(self, log_folder: Path | None) -> None:
-        """Let the agent and the notebook know where to connect."""
+        """Send the agent and the notebook the address to connect to."""
         files = [*self._switchboard.files, *([log_folder] if log_folder is not None else [])]
         setup = AgentSetup(
             keys=self._switchboard.node_keys,
@@ -135,13 +135,13 @@ class Controller:
             folder=str(log_folder or ""),
         )
         assert self._agent.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
+        with contextlib.suppress(BrokenPipeError):  # we are about to notice that it ended
             self._agent.stdin.write(encode_line(setup))
             self._agent.stdin.close()
         _say_first(ControllerReady(str(self._switchboard.key_file)))
 
     def run(self) -> None:
-        """Serve until the notebook has gone or says so."""
+        """Serve until the notebook is gone or asks to stop."""
         poller = zmq.Poller()
         for source in (self._switchboard.socket, self._kernel, self._agent_end, self._log.fileno()):
             poller.register(source, zmq.POLLIN)
@@ -189,13 +189,13 @@ class Controller:
     # --- messages
 
     def _receive_all(self) -> bool:
-        """Handle what has come. False: the notebook wants everything to end."""
+        """Handle the messages that have arrived. False if the notebook asked to end everything."""
         for identity, frames in self._switchboard.received(256):  # then look at the other sources again
             for frame in whole(frames):
                 try:
                     self._handle(identity, decode(frame))
                 except Exception as error:  # one bad message must not cost the user all ranks
-                    with contextlib.suppress(OSError):  # a notebook that has gone does not listen
+                    with contextlib.suppress(OSError):  # the notebook may be gone
                         traceback.print_exc()
                     self._report_unreadable(identity, frame, error)
             if self._shut_down:
@@ -203,10 +203,10 @@ class Controller:
         return True
 
     def _report_unreadable(self, identity: bytes, frame: bytes, error: Exception) -> None:
-        """Let the notebook know that a message of one of our own is lost, once for each lane."""
+        """Report once per lane that a message from one of our own processes is lost."""
         try:
             name, epoch, number = parse_lane(identity)
-        except ValueError:  # a stranger's
+        except ValueError:  # from a stranger
             return
         members = self._members
         rank = members.ranks.get(number) if members is not None and members.epoch == epoch else None
@@ -249,7 +249,7 @@ class Controller:
         self._switchboard.connect(identity)
 
     def _notebook_left(self) -> None:
-        """Ranks go on without it, as long as it wanted them to."""
+        """Handle a notebook that is gone: the ranks go on for as long as it asked."""
         self._alone = True
         self._switchboard.disconnect(CLIENT_EVENTS)
         self._news.clear()
@@ -313,7 +313,7 @@ class Controller:
     # --- to the notebook
 
     def to_notebook(self, message: Message) -> None:
-        """Tell the notebook, together with all else of this round. Without one only the log keeps what ranks print."""
+        """Send to the notebook, together with the rest of this round. Without one, output goes only to the log."""
         if not self._alone:
             self._ledger.passed_on(message)
             self._news.append(encode(message))
@@ -321,7 +321,7 @@ class Controller:
             self._pay(Credit(message.rank, message.size, items=True))
 
     def _keep(self, serial: int, number: int, rank: int, stream: int, data: bytes) -> None:
-        """Log what a rank has printed. Without a notebook it is the log that takes output, and so pays for it."""
+        """Log what a rank printed. Without a notebook, the log consumes the output and so pays for it."""
         pay = functools.partial(self._pay, Credit(rank, len(data))) if self._alone else None
         self._log.write(serial, number, rank, stream, data, pay)
 
@@ -449,7 +449,7 @@ class Controller:
 
     def _agent_died(self) -> None:
         code = self._agent.wait()
-        end_descendants()  # its ranks have come to us
+        end_descendants()  # its ranks were reparented to this process
         connected = self._switchboard.is_connected(CLIENT_EVENTS)
         if not connected and self._switchboard.socket.poll(int(_HELLO_GRACE * 1000)):
             self._receive_all()

@@ -93,7 +93,7 @@ def _call(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def _without_memory(model: torch.nn.Module, batch: Any) -> tuple[torch.nn.Module, Any]:
-    """The model and the batch on the meta device; no tensor of the model is copied on the way."""
+    """Return the model and the batch on the meta device; no tensor of the model is copied on the way."""
     bare: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(bare, torch.nn.parallel.DistributedDataParallel):
         bare = bare.module

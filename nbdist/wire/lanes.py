@@ -1,4 +1,4 @@
-"""The connections between client, controller, agent and ranks: how they are named and secured, and what they carry.
+"""The connections between client, controller, agent and ranks: their names, their encryption, and their contents.
 
 Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays
 another. A connection's identity is its lane: `client.events`, `agent.control/0` (of node 0), `rank.cell/2/3` (epoch 2,
@@ -36,15 +36,15 @@ NODE_LANES = {AGENT_CONTROL, AGENT_OUTPUT, AGENT_FREIGHT, AGENT_END, *RELAY_LANE
 RANK_LANES = {RANK_CELL, RANK_CONTROL, RANK_DISPLAY}
 LANES = CLIENT_LANES | NODE_LANES | RANK_LANES | {GUEST}
 
-# The most that the controller takes in as one frame. zmq has room for a frame's whole length as soon as its header has
-# come, from anybody: this is what a connection without keys may cost.
+# The largest frame that the controller accepts. zmq allocates a frame's whole length as soon as its header has
+# arrived, from anyone: this bounds what a connection without keys can cost.
 LARGEST_FRAME = 128 << 10
 HANDSHAKE_LIMIT = 3.0  # seconds that it may stay without keys
-_IN_PARTS = b"\xc1"  # no message begins with this byte: it announces frames that make up one message
+_IN_PARTS = b"\xc1"  # no message starts with this byte: it announces frames that make up one message
 
 
 def lane(name: str, epoch: int, rank: int) -> bytes:
-    """The identity of a rank's connection."""
+    """Return the identity of a rank's connection."""
     return b"%s/%d/%d" % (name.encode(), epoch, rank)
 
 
@@ -67,12 +67,12 @@ def parse_lane(identity: bytes) -> tuple[str, int, int]:
 
 
 class Lane(zmq.Socket[bytes]):
-    """A connection to the controller. Large messages go out in parts."""
+    """A connection to the controller. Large messages are sent in parts."""
 
-    _cut = False  # an exception, such as an interrupt, has ended a message in the middle of its parts
+    _cut = False  # an exception, such as an interrupt, ended a message between its parts
 
     def send(self, data: Any, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """As of `zmq.Socket`."""
+        """Send a message, like `zmq.Socket.send`."""
         if self._cut:
             super().send(b"")
             self._cut = False
@@ -90,7 +90,7 @@ class Lane(zmq.Socket[bytes]):
 
 
 def whole(frames: Iterable[bytes]) -> Iterator[bytes]:
-    """The messages in the frames that a `Lane` has sent together, without those that were cut."""
+    """Yield the messages in frames that a `Lane` sent together, without those that were cut off."""
     rest = iter(frames)
     for frame in rest:
         if frame[:1] != _IN_PARTS:

@@ -51,7 +51,7 @@ ALLOWED = {
     "worker.cell": "cuda_guard metrics.allocation metrics.node shells transfer wire worker.lanes",
     "worker.control": "metrics.node wire worker.cell worker.lanes",
     "worker.groups": "imports wire worker.cell",
-    "worker.recovery": "train train.structure wire worker.cell worker.control worker.groups",
+    "worker.recovery": "metrics.compute train train.structure wire worker.cell worker.control worker.groups",
     "worker": "metrics metrics.node processes shells train train.collective transfer wire "
     "worker.cell worker.control worker.groups worker.lanes worker.processes worker.recovery",
     "agent": "devices metrics.node network processes wire worker worker.cell",  # a rank is forked from it
@@ -70,7 +70,8 @@ ALLOWED = {
     "planning shells train.estimate wire",
     "launch": "client.session devices processes train transfer wire worker.cell",
     "launch.nodes": "client.output client.session launch network processes shells transfer wire",
-    "launch.fork": "agent client.session cuda_guard launch transfer wire worker",  # it forks in the template's place
+    # it forks in the template's place
+    "launch.fork": "agent client.session cuda_guard launch transfer wire worker worker.processes",
     "launcher": "client.session cuda_guard launch launch.fork launch.nodes shells transfer",
 }
 

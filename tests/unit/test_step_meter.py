@@ -353,6 +353,17 @@ def test_an_optimizer_inside_another_makes_one_step(meter: StepMeter) -> None:
     assert meter.sample().steps == 4
 
 
+def test_a_step_that_calls_the_one_it_inherits_is_one_step(meter: StepMeter) -> None:
+    class Refined(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = Gpt()
+    SGD(model.parameters(), 0.01)  # from here on torch calls the hooks for what Refined inherits, too
+    train(model, Refined(model.parameters(), 0.01), *[(B, T)] * 4)
+    assert meter.sample().steps == 4
+
+
 def test_passes_inside_a_step_belong_to_it(meter: StepMeter) -> None:
     model = nn.Linear(4, 2, bias=False)
     optimizer = LBFGS(model.parameters(), max_iter=3)

@@ -16,6 +16,7 @@ import pytest
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from nbdist.metrics.compute.step_events import of_this_thread
 from nbdist.worker.cell.interrupts import StepStop
 from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL, LIMIT, MANY, Log, Step, ask, parameter
@@ -323,15 +324,16 @@ def test_a_rank_to_be_interrupted_behind_its_loop_is_at_once(counter: StepCounte
 def test_a_stop_that_is_called_off_lets_the_waiting_rank_go_on(
     counter: StepCounter, control: ThreadPoolExecutor
 ) -> None:
-    counter.on_step.append(lambda _: counter.count == 1 and counter.arm(CELL))
+    stop = of_this_thread().listen(after=lambda _: counter.count == 1 and counter.arm(CELL))
     counter.after_step = lambda: control.submit(counter.disarm, CELL) and None
     for_loop_of_three(SGD([parameter()]).step)
+    stop()
     assert counter.count == 3
     assert counter.stopped is None
 
 
 def test_an_interrupt_breaks_the_wait(counter: StepCounter, control: ThreadPoolExecutor) -> None:
-    counter.on_step.append(lambda _: counter.arm(CELL))
+    stop = of_this_thread().listen(after=lambda _: counter.arm(CELL))
     main = threading.main_thread().ident or 0
     counter.after_step = lambda: control.submit(signal.pthread_kill, main, signal.SIGINT) and None
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
@@ -340,6 +342,7 @@ def test_an_interrupt_breaks_the_wait(counter: StepCounter, control: ThreadPoolE
             for_loop_of_three(SGD([parameter()]).step)
     finally:
         signal.signal(signal.SIGINT, before)
+        stop()
     assert not isinstance(caught.value, StepStop)
     assert counter.count == 1
 

@@ -125,7 +125,7 @@ class Counting:
         return True
 
     def result(self, how: str) -> FlopCount:
-        """What has been counted so far."""
+        """Return what has been counted so far."""
         return FlopCount(
             model_flops=self._model,
             hardware_flops=self._hardware,

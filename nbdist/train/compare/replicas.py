@@ -190,7 +190,7 @@ def _exchange(function: str, objects: Any, src: int | None, team: Team) -> tuple
 
 
 def _names(described: Mapping[int, Described]) -> Iterator[tuple[str, str]]:
-    """All names that some rank has, with their kinds."""
+    """Yield all names that some rank has, with their kinds."""
     kinds: dict[str, str] = {}
     for told in described.values():
         for name, entry in told.entries.items():
@@ -199,7 +199,7 @@ def _names(described: Mapping[int, Described]) -> Iterator[tuple[str, str]]:
 
 
 def _outliers(entries: Mapping[int, Entry | None]) -> tuple[tuple[int, ...], bool]:
-    """The ranks that differ from most others with the same shard, and whether there were any to compare."""
+    """Return the ranks that differ from most others with the same shard, and whether there were any to compare."""
     usual = next(entry.shard for entry in entries.values() if entry is not None)
     shards: defaultdict[Any, dict[int, bytes]] = defaultdict(dict)
     for rank, entry in entries.items():
@@ -213,7 +213,7 @@ def _outliers(entries: Mapping[int, Entry | None]) -> tuple[tuple[int, ...], boo
 
 
 def _takers(name: str, described: Mapping[int, Described], src: int) -> dict[int, int]:
-    """The ranks that need this tensor or value from another, and from which."""
+    """Return the ranks that need this tensor or value from another, and from which."""
     original = described[src].entries.get(name)
     takers = {}
     for rank, told in described.items():
@@ -255,7 +255,7 @@ def _refuse_other_models(described: Mapping[int, Described]) -> None:
 
 
 def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
-    """The shards of the replica that is given to all must belong to one step.
+    """Return the shards of the replica that is given to all must belong to one step.
 
     Returns:
         A warning if that can't be known.
@@ -280,7 +280,7 @@ def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
 
 
 def _replica(described: Mapping[int, Described], rank: int) -> set[int]:
-    """The ranks whose shards make up the model that `rank` holds a part of."""
+    """Return the ranks whose shards make up the model that `rank` holds a part of."""
     return {mate for entry in described[rank].entries.values() if entry.shard is not None for mate in entry.mates}
 
 

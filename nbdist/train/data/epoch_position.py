@@ -40,7 +40,7 @@ class EpochPosition:
     def of_state(
         cls, state: Mapping[str, Any], generators: int, world_size: int, batch_size: int | None, shares: bool
     ) -> EpochPosition:
-        """The place that `state_dict()` has written down, perhaps with another number of ranks or batch size.
+        """Return the place that `state_dict()` has written down, perhaps with another number of ranks or batch size.
 
         If no batch begins there now, it is the beginning of the one that goes over it: nothing is left out.
         """
@@ -60,7 +60,7 @@ class EpochPosition:
         return replace(place, batches=batches // each)
 
     def as_state(self, world_size: int, batch_size: int | None, seed: int | None) -> dict[str, Any]:
-        """The place in plain values and tensors."""
+        """Return the place in plain values and tensors."""
         state = {
             "epoch": self.epoch,
             "batches": self.batches,
@@ -115,7 +115,7 @@ class LoaderPosition:
         return None if self.expected is None else max(1, self.expected - self.given)
 
     def next_place(self) -> EpochPosition:
-        """Where the next iteration begins. One that was broken off is not taken up again."""
+        """Return where the next iteration begins. One that was broken off is not taken up again."""
         return self.resume if self.resume is not None else EpochPosition(self.epoch + self.begun)
 
     def set_epoch(self, epoch: int) -> None:
@@ -141,7 +141,7 @@ class LoaderPosition:
         self.epoch, self.begun, self.given = self.epoch + 1, False, 0
 
     def here(self, step: int, generators: Callable[[], tuple[torch.Tensor, ...]]) -> EpochPosition:
-        """The place after the batch given out last. `step`: batches of all ranks for each one of this rank."""
+        """Return the place after the batch given out last. `step`: batches of all ranks for each one of this rank."""
         if self.resume is not None:
             return self.resume
         if not self.begun:
@@ -210,7 +210,7 @@ def agree(mine: Beginning, shares: bool) -> Beginning:
 
 
 def _who(told: Mapping[int, Beginning], what: Callable[[Beginning], str]) -> dict[str, str]:
-    """The ranks that say the same."""
+    """Return the ranks that say the same."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, beginning in told.items():
         found[what(beginning)].append(rank)

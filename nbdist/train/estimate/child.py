@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def answer_to(setting: TrialSetup, task: bytes) -> dict[str, Any]:
-    """The memory of one rank's step.
+    """Return the memory of one rank's step.
 
     Args:
         setting: How the step is made.
@@ -114,7 +114,7 @@ def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
 
 
 def _second_step(task: bytes, state: training.State, setting: TrialSetup) -> Step:
-    """A step for which the optimizer's state is there."""
+    """Return a step for which the optimizer's state is there."""
     step = make_step(pickle.loads(task), state, setting)
     step()
     step.forget_gradients()
@@ -125,7 +125,7 @@ def _second_step(task: bytes, state: training.State, setting: TrialSetup) -> Ste
 
 
 def _watched(step: Step) -> dict[str, int]:
-    """Bytes by category when most is held in a step, and of all gradients after backward."""
+    """Return the bytes by category when most is held in a step, and of all gradients after backward."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
@@ -176,7 +176,7 @@ def _added_up(step: Step) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """What tensors take here, each storage once; of a sharded one its shard, with what fills it up."""
+    """Return what tensors take here, each storage once; of a sharded one its shard, with what fills it up."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in local)}
     return sum(storage.nbytes() for storage in storages.values())
@@ -219,7 +219,7 @@ def _explained(error: Exception) -> str:
 
 
 def _users_line(error: Exception) -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """Return the innermost line that is neither torch's nor ours."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         name = frame.filename
         if os.path.isabs(name) and not name.startswith(_OURS):

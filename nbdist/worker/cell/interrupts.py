@@ -61,7 +61,7 @@ class InterruptGate:
         return self._running != 0 and self.was_asked(self._running)
 
     def was_asked(self, serial: int) -> bool:
-        """Whether a cell has been asked to stop."""
+        """Return whether a cell has been asked to stop."""
         return self._asked == serial
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class InterruptGate:
             self._send()
 
     def resend_due(self) -> float | None:
-        """Seconds until `resend` should be called, or None."""
+        """Return the seconds until `resend` should be called, or None."""
         due = self._due
         return None if due is None else max(0.0, due - time.monotonic())
 

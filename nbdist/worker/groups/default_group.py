@@ -120,7 +120,7 @@ def _check(backend: str | None, world_size: int, rank: int, store: Any) -> None:
 
 
 def _by_device(backends: str) -> dict[str, str]:
-    """The backends in torch's notation, by device type; "" for one that is for all devices."""
+    """Return the backends in torch's notation, by device type; "" for one that is for all devices."""
     if not backends or backends == "undefined":
         return {}
     pairs = [part.rpartition(":") for part in backends.split(",")]

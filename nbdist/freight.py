@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from nbdist import segments
-from nbdist.wire.freight import CHUNK, WINDOW, Chunk
+from nbdist.wire.chunks import CHUNK, WINDOW, Chunk
 from nbdist.wire.parcel import Segment
 
 

@@ -27,7 +27,7 @@ from nbdist.agent.fork_channel import ForkChannel
 from nbdist.agent.link import EVENTS, Link
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.relay import Relay
-from nbdist.agent.storage import Storage
+from nbdist.agent.storage import NodeStorage
 from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
@@ -128,7 +128,7 @@ class Agent:
         self._link = Link(self._control, setup.keys.url) if setup.node else None
         self._relay = Relay(context, setup.keys, setup.node) if setup.node else None
         self._freight = connect(context, setup.keys, node_lane(AGENT_FREIGHT, setup.node)) if setup.node else None
-        self._storage = Storage(self._send_freight)
+        self._storage = NodeStorage(self._send_freight)
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
         self._set: _Set | None = None

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from nbdist.freight import Incoming, Outgoing
 from nbdist.segments import Unreachable
-from nbdist.wire.freight import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
 from nbdist.wire.message import Message
 
 
-class Storage:
+class NodeStorage:
     """The parcels of this node.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from nbdist.freight import Incoming, Outgoing
 from nbdist.segments import Unreachable
-from nbdist.wire.freight import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
 from nbdist.wire.message import Message
 from nbdist.wire.parcel import Segment
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
-from nbdist.wire.freight import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
 from nbdist.wire.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome

@@ -33,7 +33,9 @@ ALLOWED = {
     "metrics.compute": "metrics.node",
     "metrics": "metrics.allocation metrics.compute metrics.node shells",
     "wire": "metrics metrics.node",
-    "transfer": "metrics.node",
+    "segments": "wire",
+    "freight": "segments wire",
+    "transfer": "metrics.node segments wire",
     # training code
     "train": "metrics.node plan planning",
     "train.collective": "train",
@@ -54,8 +56,9 @@ ALLOWED = {
     "worker.recovery": "metrics.compute train train.structure wire worker.cell worker.control worker.groups",
     "worker": "metrics metrics.node processes shells train train.collective transfer wire "
     "worker.cell worker.control worker.groups worker.lanes worker.processes worker.recovery",
-    "agent": "devices metrics.node network processes wire worker worker.cell",  # a rank is forked from it
-    "controller": "network processes wire",
+    # a rank is forked from it
+    "agent": "devices freight metrics.node network processes segments wire worker worker.cell",
+    "controller": "freight network processes segments wire",
     "cluster": "devices network processes wire",
     "command": "cluster wire",
     "__main__": "command",

@@ -88,7 +88,7 @@ def nothing_is_left() -> Iterator[None]:
     """After each test: no process, key file or log folder but those of kernels that tests share."""
     files = files_of_sessions()
     yield
-    wait_until(lambda: not _leaked(), f"leftover processes to end: {_leaked()}", limit=6.0)
+    wait_until(lambda: not _leaked(), lambda: f"leftover processes to end: {_leaked()}", limit=6.0)
     if not _shared:
         assert files_of_sessions() <= files
 

@@ -229,11 +229,17 @@ def both(*lines: str) -> dict[int, list[str]]:
     return {rank: list(lines) for rank in (0, 1)}
 
 
-def wait_until(reached: Callable[[], object], what: str, limit: float = 10.0) -> None:
-    """Poll until something is true, with a bound: for what other processes do without telling."""
+def wait_until(reached: Callable[[], object], what: str | Callable[[], str], limit: float = 10.0) -> None:
+    """Poll until something is true, with a bound: for what other processes do without telling.
+
+    Args:
+        reached: Whether it is.
+        what: What is waited for; a function is called when it has not come in time.
+        limit: Seconds.
+    """
     deadline = time.monotonic() + limit
     while not reached():
-        assert time.monotonic() < deadline, f"not in {limit:g} s: {what}"
+        assert time.monotonic() < deadline, f"not in {limit:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
 
 
@@ -241,14 +247,15 @@ def processes_of_this_run() -> dict[int, str]:
     """All processes that carry this test run's mark but the run itself, with their command lines."""
     mark = f"{MARK}={os.environ[MARK]}".encode()
     found = {}
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if process.pid == os.getpid():
+    for folder in os.listdir("/proc"):  # after every test: psutil would read four files of every process
+        if not folder.isdigit() or int(folder) == os.getpid():
             continue
         with contextlib.suppress(OSError, psutil.Error):
-            if process.status() == psutil.STATUS_ZOMBIE:
+            if mark not in Path(f"/proc/{folder}/environ").read_bytes().split(b"\0"):
                 continue
-            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found[process.pid] = " ".join(process.info["cmdline"] or [])[:200]
+            process = psutil.Process(int(folder))
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())[:200]
     return found
 
 

@@ -170,11 +170,11 @@ class Kernel:
         assert outcome.ename == ename, str(outcome)
         return outcome
 
-    def value(self, expression: str) -> Any:
+    def value(self, expression: str, limit: float = LIMIT) -> Any:
         """What an expression is worth in the kernel, through its repr."""
         import ast
 
-        reply = self.client.execute("", user_expressions={"it": f"repr({expression})"}, reply=True, timeout=LIMIT)
+        reply = self.client.execute("", user_expressions={"it": f"repr({expression})"}, reply=True, timeout=limit)
         found = reply["content"]["user_expressions"]["it"]
         assert found["status"] == "ok", f"{found['ename']}: {found['evalue']}"
         return ast.literal_eval(ast.literal_eval(found["data"]["text/plain"]))
@@ -259,8 +259,11 @@ def processes_of_this_run() -> dict[int, str]:
     return found
 
 
+spare_files: set[str] = set()  # of the kernel that waits for its next test: tests/support/spare.py
+
+
 def files_of_sessions() -> set[str]:
-    """Key files and log folders of sessions."""
+    """Key files and log folders of sessions that tests have."""
     runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
     temporary = Path(os.environ["TMPDIR"])
-    return {str(path) for folder in (runtime, temporary) for path in folder.glob("nbdist-*")}
+    return {str(path) for folder in (runtime, temporary) for path in folder.glob("nbdist-*")} - spare_files

@@ -161,7 +161,7 @@ def test_a_wrapper_that_tries_a_failed_step_again_makes_one_step(counter: StepCo
         def __init__(self) -> None:
             super().__init__([parameter()], {})
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             with contextlib.suppress(RuntimeError):
                 Failing([parameter()]).step()
             SGD([parameter()]).step()

@@ -148,7 +148,7 @@ def _launch_here(request: Request) -> list[Any]:
 
 
 def _pack(request: Request) -> transfer.Packed | None:
-    """The function and its arguments as a parcel; None where they can't travel, but a fork takes them along.
+    """Return the function and its arguments as a parcel; None where they can't travel, but a fork takes them along.
 
     Raises:
         TransferError: They can't travel, and are not to be forked, or can't.

@@ -109,7 +109,7 @@ def _reap_children() -> None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words: "exit code 3", "SIGKILL (killed, maybe out of memory)"."""
+    """Return an exit code in words: "exit code 3", "SIGKILL (killed, maybe out of memory)"."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -147,7 +147,7 @@ class Panel(anywidget.AnyWidget):
         return fallback.html(view, self._identity, ended=self._ended) if view is not None else ""
 
     def plot(self) -> Figure:
-        """Memory and TFLOPS over time, by matplotlib: what `nbdist.history()` has kept.
+        """Return memory and TFLOPS over time, by matplotlib: what `nbdist.history()` has kept.
 
         Raises:
             UsageError: matplotlib is not installed, or nothing has been seen yet.
@@ -165,7 +165,7 @@ class Panel(anywidget.AnyWidget):
     # --- Samples
 
     def state(self) -> dict[str, Any]:
-        """What the page knows, for a page that opens now."""
+        """Return what the page knows, for a page that opens now."""
         with self._lock:
             return self._updates.state()
 
@@ -239,7 +239,7 @@ class Panel(anywidget.AnyWidget):
             self.send(self._updates.update_head(self._live(), self.rate))
 
     def _look(self) -> View | None:
-        """What is in view; where nobody watches, what is seen now."""
+        """Return what is in view; where nobody watches, what is seen now."""
         if self._view is not None and (self._unsubscribe is not None or self._paused or self._ended):
             return self._view
         watching = self._unsubscribe is not None

@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 
 def plot(points: Sequence[Point]) -> Figure:
-    """A figure of memory (the mean over ranks, and the range), and of TFLOPS below it where there are any.
+    """Return a figure of memory (the mean over ranks, and the range), and of TFLOPS below it where there are any.
 
     Raises:
         UsageError: matplotlib is not installed, or there are no points.

@@ -56,7 +56,7 @@ def _setting(default: Any, kind: Kind, group: str, help: str, **more: Any) -> An
 
 
 def show(value: object) -> str:
-    """A setting's value for people."""
+    """Return a setting's value for people."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):
@@ -480,6 +480,6 @@ SETTINGS: Mapping[str, Setting] = {each.name: each.metadata["setting"] for each 
 
 
 def default_of(name: str) -> Any:
-    """The default of a setting."""
+    """Return the default of a setting."""
     each = Settings.__dataclass_fields__[name]
     return each.default if each.default_factory is MISSING else each.default_factory()

@@ -530,7 +530,8 @@ def test_cuda_that_a_forked_process_cannot_use_comes_with_advice(kernel: Kernel,
 def test_one_process_is_the_notebooks_own(kernel: Kernel) -> None:
     shown = kernel.ok(fork("print('hello')\nreturn os.getpid()", "num_processes=1"))
     assert shown.stdout == (
-        "nbdist: train runs in the notebook's own process, as it is the only one (`start_method='warm'`: on a rank)\n"
+        "nbdist: train runs in the notebook's own process, because it is the only one "
+        "(`start_method='warm'`: on a rank)\n"
         "hello\n"
     )
     assert kernel.value("result") == [kernel.pid]

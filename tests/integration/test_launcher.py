@@ -128,7 +128,7 @@ def test_large_tensors_are_shared_by_the_ranks_not_copied(kernel: Kernel) -> Non
 def test_a_value_that_can_not_come_back_is_said_and_the_others_arrive(kernel: Kernel) -> None:
     outcome = kernel.ok(launch('return threading.Lock() if os.environ["RANK"] == "1" else "fine"'))
     assert "the value that rank 1 returned: it is a _thread.lock" in outcome.stdout
-    assert "None stands for it in the results" in outcome.stdout
+    assert "its place in the results is None" in outcome.stdout
     assert kernel.value("result") == ["fine", None]
 
 
@@ -140,7 +140,7 @@ def test_a_value_that_can_not_be_rebuilt_here_is_said_and_the_others_arrive(kern
     )
     outcome = kernel.ok(launch('return Bound() if os.environ["RANK"] == "0" else "fine"'))
     assert "the value that rank 0 returned has arrived, but can't be rebuilt" in outcome.stdout
-    assert "(ValueError: lives elsewhere)" in outcome.stdout and "None stands for it in the results" in outcome.stdout
+    assert "(ValueError: lives elsewhere)" in outcome.stdout and "its place in the results is None" in outcome.stdout
     assert kernel.value("result") == [None, "fine"]
 
 
@@ -386,8 +386,8 @@ def test_what_can_not_travel_is_named_and_nothing_is_started(kernel: Kernel) -> 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("notebook_launcher(print)", "say how many ranks you want: `notebook_launcher(train, num_processes=2)`"),
-        ("notebook_launcher(5, num_processes=2)", "must be callable, and an int was given"),
+        ("notebook_launcher(print)", "give the number of ranks: `notebook_launcher(train, num_processes=2)`"),
+        ("notebook_launcher(5, num_processes=2)", "must be callable, not an int"),
         ("notebook_launcher(print, 5, num_processes=2)", "args must be a tuple, not an int: `args=(value,)`"),
         ("notebook_launcher(print, (), 2, 'bf61')", "did you mean 'bf16'? Allowed are 'no', 'fp16', 'bf16', 'fp8'"),
     ],

@@ -132,7 +132,7 @@ def test_a_cell_waits_for_a_rank_that_does_not_answer_and_says_so(kernel: Kernel
         fail(kernel, tmp_path / "fail")
         cell = kernel.start("%%distributed\ntotal()")
         cell.wait_until(lambda seen: bool(line_of(cell)), "a line that says so")
-        assert "waits for rank 1, which has not answered for" in line_of(cell)
+        assert "waiting for rank 1, which has not answered for" in line_of(cell)
         assert line_of(cell).endswith("Interrupt this cell to drop it.")
     outcome = cell.finish()
     assert outcome.status == "ok", str(outcome)

@@ -284,4 +284,4 @@ def test_a_page_of_another_version_does_no_harm(panel_kernel: Kernel) -> None:
 def test_bad_flags_are_explained(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist")
     assert "0.25 to 60 s" in kernel.fails("%distributed panel --rate 100", "UsageError").evalue
-    assert "is not a time" in kernel.fails("%distributed panel --rate soon", "UsageError").evalue
+    assert "invalid duration" in kernel.fails("%distributed panel --rate soon", "UsageError").evalue

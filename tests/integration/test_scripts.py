@@ -159,7 +159,7 @@ def test_live_displays_of_rich_leave_their_last_state(ranks: Kernel) -> None:
 
 
 SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(total.item())"
-AGAIN = "the default process group, which a cell had destroyed, was made again"
+AGAIN = "the default process group, which a cell had destroyed, was recreated"
 
 
 @pytest.mark.torch_private

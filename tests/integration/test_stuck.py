@@ -257,6 +257,6 @@ def test_a_group_that_only_some_ranks_have_is_dropped_and_says_so(own_ranks: Ker
     kernel = own_ranks
     kernel.ok(SETUP)
     outcome = kernel.run("%%distributed\nif rank: dist.destroy_process_group(pair)\n1/0")
-    assert "make them again" in outcome.traceback.splitlines()[-1]
+    assert "create them again" in outcome.traceback.splitlines()[-1]
     stale = kernel.fails("%%rank 0\ndist.all_reduce(x, group=pair)", "RankError")
     assert "StaleGroupError" in stale.evalue and "dist.new_group" in stale.evalue

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from nbdist.errors import UsageError
 from nbdist.metrics import flops
 from nbdist.metrics.compute import passes
-from nbdist.metrics.flops import Counting, FlopCount, count
+from nbdist.metrics.compute.counting import Counting, FlopCount
+from nbdist.metrics.flops import count
 from tests.support import closed_forms
 from tests.support.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 

@@ -160,7 +160,7 @@ def test_what_a_cell_waits_for_is_said_every_second() -> None:
     ranks.pass_time(1.1)
     first, second = ranks.notes(Remark)
     assert first.text == (
-        "waits for rank 2, which has not answered for 1 s: stopped, or in a call that does not let Python run. "
+        "waiting for rank 2, which has not answered for 1 s: stopped, or in a call that blocks Python. "
         "Interrupt this cell to drop it."
     )
     assert (first.same, second.same) == (False, True) and "for 2 s" in second.text

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbdist.metrics import steps
 from nbdist.metrics.compute import loading
 from nbdist.metrics.compute.clock import DeviceClock
-from nbdist.metrics.flops import FlopCount
+from nbdist.metrics.compute.counting import FlopCount
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.metrics.steps import StepMeter
@@ -351,6 +351,17 @@ def test_an_optimizer_inside_another_makes_one_step(meter: StepMeter) -> None:
     model = Gpt()
     inner = AdamW(model.parameters(), 0.01)
     train(model, Wrapper(model.parameters(), 0.01), *[(B, T)] * 4)
+    assert meter.sample().steps == 4
+
+
+def test_a_step_that_calls_the_one_it_inherits_is_one_step(meter: StepMeter) -> None:
+    class Refined(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = Gpt()
+    SGD(model.parameters(), 0.01)  # from here on torch calls the hooks for what Refined inherits, too
+    train(model, Refined(model.parameters(), 0.01), *[(B, T)] * 4)
     assert meter.sample().steps == 4
 
 

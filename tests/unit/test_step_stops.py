@@ -17,7 +17,9 @@ import pytest
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nbdist.worker.recovery.step_stop import StepCounter, StepStop
+from nbdist.metrics.compute.step_events import of_this_thread
+from nbdist.worker.cell.interrupts import StepStop
+from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL, LIMIT, MANY, Log, Step, ask, parameter
 
 pytestmark = pytest.mark.torch_private
@@ -331,9 +333,10 @@ def test_a_stop_that_is_called_off_lets_the_waiting_rank_go_on(
     def call_off() -> None:
         control.submit(counter.disarm, CELL)
 
-    counter.on_step.append(arm_once)
+    stop = of_this_thread().listen(after=arm_once)
     counter.after_step = call_off
     for_loop_of_three(SGD([parameter()]).step)
+    stop()
     assert counter.count == 3
     assert counter.stopped is None
 
@@ -347,7 +350,7 @@ def test_an_interrupt_breaks_the_wait(counter: StepCounter, control: ThreadPoolE
     def interrupt() -> None:
         control.submit(signal.pthread_kill, main, signal.SIGINT)
 
-    counter.on_step.append(arm)
+    stop = of_this_thread().listen(after=arm)
     counter.after_step = interrupt
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
     try:
@@ -355,6 +358,7 @@ def test_an_interrupt_breaks_the_wait(counter: StepCounter, control: ThreadPoolE
             for_loop_of_three(SGD([parameter()]).step)
     finally:
         signal.signal(signal.SIGINT, before)
+        stop()
     assert not isinstance(caught.value, StepStop)
     assert counter.count == 1
 

@@ -243,7 +243,7 @@ def test_ranks_in_different_collectives_wait_for_each_other_for_ever() -> None:
     cell.run(5)
     assert cell.line == (
         "rank 0 waits in barrier, cell 7 line 3; ranks 1-3 wait in all_reduce, cell 7 line 4. "
-        "They wait for each other, so none of them will ever move"
+        "They wait for each other, so none of them can continue"
     )
 
 
@@ -251,7 +251,7 @@ def test_so_do_ranks_that_all_receive() -> None:
     cell = Cell(ranks=[0, 1])
     cell.does = {0: lambda at: waiting(at, "recv", members=[1]), 1: lambda at: waiting(at, "recv", members=[0])}
     cell.run(5)
-    assert cell.line.endswith("none of them will ever move")
+    assert cell.line.endswith("none of them can continue")
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -308,7 +308,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_nor_asked_again() -> None
     cell = cell_waiting_for_rank_0()
     cell.does[0] = None
     cell.run(7)
-    assert cell.line.endswith("rank 0 is in a call that does not let Python answer")
+    assert cell.line.endswith("rank 0 is in a call that blocks Python")
     assert [ranks for _, ranks in cell.asked] == [[0, 1, 2, 3], [1, 2, 3]]
     cell.does[0] = answer
     cell.answer()
@@ -492,7 +492,7 @@ def test_the_making_of_a_group_takes_them_too() -> None:
     cell.run(until=20)
     assert cell.stranded[0] == (
         "waits in init_process_group, cell 7 line 4, for ranks 2-3, which have returned: "
-        "let all ranks make the same calls before their function returns"
+        "make the same calls on all ranks before the function returns"
     )
 
 

@@ -1,4 +1,4 @@
-"""What every rank is, has and does, and where it is: `Session.status` and `Session.stacks`."""
+"""Each rank's state and location: `Session.status` and `Session.stacks`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import RankStatus
 from nbdist.wire.stopping import GetStack, ThreadStack
 
-_LIMIT = 1.0  # seconds that ranks have to answer
+_LIMIT = 1.0  # seconds for ranks to answer
 
 
 def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
-    """Where ranks are; the arguments are those of `Session.stacks`."""
+    """Return where ranks are; the arguments are those of `Session.stacks`."""
     chosen = rank_set.choose(rank_set.living() if ranks is None else ranks)
     answers = rank_set.traffic.ask(chosen, GetStack(), timeout=_LIMIT)
     cells = {rank: task.describe() for rank, task in rank_set.traffic.running(chosen).items()}
@@ -28,7 +28,7 @@ def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = Fal
 
 
 def status_of(rank_set: RankSet) -> list[dict[str, Any]]:
-    """A row for each rank; the columns are those of `Session.status`."""
+    """Return a row for each rank; the columns are those of `Session.status`."""
     rank_set.check_open()
     traffic, living = rank_set.traffic, rank_set.living()
     known = traffic.status()

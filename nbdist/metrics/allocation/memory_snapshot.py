@@ -58,7 +58,7 @@ def write(path: Path) -> int:
 
 
 def _part(name: str) -> Any:
-    """A function of torch.cuda.memory; young and private, so it is looked for when it is used."""
+    """Return a function of torch.cuda.memory; young and private, so it is looked for when it is used."""
     import torch
 
     if not torch.cuda.is_available():

@@ -21,14 +21,14 @@ class Clock(Protocol[T]):
     """What both clocks do."""
 
     def tick(self, step: T) -> list[tuple[T, float]]:
-        """A step ends here.
+        """Return a step ends here.
 
         Returns:
             Steps whose seconds are known by now, each once.
         """
 
     def restart(self) -> list[tuple[T, float]]:
-        """What follows belongs to no step, until the next tick.
+        """Return what follows belongs to no step, until the next tick.
 
         Returns:
             Steps whose seconds are known by now.

@@ -46,7 +46,7 @@ class OperationCall:
         self.out = out
 
     def __getitem__(self, name: str) -> Any:
-        """The argument of this name."""
+        """Return the argument of this name."""
         if name in self._kwargs:
             return self._kwargs[name]
         for number, argument in enumerate(self._function._schema.arguments):
@@ -55,12 +55,12 @@ class OperationCall:
         raise KeyError(name)
 
     def first(self, *names: str) -> Any:
-        """The first of these arguments that the operation has: kernels name the same thing differently."""
+        """Return the first of these arguments that the operation has: kernels name the same thing differently."""
         known = {argument.name for argument in self._function._schema.arguments}
         return self[next(name for name in names if name in known)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor among the arguments."""
+        """Return the shape of a tensor among the arguments."""
         return tuple(self[name].shape)
 
 
@@ -105,7 +105,7 @@ def _grouped_mm(call: OperationCall) -> int:
 
 
 def _packed_linear(call: OperationCall) -> int:
-    """Products with weights that are packed in int8 or int4, so that only the result tells their width."""
+    """Return products with weights that are packed in int8 or int4, so that only the result tells their width."""
     return 2 * prod(call.shape("self")) * int(call.out.shape[-1])
 
 
@@ -133,7 +133,7 @@ def _mkldnn_rnn_backward(call: OperationCall) -> int:
 
 
 def _fused_rnn(call: OperationCall) -> int:
-    """Each weight matrix of each layer meets each row of the input once."""
+    """Return each weight matrix of each layer meets each row of the input once."""
     rows = prod(call.shape("input")[:-1])
     return int(2 * rows * sum(weight.numel() for weight in call["weight"] if weight.dim() == 2))
 
@@ -146,7 +146,7 @@ def _fused_rnn_backward(call: OperationCall) -> int:
 
 
 def _scores(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, int]:
-    """FLOPs of query x key, and of scores x value, for (batch, heads, length, width)."""
+    """Return FLOPs of query x key, and of scores x value, for (batch, heads, length, width)."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * int(key[-2]) * width, 2 * batch * heads * length * int(key[-2]) * int(value[-1])
 
@@ -156,7 +156,7 @@ def _attention(call: OperationCall) -> int:
 
 
 def _attention_backward(call: OperationCall) -> Work:
-    """Four products for the gradients; the kernel has kept no scores, so it computes them once more."""
+    """Return four products for the gradients; the kernel has kept no scores, so it computes them once more."""
     first, second = _scores(call.shape("query"), call.shape("key"), call.shape("value"))
     return Work(2 * (first + second), first)
 
@@ -212,7 +212,7 @@ def _encoder_layer(call: OperationCall) -> int:
 
 
 def _square(shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many matrices, and of which order."""
+    """Return how many matrices, and of which order."""
     return prod(shape[:-2]), int(shape[-1])
 
 
@@ -335,7 +335,7 @@ def _packet(operation: Any) -> Any:
 
 
 def work_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
-    """What one call of an operation takes.
+    """Return what one call of an operation takes.
 
     Args:
         function: The overload, or the higher-order operation.
@@ -374,7 +374,7 @@ def is_heavy(function: Any) -> bool:
 
 @functools.cache
 def is_light(function: Any) -> bool:
-    """Whether an operation is one of torch's that never counts; most are, so this is asked first."""
+    """Return whether an operation is one of torch's that never counts; most are, so this is asked first."""
     packet = getattr(function, "overloadpacket", function)
     counts = packet in _table() or packet in torch.utils.flop_counter.flop_registry or packet in _registered
     return not counts and not is_heavy(function)
@@ -382,7 +382,7 @@ def is_light(function: Any) -> bool:
 
 @functools.cache
 def _table() -> dict[Any, Formula]:
-    """Our formulas for the operations that this torch has."""
+    """Return our formulas for the operations that this torch has."""
     aten = torch.ops.aten
     return {getattr(aten, name): formula for name, formula in _OURS.items() if hasattr(aten, name)}
 

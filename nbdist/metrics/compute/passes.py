@@ -22,7 +22,7 @@ _differentiable = 0  # passes under way whose own operations are recorded (`crea
 
 
 def available() -> bool:
-    """Whether this torch lets passes be seen."""
+    """Return whether this torch lets passes be seen."""
     return _engine.exists and hasattr(torch._C, "_current_graph_task_id")
 
 
@@ -43,12 +43,12 @@ class Fingerprint(NamedTuple):
     eager: int
 
     def compiles(self, other: Fingerprint) -> bool:
-        """Whether this may be the pass of the other, with parts of it compiled."""
+        """Return whether this may be the pass of the other, with parts of it compiled."""
         return self.eager < len(self.nodes) and self.nodes[: self.eager] == other.nodes[: self.eager]
 
 
 def fingerprint(outputs: Sequence[Any]) -> Fingerprint:
-    """What a pass that starts at these looks like.
+    """Return what a pass that starts at these looks like.
 
     Reads metadata only: nothing that the graph has saved is unpacked, which could start a recomputation.
     """

@@ -225,7 +225,7 @@ class _Writer(FileSystemWriter):
 
 
 def file_of(number: int) -> str:
-    """The name of the file with what belongs to one rank."""
+    """Return the name of the file with what belongs to one rank."""
     return f"rank-{number:05d}.pt"
 
 
@@ -241,7 +241,7 @@ def without_group_warning() -> Iterator[None]:
 
 
 def _group_beside_training() -> dist.ProcessGroup | None:
-    """A process group that training doesn't use; made on first use, and anew where a rank has lost it."""
+    """Return a process group that training doesn't use; made on first use, and anew where a rank has lost it."""
     global _side_group
     if world_size() == 1:
         return None

@@ -41,7 +41,7 @@ class ModelTensors:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelTensors:
-        """The tensors of a model, whatever it is wrapped in."""
+        """Return the tensors of a model, whatever it is wrapped in."""
         gather_again(model)
         first: dict[int, str] = {}
         tied: dict[str, str] = {}
@@ -63,7 +63,7 @@ class ModelTensors:
         return {*self.tensors, *self.tied}
 
     def names_of(self, name: str) -> list[str]:
-        """All names of a tensor, its own first."""
+        """Return all names of a tensor, its own first."""
         return [name, *(other for other, target in self.tied.items() if target == name)]
 
 
@@ -93,7 +93,7 @@ class Fitting:
 
 
 def fit(model: nn.Module, source: Source, told: str) -> Fitting:
-    """Weights under the names of a model. Nothing is read, and nothing changes.
+    """Return weights under the names of a model. Nothing is read, and nothing changes.
 
     Args:
         model: Plain or distributed; on any device.
@@ -137,7 +137,7 @@ class _Naming:
     dropped: str = ""
 
     def of(self, tensors: ModelTensors, name: str, shapes: Shapes) -> str:
-        """The name of a tensor there, under whichever of its own names it is there."""
+        """Return the name of a tensor there, under whichever of its own names it is there."""
         known = [self.there(own) for own in tensors.names_of(name)]
         return next((name for name in known if name in shapes), known[0])
 
@@ -217,7 +217,7 @@ def set_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _initializer(model: nn.Module, prefix: str, module: nn.Module) -> Callable[[], Any] | None:
-    """What sets a module's buffers: itself, or the model of transformers that it belongs to."""
+    """Return what sets a module's buffers: itself, or the model of transformers that it belongs to."""
     if (own := initializer(module)) is not None:
         return own
     parts = prefix.split(".") if prefix else []

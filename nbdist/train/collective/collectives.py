@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def gather(data: Any) -> Any:
-    """All ranks' tensors, joined along the first dimension in the order of ranks, on every rank.
+    """Return all ranks' tensors, joined along the first dimension in the order of ranks, on every rank.
 
     Args:
         data: A tensor, or lists, tuples and dicts of them, of the same shape on all ranks. A number without dimensions
@@ -61,7 +61,7 @@ def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
 
 
 def _real_samples(loader: Any, gathered: int) -> int:
-    """How many of the samples in the last batch of all ranks are no fill."""
+    """Return how many of the samples in the last batch of all ranks are no fill."""
     remainder = int(getattr(loader, "remainder", -1))
     return remainder if 0 < remainder < gathered else gathered
 
@@ -74,7 +74,7 @@ def _is_tensors(data: Any) -> bool:
 
 
 def gather_object(items: list[T]) -> list[T]:
-    """All ranks' lists joined into one, on every rank.
+    """Return all ranks' lists joined into one, on every rank.
 
     Args:
         items: A list of any objects that can be pickled. Lengths may differ.
@@ -202,7 +202,7 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of all ranks as `_gathered` gives them for a tensor of one."""
+    """Return the numbers of all ranks as `_gathered` gives them for a tensor of one."""
     return numbers.reshape(-1, *tensor.shape[1:])
 
 
@@ -319,7 +319,7 @@ def _without_first_dimension(tensor: torch.Tensor) -> str:
 
 
 def _unknown_rank(function: str, source: int) -> str:
-    """What is wrong with a source; nothing in general."""
+    """Return what is wrong with a source; nothing in general."""
     ensure_group()
     ranks = training.world_size()
     if not is_whole(source) or source >= ranks:

@@ -29,19 +29,19 @@ R = TypeVar("R")
 
 @Flag
 def is_main_process() -> bool:
-    """Whether this is rank 0. Without parentheses, too: `if nbdist.is_main_process:`."""
+    """Return whether this is rank 0. Without parentheses, too: `if nbdist.is_main_process:`."""
     return _rank() == 0
 
 
 @Flag
 def is_local_main_process() -> bool:
-    """Whether this is the first rank of its node. Without parentheses, too."""
+    """Return whether this is the first rank of its node. Without parentheses, too."""
     return local_rank() == 0
 
 
 @Flag
 def is_last_process() -> bool:
-    """Whether this is the rank with the highest number. Without parentheses, too."""
+    """Return whether this is the rank with the highest number. Without parentheses, too."""
     ensure_group()
     return _rank() == training.world_size() - 1
 
@@ -52,7 +52,7 @@ def _rank() -> int:
 
 
 def local_rank() -> int:
-    """This process's rank on its node."""
+    """Return this process's rank on its node."""
     rank = _rank()
     return int(os.environ.get("LOCAL_RANK", rank)) if training.world_size() > 1 else 0
 

@@ -112,7 +112,7 @@ def update(state: State, optimizer: torch.optim.Optimizer) -> None:
 
 
 def empty_average(parameter: torch.Tensor) -> torch.Tensor:
-    """What an average of this parameter is kept in, without values; a shard of it for a shard."""
+    """Return what an average of this parameter is kept in, without values; a shard of it for a shard."""
     return torch.empty_like(parameter, dtype=_type_of(parameter), requires_grad=False)
 
 
@@ -133,13 +133,13 @@ def _put_in(model: nn.Module, state: State, kept: list[tuple[torch.Tensor, torch
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, in the same memory."""
+    """Return this rank's part, in the same memory."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 
 def averages_of(parameters: Iterable[tuple[str, torch.Tensor]], state: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """The averages of named parameters, under the same names; of those that no step was made for, none."""
+    """Yield the averages of named parameters, under the same names; of those that no step was made for, none."""
     for name, parameter in parameters:
         if (average := state.averages.get(parameter)) is not None:
             yield name, average

@@ -159,7 +159,7 @@ def _exchange(parts: Iterable[Any], wanted: bool) -> None:
 
 
 def _sharded_parts(state: State, model: nn.Module) -> Sequence[Any]:
-    """FSDP's modules in a model. Looked up once: a model may have thousands of modules."""
+    """Return FSDP's modules in a model. Looked up once: a model may have thousands of modules."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(model, FSDPModule):
@@ -171,7 +171,7 @@ def _sharded_parts(state: State, model: nn.Module) -> Sequence[Any]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model as the user wrote it: what DDP or torch.compile wraps.
+    """Return the model as the user wrote it: what DDP or torch.compile wraps.
 
     A model under FSDP2 is still the user's object, and an instance of the user's class; its parameters are sharded.
     """

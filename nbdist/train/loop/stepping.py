@@ -96,7 +96,7 @@ def _explaining_shards(original: Original, optimizer: Optimizer, *args: Any) -> 
 
 
 def _refuses_operands(error: RuntimeError) -> bool:
-    """Whether an error is torch's answer to an operation on tensors, by where it comes from.
+    """Return whether an error is torch's answer to an operation on tensors, by where it comes from.
 
     That is DTensor's own Python, or C++ below a line that raises nothing itself. What an optimizer raises on its own
     account is passed on, and so is what failed while ranks exchanged something.
@@ -235,18 +235,18 @@ def _scheduler_step(state: State, original: Original, scheduler: Any, *args: Any
 
 
 def _scheduler_state(original: Original, scheduler: Any) -> Any:
-    """The schedulers of torch give out all of their `__dict__`, in which the shadows stand, too."""
+    """Return the schedulers of torch give out all of their `__dict__`, in which the shadows stand, too."""
     known = original(scheduler)
     return {name: value for name, value in known.items() if name not in _SHADOWED} if isinstance(known, dict) else known
 
 
 def is_scheduler(thing: Any) -> bool:
-    """Whether this is a learning-rate scheduler, torch's or one like them."""
+    """Return whether this is a learning-rate scheduler, torch's or one like them."""
     return not isinstance(thing, Optimizer | torch.nn.Module | torch.amp.GradScaler) and all(
         callable(getattr(thing, name, None)) for name in ("step", "state_dict")
     )
 
 
 def describe_groups(optimizers: Sequence[Optimizer]) -> list[str]:
-    """What ranks must agree on: each optimizer's class and how many parameters its groups have."""
+    """Return what ranks must agree on: each optimizer's class and how many parameters its groups have."""
     return [f"{type(opt).__name__}{[len(group['params']) for group in opt.param_groups]}" for opt in optimizers]

@@ -157,7 +157,7 @@ def _bind(thread: int, cores: set[int]) -> None:
 
 
 def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
-    """The NUMA node of a PCI device such as "0000:3b:00.0"; None if the machine does not tell."""
+    """Return the NUMA node of a PCI device such as "0000:3b:00.0"; None if the machine does not tell."""
     try:
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -166,7 +166,7 @@ def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
 
 
 def cores_of_node(node: int, sysfs: Path = _SYSFS) -> set[int]:
-    """The cores of a NUMA node; none if the machine does not tell."""
+    """Return the cores of a NUMA node; none if the machine does not tell."""
     try:
         text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
     except OSError:

@@ -92,7 +92,7 @@ def prepare(*objects: Any, plan: Plan | None = None, weights: Any = None) -> Any
 
 
 def _state_for(plan: Plan) -> State:
-    """The current state, or a new one if it has another plan or is untouched."""
+    """Return the current state, or a new one if it has another plan or is untouched."""
     if training.is_begun() and training.current().plan == plan:
         training.current().tidy()
         return training.current()
@@ -105,7 +105,7 @@ def _state_for(plan: Plan) -> State:
 
 
 def _fitting(objects: Sequence[Any], weights: Any) -> Fitting:
-    """The weights under the names of the model, whose buffers that no file holds are set."""
+    """Return the weights under the names of the model, whose buffers that no file holds are set."""
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if len(models) != 1:
         raise UsageError(f"weights are for one model, and prepare was given {len(models)}: prepare them one by one")
@@ -120,7 +120,7 @@ def _fitting(objects: Sequence[Any], weights: Any) -> Fitting:
 
 
 def _prepared(objects: Sequence[Any], state: State, weights: Fitting | None) -> list[Any]:
-    """Models first: optimizers are to have their new parameters."""
+    """Return models first: optimizers are to have their new parameters."""
     if state.micro_step and any(_is_new(thing, state) for thing in objects):
         give_up_window(state)  # that an earlier loop has left unfinished
     results = list(objects)
@@ -142,7 +142,7 @@ def _prepared(objects: Sequence[Any], state: State, weights: Fitting | None) -> 
 
 
 def _sizes(before: Any, after: Any) -> list[tuple[int, int]]:
-    """The batches of a loader before and after it was prepared, if they are known."""
+    """Return the batches of a loader before and after it was prepared, if they are known."""
     try:
         return [(len(before), len(after))]
     except (TypeError, NotImplementedError):  # of an iterable dataset, or a sampler without a length
@@ -280,7 +280,7 @@ def _described_plan(plan: Plan | None) -> str:
 
 
 def _told(value: Any) -> str:
-    """A setting's value, the same on all ranks: no function by its address."""
+    """Return a setting's value, the same on all ranks: no function by its address."""
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 

@@ -33,7 +33,7 @@ def refuse_small(model: nn.Module, plan: Plan) -> None:
 
 
 def chosen_layers(model: nn.Module, plan: Plan) -> list[str]:
-    """The names of the linear layers that compute in fp8.
+    """Return the names of the linear layers that compute in fp8.
 
     Left out are the output layer, whose errors reach the loss at once; layers that share a weight, which would be torn
     apart; and those for which fp8 is slower than bf16.
@@ -51,7 +51,7 @@ def chosen_layers(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _output_layer(model: nn.Module, plan: Plan) -> nn.Module | None:
-    """What a model of transformers says it is, else the last linear layer, if it is not a part of a block."""
+    """Return what a model of transformers says it is, else the last linear layer, if it is not a part of a block."""
     if callable(tell := getattr(model, "get_output_embeddings", None)):
         return tell()  # type: ignore[no-any-return]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -86,7 +86,7 @@ def convert(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def config_of(plan: Plan) -> Any:
-    """The settings of torchao for a plan's recipe.
+    """Return the settings of torchao for a plan's recipe.
 
     Raises:
         UsageError: There is no torchao, or it does not know the recipe.
@@ -117,5 +117,5 @@ def after_step(models: Iterable[nn.Module], plan: Plan) -> None:
 
 
 def _gathers_in_fp8(plan: Plan) -> bool:
-    """Only with one scale for each weight can shards be cast before they are gathered."""
+    """Return only with one scale for each weight can shards be cast before they are gathered."""
     return plan.strategy in SHARDED and plan.fp8_recipe == "tensorwise"

@@ -95,7 +95,7 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def initializer(module: nn.Module) -> Callable[[], Any] | None:
-    """The method by which a module sets its own parameters and buffers, if it has one."""
+    """Return the method by which a module sets its own parameters and buffers, if it has one."""
     for name in ("reset_parameters", "_reset_parameters"):  # torch's MultiheadAttention has the latter
         if callable(found := getattr(module, name, None)):
             return found  # type: ignore[no-any-return]

@@ -190,7 +190,7 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
 
 
 def get_tracker(name: str, unwrap: bool = False) -> Any:
-    """A tracker of the run, for what it can do beyond numbers: images, tables, files.
+    """Return a tracker of the run, for what it can do beyond numbers: images, tables, files.
 
     >>> nbdist.get_tracker("tensorboard", unwrap=True).add_histogram("weights", weights, step)
 
@@ -234,7 +234,7 @@ def end_training() -> None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts, with their keys joined by "/"."""
+    """Yield the leaves of nested dicts, with their keys joined by "/"."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}/")
@@ -253,7 +253,7 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: Any) -> tuple[float | None, str]:
-    """The number, or None and why it is none."""
+    """Return the number, or None and why it is none."""
     if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
         return None, "it is spread over ranks, of which rank 0 has a part: log its full_tensor(), called on all ranks"
     if isinstance(value, torch.Tensor) or hasattr(value, "item"):

@@ -21,6 +21,10 @@ _RESEND_UNRAISABLE = 0.02
 _INTERRUPTS = {signal.SIGINT}
 
 
+class StepStop(KeyboardInterrupt):
+    """The cell was stopped between two steps: models, optimizers and groups are whole. Run the cell again to go on."""
+
+
 class InterruptGate:
     """Raises KeyboardInterrupt on the main thread, only while the cell that it was asked for is running.
 
@@ -57,7 +61,7 @@ class InterruptGate:
         return self._running != 0 and self.was_asked(self._running)
 
     def was_asked(self, serial: int) -> bool:
-        """Whether a cell has been asked to stop."""
+        """Return whether a cell has been asked to stop."""
         return self._asked == serial
 
     @contextlib.contextmanager
@@ -94,7 +98,7 @@ class InterruptGate:
             self._send()
 
     def resend_due(self) -> float | None:
-        """Seconds until `resend` should be called, or None."""
+        """Return the seconds until `resend` should be called, or None."""
         due = self._due
         return None if due is None else max(0.0, due - time.monotonic())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nbdist import transfer
 from nbdist.errors import TransferError
-from nbdist.wire.processes import RankSetup
+from nbdist.wire.rank_processes import RankSetup
 
 
 def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -21,7 +21,7 @@ def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
 
 
 def is_plain_exit(error: BaseException) -> bool:
-    """Whether it is `sys.exit()` or `exit`: a good end."""
+    """Return whether it is `sys.exit()` or `exit`: a good end."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 

@@ -50,7 +50,7 @@ def advice(error: BaseException) -> str:
 
 
 def _code(error: BaseException) -> int:
-    """The code of a CUDA error after which the GPU is lost; 0 for any other error."""
+    """Return the code of a CUDA error after which the GPU is lost; 0 for any other error."""
     kind = getattr(sys.modules.get("torch"), "AcceleratorError", None)  # since torch 2.8
     if kind is None or not isinstance(error, kind):
         return 0

@@ -141,7 +141,7 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def prepare(cls) -> RankShell:
-        """The shell as far as it is the same for all ranks. The template makes it before it forks them."""
+        """Return the shell as far as it is the same for all ranks. The template makes it before it forks them."""
         config = Config()
         config.HistoryManager.enabled = False  # a database and a thread that no rank needs
         config.IPCompleter.use_jedi = False  # too slow to answer while Tab is held
@@ -171,7 +171,7 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def _in_place_of(cls, notebook: InteractiveShell) -> RankShell:
-        """The shell, in a process that was forked from the notebook, whose module and names it leaves alone."""
+        """Return the shell, in a process that was forked from the notebook, whose module and names it leaves alone."""
         module, cells = sys.modules["__main__"], shells.cell_files()
         type(notebook).clear_instance()
         shell = cls.prepare()
@@ -237,7 +237,7 @@ class RankShell(InteractiveShell):
         return msgspec.structs.replace(ordered[0][1], traceback=tracebacks)
 
     def fail(self, error: BaseException) -> Failure:
-        """The failure to send for an exception that was raised outside `run`."""
+        """Return the failure to send for an exception that was raised outside `run`."""
         self._add_failure(error, error.__traceback__)
         assert self.failure is not None
         return self.failure
@@ -258,7 +258,7 @@ class RankShell(InteractiveShell):
         self.compile._filename_map[filename] = number
 
     def is_main(self, function: Any) -> bool:
-        """Whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run."""
+        """Return whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run."""
         return bool(getattr(function, "__module__", None) == self.user_module.__name__)
 
     def _start_cell(self, number: int, offset: int) -> None:
@@ -313,7 +313,7 @@ class RankShell(InteractiveShell):
                 raise
 
     def _rendered(self, error: BaseException, traceback: Any, *, compiled: bool = True) -> str:
-        """The traceback to show.
+        """Return the traceback to show.
 
         Args:
             compiled: Of a SyntaxError: whether code that was running has raised it, so that its frames are of interest.

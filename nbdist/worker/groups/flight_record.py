@@ -22,7 +22,7 @@ class Record:
         self._given_up: Unfinished = {}
 
     def unfinished(self) -> Unfinished | None:
-        """Collectives that were started and have not ended. From any thread.
+        """Return collectives that were started and have not ended. From any thread.
 
         Returns:
             For each backend that has some, the number of its last that was started, and of its last that has ended;
@@ -51,7 +51,7 @@ def parse(dump: str | bytes) -> dict[str, tuple[int, int]]:
 
 
 def _dumps() -> Iterator[tuple[str, str | bytes]]:
-    """What torch has recorded, by the name of the function that gives it."""
+    """Yield what torch has recorded, by the name of the function that gives it."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in _DUMPS:
         dump = getattr(c10d, name, None)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from nbdist.wire.life import Place, StartOptions
-from nbdist.wire.processes import RankSetup
+from nbdist.wire.rank_processes import RankSetup
 from nbdist.worker.groups.gpu_defaults import gpu_defaults
 
 _LOOPBACK = "lo"
@@ -24,7 +24,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # whether a rendezvous only conne
 
 
 def environment(setup: RankSetup) -> dict[str, str]:
-    """Torchrun's variables for this rank, and what libraries are to find there unless the user has set it."""
+    """Return Torchrun's variables for this rank, and what libraries are to find there unless the user has set it."""
     place = setup.options.place or Place()
     world, rank = str(setup.world_size), str(setup.rank)
     variables = {
@@ -77,7 +77,7 @@ def prepare_torch(setup: RankSetup) -> None:
 
 
 def device(setup: RankSetup) -> Any:
-    """The device of this rank: its own GPU, or the CPU."""
+    """Return the device of this rank: its own GPU, or the CPU."""
     import torch
 
     if _gpu_count(setup) == 0:
@@ -94,7 +94,7 @@ def _gpu(setup: RankSetup) -> Any:
 
 
 def _gpu_count(setup: RankSetup) -> int:
-    """The GPUs that this torch can use."""
+    """Return the GPUs that this torch can use."""
     import torch
 
     built = torch.backends.cuda.is_built() or torch.version.hip is not None
@@ -109,7 +109,7 @@ def backend_for(options: StartOptions, gpu_count: int) -> str:
 
 
 def bound_device(setup: RankSetup, backend: str) -> Any:
-    """The device to connect to the other ranks at once, so that no first collective pays for it; None: none.
+    """Return the device to connect to the other ranks at once, so that no first collective pays for it; None: none.
 
     Only where each rank has a GPU of its own: NCCL refuses a GPU that several ranks connect.
     """

@@ -50,7 +50,7 @@ class _Creation:
     called: set[str] = field(default_factory=set)  # inodes of the listeners that have had a caller for each peer
 
     def new_epolls(self, links: Mapping[int, str]) -> dict[int, str]:
-        """Epoll sets that have appeared since it began, with the inodes of their listeners."""
+        """Return epoll sets that have appeared since it began, with the inodes of their listeners."""
         return {fd: inode for fd, inode in descriptors.epolls(links).items() if self.before.get(fd) != inode}
 
 
@@ -113,7 +113,7 @@ class Collectives:
         c10d._new_process_group_helper = helper
 
     def store(self) -> Any:
-        """This rank's client of the session's store, which only its main thread may use."""
+        """Return this rank's client of the session's store, which only its main thread may use."""
         import torch.distributed as dist
 
         if self._store is None or self._store_cut:
@@ -158,7 +158,7 @@ class Collectives:
             descriptors.keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
 
     def name_of(self, group: Any) -> str:
-        """The name that torch has given a group (None: the default one); "" for none that it knows."""
+        """Return the name that torch has given a group (None: the default one); "" for none that it knows."""
         world = _world()
         if group is None:
             group = getattr(world, "default_pg", None)
@@ -182,7 +182,7 @@ class Collectives:
             self._groups.setdefault(name, _Group()).entered = _entered(group)
 
     def groups(self, *, current: bool) -> dict[str, GroupState]:
-        """Where this rank stands in every group, by name. From any thread.
+        """Return where this rank stands in every group, by name. From any thread.
 
         Args:
             current: Whether the cell in question is the one that began last; else nothing was entered in it.
@@ -234,7 +234,7 @@ class Collectives:
         return aborted
 
     def _abort_apart(self, backend: Any) -> threading.Thread:
-        """NCCL's abort can wait for as long as the group's own time-out, and the control thread never may."""
+        """Return NCCL's abort can wait for as long as the group's own time-out, and the control thread never may."""
         thread = self._aborts.get(id(backend))
         if thread is None:
 
@@ -339,7 +339,7 @@ class Collectives:
             dist.destroy_process_group(group)
 
     def agree(self, topic: str, yes: bool, ranks: Sequence[int], rank: int) -> bool:
-        """Whether all of these ranks say yes; each of them asks. On the main thread, through the store.
+        """Return whether all of these ranks say yes; each of them asks. On the main thread, through the store.
 
         Raises:
             RuntimeError: A rank did not say anything in time.
@@ -389,7 +389,7 @@ class Collectives:
         return bool(self._cut)
 
     def explain(self, error: BaseException) -> StaleGroupError | UsageError | None:
-        """The error to show instead, where a group was used that is gone, or waited in, for a reason we know."""
+        """Return the error to show instead, where a group was used that is gone, or waited in, for a reason we know."""
         if self.stranded and (isinstance(error, KeyboardInterrupt) or failures.from_communication(error)):
             return (UsageError if stacks.in_meeting(error) else StaleGroupError)(self.stranded)
         reasons = {known.unusable for known in self._groups.values() if known.unusable}
@@ -407,27 +407,27 @@ class Collectives:
 
 
 def _world() -> Any:
-    """Torch's own registry of groups; None where there is none yet."""
+    """Return Torch's own registry of groups; None where there is none yet."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     return getattr(c10d, "_world", None)
 
 
 def _living() -> dict[str, Any]:
-    """The groups that this rank is a member of, by name."""
+    """Return the groups that this rank is a member of, by name."""
     world = _world()
     names: dict[Any, str] = getattr(world, "pg_names", {}) if world is not None else {}
     return {name: group for group, name in list(names.items()) if hasattr(group, "size") and group.rank() >= 0}
 
 
 def _members(group: Any) -> list[int]:
-    """Global ranks, in the order of their ranks in the group."""
+    """Return global ranks, in the order of their ranks in the group."""
     world = _world()
     mapping = world.pg_group_ranks.get(group) or {rank: rank for rank in range(group.size())}
     return sorted(mapping, key=mapping.__getitem__)
 
 
 def _backends(group: Any) -> dict[str, Any]:
-    """The backends of a group that are in use, by device type."""
+    """Return the backends of a group that are in use, by device type."""
     import torch
 
     found = {}
@@ -438,14 +438,14 @@ def _backends(group: Any) -> dict[str, Any]:
 
 
 def _kind(backend: Any) -> str:
-    """The name of a backend's kind: "gloo", "nccl", ..."""
+    """Return the name of a backend's kind: "gloo", "nccl", ..."""
     with contextlib.suppress(Exception):
         return str(backend.name()).lower()
     return type(backend).__name__.removeprefix("ProcessGroup").lower()
 
 
 def _entered(group: Any) -> tuple[int, ...]:
-    """Collectives and messages that this rank has entered in a group, by backend.
+    """Return collectives and messages that this rank has entered in a group, by backend.
 
     The group's own number is that of its first backend, which may have been replaced.
     """
@@ -467,7 +467,7 @@ def _next_slot(group: Any, known: _Group) -> Any:
 
 
 def _make_backend(old: Any, store: Any, group: Any) -> Any:
-    """A backend like another, that meets its peers through this store."""
+    """Return a backend like another, that meets its peers through this store."""
     import torch.distributed as dist
 
     kind = _kind(old)
@@ -486,14 +486,14 @@ def _make_backend(old: Any, store: Any, group: Any) -> Any:
 
 
 def _nccl_options(old: Any) -> Any:
-    """The options of a backend, for another that takes its place: its connections come from no other group's."""
+    """Return the options of a backend, for another that takes its place: its connections come from no other group's."""
     options = copy.deepcopy(old.options)
     options.split_from, options.split_color = None, type(options)().split_color
     return options
 
 
 def _order(name: str) -> tuple[bool, int, str]:
-    """The same order of groups on all ranks: else two ranks wait for each other in different ones."""
+    """Return the same order of groups on all ranks: else two ranks wait for each other in different ones."""
     return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
 
 

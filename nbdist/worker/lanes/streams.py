@@ -166,7 +166,7 @@ class StandardStreams:
 
 
 def _file(descriptor: int) -> tuple[int, int] | None:
-    """What a descriptor refers to; None if it is closed."""
+    """Return what a descriptor refers to; None if it is closed."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -175,7 +175,7 @@ def _file(descriptor: int) -> tuple[int, int] | None:
 
 
 def _takes_text(stream: Any) -> bool:
-    """Whether something in the place of `sys.stdout` can be printed to."""
+    """Return whether something in the place of `sys.stdout` can be printed to."""
     try:
         return callable(stream.write) and not getattr(stream, "closed", False)
     except Exception:

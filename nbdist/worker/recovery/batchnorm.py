@@ -35,7 +35,7 @@ class Statistics:
             self._seen[module] = _stamp(module)
 
     def moved(self, module: Any) -> bool:
-        """Whether a layer has counted a batch since the last mark; True where that is not known."""
+        """Return whether a layer has counted a batch since the last mark; True where that is not known."""
         seen = self._seen.get(module)
         return seen is None or seen != _stamp(module)
 

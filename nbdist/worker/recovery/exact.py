@@ -84,7 +84,7 @@ class ExactState:
 
 
 def _buffers() -> Iterator[tuple[Any, str, bool]]:
-    """Each buffer of each living module: the module, the name, and whether writes to it go uncounted."""
+    """Yield each buffer of each living module: the module, the name, and whether writes to it go uncounted."""
     norm = loaded("torch.nn.modules.batchnorm", "_NormBase")
     for module in living(loaded("torch.nn", "Module")):
         for name, buffer in module.__dict__.get("_buffers", {}).items():
@@ -149,7 +149,7 @@ class _KeptBuffer:
 
 
 def _version(buffer: Any) -> int:
-    """How often a tensor has been written to, or -1 if that is not counted."""
+    """Return how often a tensor has been written to, or -1 if that is not counted."""
     return -1 if buffer.is_inference() else int(buffer._version)
 
 
@@ -160,7 +160,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _same_bytes(one: Any, other: Any) -> bool:
-    """Whether two tensors are equal, with NaN equal to NaN."""
+    """Return whether two tensors are equal, with NaN equal to NaN."""
     import torch
 
     return bool(torch.equal(one, other) or ((one == other) | ((one != one) & (other != other))).all())

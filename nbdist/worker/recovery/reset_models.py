@@ -84,13 +84,13 @@ def living(*kinds: type | None) -> list[Any]:
 
 
 def loaded(module: str, name: str) -> type | None:
-    """A class of a module, if that module is imported and has it. Nobody has an instance of it otherwise."""
+    """Return a class of a module, if that module is imported and has it. Nobody has an instance of it otherwise."""
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None
 
 
 def buckets_settled() -> bool:
-    """Whether the buckets of every living DDP model have their final layout on this rank."""
+    """Return whether the buckets of every living DDP model have their final layout on this rank."""
     found = living(loaded("torch.nn.parallel", "DistributedDataParallel"))
     return all(_is_settled(model) for model in found if _is_built(model))
 
@@ -184,7 +184,7 @@ def _title(thing: Any) -> str:
 
 
 def _is_built(model: Any) -> bool:
-    """Whether a DDP model has a reducer: not if its making was interrupted, or if it reduces by itself."""
+    """Return whether a DDP model has a reducer: not if its making was interrupted, or if it reduces by itself."""
     return "reducer" in model.__dict__
 
 
@@ -217,7 +217,7 @@ _NEEDED_FOR_REDUCER = (
 
 
 def _is_settled(model: Any) -> bool:
-    """Buckets are laid out anew once, in an early forward; with unused parameters in a changing graph never."""
+    """Return buckets are laid out anew once, in an early forward; with unused parameters in a changing graph never."""
     if getattr(model, "_has_rebuilt_buckets", False) or getattr(model, _SETTLED, False):
         return True
     return bool(model.find_unused_parameters and not model.static_graph)
@@ -252,7 +252,7 @@ def _renew_reducer(model: Any) -> None:
 
 
 def _hook_name(model: Any) -> str:
-    """The name of the communication hook: of one that is built in, torch keeps nothing else."""
+    """Return the name of the communication hook: of one that is built in, torch keeps nothing else."""
     return str(model._get_ddp_logging_data().get("comm_hook", "")).rpartition(".")[2]
 
 
@@ -262,7 +262,7 @@ def _fsdp_roots(blocks: Iterable[Any]) -> list[Any]:
 
 
 def _fsdp_state(block: Any) -> Any:
-    """The state of a module that `fully_shard` was applied to, None where it did not get that far."""
+    """Return the state of a module that `fully_shard` was applied to, None where it did not get that far."""
     try:
         return block._get_fsdp_state()
     except Exception:

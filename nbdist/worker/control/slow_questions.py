@@ -84,12 +84,12 @@ class Questions:
             self._answer(question, _too_late if late else self._known[type(question.question)])
 
     def memory(self) -> ProcessMemory:
-        """Bytes that this rank holds."""
+        """Return the bytes that this rank holds."""
         figures = self._gpu.newest() if device.uses_gpu() else {}
         return ProcessMemory(host.private_memory(), figures.get("allocated"), figures.get("reserved"))
 
     def _metrics(self, _: GetMetrics) -> Metrics:
-        """This rank for the panel, once a second: so nothing that costs more than microseconds."""
+        """Return this rank for the panel, once a second: so nothing that costs more than microseconds."""
         sample = device.look_at_host(self._rank, self._inherited)
         return Metrics(msgspec.structs.replace(sample, **self._gpu.newest()) if device.uses_gpu() else sample)
 

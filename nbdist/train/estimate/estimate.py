@@ -239,7 +239,7 @@ def _judged(
 
 
 def outside_torch(world_size: int) -> int:
-    """Bytes that a rank takes on its GPU beside what torch counts: CUDA context and NCCL, an order of magnitude."""
+    """Return the rough bytes that a rank takes on its GPU outside torch's count: CUDA context and NCCL."""
     return _CUDA_CONTEXT + (_NCCL if world_size > 1 else 0)
 
 
@@ -347,6 +347,6 @@ def _size(amount: int) -> str:
 
 
 def _size_of(amount: int, whole: int) -> str:
-    """As "12.3 of 79.2 GiB"."""
+    """Format as "12.3 of 79.2 GiB"."""
     unit, name = (2**30, "GiB") if whole >= 2**30 else (_MIB, "MiB")
     return f"{amount / unit:.1f} of {whole / unit:.1f} {name}"

@@ -376,7 +376,7 @@ class Panel(anywidget.AnyWidget):
             return path
         session = self._looked_at()
         if session is None or _is_over(session):
-            raise UsageError("its session has ended: `%distributed start` brings up another")
+            raise UsageError("its session has ended: `%distributed start` starts another")
         return session.snapshot(rank)
 
     def _say(self, text: str) -> None:

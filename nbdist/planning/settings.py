@@ -471,7 +471,7 @@ class Settings:
         True,
         Switch(),
         _DATA,
-        "as many batches on all ranks",
+        "the same number of batches on all ranks",
         tell="ranks may see one batch more or less than others",
     )
 

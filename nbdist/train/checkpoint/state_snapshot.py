@@ -357,7 +357,8 @@ def _optimizers_of(state: State, values: Mapping[str, Any], models: Sequence[_Mo
 def _other_count(kind: str, here: int, there: int) -> str:
     prepared = f"{here} {'is' if here == 1 else 'are'} prepared here"
     return (
-        f"the checkpoint holds {_count(there, kind)}, and {prepared}: prepare (or register) the same number. Nothing was loaded"
+        f"the checkpoint holds {_count(there, kind)}, and {prepared}: prepare (or register) the same number. "
+        "Nothing was loaded"
     )
 
 

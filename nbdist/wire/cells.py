@@ -7,11 +7,19 @@ from typing import Literal
 import msgspec
 
 from nbdist.metrics.memory import MemoryUsage
+from nbdist.metrics.node.sample import StepSample
 from nbdist.wire.message import Message, Seconds
 
 Kind = Literal["cell", "call", "setup", "launch", "push", "pull", "free"]  # of an Execute
 FailureKind = Literal["raised", "lost", "interrupted", "stopped"]
 Outcome = Literal["ok", "error", "interrupted"]
+
+
+class Metered(msgspec.Struct, array_like=True, frozen=True):
+    """What ranks measure of an Execute and report in the reply: the memory it cost, the training steps it made."""
+
+    memory: bool = False
+    steps: bool = False
 
 
 class Execute(Message, frozen=True):
@@ -22,7 +30,6 @@ class Execute(Message, frozen=True):
     number: the cell's number in the notebook. offset: lines of the cell above `code`.
     grace: seconds that ranks may wait in a collective for one that raised.
     profile: a folder for the ranks' traces; "" for no profile. The reply's payload is then the summary.
-    memory: whether the reply reports the memory it cost.
     """
 
     serial: int
@@ -34,7 +41,7 @@ class Execute(Message, frozen=True):
     payload: bytes = b""
     grace: Seconds = 1.0
     profile: str = ""
-    memory: bool = False
+    metered: Metered = Metered()
 
 
 class Interrupt(Message, frozen=True):
@@ -91,6 +98,7 @@ class Reply(Message, frozen=True):
     payload: bytes = b""
     names: list[str] | None = None
     memory: MemoryUsage | None = None
+    steps: StepSample | None = None
     grouped: bool = True
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist.metrics.node.sample import RankSample, StepSample
+from nbdist.metrics.node.sample import RankSample
 from nbdist.wire.question import AnswerBody, Done, Question
 
 
@@ -30,16 +30,6 @@ class Metrics(AnswerBody, frozen=True):
 
 class GetMetrics(Question[Metrics], frozen=True):
     """What should the panel show of this rank?"""
-
-
-class Lap(AnswerBody, frozen=True):
-    """The training steps of the last run; None if they are not measured."""
-
-    steps: StepSample | None = None
-
-
-class GetLap(Question[Lap], frozen=True):
-    """Which training steps did the last run make?"""
 
 
 class CompletionItem(msgspec.Struct, array_like=True, frozen=True):

@@ -11,12 +11,10 @@ from nbdist.metrics.node.sample import NodeSample
 from nbdist.wire.knowing import (
     Complete,
     Completions,
-    GetLap,
     GetMemory,
     GetMetrics,
     Inspect,
     Inspection,
-    Lap,
     Metrics,
     ProcessMemory,
     Release,
@@ -50,7 +48,6 @@ AnyQuestion = (
     | Cut
     | Disarm
     | Forbid
-    | GetLap
     | GetMemory
     | GetMetrics
     | GetPosition
@@ -67,7 +64,6 @@ AnyAnswer = (
     | Done
     | Forbidden
     | Inspection
-    | Lap
     | Metrics
     | NoAnswer
     | Position

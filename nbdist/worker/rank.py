@@ -290,12 +290,15 @@ class RankProcess:
             self._shell.forget_failure()
             participants.begin(None if task.kind == "launch" else task.ranks)
             self._recovery.begin(task.serial)
+            self._switch_steps(task)
             with profiled(task.profile, self._setup.rank) as profiles:
                 reply = self._metered(task, self._work[task.kind])
             if profiles:
                 reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
             self._recovery.end(task.serial, reply.failure, self._shell.caught)
-            active_meter.end_lap()
+            lap = active_meter.end_lap()
+            if task.metered.steps and lap is not None and lap.steps:
+                reply = msgspec.structs.replace(reply, steps=lap)
             if reply.failure is None and active_training.training is not None:  # the models that what ran has replaced
                 active_training.training.after_cell()  # can't wait for a larger collection
             self._put_in_order()
@@ -341,11 +344,20 @@ class RankProcess:
 
     def _metered(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
         """Run the work; its reply tells what it cost in memory, if that was asked for."""
-        if not task.memory:
+        if not task.metered.memory:
             return self._guarded(task, work)
         with MemoryMeter() as meter:
             reply = self._guarded(task, work)
         return msgspec.structs.replace(reply, memory=meter.usage)
+
+    def _switch_steps(self, task: Execute) -> None:
+        """Measure training steps if that was asked for, and no longer if not; what is nbdist's own changes nothing."""
+        if task.metered.steps:
+            from nbdist.metrics import steps
+
+            steps.start()
+        elif task.kind in ("cell", "call"):
+            active_meter.stop()
 
     def _guarded(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
         """Run the work so that whatever it raises, an interrupt at its very end too, becomes its reply."""

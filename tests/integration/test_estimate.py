@@ -215,17 +215,17 @@ def test_it_is_told_as_a_table_and_a_bar(shown: Estimate) -> None:
         "optimizer       6.0 MiB   30 %",
         "activations     8.0 MiB   40 %",
         "temporary       2.0 MiB   10 %",
-        "outside torch   0.0 MiB    0 %",
+        "outside torch       0 B    0 %",
         "total          20.0 MiB  100 %",
         "[####....................................]",
-        "fits: 20.0 of 200.0 MiB, 10 % of a GPU",
+        "fits: 20.0 of 200 MiB, 10 % of a GPU",
         "torch.compile is not modeled",
     ]
 
 
 def test_a_notebook_shows_it_with_the_same_words(shown: Estimate) -> None:
     page = shown._repr_html_()
-    assert "width:10%" in page and "fits: 20.0 of 200.0 MiB, 10 % of a GPU" in page and "8.0 MiB" in page
+    assert "width:10%" in page and "fits: 20.0 of 200 MiB, 10 % of a GPU" in page and "8.0 MiB" in page
 
 
 def test_averaged_weights_have_a_line_of_their_own_if_there_are_any(shown: Estimate) -> None:

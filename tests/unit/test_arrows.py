@@ -66,7 +66,8 @@ ALLOWED = {
     "planning shells train.estimate wire",
     "launch": "client.session devices processes train transfer wire worker.cell",
     "launch.nodes": "client.output client.session launch processes shells transfer wire",
-    "launch.fork": "agent client.session cuda_guard launch transfer wire worker",  # it forks in the template's place
+    # it forks in the template's place
+    "launch.fork": "agent client.session cuda_guard launch transfer wire worker worker.processes",
     "launcher": "client.session cuda_guard launch launch.fork launch.nodes shells transfer",
 }
 

@@ -101,7 +101,7 @@ class CellMemory(Observer):
     def cell_began(self, task: Task) -> None:
         """Have the ranks measure the task if the running cell is measured."""
         if task.runs_users_code and self._cell is not None and self._cell.meter is not None:
-            task.metered = True
+            task.metered = msgspec.structs.replace(task.metered, memory=True)
             self._cell.begin_task()
             self._tasks[task] = self._cell
 

@@ -5,27 +5,26 @@ Owns when ranks and this process are measured, and how the line looks. `nbdist.m
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist.client.session.observers import Observer, subscribe
 from nbdist.client.session.session import Session, rank_set_of
-from nbdist.errors import NbdistError
+from nbdist.client.session.task import Task
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.ranks import describe_ranks
 from nbdist.text import duration, flop_rate, percent, table
-from nbdist.wire.knowing import GetLap, Lap
 
 HERE = -1  # the notebook's own process, among ranks
-_ANSWER_LIMIT = 1.0  # seconds
 
 
-class CellSteps:
+class CellSteps(Observer):
     """Measures the training steps of a notebook's cells, in its own process and on ranks.
 
     Args:
@@ -38,73 +37,39 @@ class CellSteps:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.on = self.shown = False
-        self._measured: set[int] = set()  # pids of the ranks that are measured
         events: Any = shell.events
         events.register("pre_run_cell", self._before)
         events.register("post_run_cell", self._after)
+        subscribe(self)
 
-    def switch(self, on: bool, session: Session | None) -> None:
+    def switch(self, on: bool, *, here: bool) -> None:
         """Start or stop measuring steps and showing a line below cells.
 
         Args:
             on: Whether to start or stop.
-            session: Whose ranks; None if there are none, so this process is prepared at once.
+            here: Whether there are no ranks, so that the next cell trains in this process.
         """
         self.on = self.shown = on
-        if on and session is None:
+        if on and here:
             import torch  # noqa: F401 - so that the next cell, which may import it, is measured
         self._before()
-        if session is not None:
-            self.prepare(session)
 
-    def measure(self, session: Session | None) -> None:
+    def measure(self) -> None:
         """Measure steps from now on, without a line below cells: for callers that show them in another way."""
         self.on = True
         self._before()
-        if session is not None:
-            self.prepare(session)
 
-    def prepare(self, session: Session, ranks: Sequence[int] | None = None) -> None:
-        """Start or stop measuring on idle ranks, as required.
+    def cell_began(self, task: Task) -> None:
+        """Have ranks measure what runs the user's code. A launch has processes of its own, where nothing is shown."""
+        if self.on and task.kind in ("cell", "call"):
+            task.metered = msgspec.structs.replace(task.metered, steps=True)
 
-        Args:
-            ranks: The ranks about to run something; None for all.
-        """
-        rank_set = rank_set_of(session)
-        living = rank_set.living()
-        wanted = living if ranks is None else [rank for rank in ranks if rank in living]
-        busy = rank_set.traffic.running(wanted)
-        pids = {info.rank: info.pid for info in session.ranks if info.rank in wanted and info.rank not in busy}
-        change = [rank for rank, pid in pids.items() if (pid in self._measured) != self.on]
-        if not change:
-            return
-
-        def switch(on: bool) -> None:  # nested, so that it is sent by value and ranks don't import the client
-            from nbdist.metrics import steps
-            from nbdist.metrics.node import active_meter
-
-            (steps.start if on else active_meter.stop)()
-
-        with contextlib.suppress(NbdistError):  # the cell itself will report what is wrong with them
-            rank_set.set_up(switch, self.on, ranks=change)
-            found = {pids[rank] for rank in change}
-            self._measured = self._measured | found if self.on else self._measured - found
-
-    def of_ranks(self, session: Session, ranks: Sequence[int]) -> str:
+    def below(self, task: Task) -> str:
         """Return the line below a cell that ran on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
-        rank_set = rank_set_of(session)
-        living = rank_set.living()
-        asked = [rank for rank in ranks if rank in living]
-        answered: set[int] = set()
-        found: dict[int, StepSample] = {}
-        with contextlib.suppress(NbdistError):
-            for rank, answer in rank_set.traffic.ask(asked, GetLap(), timeout=_ANSWER_LIMIT).items():
-                answered.add(rank)
-                if isinstance(answer, Lap) and answer.steps is not None:
-                    found[rank] = answer.steps
-        return render(found, missing=[rank for rank in ranks if rank not in answered])
+        found = {rank: reply.steps for rank, reply in sorted(task.replies.items()) if reply.steps is not None}
+        return render(found, missing=[rank for rank in task.ranks if rank not in task.replies])
 
     # --- the notebook's own process
 
@@ -119,8 +84,7 @@ class CellSteps:
     def _after(self, result: object) -> None:
         if not self.on:
             return
-        active_meter.end_lap()
-        lap = active_meter.last_lap()
+        lap = active_meter.end_lap()
         if self.shown and lap is not None and (line := render({HERE: lap})):
             print(line)
 

@@ -71,7 +71,7 @@ class CostVerbs:
     def switch_steps(self, arguments: argparse.Namespace) -> None:
         """Show what training steps take, or report whether that is shown (`%distributed tflops`)."""
         if arguments.state is not None:
-            self.steps.switch(arguments.state == "on", living_session())
+            self.steps.switch(arguments.state == "on", here=living_session() is None)
         print(
             "below each cell that makes training steps: what they take"
             if self.steps.shown
@@ -88,7 +88,7 @@ class CostVerbs:
 
         from nbdist.panel import Panel
 
-        self.steps.measure(living_session())
+        self.steps.measure()
         if self._panel is None or self._panel.comm is None:  # or the page has closed it
             self._panel = Panel()
         if arguments.rate is not None:

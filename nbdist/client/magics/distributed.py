@@ -161,24 +161,23 @@ class DistributedMagics(Magics):
         if arguments.background:
             handle = sessions.start_in_background(session, code, ranks, arguments.timeout, options)
             return self._keep(arguments.capture, handle)
-        self._costs.steps.prepare(session, ranks)
         profile = CellProfile(arguments.profile, number) if arguments.profile is not None else None
         if profile is not None:
             options = replace(options, profile=profile.folder)
         with contextlib.ExitStack() as afterwards, interruption.deferred():
             task = rank_set_of(session).submit("cell", code, ranks, options)
-            afterwards.callback(self._report, session, task, profile)
+            afterwards.callback(self._report, task, profile)
             self._keep(arguments.capture, task.result)
             task.wait(arguments.timeout)
         if arguments.auto and task.silent:
             print(f"ran on {describe_ranks(task.ranks)}")  # so that nobody takes it for a local cell
         return None
 
-    def _report(self, session: Session, task: Task, profile: CellProfile | None) -> None:
+    def _report(self, task: Task, profile: CellProfile | None) -> None:
         """Print below a cell what was measured."""
         if profile is not None:
             print(profile.conclude(task))
-        if line := self._costs.steps.of_ranks(session, task.ranks):
+        if line := self._costs.steps.below(task):
             print(line)
 
     def _session_for_cell(self, auto: bool) -> Session:

@@ -24,7 +24,7 @@ from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
 from nbdist.ranks import describe_ranks
-from nbdist.wire.cells import Interrupt, Kind, Recovered, Remark, Reply, Returned
+from nbdist.wire.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died
 from nbdist.wire.message import Message
 from nbdist.wire.output import Display, Notice, Output, WidgetMessage
@@ -84,7 +84,7 @@ class Task:
     Attributes:
         recovered: What was repaired after it failed.
         waits: What ranks that have not moved for seconds wait in, and for which ranks.
-        metered: Whether its ranks measure its memory. Set by an observer when the task begins.
+        metered: What its ranks measure of it. Set by observers when the task begins.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Task:
         self._launch = kind == "launch"
         self.recovered: Recovered | None = None
         self.waits: dict[int, str] = {}
-        self.metered = False
+        self.metered = Metered()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
         self._unpaid: list[Display] = []

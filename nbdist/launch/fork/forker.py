@@ -33,6 +33,7 @@ from nbdist.agent.forking import Template
 from nbdist.errors import UsageError
 from nbdist.wire.template_messages import Fork
 from nbdist.worker import rank
+from nbdist.worker.processes import forks
 
 _LONGEST_FOLDER = 90  # characters; the path of a socket in it may have 107
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
@@ -156,7 +157,7 @@ class _Forks(Template):
 def _start(process: BaseProcess) -> Exception | None:
     """Fork the process, and return the error if that failed."""
     try:
-        with warnings.catch_warnings():
+        with forks.mended(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the user is told of those that matter
             process.start()
     except OSError as error:

@@ -24,7 +24,6 @@ class ActiveMeter(Protocol):
 
 
 _meter: ActiveMeter | None = None
-_last_lap: StepSample | None = None
 
 
 def measures() -> bool:
@@ -40,10 +39,10 @@ def set_meter(meter: ActiveMeter) -> None:
 
 def stop() -> None:
     """Measure no longer. In the thread that has called `nbdist.metrics.steps.start`."""
-    global _meter, _last_lap
+    global _meter
     if _meter is not None:
         _meter.stop()
-    _meter = _last_lap = None
+    _meter = None
 
 
 def current_sample() -> StepSample | None:
@@ -52,13 +51,6 @@ def current_sample() -> StepSample | None:
     return None if meter is None else meter.sample()
 
 
-def end_lap() -> None:
+def end_lap() -> StepSample | None:
     """End the lap of a cell, or of other code with steps, in the thread that called `nbdist.metrics.steps.start`."""
-    global _last_lap
-    if _meter is not None:
-        _last_lap = _meter.lap()
-
-
-def last_lap() -> StepSample | None:
-    """Return the steps of the last lap; None if they were not measured."""
-    return _last_lap
+    return None if _meter is None else _meter.lap()

@@ -16,10 +16,8 @@ from typing import Any
 
 import zmq
 
-from nbdist.metrics.node import active_meter
 from nbdist.wire.cells import Interrupt
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.knowing import GetLap, Lap
 from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Answer, Ask
 from nbdist.worker.cell.interrupts import InterruptGate
@@ -52,7 +50,7 @@ class ControlThread:
         self.on_interrupt: Callable[[], None] = lambda: None
         self.overdue: Callable[[], float | None] = lambda: None
         self.on_overdue: Callable[[], None] = lambda: None
-        self.answers: dict[type[Question[Any]], Work] = dict([GetLap.by(_lap)])
+        self.answers: dict[type[Question[Any]], Work] = {}
         self.questions = Questions(rank, lambda: not self.gate.running, self._answer_later)
         self._answered: deque[bytes] = deque()
 
@@ -112,8 +110,3 @@ class ControlThread:
         except BaseException as error:
             why = traceback.format_exception_only(type(error), error)[-1].strip()
             return encode(Answer(message.request, self._rank, NoAnswer(why), message.asker))
-
-
-def _lap(_: GetLap) -> Lap:
-    """Return the training steps of what ran last here."""
-    return Lap(active_meter.last_lap())

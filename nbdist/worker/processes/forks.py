@@ -8,21 +8,31 @@ collective, when they free its tensors. A DataLoader then waits for a worker tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _FIRST_LIMIT = 1.0  # seconds for the child to begin; twice as many at each further try, as a slow machine may need
 
 
 def mend() -> None:
     """Have `os.fork` in this process try again when the child is stuck. Does nothing where Python does not need it."""
-    if not is_needed(sys.version_info[:3]):
-        return
+    if is_needed(sys.version_info[:3]) and getattr(os.fork, "func", None) is not fork_until_it_runs:
+        os.fork = functools.partial(fork_until_it_runs, os.fork)
+
+
+@contextlib.contextmanager
+def mended() -> Iterator[None]:
+    """As `mend`, until the end of the block: for a process that is not ours, as a notebook's."""
     fork = os.fork
-    os.fork = lambda: fork_until_it_runs(fork)
+    mend()
+    try:
+        yield
+    finally:
+        os.fork = fork
 
 
 def is_needed(version: tuple[int, ...]) -> bool:

@@ -26,7 +26,7 @@ def mend() -> None:
 
 @contextlib.contextmanager
 def mended() -> Iterator[None]:
-    """As `mend`, until the end of the block: for a process that is not ours, as a notebook's."""
+    """Mend forks like `mend`, until the end of the block: for a process that is not ours, such as a notebook's."""
     fork = os.fork
     mend()
     try:

@@ -51,5 +51,5 @@ def open_segment(segment: Segment) -> int:
         return descriptor
     os.close(descriptor)
     raise Unreachable(
-        f"the process that sent it ({segment.pid}) has let go of it, its descriptor {segment.fd} is another file now"
+        f"the process that sent it ({segment.pid}) has released it, its descriptor {segment.fd} is another file now"
     )

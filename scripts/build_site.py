@@ -21,7 +21,16 @@ SITE = ROOT / "build" / "site"
 EXECUTED = ROOT / "build" / "notebooks"
 
 CHAPTERS = {
-    "Guides": ("training", "nodes", "launcher", "interrupts", "measures", "cuda_guard", "reliability", "troubleshooting"),
+    "Guides": (
+        "training",
+        "nodes",
+        "launcher",
+        "interrupts",
+        "measures",
+        "cuda_guard",
+        "reliability",
+        "troubleshooting",
+    ),
     "Notebooks": tuple(f"notebooks/{path.stem}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
     "Reference": ("reference", "api"),
     "Coming from": (

@@ -81,7 +81,7 @@ def _start() -> MagicParser:
     parser.add_argument("--master-port", type=number, metavar="PORT", help="where it listens for them (default: any)")
     parser.add_argument("--interface", metavar="NAME", help="the network between them (default: the one to ADDRESS)")
     parser.add_argument(
-        "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: as many as ranks)"
+        "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"
     )
     parser.add_argument(
         "--backend", metavar="NAME", help="backend of the process group (default: nccl and gloo with GPUs, else gloo)"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbdist.errors import StaleGroupError
+from nbdist.wire.rank_processes import StoreAddress
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.groups import process_groups as module
 from nbdist.worker.groups.process_groups import Collectives
@@ -35,7 +36,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 
 @pytest.fixture
 def collectives(monkeypatch: pytest.MonkeyPatch) -> Collectives:
-    found = Collectives(1, 0)
+    found = Collectives(1, StoreAddress())
     monkeypatch.setattr(found, "store", dist.HashStore)
     return found
 

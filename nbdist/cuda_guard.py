@@ -64,7 +64,7 @@ class Initialization:
 
     def _by(self) -> str:
         if self.before_guard:
-            return f"before nbdist watched, so by whom is not known{_suspects()}"
+            return f"before nbdist watched, so the caller is unknown{_suspects()}"
         if not self.chain:
             return f"by a caller that could not be found{_suspects()}"
         parts = [f"by {self.chain[-1]}", *self._way(), *self._when()]
@@ -99,7 +99,7 @@ def arm() -> None:
 
 
 def first() -> Initialization | None:
-    """Who initialized CUDA in this process by way of torch, or in the one that it was forked from.
+    """Return what initialized CUDA through torch in this process, or in the process that it was forked from.
 
     Returns:
         None if nobody did, as far as torch knows: `safe_to_fork` asks the driver, too.
@@ -111,7 +111,7 @@ def first() -> Initialization | None:
 
 
 def describe() -> str:
-    """Who initialized CUDA, in one sentence. Asks the driver and NVML when torch knows of nobody; forks nothing."""
+    """Return what initialized CUDA, in one sentence. Asks the driver and NVML if torch doesn't know; forks nothing."""
     initialization = first()
     if initialization is not None:
         return f"{initialization}."
@@ -119,7 +119,7 @@ def describe() -> str:
     if devices or _driver_is_initialized():
         where = f" on GPU {', '.join(map(str, devices))}" if devices else ""
         return (
-            f"CUDA was initialized{where} past torch's own initialization, so by whom is not known: "
+            f"CUDA was initialized{where} bypassing torch's own initialization, so the caller is unknown: "
             f"`torch.cuda.is_available()` and `device_count()` do that, and code that calls CUDA itself{_suspects()}."
         )
     if not _can_watch():
@@ -151,7 +151,7 @@ def context_outside_torch() -> list[int]:
 
 
 def safe_to_fork() -> bool:
-    """Whether processes forked from this one could use CUDA. Never initializes it here; costs a fork of milliseconds.
+    """Return whether processes forked from this one could use CUDA. Never initializes it; costs a fork (milliseconds).
 
     True on machines without GPUs, whatever has asked for them.
     """
@@ -329,7 +329,7 @@ def _cell(frame: FrameType) -> int:
 
 
 def _place(frame: FrameType) -> str:
-    """`cell 3, line 2`, or the file as its package has it: `bitsandbytes/cextension.py:97`."""
+    """Return `cell 3, line 2`, or a file relative to its package: `bitsandbytes/cextension.py:97`."""
     cell = _cell(frame)
     if cell:
         return f"cell {cell}, line {frame.f_lineno}"

@@ -85,7 +85,7 @@ class Plan(Settings):
         return replace(self, **changes)
 
     def environment(self, *, world_size: int = 1, device: object = None) -> dict[str, str]:
-        """The variables by which Accelerate's `Accelerator()` and transformers' `TrainingArguments` follow this plan.
+        """Return variables by which Accelerate's `Accelerator()` and transformers' `TrainingArguments` follow the plan.
 
         They follow precision, fsdp and hsdp with their settings, activation checkpointing under these, compilation;
         `Accelerator` also accumulation, which `TrainingArguments` takes as its own argument. Clipping, hooks, local
@@ -168,5 +168,5 @@ def _read(path: str) -> str:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(
             f"{PLAN_VARIABLE} is {path!r}, neither JSON nor a file that can be read ({why}): "
-            f"set it to {_EXAMPLE}, or to the path of a file that holds such"
+            f"set it to {_EXAMPLE}, or to the path of a file that holds one"
         ) from None

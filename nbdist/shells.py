@@ -44,7 +44,7 @@ def cell_files() -> Mapping[str, int]:
 
 
 def become_rank() -> None:
-    """This process, and what is forked from it, is a rank from now on."""
+    """Mark this process, and all forked from it, as a rank from now on."""
     global _on_rank
     _on_rank = True
 

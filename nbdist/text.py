@@ -54,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 def flop_rate(rate: float) -> str:
-    """FLOP/s with a unit: "412 TFLOPS", "48.1 GFLOPS", "0.520 MFLOPS"."""
+    """Format FLOP/s with a unit: "412 TFLOPS", "48.1 GFLOPS", "0.520 MFLOPS"."""
     scale, unit = flop_unit(rate)
     return f"{flops_in(scale, rate)} {unit}"
 
@@ -76,7 +76,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def _three_figures(value: float) -> str:
-    """Always three, so that a figure keeps its width, and without an exponent."""
+    """Format with three significant figures, so that the width stays the same, and without an exponent."""
     value = float(f"{value:.3g}")
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 

@@ -110,7 +110,7 @@ class Switchboard:
         self.forward(lane, encode(message))
 
     def forward(self, lane: bytes, frame: bytes) -> None:
-        """Like `send`, for a message that is already encoded."""
+        """Send a message that is already encoded, like `send`."""
         if lane in self._connected:
             self.socket.send_multipart([lane, frame])
         else:

@@ -107,7 +107,7 @@ class Experiment:
         self._failed = False
 
     def begin(self) -> Experiment:
-        """From now on names belong to it. Returns itself.
+        """Start assigning new names to it. Returns itself.
 
         Raises:
             UsageError: It has begun before.
@@ -165,7 +165,7 @@ class Experiment:
             raise
 
     def _check_kept(self) -> None:
-        """A name that is misspelled must not cost what it was meant to keep."""
+        """Check the names to keep: a misspelled one must not delete what it was meant to keep."""
         missing = sorted(self._keep - set(self._namespace))
         self._keep -= set(missing)
         if missing and not self._failed:

@@ -69,7 +69,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
         return Usage(self.start, later.end, peak, self.sampled or later.sampled)
 
     def as_data(self) -> dict[str, Any]:
-        """With what follows from it, for JSON."""
+        """Return all figures, including derived ones, for JSON."""
         derived = {"consumed": self.consumed, "peaked": self.peaked, "needed": self.needed}
         return {"start": self.start, "end": self.end, "peak": self.peak, "sampled": self.sampled} | derived
 
@@ -319,7 +319,7 @@ def kept_by_malloc() -> int:
 
 
 def resolution() -> int:
-    """Bytes by which a peak of the CPU may be off where memory has been freed since: the kernel counts in batches.
+    """Return the possible error, in bytes, of a CPU peak after memory was freed: the kernel counts in batches.
 
     Linux 6.2 and later, include/linux/percpu_counter.h: max(32, 2 x cores) pages on each core, for each of three kinds
     of pages. What is in use at the start and the end is summed exactly.

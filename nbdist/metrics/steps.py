@@ -128,7 +128,7 @@ class StepMeter:
         return self._summary(self._steps, recent)
 
     def lap(self) -> StepSample:
-        """The steps since the last lap; what follows until the next step belongs to none. In the starting thread.
+        """Return the steps since the last lap; time until the next step belongs to none. In the starting thread.
 
         Returns:
             `steps`: of this lap.

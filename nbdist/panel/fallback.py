@@ -129,7 +129,7 @@ def html(view: View, identity: str = "", *, ended: bool = False) -> str:
 
 
 def _style(identity: str) -> str:
-    """Takes away the line that JupyterLab shows below for a widget whose kernel is gone."""
+    """Return CSS that hides the line JupyterLab shows for a widget whose kernel is gone."""
     below = f'.jp-OutputArea-child:has([data-nbdist-panel="{escape(identity)}"]) + .jp-OutputArea-child'
     return f"<style>{below} > .jupyter-widgets:not(:has(*)){{display:none}}</style>"
 

@@ -289,7 +289,7 @@ class _Together(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[RankSample]) -> _Together | None:
-        """None if no rank trains."""
+        """Return the ranks that train; None if none does."""
         timed = [(rank, seconds) for rank in ranks if rank.step and (seconds := _seconds(rank.step))]
         if not timed:
             return None
@@ -382,7 +382,7 @@ def _shares(steps: Sequence[StepSample]) -> list[Stat]:
 
 
 def _seconds(step: StepSample) -> float | None:
-    """Of one step; None also where a clock ran backwards."""
+    """Return the seconds of one step; None also if a clock ran backwards."""
     seconds = finite(step.seconds)
     return seconds if seconds is not None and seconds > 0 else None
 
@@ -399,7 +399,7 @@ def min_mean_max(amounts: Sequence[int]) -> str:
 
 
 def clip(text: str) -> str:
-    """At most so many characters of an explanation."""
+    """Return at most `limit` characters of an explanation."""
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 

@@ -63,7 +63,7 @@ class Updates:
         return self._layout == _layout(view)
 
     def reset(self, view: View, live: str, rate: float) -> None:
-        """From now on the page knows this: the caller sends it the `state`."""
+        """Note what the page knows from now on: the caller sends it the `state`."""
         if not self.fits(view):
             self._history = [deque(maxlen=HISTORY) for _ in view.rows if not view.heat]
         self._layout, self._heat = _layout(view), view.heat
@@ -73,7 +73,7 @@ class Updates:
         self._levels.reset(view)
 
     def state(self) -> dict[str, Any]:
-        """All that the page knows: what a page that opens later has to be told, so that it understands updates."""
+        """Return all that the page knows, for a page that opens later, so that it understands updates."""
         return {
             "id": self._identity,
             "columns": list(Row._fields),
@@ -120,7 +120,7 @@ class Updates:
         return sorted(order, key=lambda metric: metric != self.metric) if self._turn % 2 else order
 
     def _weights(self, view: View) -> dict[int, int]:
-        """Of rows that come before others."""
+        """Return the weights of rows that come before others."""
         weights = {index: weight for index, row in enumerate(view.rows) if (weight := urgency(row))}
         return weights | {self.chosen: _CHOSEN} if self.chosen is not None else weights
 
@@ -174,7 +174,7 @@ class _Levels:
         self.told = _levels(view) if view.heat else {}
 
     def changes(self, view: View, order: Sequence[str], budget: int) -> list[Delta]:
-        """From each metric the stretch that differs, within so many bytes."""
+        """Return the stretch of each metric that differs, within a limit of bytes."""
         if not self.told:
             return []
         now = _levels(view)
@@ -298,5 +298,5 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 
 def _json(value: Any) -> bytes:
-    """As Jupyter's client library writes it."""
+    """Encode like Jupyter's client library."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -121,7 +121,7 @@ def uncompiled(plan: Settings) -> dict[str, Any]:
 
 
 def with_parts_dropped(plan: Settings, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes to a plan, and with a setting that they turn off what only says more of it, back to its default."""
+    """Return the changes to a plan; settings that belong to one they turn off go back to their defaults."""
     parts = [
         name
         for name, setting in SETTINGS.items()

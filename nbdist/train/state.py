@@ -63,7 +63,7 @@ class Living(MutableSequence[T]):
         del self._references[index]
 
     def insert(self, index: int, item: T) -> None:
-        """As with a list."""
+        """Insert like a list."""
         self._alive()
         self._references.insert(index, _weakly(item))
 
@@ -168,13 +168,13 @@ class State:
         return self.active[-1] if self.active else None
 
     def enter_loader(self, loader: Any) -> None:
-        """A loop over this prepared loader begins."""
+        """Note that a loop over this prepared loader begins."""
         before_loop()
         self.leave_loader(loader)
         self.active.append(loader)
 
     def leave_loader(self, loader: Any) -> None:
-        """The loop over this prepared loader has ended, or was left."""
+        """Note that the loop over this prepared loader has ended, or was left."""
         self.active = Living(other for other in self.active if other is not loader)
 
     def abandon_window(self) -> None:
@@ -188,7 +188,7 @@ class State:
             record.consumed, record.phase, record.inside = False, "scaled", None
 
     def add_model(self, model: nn.Module) -> None:
-        """A model has been prepared. It may replace an earlier one, once the caller has assigned it."""
+        """Add a prepared model. It may replace an earlier one, once the caller has assigned it."""
         global _replaced_before_loop, _replaced_in_cell
         _replaced_before_loop = _replaced_in_cell = bool(_prepared)
         _prepared.add(model)

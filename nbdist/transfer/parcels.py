@@ -125,7 +125,7 @@ class Storage:
         self.used: list[tuple[int, int]] = []
 
     def need(self, first: int, last: int, tensor: Any = None) -> None:
-        """Bytes from first up to last have to travel, for this tensor or for the storage itself."""
+        """Note that bytes `first` to `last` have to be sent, for this tensor or for the storage itself."""
         self.tensors.append(tensor)
         if first < last:
             self.used.append((first, last))
@@ -290,7 +290,7 @@ def _memory(address: int, size: int) -> memoryview:
 
 
 def free_memory() -> int:
-    """Bytes that this machine, or this container, can give away. Linux promises more, and kills for it later."""
+    """Return the bytes that this machine, or container, can give. Linux promises more, and kills for it later."""
     with open("/proc/meminfo") as file:
         sizes = {name: int(size.split()[0]) << 10 for name, size in (line.split(":") for line in file)}
     limit, used = host.memory()
@@ -368,7 +368,7 @@ def _open(segment: Segment, name: str) -> int:
         return descriptor
     os.close(descriptor)
     raise TransferError(
-        f"cannot receive {name!r}: the process that sent it ({segment.pid}) has let go of it, "
+        f"cannot receive {name!r}: the process that sent it ({segment.pid}) has released it, "
         f"its descriptor {segment.fd} is another file now; send it again"
     )
 

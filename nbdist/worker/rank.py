@@ -58,11 +58,11 @@ _LONGEST_FOLDER = 85  # characters; the path of a socket in it may have 107
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
 _RESTORED = "nbdist: this cell left {} closed or redirected; it is restored for the next cell"
 _CANCELLED = "nbdist: this cell left an alarm pending (SIGALRM); it is cancelled, since it would stop the next cell"
-_AROUND = "This failed in nbdist's own work around the cell, {}; the rank and its variables are kept."
+_AROUND = "This failed in nbdist itself, {}; the rank and its variables are kept."
 
 
 def _enter(parent: int) -> None:
-    """What a process does first that has just been forked. `parent`: the process that did it."""
+    """Do what a newly forked process must do first. `parent`: the process that forked it."""
     os.setsid()
     die_with_parent(parent)
     adopt_orphans()  # what its children leave behind stays below it, and so is found when it dies
@@ -85,7 +85,7 @@ def enter_anew(parent: int, descriptors: list[int]) -> NoReturn:
 
 
 def main() -> None:
-    """The process of a rank that is a Python of its own. Arguments: its parent, then its descriptors."""
+    """Run a rank that is its own Python. Arguments: its parent, then its descriptors."""
     parent, *descriptors = map(int, sys.argv[1:])
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
@@ -318,7 +318,7 @@ class RankProcess:
                 reply = self._failed_around(task, error, "while its reply was sent")
 
     def _put_in_order(self) -> None:
-        """What the task has done to the process, so that the next one is seen and lives."""
+        """Repair what the task did to the process, so that the next one is seen and survives."""
         streams.flush_c()
         notes = [_RESTORED.format(what) for what in self._streams.restore()]
         if cancel_alarm():

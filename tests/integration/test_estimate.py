@@ -281,7 +281,7 @@ def test_what_cant_be_estimated_is_one_clear_error(call: Callable[[], object], w
     [
         (TrialTask(nn.Linear(8, 8), (8, 9), torch.optim.SGD, None), "raised RuntimeError: .*same reduction dim"),
         (TrialTask(lambda: 3, (8, 8), torch.optim.SGD, None), "a function that returned a int: it must return"),
-        (TrialTask(Mlp(8), (8, 8), ALIEN, None), "no parameter of this model: give a class"),
+        (TrialTask(Mlp(8), (8, 8), ALIEN, None), "no parameter of this model: pass a class"),
         (
             TrialTask(Mlp(8), (8, 8), torch.optim.SGD, lambda output: output),
             r"one element, not a tensor of shape \(8, 8\)",

@@ -84,7 +84,7 @@ def stopped(kernel: Kernel, rank: int) -> Iterator[None]:
 
 
 def line_of(cell: Execution) -> str:
-    return next((text for text in cell.outcome.plain if "waits for" in text), "")
+    return next((text for text in cell.outcome.plain if "waiting for" in text), "")
 
 
 def test_a_group_of_a_busy_rank_is_an_error_until_the_rank_is_idle_and_then_right(

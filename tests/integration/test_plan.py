@@ -296,7 +296,7 @@ def propose(memory, world_size=2, **settings):
 def test_the_first_strategy_that_fits_is_proposed_and_nothing_changes(plain: Kernel) -> None:
     plain.ok(f"%%distributed -r 0\n{MODEL}")
     shown = plain.ok("%distributed plan auto --model model --batch batch --precision bf16").stdout
-    assert shown.splitlines()[1].startswith("ddp ") and "Proposed is ddp: the first that fits" in shown
+    assert shown.splitlines()[1].startswith("ddp ") and "Proposed: ddp, the fastest that fits" in shown
     assert "`%distributed plan --precision bf16` applies it." in shown
     assert plain.value("nbdist.get_session().plan == Plan()")
 

@@ -275,5 +275,5 @@ def test_a_buffer_of_any_type_shows_whether_it_was_set(tmp_path: Path, kind: tor
 def test_weights_are_for_one_model(folder: Path) -> None:
     from nbdist.train.prepare.prepare import prepare
 
-    with pytest.raises(UsageError, match="weights are for one model, and prepare was given 2"):
+    with pytest.raises(UsageError, match="weights are for one model, but prepare got 2"):
         prepare(llama(), llama(), weights=folder)

@@ -75,7 +75,7 @@ def test_a_model_of_transformers_names_its_output_layer() -> None:
 
 
 def test_a_model_without_large_layers_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"'fp8' has nothing to do in Sequential: .* Set precision to 'bf16'"):
+    with pytest.raises(UsageError, match=r"'fp8' does nothing in Sequential: .* Set precision to 'bf16'"):
         strategies.refuse_unfit(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), FP8)
 
 

@@ -75,7 +75,7 @@ def _start() -> MagicParser:
     parser = MagicParser("%distributed start", "Start ranks.", number="-n")
     _add_group(parser)
     parser.add_argument(
-        "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: as many as ranks)"
+        "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"
     )
     parser.add_argument(
         "--backend", metavar="NAME", help="backend of the process group (default: nccl and gloo with GPUs, else gloo)"

@@ -81,7 +81,7 @@ def _propose(session: Session | None, plan: Plan, arguments: argparse.Namespace)
     why = "the fastest that fits with 10 % of the memory to spare"
     words = flags(session.plan, proposed)
     take = f"`%distributed plan {words}` applies it." if words else "This is already the plan."
-    return f"{shown}\nProposed: {found['tried'][-1][0]}: {why}.\n{take}"
+    return f"{shown}\nProposed: {found['tried'][-1][0]}, {why}.\n{take}"
 
 
 def _ask_for_proposal(session: Session, plan: Plan, model: str, batch: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Block(msgspec.Struct, frozen=True):
     dtype: str
 
     def describe(self) -> str:
-        """In words: "model.weight (float32, 1024 x 1024)"."""
+        """Describe the tensor: "model.weight (float32, 1024 x 1024)"."""
         return f"{self.name} ({self.dtype}, {' x '.join(map(str, self.shape)) or 'one number'})"
 
 

@@ -196,7 +196,7 @@ class SharedStats:
         return found
 
     def reset_for_user(self) -> None:
-        """The user resets the peaks."""
+        """Handle a reset of the peaks by the user."""
         self.watermark.restart(self._users)
 
 

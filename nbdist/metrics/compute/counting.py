@@ -178,7 +178,7 @@ _under_way: weakref.WeakSet[Counting] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
-    """A process that is forked while its parent counts, as a DataLoader's worker may be, does not count."""
+    """Stop counting in a process forked while its parent counts, such as a DataLoader's worker."""
     for counting in list(_under_way):
         counting.leave()
 
@@ -208,12 +208,12 @@ class _Mode(TorchDispatchMode):
 
 
 def _ignore(outputs: object) -> None:
-    """A listener that only wants passes to be seen."""
+    """Do nothing: a listener that only has the passes observed."""
 
 
 @functools.cache
 def _dispatches_itself(kind: type) -> bool:
-    """Whether a kind of tensor turns operations into others, as DTensor does: FakeTensor computes shapes, no more."""
+    """Return whether a type of tensor turns operations into others, like DTensor; FakeTensor only computes shapes."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
@@ -229,6 +229,6 @@ def _name(func: Any) -> str:
 
 
 def _operand(args: Any) -> torch.Tensor | None:
-    """What is multiplied: the last tensor among the first two arguments, as `addmm` begins with what is added."""
+    """Return what is multiplied: the last tensor of the first two arguments, because `addmm` begins with the addend."""
     tensors = [arg for arg in pytree.tree_leaves(args[:2]) if isinstance(arg, torch.Tensor)]
     return tensors[-1] if tensors else None

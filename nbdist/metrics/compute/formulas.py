@@ -97,7 +97,7 @@ def _addbmm(call: OperationCall) -> int:
 
 
 def _grouped_mm(call: OperationCall) -> int:
-    """The groups are a batch of `mat_a` or `mat_b`, or cut their common dimension; empty rows at the end count too."""
+    """Count groups that are a batch of `mat_a` or `mat_b`, or split their common dimension, including empty rows."""
     left, right = call.shape("self"), call.shape("mat2")
     if len(left) == 3 and len(right) == 2:  # a batch of matrices, each with its part of the other's columns
         return 2 * int(left[1]) * prod(right)
@@ -113,7 +113,7 @@ def _packed_linear(call: OperationCall) -> int:
 
 
 def _convolution_backward(call: OperationCall) -> int:
-    """As much as the forward pass for each of the two gradients that is asked for; groups count, unlike in torch's."""
+    """Count as much as the forward pass for each of the two gradients requested; groups count, unlike in torch's."""
     spatial = call.shape("input" if call["transposed"] else "grad_output")[2:]
     forward = 2 * int(call.shape("input")[0]) * prod(spatial) * prod(call.shape("weight"))
     return forward * sum(map(bool, call["output_mask"][:2]))
@@ -171,7 +171,7 @@ def _kernel_attention_backward(call: OperationCall) -> Work:
 
 
 def _parts(call: OperationCall) -> list[tuple[int, int]]:
-    """Of the kernels below SDPA, which take (batch, length, heads, width), or sequences of different lengths packed."""
+    """Return the parts of the kernels below SDPA: (batch, length, heads, width), or packed sequences of any lengths."""
     query, key, value = call.shape("query"), call.shape("key"), call.shape("value")
     ends = call.first("cum_seq_q", "cu_seqlens_q")
     if ends is None:
@@ -187,14 +187,14 @@ def _parts(call: OperationCall) -> list[tuple[int, int]]:
 
 
 def _lengths(ends: torch.Tensor, longest: int) -> list[int]:
-    """Of packed sequences; where there are no values to read, as many of the longest."""
+    """Return the lengths of packed sequences; if no values can be read, the longest for each."""
     if ends.device.type == "meta":
         return [int(longest)] * (ends.numel() - 1)
     return [int(length) for length in ends.diff().tolist()]
 
 
 def _multi_head(call: OperationCall) -> int:
-    """`nn.MultiheadAttention` in one kernel, as it runs in evaluation."""
+    """Count `nn.MultiheadAttention` in one kernel, as in evaluation."""
     batch, length, width = call.shape("query")
     others = int(call.shape("key")[1])
     projections = 2 * batch * width * width * (length + 2 * others + length)
@@ -202,7 +202,7 @@ def _multi_head(call: OperationCall) -> int:
 
 
 def _encoder_layer(call: OperationCall) -> int:
-    """`nn.TransformerEncoderLayer` in one kernel, as it runs in evaluation."""
+    """Count `nn.TransformerEncoderLayer` in one kernel, as in evaluation."""
     batch, length, width = call.shape("src")
     feed_forward = prod(call.shape("ffn_weight_1")) + prod(call.shape("ffn_weight_2"))
     return 2 * batch * length * (4 * width * width + feed_forward) + 4 * batch * length * length * width
@@ -364,7 +364,7 @@ def work_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
 
 @functools.cache
 def is_heavy(function: Any) -> bool:
-    """Whether an operation without a formula probably does work that counts: products, or somebody's own kernel."""
+    """Return whether an operation without a formula probably does work that counts: products, or a custom kernel."""
     namespace, _, name = function.name().partition("::")
     if namespace != "aten":
         return namespace not in _NO_WORK

@@ -104,17 +104,17 @@ class LiveCounts:
         return self._counting is not None
 
     def enter_optimizer(self) -> None:
-        """From here to the end of the step, products without autograd are the optimizer's own."""
+        """Count products without autograd as the optimizer's own, from here to the end of the step."""
         if self._counting is not None:
             self._counting.in_optimizer = True
 
     def end_lap(self) -> None:
-        """What follows may differ from what is known by now. A count that is under way is dropped."""
+        """End the lap: what follows may differ. A count in progress is dropped."""
         self.leave()
         self._looked_at.clear()
 
     def finish(self, shape: Shape) -> None:
-        """The step that may have been counted ends, and had this shape."""
+        """End the step that may have been counted, and had this shape."""
         counting = self._counting
         self._steps += 1
         if counting is None:
@@ -133,7 +133,7 @@ class LiveCounts:
         self._counted = shape
 
     def _carry_over(self, shape: Shape) -> None:
-        """What was counted ran without compiled code. Steps before and behind it that have some take the same work."""
+        """Carry a count over from eager steps to steps with compiled code, which do the same work."""
         before = self._latest.pop(shape.optimizer, None)
         while len(self._latest) >= _OPTIMIZERS:
             del self._latest[next(iter(self._latest))]
@@ -260,7 +260,7 @@ def _is_compiled() -> bool:
 
 
 def _is_alone() -> bool:
-    """Whether no other rank has to decide alike: compiled collectives may come in another order than eager ones."""
+    """Return whether no other rank must decide alike: compiled collectives may run in another order than eager ones."""
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 

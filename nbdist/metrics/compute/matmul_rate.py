@@ -133,7 +133,7 @@ def _sizes(free: int, dtype: torch.dtype) -> list[int]:
 
 @contextlib.contextmanager
 def _tensor_cores(wanted: bool) -> Iterator[None]:
-    """Products of fp32 on GPUs in tensor cores or not; afterwards as before."""
+    """Run fp32 products on GPUs with or without tensor cores in the body; restore the setting afterwards."""
     matmul: Any = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")  # since 2.9; where this has been used, the older functions raise
 

@@ -27,7 +27,7 @@ def available() -> bool:
 
 
 def differentiable() -> bool:
-    """Whether a pass is under way whose operations are recorded, so that grad mode is on without any recomputation."""
+    """Return whether a recorded backward pass is in progress, so that grad mode is on without recomputation."""
     return _differentiable > 0
 
 
@@ -98,7 +98,7 @@ def _wrap(original: Callable[..., Any], listeners: Callable[[], list[Listener]])
 
 
 def _is_part_of_another() -> bool:
-    """Whether a pass belongs to one that is seen: to a reentrant checkpoint's, or to one that is only being traced."""
+    """Return whether a pass belongs to one already seen: a reentrant checkpoint's, or one that is only traced."""
     return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()
 
 

@@ -118,7 +118,7 @@ def peak(name: str, dtype: str) -> Peak | None:
 
 
 def estimate(name: str, capability: tuple[int, int], sms: int, clock: float, dtype: str) -> Peak | None:
-    """What a device should be able to do by its properties, for those that the table lacks, MIG instances among them.
+    """Estimate a device's peak from its properties, if the table lacks it (as for MIG instances).
 
     Args:
         name: As `torch.cuda.get_device_name` gives it; GeForce cards have other rates.
@@ -195,7 +195,7 @@ def _of_gpu(index: int, dtype: str) -> Peak | None:
 
 
 def _highest_clock(properties: Any) -> float:
-    """Of the SMs, Hz; 0 where neither torch nor the driver tells."""
+    """Return the highest clock of the SMs in Hz; 0 if neither torch nor the driver reports it."""
     if found := getattr(properties, "clock_rate", 0):
         return 1000.0 * float(found)
     return ask_once(lambda nvml: _highest_clock_by_driver(nvml, f"GPU-{properties.uuid}"), 0.0)

@@ -87,7 +87,7 @@ class StepEvents:
         return bool(self._stack) and _is_running(self.frame, sys._current_frames().get(self._thread))
 
     def forget(self) -> None:
-        """No step is under way: let go of what one that has raised left behind."""
+        """Forget what a step that raised left behind: no step is in progress."""
         self._stack.clear()
         self.frame = None
 

@@ -32,7 +32,7 @@ def measures() -> bool:
 
 
 def set_meter(meter: ActiveMeter) -> None:
-    """From now on this one measures the steps of this process."""
+    """Set the meter that measures this process's steps from now on."""
     global _meter
     _meter = meter
 
@@ -52,5 +52,5 @@ def current_sample() -> StepSample | None:
 
 
 def end_lap() -> StepSample | None:
-    """A cell, or whatever else ran steps, has ended. In the thread that has called `nbdist.metrics.steps.start`."""
+    """End the lap of a cell, or of other code with steps, in the thread that called `nbdist.metrics.steps.start`."""
     return None if _meter is None else _meter.lap()

@@ -73,7 +73,7 @@ def _gpu(cuda: Any, index: int) -> dict[str, Any]:
 
 
 def in_use(cuda: Any, own: int) -> int:
-    """The GPU that this process uses: its own, or, if torch holds nothing there, the one where it holds the most.
+    """Return the GPU that this process uses: its own, or if torch holds nothing there, where it holds the most.
 
     Args:
         cuda: `torch.cuda`, initialized.

@@ -58,7 +58,7 @@ def anonymous_memory() -> int:
 
 
 def private_memory() -> int:
-    """Bytes of memory that only this process holds, with what it has written of shared pages. May take a while.
+    """Return the bytes that only this process holds, including shared pages it has written. May take a while.
 
     The kernel walks all pages, under a lock that who maps memory waits for.
     """

@@ -116,7 +116,7 @@ class Nvml:
         )
 
     def _memory(self, handle: Any) -> tuple[int, int]:
-        """Bytes that processes can have, and that they have: without what the driver keeps for itself, as CUDA counts.
+        """Return the bytes available and in use, without the driver's own reserve, like CUDA.
 
         Only the second version of the call tells that apart; the first counts it as used.
         """

@@ -158,7 +158,7 @@ def gpu_of(uuid: str, nodes: Iterable[NodeSample]) -> GpuSample | None:
 
 
 def gpu_among(uuid: str, gpus: Iterable[GpuSample]) -> GpuSample | None:
-    """Like `gpu_of`, of GPUs that belong to no node yet."""
+    """Return a rank's GPU like `gpu_of`, from GPUs that belong to no node yet."""
     number = _number(uuid)
     return next((gpu for gpu in gpus if number and _number(gpu.uuid) == number), None)
 

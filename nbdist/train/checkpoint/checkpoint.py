@@ -249,7 +249,7 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
 
 
 def _refuse_different_models(models: Sequence[Mapping[str, str]]) -> None:
-    """A model that was replaced may still be referred to on some ranks: shards of different ones make no model."""
+    """Raise an error if a replaced model is still referenced on some ranks: shards of different models don't fit."""
     for number, theirs in enumerate(models):
         if theirs != models[0]:
             counts = f"{len(models[0])} on rank 0, {len(theirs)} on rank {number}"

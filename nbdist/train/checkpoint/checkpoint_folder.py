@@ -98,7 +98,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Whether all files of a checkpoint are there, with their sizes.
+    """Check that all files of a checkpoint exist, with their sizes.
 
     Raises:
         CheckpointError: Some are not.
@@ -201,7 +201,7 @@ def _is_being_written(partial: Path) -> bool:
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first; one that is being replaced only while nothing else has its name."""
+    """Return complete checkpoints, oldest first; one being replaced only while nothing else has its name."""
     found = [(manifest.get("saved_at", 0.0), path) for path in _folders(folder) if (manifest := read_manifest(path))]
     return [path for _, path in sorted(found) if not (is_previous(path) and _replaced_by(path).exists())]
 

@@ -32,7 +32,7 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes, from a number or a text such as "5GB" or "512MiB".
+    """Return a size in bytes, from a number or a str such as "5GB" or "512MiB".
 
     Raises:
         UsageError: It is neither.

@@ -108,7 +108,7 @@ class Restoring:
             optimizer.refuse_other()
 
     def slots(self, types: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-        """The tensors to read into, by name: those of models and optimizers themselves where there are fitting ones."""
+        """Return the tensors to read into, by name: those of models and optimizers themselves where they fit."""
         slots = {name: tensor for model in self._models for name, tensor in model.tensors().items()}
         for optimizer in self._optimizers:
             slots |= optimizer.slots(types)
@@ -186,11 +186,11 @@ class _Model:
         return [(name, own[key]) for key, name in self.parameters.items() if key in own]
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of its tensors, by the names that they have in the module."""
+        """Return the shapes of its tensors, by their names in the module."""
         return {name.removeprefix(f"{self.prefix}."): tensor.shape for name, tensor in self._tensors.items()}
 
     def buffers(self) -> list[str]:
-        """Whole tensors that are no parameters: the ones that ranks may hold different values of."""
+        """Return the names of whole tensors that are not parameters, whose values may differ between ranks."""
         known = set(self.parameters.values())
         return [name for name, tensor in self._tensors.items() if name not in known and not isinstance(tensor, DTensor)]
 
@@ -357,7 +357,8 @@ def _optimizers_of(state: State, values: Mapping[str, Any], models: Sequence[_Mo
 def _other_count(kind: str, here: int, there: int) -> str:
     prepared = f"{here} {'is' if here == 1 else 'are'} prepared here"
     return (
-        f"the checkpoint holds {_count(there, kind)}, and {prepared}: prepare (or register) as many. Nothing was loaded"
+        f"the checkpoint holds {_count(there, kind)}, and {prepared}: prepare (or register) the same number. "
+        "Nothing was loaded"
     )
 
 
@@ -384,7 +385,7 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def _modules(state: State) -> Iterator[tuple[str, nn.Module]]:
-    """The models, and the modules among the registered objects, such as averaged weights, which may be as large."""
+    """Yield the models, and the modules among the registered objects, such as averaged weights, which may be large."""
     yield from ((f"models.{number}", model) for number, model in enumerate(state.models))
     for number, thing in enumerate(state.registered):
         if isinstance(thing, nn.Module):
@@ -406,7 +407,7 @@ def _state_of(thing: Any) -> Any:
 
 
 def _plain_state(value: Any, owner: Any) -> Any:
-    """A state without methods: a scheduler's holds all that its object does, those that `prepare` has replaced too."""
+    """Return a state without methods: a scheduler's holds its attributes, including those `prepare` replaced."""
     if isinstance(value, DTensor):
         raise UsageError(f"the state of {type(owner).__name__} holds shards: register the module that they belong to")
     if type(value) is dict:
@@ -418,8 +419,8 @@ def _plain_state(value: Any, owner: Any) -> Any:
 def _take_optimizer(
     prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Its tensors, and the rest: groups with names instead of numbers, plain values, which tensors there are, and which
-    of them are signed among those that it keeps quantized.
+    """Return its tensors, and the rest: groups with names instead of numbers, plain values, the names of the tensors,
+    and those that are signed among the quantized ones.
 
     Not by torch's `get_optimizer_state_dict`: that makes a step with an optimizer that has made none yet.
     """

@@ -110,7 +110,7 @@ class SafetensorsFiles:
         self._files = files
 
     def shapes(self) -> Shapes:
-        """As the files say."""
+        """Return the shapes in the files."""
         return self._files.shapes()
 
     def fill(self, targets: Targets) -> None:
@@ -274,7 +274,7 @@ class DcpFolder:
         return self._shapes
 
     def fill(self, targets: Targets) -> None:
-        """Each rank reads the stored pieces that its shards need."""
+        """Read the stored pieces that this rank's shards need."""
         alone = training.world_size() == 1
         with without_group_warning():
             dcp.load(dict(targets), storage_reader=FileSystemReader(self._folder), no_dist=alone)
@@ -295,7 +295,7 @@ class StateOfRank0:
             raise UsageError(f"weights on rank 0 are not a state dict of a model (names to tensors): {what}")
 
     def shapes(self) -> Shapes | None:
-        """None on other ranks."""
+        """Return the shapes on rank 0; None on other ranks."""
         if training.rank() != 0:
             return None
         return {name: list(tensor.shape) for name, tensor in self._tensors.items()}

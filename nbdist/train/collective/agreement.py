@@ -69,7 +69,7 @@ def all_numbers(number: int) -> torch.Tensor:
 
 
 def all_gather(result: torch.Tensor, mine: torch.Tensor) -> None:
-    """By the name that this torch has for it: newer ones warn of the older."""
+    """Call `all_gather_into_tensor` by this torch's name for it: newer versions warn of the older one."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(result, mine)
 
@@ -115,7 +115,7 @@ def differing(function: str, given: T, failure: str = "") -> list[T]:
 def compare(
     function: str, given: T, failure: str, carried: torch.Tensor | None = None
 ) -> tuple[list[T], torch.Tensor | None]:
-    """As `differing`; with all ranks' values of a small tensor, if one was given.
+    """Compare like `differing`; also return all ranks' values of a small tensor, if one was given.
 
     What each rank sends first is one negative number, which nothing else begins with: a rank that is in another call is
     noticed before its bytes are taken for an answer. Its upper half tells the call; the tensor travels in the lower.
@@ -131,8 +131,8 @@ def compare(
     stranger = said.index(max(said))
     if said[stranger] >= 0:
         raise UsageError(
-            f"{function} was called here while rank {stranger} is in another exchange: let all ranks make the same "
-            "calls in the same order"
+            f"{function} was called here while rank {stranger} is in a different collective: make the same "
+            "calls on all ranks, in the same order"
         )
     if set(said) == {mine} and not failure:
         return [], None if carried is None else _from_bits(words, carried.dtype)
@@ -172,7 +172,7 @@ def refuse_differing(
     told: Sequence[str],
     *,
     what: str = "arguments",
-    advice: str = "Give all ranks the same",
+    advice: str = "Pass the same on all ranks",
     ranks: Sequence[int] | None = None,
 ) -> None:
     """Refuse a call for which ranks were given different things.
@@ -228,7 +228,7 @@ def refuse_failures(failures: Sequence[str], ranks: Sequence[int] | None = None)
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What raises in the block on any rank raises on all of them at its end, as one error that names the ranks.
+    """Raise what any rank raises in the block on all of them at its end, as one error that names the ranks.
 
     Raises:
         UsageError: That is what was raised.
@@ -248,7 +248,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def _joined(texts: Mapping[int, str], own: int | None = None) -> str:
-    """What ranks have to tell, by rank; without the ranks if all tell the same, or if nobody tells more than `own`."""
+    """Join what ranks report, by rank; without the ranks if all report the same, or nobody more than `own`."""
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     for number, text in texts.items():
         ranks[text].append(number)

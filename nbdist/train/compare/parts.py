@@ -129,7 +129,7 @@ def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[li
     """Take arguments apart. An error becomes part of the description, so that all ranks hear of it."""
     try:
         if not objects:
-            raise UsageError(f"{function} was given nothing: type nbdist.{function}(model, optimizer)")
+            raise UsageError(f"{function} got nothing: write nbdist.{function}(model, optimizer)")
         parts = _parts(function, objects)
         entries = {name: entry for part in parts for name, entry in part.entries().items()}
     except UsageError as error:
@@ -264,7 +264,7 @@ def _receive_tensors(
     src: int,
     team: Team,
 ) -> None:
-    """Whole tensors go to all ranks at once; shards go from rank to rank, one pair after the other."""
+    """Receive whole tensors, sent to all ranks at once, and shards, sent from rank to rank in turn."""
     whole = [name for name in sorted(tensors) if original[name].shard is None]
     for device in sorted({original[name].device for name in whole}):
         team.give([tensors[name] for name in whole if original[name].device == device], device, src, None)
@@ -351,7 +351,7 @@ _SHARDED_OTHERWISE = {
 
 
 def _refuse_unknown_shards(function: str, thing: Any) -> None:
-    """Some keep a different part on each rank in tensors that look whole: comparing would mislead, copying destroy."""
+    """Raise an error for objects that keep different parts on each rank in tensors that look whole."""
     for part in thing.modules() if isinstance(thing, torch.nn.Module) else [thing]:
         for kind in type(part).__mro__:
             if kind.__name__ in _SHARDED_OTHERWISE:

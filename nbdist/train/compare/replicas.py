@@ -238,7 +238,7 @@ def _differences(
 
 
 def _refuse_other_models(described: Mapping[int, Described]) -> None:
-    """Parameters and buffers must be the same everywhere; plain state may still be missing on some ranks."""
+    """Raise an error unless parameters and buffers match everywhere; plain state may still be missing on some ranks."""
     first, *others = described
     for name, kind in _names(described):
         expected = described[first].entries.get(name)

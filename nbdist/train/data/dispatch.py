@@ -88,7 +88,7 @@ def dispatched(
 def _read(
     batches: Iterator[Any], world_size: int, remainder: Callable[[], int]
 ) -> tuple[_Round, list[list[torch.Tensor]]]:
-    """On rank 0: the next round, which all are told of, and the tensors of each batch."""
+    """Read the next round on rank 0, announce it to all, and return the tensors of each batch."""
     try:
         packed = [_packed(batch) for batch in itertools.islice(batches, world_size)]
         nbytes = max((_end(tensors) for _, tensors in packed), default=0)
@@ -112,7 +112,7 @@ def _message(mine: _Round) -> bytes:
 
 
 def _heard() -> tuple[_Round, list[list[torch.Tensor]]]:
-    """On other ranks: what rank 0 tells of the next round."""
+    """Return what rank 0 announces of the next round, on other ranks."""
     told: _Round = pickle.loads(_tell(None))
     if told.error is not None:
         raise _raised(*told.error)

@@ -124,7 +124,7 @@ class LoaderPosition:
             self.epoch, self.begun, self.resume = epoch, False, None
 
     def begin(self, place: EpochPosition, expected: int | None) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self.epoch, self.place, self.expected = place.epoch, place, expected
         self.begun = self.iterating = True
         self.iteration += 1
@@ -132,12 +132,12 @@ class LoaderPosition:
         self.resume = self.stateful = None
 
     def give(self, stateful: Mapping[str, Any] | None, last: bool) -> None:
-        """A batch is given out."""
+        """Count a batch that is given out."""
         self.given += 1
         self.stateful, self.end_of_loader = stateful, last
 
     def end(self) -> None:
-        """All batches were given out, and the last one was worked on."""
+        """Note that all batches were given out, and the last one was processed."""
         self.epoch, self.begun, self.given = self.epoch + 1, False, 0
 
     def here(self, step: int, generators: Callable[[], tuple[torch.Tensor, ...]]) -> EpochPosition:
@@ -184,12 +184,12 @@ def agree(mine: Beginning, shares: bool) -> Beginning:
     lengths = _who(told, lambda other: "an unknown number of" if other.length is None else f"{other.length:,}")
     if len(lengths) > 1:
         raise UsageError(
-            "the loader has not as many batches on all ranks: "
+            "ranks have different numbers of batches: "
             + ", ".join(f"{length} on {ranks}" for length, ranks in lengths.items())
             + (
-                ". Give all ranks the same data, of which each takes its share; or say sharded=True if each has its own"
+                ". Give all ranks the same data: each takes its share; or pass sharded=True if each has its own"
                 if shares
-                else ". Make them as many, or plan even_batches=False and train inside of join_uneven_inputs"
+                else ". Make them equal, or plan even_batches=False and train inside join_uneven_inputs"
             )
         )
     resumes = any(other.place.batches for other in told.values())

@@ -80,7 +80,7 @@ class PreparedLoader(DataLoader[Any]):
     def of(
         cls, loader: DataLoader[Any], source: ShardedBatches | ShardedIterable | None, manner: Manner
     ) -> PreparedLoader:
-        """A copy of the user's loader that takes its share from `source`; None: what its dataset gives is its share."""
+        """Copy the user's loader, taking its share from `source`; None if its dataset already provides the share."""
         changes: dict[str, Any] = {"_source": source, "_manner": manner, "_progress": LoaderPosition()}
         changes |= {"_skip": 0, "_iteration": 0}
         changes["_generators"], changes["_seeded"] = _generators_of(loader, source)
@@ -352,7 +352,7 @@ class PreparedLoader(DataLoader[Any]):
 def _generators_of(
     loader: DataLoader[Any], source: ShardedBatches | ShardedIterable | None
 ) -> tuple[list[torch.Generator], list[torch.Generator]]:
-    """The generators that order the samples: the user's, and those that StatefulDataLoader has made by itself."""
+    """Return the generators that order samples: the user's, and those that StatefulDataLoader creates."""
     users: list[torch.Generator] = []
     others: list[torch.Generator] = []
     for sampler in samplers_of(source.batch_sampler) if isinstance(source, ShardedBatches) else ():

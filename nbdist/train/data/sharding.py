@@ -129,7 +129,7 @@ class ShardedBatches(Sampler[Any]):
             yield from current if rank is None else current[rank : rank + 1]
 
     def _completed(self, batches: list[Any], opening: list[Any]) -> list[Any]:
-        """A round with batches for all ranks, of full size from the last one on, so that what is real comes first."""
+        """Fill up a round with full-size batches for all ranks, from the last one on: real samples come first."""
         missing = self.deal.world_size - len(batches)
         size = self.deal.batch_size
         if size is None:
@@ -163,7 +163,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._told = told.share_memory_() if shared else told
 
     def init_of_workers(self, init: Callable[[int], object] | None) -> Callable[[int], object] | None:
-        """The user's `worker_init_fn`, shown a single worker with the user's dataset: it may share the stream out."""
+        """Return the user's `worker_init_fn`, shown one worker with the user's dataset: it may divide the stream."""
         return None if init is None else functools.partial(_init_as_the_only_worker, init)
 
     @property
@@ -178,7 +178,7 @@ class ShardedIterable(IterableDataset[Any]):
         return int(self._told[0] + self._told[1])
 
     def begin(self, epoch: int, seed: int, start: int) -> None:
-        """As `ShardedBatches.begin`; persistent workers learn of it too."""
+        """Begin like `ShardedBatches.begin`; persistent workers learn of it too."""
         self._told.copy_(torch.tensor([epoch, seed, start, self.deal.even, -1, -1]))
 
     def count(self, start: int = 0) -> int | None:
@@ -336,7 +336,7 @@ def samplers_of(sampler: Any) -> list[Any]:
 
 
 def draws_at_start_only(sampler: Any) -> bool:
-    """Whether it is known to use the global random generators before it gives its first batch, and never after."""
+    """Return whether it is known to use global random generators only before its first batch."""
     return all(type(part).__module__.startswith(("torch.", "torchdata.")) for part in samplers_of(sampler))
 
 

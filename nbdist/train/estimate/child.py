@@ -153,7 +153,7 @@ def _watched(step: Step) -> dict[str, int]:
 
 
 def _added_up(step: Step) -> dict[str, int]:
-    """Without the tracker: all that a step must hold, as if it were held at once."""
+    """Add up what a step must hold, as if it were held at once, without the tracker."""
     gradients = _bytes(parameter for parameter in step.model.parameters() if parameter.requires_grad)
     saved: list[torch.Tensor] = list(_tensors(step.batch))
 
@@ -187,7 +187,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _add_buckets(held: dict[str, int], setting: TrialSetup) -> None:
-    """What DDP and its communication hook hold beside the gradients."""
+    """Add what DDP and its communication hook hold besides the gradients."""
     plan, gradients = setting.plan, held["gradients_whole"]
     if strategies.strategy_in_effect(plan) != "ddp":
         return

@@ -240,7 +240,7 @@ def _judged(
 
 
 def outside_torch(world_size: int) -> int:
-    """Bytes that a rank takes on its GPU beside what torch counts: CUDA context and NCCL, an order of magnitude."""
+    """Return the rough bytes that a rank takes on its GPU outside torch's count: CUDA context and NCCL."""
     return _CUDA_CONTEXT + (_NCCL if world_size > 1 else 0)
 
 

@@ -54,7 +54,7 @@ def propose(
 
 
 def propose_variables(model: str, batch: str, plan: str, world_size: int, sharing: int) -> dict[str, Any]:
-    """Like `propose`, for expressions of this process's shell, and a plan in JSON.
+    """Propose a plan like `propose`, for expressions of this process's shell and a plan in JSON.
 
     Raises:
         UsageError: They name a variable that is not there; or as `propose`.

@@ -113,7 +113,7 @@ class Step:
         return loss
 
     def forget_gradients(self) -> None:
-        """As at a step's end; DDP's buckets hold them for good."""
+        """Forget the gradients, as at a step's end; DDP's buckets keep them."""
         if not self.keeps_gradients:
             self.optimizer.zero_grad()
 
@@ -198,7 +198,7 @@ def _default_loss(output: Any) -> torch.Tensor:
         return loss
     first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
     if first is None:
-        raise UsageError(f"the model returned {_told(output)}, of which no loss can be made: give loss=function")
+        raise UsageError(f"the model returned {_told(output)}, from which no loss can be made: pass loss=function")
     return first.sum()
 
 
@@ -209,7 +209,7 @@ def _optimizer(given: Any, model: nn.Module, state: training.State, on_gpu: bool
         for group in optimizer.param_groups:
             group["params"] = [state.replaced.get(parameter, parameter) for parameter in group["params"]]
         if not {id(one) for one in parameters_of(optimizer)} & {id(one) for one in model.parameters()}:
-            raise UsageError("the optimizer has no parameter of this model: give a class, as optimizer=torch.optim.SGD")
+            raise UsageError("the optimizer has no parameter of this model: pass a class: optimizer=torch.optim.SGD")
     else:
         optimizer = given(parameter for parameter in model.parameters() if parameter.requires_grad)
     if on_gpu and not isinstance(optimizer, torch.optim.Adafactor):  # which alone keeps to loops there, too

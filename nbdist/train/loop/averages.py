@@ -70,12 +70,12 @@ def refuse_without_average(model: nn.Module, state: State) -> None:
     name = type(unwrap(model)).__name__.removeprefix("FSDP")
     if state.plan.ema is None:
         raise UsageError(
-            f"no averaged weights of the {name} are kept, because the plan has no ema: type "
+            f"no averaged weights of the {name} are kept, because the plan has no ema: use "
             "`%distributed plan --ema 0.999` or pass plan=nbdist.Plan(ema=0.999), and prepare the model under it"
         )
     if all(unwrap(model) is not unwrap(known) for known in state.models):
         raise UsageError(
-            f"no averaged weights of the {name} are kept, because it was not prepared under this plan: write "
+            f"no averaged weights of the {name} are kept, because it was not prepared under this plan: call "
             "model, optimizer = nbdist.prepare(model, optimizer) first"
         )
     if any(unwrap(model) is unwrap(other) for other in state.averaged):
@@ -117,7 +117,7 @@ def empty_average(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _type_of(parameter: torch.Tensor) -> torch.dtype:
-    """In half precision an average would stand still: what a step adds to it is less than its last bit."""
+    """Return the type of an average: in half precision it would stand still, since steps are below its last bit."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 

@@ -81,7 +81,7 @@ def unscale_gradients(optimizer: Optimizers = None) -> None:
     for each in chosen:
         if each not in state.optimizers:
             raise UsageError(
-                f"unscale_gradients was given a {type(each).__name__} that was not prepared: type "
+                f"unscale_gradients was given a {type(each).__name__} that was not prepared: call "
                 "optimizer = nbdist.prepare(optimizer) first"
             )
     if state.scaler is None or not state.sync_gradients:

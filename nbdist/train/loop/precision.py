@@ -144,7 +144,7 @@ def unscale(state: training.State, optimizer: torch.optim.Optimizer) -> None:
         return
     if not state.loss_scaled:
         raise UsageError(
-            "fp16 needs a scaled loss, and none was seen since the last step: type nbdist.backward(loss) instead of "
+            "fp16 needs a scaled loss, but none was seen since the last step: call nbdist.backward(loss) instead of "
             "loss.backward()"
         )
     state.scaler.unscale_(optimizer)
@@ -218,7 +218,7 @@ def _note_skipped(state: training.State) -> None:
         )
     else:
         text = (
-            f"fp16: {count:,} optimizer steps were skipped, beside {state.steps:,} that were made, because a gradient "
+            f"fp16: {count:,} optimizer steps were skipped, besides {state.steps:,} that were made, because a gradient "
             "was inf or NaN. If that continues, look at the loss, or plan precision bf16"
         )
     warnings.warn(text, RuntimeWarning, stacklevel=5)  # where the user called optimizer.step()

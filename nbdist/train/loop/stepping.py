@@ -131,7 +131,7 @@ def _laid_out(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
 
 
 def strange_parameters(optimizer: Optimizer, known: set[int], replaced: Mapping[torch.Tensor, Any]) -> int:
-    """How many of an optimizer's parameters belong to no model. `known`: the numbers (`id`) of the models' own."""
+    """Return how many of an optimizer's parameters belong to no model. `known`: the models' parameters, by `id`."""
     return sum(id(parameter) not in known and parameter not in replaced for parameter in parameters_of(optimizer))
 
 
@@ -168,7 +168,7 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
 
 
 def _refuse_closure(state: State) -> None:
-    """It computes gradients inside of the step, where nobody scales, gathers or clips them."""
+    """Raise an error for a closure, whose gradients inside the step would not be scaled, gathered or clipped."""
     wanted = {
         "precision fp16": state.scaler is not None,
         "accumulate": state.plan.accumulate > 1,
@@ -183,7 +183,7 @@ def _refuse_closure(state: State) -> None:
 
 
 def _after_attempt(state: State, attempts: int) -> None:
-    """What is due every few steps. Skipped ones count: with fp16 and local SGD a rank may skip alone."""
+    """Do what is due every few steps. Skipped ones count: with fp16 and local SGD a rank may skip alone."""
     plan = state.plan
     float8.after_step(state.models, plan)
     if plan.local_sgd_steps and (attempts % plan.local_sgd_steps == 0 or getattr(state.loader, "end_of_loader", False)):

@@ -62,7 +62,7 @@ def _choose_deterministic_algorithms() -> None:
 
 
 def _choose_tf32(wanted: bool) -> None:
-    """By the older function, which sets the newer switches as well: where the two disagree, reading the older raises.
+    """Set TF32 by the older function, which also sets the newer switches: if they disagree, reading the older raises.
 
     What the user has set is read from the newer switches (since torch 2.9), which always can be.
     """
@@ -76,7 +76,7 @@ def _choose_tf32(wanted: bool) -> None:
 
 
 def _budget_activations(share: float) -> None:
-    """For what is compiled from now on. It is no option of `torch.compile`, but a setting of the process."""
+    """Set the activation budget for what is compiled from now on, a setting of the process."""
     from torch._functorch import config
 
     _undo.append(partial(setattr, config, "activation_memory_budget", config.activation_memory_budget))

@@ -39,7 +39,7 @@ def strategy_in_effect(plan: Plan) -> Strategy:
 
 
 def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
-    """Models are given to `prepare` as their authors wrote them.
+    """Raise an error for wrapped models: pass models to `prepare` as their authors wrote them.
 
     Raises:
         UsageError: The model is wrapped or sharded already. The text says what to give instead.
@@ -63,7 +63,7 @@ def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
 
 
 def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> None:
-    """What of the plan does not fit the model is said before anything changes.
+    """Raise an error for parts of the plan that don't fit the model, before anything changes.
 
     Args:
         model: As its author wrote it.
@@ -199,7 +199,7 @@ def _register_hook(model: DistributedDataParallel, kind: str, options: Mapping[s
 
 
 def _refuse_broken_hook() -> None:
-    """The batched hook of some versions of torch hands over a matrix where a batch of them is expected."""
+    """Raise an error for the batched hook of torch versions that pass a matrix instead of a batch of them."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     orthogonalize = getattr(powerSGD_hook, "_orthogonalize", None)
@@ -319,7 +319,7 @@ def _move(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def _separable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks that share no parameter with the rest; the others are sharded with the rest, so that it stays tied."""
+    """Return the blocks that share no parameter with the rest; the others are sharded with it, so that ties hold."""
     holders = Counter(
         id(parameter)
         for module in model.modules()

@@ -20,14 +20,14 @@ _MULTIPLE = 16  # the matrix sizes that the hardware takes
 
 
 def refuse_small(model: nn.Module, plan: Plan) -> None:
-    """A model without a layer that fp8 makes faster is refused.
+    """Raise an error for a model without a layer that fp8 makes faster.
 
     Raises:
         UsageError: With what to set instead.
     """
     if plan.precision == "fp8" and not chosen_layers(model, plan):
         raise UsageError(
-            f"precision 'fp8' has nothing to do in {type(model).__name__}: beside the output layer and tied weights it "
+            f"precision 'fp8' does nothing in {type(model).__name__}: besides the output layer and tied weights it "
             f"has no linear layer that is large enough for the recipe {plan.fp8_recipe!r}. Set precision to 'bf16'"
         )
 
@@ -60,7 +60,7 @@ def _output_layer(model: nn.Module, plan: Plan) -> nn.Module | None:
 
 
 def _is_large(rows: int, columns: int, recipe: str) -> bool:
-    """By torchao's own measurements on an H100."""
+    """Return whether a layer is large, by torchao's own measurements on an H100."""
     if rows % _MULTIPLE or columns % _MULTIPLE:
         return False
     if recipe == "tensorwise":
@@ -94,12 +94,12 @@ def config_of(plan: Plan) -> Any:
     try:
         from torchao.float8 import Float8LinearConfig
     except ImportError:
-        raise UsageError("fp8 needs torchao: type `pip install torchao`, or use precision bf16") from None
+        raise UsageError("fp8 needs torchao: run `pip install torchao`, or use precision bf16") from None
     try:
         config: Any = Float8LinearConfig.from_recipe_name(plan.fp8_recipe)
     except ValueError:
         raise UsageError(
-            f"the torchao that is installed has no recipe {plan.fp8_recipe!r}: type `pip install -U torchao`, or set "
+            f"the torchao that is installed has no recipe {plan.fp8_recipe!r}: run `pip install -U torchao`, or set "
             "fp8_recipe to 'tensorwise'"
         ) from None
     return dataclasses.replace(config, enable_fsdp_float8_all_gather=True) if _gathers_in_fp8(plan) else config

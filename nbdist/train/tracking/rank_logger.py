@@ -40,7 +40,7 @@ class RankLogger(_Adapter):
         self.logger.log(level, text, *args, **kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """As `warning`, but the same message only once."""
+        """Log a warning, but the same message only once."""
         if (key := (self.name, str(msg))) not in _warned:
             _warned.add(key)
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1

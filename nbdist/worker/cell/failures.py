@@ -58,7 +58,7 @@ def describe(error: BaseException, traceback: str) -> Failure:
 
 
 def answered_by_exit(error: BaseException) -> KeyboardInterrupt | None:
-    """The interrupt after which a program has called `sys.exit(1)`, as Lightning does: it has been interrupted."""
+    """Return the interrupt after which a program called `sys.exit(1)`, as Lightning does: it was interrupted."""
     if not isinstance(error, SystemExit):
         return None
     return next((part for part in chain(error) if isinstance(part, KeyboardInterrupt)), None)
@@ -105,7 +105,7 @@ def _raises(place: types.TracebackType) -> bool:
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about a GPU that a forked process can't use, or that this one has lost; empty for any other error."""
+    """Return advice on a GPU that a forked process can't use, or that this one has lost; empty for other errors."""
     if lost := lost_context.advice(error):
         return f"\nnbdist: {lost}"
     if not any("forked subprocess" in _message(part) for part in chain(error)):
@@ -143,7 +143,7 @@ def trim(traceback: types.TracebackType | None, *, innermost: bool = True) -> ty
 
 
 def passed_through_step(error: BaseException) -> bool:
-    """Whether it came out of the middle of a training step: a model's forward, backward, a collective, an optimizer."""
+    """Return whether it came from within a training step: a model's forward, backward, a collective, an optimizer."""
     return any(
         any(part in frame.f_code.co_filename for part in _STEP_FILES)
         for cause in chain(error)
@@ -221,7 +221,7 @@ def keep_last_comments() -> None:
 
 @contextlib.contextmanager
 def trimmed_causes(error: BaseException) -> Iterator[None]:
-    """While the body runs, the exceptions behind this one have trimmed tracebacks too."""
+    """Trim the tracebacks of this exception's causes too, while the body runs."""
     causes = [(cause, cause.__traceback__) for cause in chain(error) if cause is not error]
     for cause, traceback in causes:
         cause.__traceback__ = trim(traceback)

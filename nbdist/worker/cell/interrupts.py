@@ -67,7 +67,7 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def open(self, serial: int, *, once: bool = False) -> Iterator[None]:
-        """While the body runs, requests for this serial number raise KeyboardInterrupt in it.
+        """Let requests for this serial number raise KeyboardInterrupt while the body runs.
 
         Args:
             serial: What runs.

@@ -26,7 +26,7 @@ def is_plain_exit(error: BaseException) -> bool:
 
 
 def pack(value: Any, setup: RankSetup) -> transfer.Packed:
-    """A parcel of what it returned on a rank; of the reason, where that can't travel: its work is done anyway."""
+    """Pack a rank's return value, or the reason why it can't be sent: its work is done either way."""
     if setup.rank and not setup.options.all_results:
         value = None
     name = f"the value that rank {setup.rank} returned"

@@ -65,7 +65,7 @@ def render(frame: FrameType) -> str:
 
 
 def torch_call(frame: FrameType) -> Call:
-    """What the user called of torch.distributed: its outermost function. A collective counts for more than the rest."""
+    """Return the user's outermost call of torch.distributed. A collective takes precedence."""
     found = autograd = ""
     collective = Call("")
     current: FrameType | None = frame

@@ -99,7 +99,7 @@ class ControlThread:
             self._socket.send(self._answer(message, self.answers[type(message.question)]))
 
     def _answer_later(self, message: Ask, work: Work) -> None:
-        """From the thread that has worked it out: the socket belongs to this one."""
+        """Send an answer from the thread that computed it: the socket belongs to this one."""
         self._answered.append(self._answer(message, work))
         self.wake()
 

@@ -115,7 +115,7 @@ def call(listener: int, message: bytes) -> None:
 
 @contextlib.contextmanager
 def _socket(fd: int) -> Iterator[socket.socket]:
-    """A descriptor as a socket, for a moment. Raises OSError where it is none."""
+    """Yield a descriptor as a socket, for a moment. Raises OSError if it isn't one."""
     copy = os.dup(fd)
     try:
         found = socket.socket(fileno=copy)

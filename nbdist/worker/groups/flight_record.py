@@ -38,12 +38,12 @@ class Record:
         }
 
     def give_up(self) -> None:
-        """What has not ended by now never will: its groups are aborted."""
+        """Abort the groups of what has not ended by now, and never will."""
         self._given_up = {**self._given_up, **(self.unfinished() or {})}
 
 
 def parse(dump: str | bytes) -> dict[str, tuple[int, int]]:
-    """The last collective that was started, and the last that has ended, of each backend in a dump of torch's."""
+    """Return the last collective started, and the last ended, of each backend in one of torch's dumps."""
     return {
         backend: (int(status["last_enqueued_collective"]), int(status["last_completed_collective"]))
         for backend, status in json.loads(dump).get("pg_status", {}).items()

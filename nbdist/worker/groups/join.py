@@ -102,7 +102,7 @@ def _gpu_count(setup: RankSetup) -> int:
 
 
 def backend_for(options: StartOptions, gpu_count: int) -> str:
-    """The backend to use: what was asked for, else nccl and gloo where every rank has a GPU of its own, else gloo."""
+    """Return the backend: the requested one, else nccl and gloo if every rank has its own GPU, else gloo."""
     if options.backend is not None:
         return options.backend
     return "cpu:gloo,cuda:nccl" if gpu_count >= options.count else "gloo"
@@ -199,7 +199,7 @@ def _meeting_point() -> tuple[str | None, str | None]:
 
 @contextlib.contextmanager
 def _own_store(wanted: bool) -> Iterator[None]:
-    """While the body runs, rank 0 of a rendezvous opens a store, if `wanted`: the script has chosen where to meet."""
+    """Let rank 0 of a rendezvous open a store in the body, if `wanted`: the script chose where to meet."""
     before = os.environ.get(_AGENT_STORE)
     if wanted:
         os.environ[_AGENT_STORE] = "False"

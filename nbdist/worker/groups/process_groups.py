@@ -125,7 +125,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def connecting(self, port: int) -> Iterator[None]:
-        """While the body runs, connections to this port are those of a store that serves a rendezvous."""
+        """Treat connections to this port in the body as those of a store that serves a rendezvous."""
         entry = (port, {inode for _, inode in descriptors.sockets()})
         self._connecting.append(entry)
         try:
@@ -142,7 +142,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _created(self, name: str, size: int) -> Iterator[None]:
-        """While the body runs, a group is made; epoll sets that appear are those of its gloo devices."""
+        """Assign epoll sets that appear in the body to the gloo devices of the group being made."""
         before = dict(descriptors.links())
         creation = _Creation(size, descriptors.epolls(before))
         self._creating.append(creation)
@@ -171,7 +171,7 @@ class Collectives:
     # --- where groups stand
 
     def begin(self) -> None:
-        """A cell begins: what is entered from now on counts as its own."""
+        """Begin a cell: what is entered from now on counts as its own."""
         self.stranded = ""
         living = torch_groups.living()
         while self._copies and not self._cut & living.keys():  # peers must notice nothing until all are renewed
@@ -355,10 +355,10 @@ class Collectives:
         return all(vote == b"yes" for vote in votes.multi_get(names))
 
     def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
-        """Members of these groups have died: using them raises from now on, instead of hanging."""
+        """Make using groups whose members have died raise from now on, instead of hanging."""
         why = (
-            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed restart` brings up a "
-            "fresh set; among the living: `dist.new_group([...], use_local_synchronization=True)`"
+            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed restart` starts "
+            "fresh ranks; among the survivors: `dist.new_group([...], use_local_synchronization=True)`"
         )
         for name, group in torch_groups.living().items():
             if name in groups:
@@ -366,7 +366,7 @@ class Collectives:
                 self._abort(name, group, limit=_RENEWAL_LIMIT)
 
     def forbid(self, groups: Sequence[str] | None) -> dict[str, list[int]]:
-        """These groups (None: all) may be out of step: using them raises until they are renewed. From any thread.
+        """Make using groups that may be out of step (None for all) raise until they are renewed. From any thread.
 
         Returns:
             Their members (global ranks), by name.
@@ -400,7 +400,7 @@ class Collectives:
         if self._stale and failures.from_torch(error) and _UNKNOWN_GROUP.search(str(error)):
             return StaleGroupError(
                 "not all of its ranks had this process group (they were interrupted while they made it, or some have "
-                "destroyed it), so it was dropped: make it again with `dist.new_group(...)` on all ranks"
+                "destroyed it), so it was dropped: create it again with `dist.new_group(...)` on all ranks"
             )
         return None
 

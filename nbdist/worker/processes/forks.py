@@ -26,7 +26,7 @@ def mend() -> None:
 
 @contextlib.contextmanager
 def mended() -> Iterator[None]:
-    """As `mend`, until the end of the block: for a process that is not ours, as a notebook's."""
+    """Mend forks like `mend`, until the end of the block: for a process that is not ours, such as a notebook's."""
     fork = os.fork
     mend()
     try:
@@ -84,7 +84,7 @@ def _is_heard(reading: int, limit: float) -> bool:
 
 
 def _was_slow(child: int, reading: int) -> bool:
-    """Whether the child has begun just now. It is held meanwhile, so that none that runs is taken for a stuck one."""
+    """Return whether the child has just begun. It is held meanwhile, so that a running one isn't taken for stuck."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended, and SIGCHLD is ignored
         os.kill(child, signal.SIGSTOP)
         os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

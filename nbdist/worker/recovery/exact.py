@@ -33,13 +33,13 @@ class ExactState:
         self._gave_up = False  # in this cell
 
     def begin(self) -> None:
-        """A cell begins: find the models that live now, and keep what they and the generators hold."""
+        """Begin a cell: find the living models, and keep what they and the generators hold."""
         self._optimizers.clear()
         self._gave_up = False
         self._keep(find=True)
 
     def snapshot(self, optimizer: object) -> None:
-        """An optimizer step has ended.
+        """Take a snapshot at the end of an optimizer step.
 
         Args:
             optimizer: Whose step. One that was not seen in this cell belongs to models that are new, too.
@@ -128,7 +128,7 @@ class _KeptBuffer:
         self._seen = stamp
 
     def put_back(self) -> bool:
-        """Returns whether the buffer had changed."""
+        """Put the buffer back, and return whether it had changed."""
         buffer = self._buffer()
         if buffer is None or self._copy is None:
             return False

@@ -44,12 +44,12 @@ class PositionProbe:
         self._seen_at = 0.0
 
     def mark(self) -> None:
-        """From now on `stands_still` counts."""
+        """Start measuring for `stands_still`."""
         self._marked_at, self._cpu = time.monotonic(), _cpu_seconds()
         self._marked = self._where(), self._unfinished()
 
     def stands_still(self) -> bool:
-        """Whether the main thread waits for something: it has hardly used a processor since the mark, or it has been in
+        """Return whether the main thread waits: it has hardly used a processor since the mark, or it has been in
         one place since, while a collective that was under way then has not ended. CUDA uses a processor to wait.
         """
         elapsed = max(1e-3, time.monotonic() - self._marked_at)

@@ -93,7 +93,7 @@ class RankRecovery:
             self._events.listen(after=self._exact.snapshot)
 
     def begin(self, serial: int) -> None:
-        """A cell begins. On the main thread, where nothing interrupts yet."""
+        """Begin a cell. On the main thread, where nothing interrupts yet."""
         self._serial, self._failure, self._in_step = serial, None, False
         self.collectives.begin()
         self._steps.begin(serial)
@@ -102,7 +102,7 @@ class RankRecovery:
             self._exact.begin()
 
     def end(self, serial: int, failure: Failure | None, in_step: bool) -> None:
-        """It has ended; nothing interrupts any more.
+        """End the cell; nothing interrupts any more.
 
         Args:
             serial: The cell.
@@ -145,13 +145,13 @@ class RankRecovery:
         return Done()
 
     def _interrupt_body(self) -> None:
-        """The body of the loop does not end: interrupt it where it is."""
+        """Interrupt the loop's body where it is, because it does not end."""
         serial = self._control.gate.running
         self._steps.disarm(serial)
         self._control.gate.request(serial)
 
     def _after_step(self) -> None:
-        """An interrupt was held back until the step was whole: let the loop count it, then stop. On the main thread."""
+        """Let the loop count a step for which an interrupt was held back, then stop. On the main thread."""
         if self._control.gate.pending and not self._steps.finishing():
             serial = self._control.gate.running
             self._steps.arm(serial)

@@ -67,7 +67,7 @@ def let_groups_outlive_ddp() -> None:
 
 
 def living(*kinds: type | None) -> list[Any]:
-    """All objects of these classes and their subclasses that the garbage collector knows, those of None left out.
+    """Return all objects of these classes and their subclasses that the garbage collector knows, except those of None.
 
     Only the objects' types are looked at: isinstance would ask proxies and other lazy objects for their class, which
     runs code of the user's. Objects that were there at a `gc.freeze()` are not found.
@@ -224,7 +224,7 @@ def _is_settled(model: Any) -> bool:
 
 
 def _renew_reducer(model: Any) -> None:
-    """As `__setstate__`, but with this model's own group and hooks, and with a static graph that is learned anew.
+    """Renew the reducer like `__setstate__`, but with this model's own group and hooks; a static graph is relearned.
 
     Ranks that were stopped around a first iteration differ in what their reducers have learned; resetting those
     would let collectives of different sizes meet.
@@ -257,7 +257,7 @@ def _hook_name(model: Any) -> str:
 
 
 def _fsdp_roots(blocks: Iterable[Any]) -> list[Any]:
-    """The outermost modules, one for each model. Before its first forward a module does not know whether it is one."""
+    """Return the outermost modules, one per model. Before its first forward a module does not know that it is one."""
     return [block for block in blocks if _fsdp_state(block)._is_root is not False]
 
 
@@ -289,7 +289,7 @@ def _forget(state: Any) -> None:
 
 
 def _reset_scaler(scaler: Any) -> None:
-    """An optimizer whose gradients were unscaled in the lost step may be unscaled again."""
+    """Allow an optimizer whose gradients were unscaled in the lost step to be unscaled again."""
     states = getattr(scaler, "_per_optimizer_states", None)
     if isinstance(states, dict):
         states.clear()

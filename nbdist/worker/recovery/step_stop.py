@@ -90,7 +90,7 @@ class StepCounter:
         self.available, self.reason = False, "the hooks are not installed"
 
     def begin(self, serial: int) -> None:
-        """The cell starts, nothing interrupts yet. A stop asked for it already stays.
+        """Begin a cell; nothing interrupts yet. A stop that was already requested stays.
 
         Args:
             serial: Number of the cell; each is larger than those before.
@@ -104,7 +104,7 @@ class StepCounter:
                 self._requests.pop(old, None)
 
     def end(self, serial: int) -> None:
-        """The cell has ended, nothing interrupts any more."""
+        """End the cell; nothing interrupts any more."""
         self._leave_body()
         self._events.forget()
         self._serial = 0
@@ -112,7 +112,7 @@ class StepCounter:
         self._requests.pop(serial, None)
 
     def finishing(self) -> bool:
-        """Whether the main thread, which is to be interrupted, has made a step that its loop's body has yet to count.
+        """Return whether the main thread, about to be interrupted, made a step that its loop's body has yet to count.
 
         Then it is stopped at the end of that body instead, or interrupted where it is in 0.1 s. In the main thread.
         """
@@ -176,7 +176,7 @@ class StepCounter:
             request.call_off()
 
     def overdue(self) -> float | None:
-        """Seconds until a pending stop has waited long enough for the end of the loop's body; None if none is pending.
+        """Return the seconds until a pending stop has waited long enough for the loop's body; None if none is pending.
 
         At 0.0 call `disarm` and interrupt the main thread: it is not in a loop, or in a very long body.
         """
@@ -217,7 +217,7 @@ class StepCounter:
             raise KeyboardInterrupt
 
     def _frames_since_step(self) -> list[tuple[FrameType, int]]:
-        """The user's frames in which the last step was called, each with where; none before the next one's turn."""
+        """Return the user's frames in which the last step was called, and where; none before the next turn."""
         place = self._place[::-1]
         running: list[FrameType] = []
         frame: FrameType | None = sys._getframe(1)
@@ -264,7 +264,7 @@ class StepCounter:
             self._body = None
 
     def _forget_requests(self) -> None:
-        """In a child process that the cell has forked: nobody will tell it a target."""
+        """Forget requests in a child process forked by the cell, which will never get a target."""
         self._requests.clear()
         self._leave_body()
 
@@ -342,7 +342,7 @@ class _LoopBody:
         self._calls = {}
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> None:
-        """A function is called: not traced, but the control thread can't take the traces off, so it is done here."""
+        """Handle a function call, from which the control thread can't remove the traces, so it is done here."""
         if self.request.over:
             self.leave()
 

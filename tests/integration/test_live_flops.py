@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.closed_forms import gpt, gpt_blocks, gpt_scores_again
 from tests.support.harness import Kernel
+from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
 
@@ -159,9 +160,7 @@ def test_a_dtype_without_products_is_refused(measured: Kernel) -> None:
 
 
 def test_fresh_ranks_are_measured_as_well() -> None:
-    from tests.support.harness import kernel_with_ranks
-
-    with kernel_with_ranks(1) as kernel:
+    with spare_with_ranks(1) as kernel:
         kernel.ok("%distributed tflops on")
         kernel.ok("%distributed restart")
         kernel.ok(SETUP.replace("(2,)", "(1,)"))

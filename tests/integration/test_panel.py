@@ -152,7 +152,7 @@ def test_numbers_reach_the_page_while_a_cell_runs(panel_of_ranks: Kernel) -> Non
     )
     running.wait_for("held")
     figure = re.compile(r'"memory, min / mean / max", "6[4-9]\.\d / ')
-    running.wait_until(lambda outcome: figure.search(json.dumps(updates(outcome))), "64 MiB on the page")
+    running.wait_until(lambda outcome: bool(figure.search(json.dumps(updates(outcome)))), "64 MiB on the page")
     panel_of_ranks.interrupt()
     running.finish()
 

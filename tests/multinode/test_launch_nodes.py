@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -274,9 +275,7 @@ def test_waiting_for_a_node_can_be_interrupted(nodes: list[Kernel], port: int, b
 
 
 @pytest.mark.parametrize("options", [{"num_nodes": 3}, {"rdzv_id": "other"}, {"max_restarts": 1}])
-def test_nodes_that_launch_different_things_are_told(
-    nodes: list[Kernel], port: int, options: dict[str, object]
-) -> None:
+def test_nodes_that_launch_different_things_are_told(nodes: list[Kernel], port: int, options: dict[str, Any]) -> None:
     waiting = launch(nodes[0], 0, port, rdzv_conf={"timeout": 60})
     outcome = launch(nodes[1], 1, port, **options).finish()
     nodes[0].interrupt()

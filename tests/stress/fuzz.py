@@ -41,7 +41,7 @@ _HONEST = {
     Exited,
     Gone,
 }
-_KINDS = AnyMessage.__args__  # type: ignore[attr-defined]
+_KINDS = AnyMessage.__args__
 _PYTHON: dict[type, type] = {
     msgspec.inspect.IntType: int,
     msgspec.inspect.FloatType: float,

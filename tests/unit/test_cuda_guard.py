@@ -318,7 +318,7 @@ def test_who_holds_no_memory_is_not_warned(packages: Path) -> None:
 def test_a_driver_that_never_answers_holds_up_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     state = seen_by_nvml([2**30])
     state["seconds"], driver = 1e6, FakeNvml(state)
-    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setattr(nvml, "_PATIENCE", 0.1)
     assert cuda_guard.memory_warning() is None
     state["seconds"] = 0.0  # now it answers: who has asked gets it late

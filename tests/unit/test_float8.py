@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
@@ -53,7 +55,7 @@ def test_the_output_layer_and_small_layers_are_left_out(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("recipe", SETTINGS["fp8_recipe"].kind.words)
+@pytest.mark.parametrize("recipe", cast(Any, SETTINGS["fp8_recipe"].kind).words)
 def test_every_recipe_is_one_of_torchao(recipe: str, strategy: str) -> None:
     pytest.importorskip("torchao")
     config = config_of(FP8.replace(fp8_recipe=recipe, strategy=strategy))

@@ -54,6 +54,9 @@ class Ranks:
     def dead(self) -> list[int]:
         return []
 
+    def everyone(self) -> list[int]:
+        return [0, 1, 2]
+
     def begin(self, message: Execute) -> None:
         if self.repairs.may_begin(message, self.now):
             self.begun.append(message)

@@ -104,7 +104,8 @@ def test_compiled_steps_are_counted_and_go_on_compiled(meter: StepMeter, per_blo
 def test_steps_with_a_compiled_backward_pass_take_what_the_counted_one_did(meter: StepMeter, compiled: str) -> None:
     torch._dynamo.reset()
     model, loss = Gpt(), loss_of
-    for part in {"model": [model], "blocks": model.blocks}.get(compiled, []):
+    parts: dict[str, Any] = {"model": [model], "blocks": model.blocks}
+    for part in parts.get(compiled, []):
         part.compile(backend="aot_eager")
     if compiled == "loss":
         loss = torch.compile(loss_of, backend="aot_eager")
@@ -251,7 +252,7 @@ def test_waiting_is_the_share_of_all_time_however_it_is_spread(
     class Bursts(TensorDataset):
         def __getitem__(self, index: int) -> Any:
             clock.now += 4.0 if index % 4 == 3 else 0.0
-            return super().__getitem__(index)
+            return super().__getitem__(index)  # type: ignore[no-untyped-call]
 
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), 0.01)
@@ -376,7 +377,7 @@ def test_passes_inside_a_step_belong_to_it(meter: StepMeter) -> None:
         return loss
 
     for _ in range(3):
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
     assert meter.sample().steps == 3
 
 

@@ -162,7 +162,7 @@ def test_a_wrapper_that_tries_a_failed_step_again_makes_one_step(counter: StepCo
         def __init__(self) -> None:
             super().__init__([parameter()], {})
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             with contextlib.suppress(RuntimeError):
                 Failing([parameter()]).step()
             SGD([parameter()]).step()
@@ -217,7 +217,8 @@ def test_who_listens_no_longer_hears_nothing_and_the_last_takes_the_hooks_off() 
     from torch.optim import optimizer
 
     hooks = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
-    first, second = [], []
+    first: list[Optimizer] = []
+    second: list[Optimizer] = []
     stop_first = of_this_thread().listen(after=first.append)
     stop_second = of_this_thread().listen(after=second.append)
     stop_first()

@@ -38,7 +38,7 @@ def waiting(at: float, collective: str = "all_reduce", line: int = 4, **changes:
 class Cell:
     """A cell with four ranks that began at 0 s, and what its watch has done."""
 
-    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0, **options: bool) -> None:
+    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0, **options: Any) -> None:
         self.asked: list[tuple[float, list[int]]] = []
         self.said: list[tuple[str, bool, bool]] = []
         self.freed: list[int] = []
@@ -184,7 +184,7 @@ def test_within_a_second_it_is_said_that_ranks_wait_for_some_that_are_not_in_the
 
 
 def test_a_wait_for_ranks_that_are_in_the_cell_is_said_as_late_as_ever() -> None:
-    pair = {"members": [0, 1], "group": "1"}
+    pair: dict[str, Any] = {"members": [0, 1], "group": "1"}
     cell = Cell(ranks=[0, 1], part=True)
     cell.does = {0: answer, 1: lambda at: waiting(at, **pair)}
     cell.run(4.9)
@@ -213,7 +213,7 @@ def test_a_long_collective_that_all_are_in_is_no_news() -> None:
 
 def test_nor_is_one_of_a_sub_group_while_the_others_do_something_else() -> None:
     cell = Cell()
-    pair = {"members": [0, 1], "group": "1"}
+    pair: dict[str, Any] = {"members": [0, 1], "group": "1"}
     cell.does = {0: lambda at: waiting(at, **pair), 1: lambda at: waiting(at, **pair), 2: answer, 3: answer}
     cell.run(60)
     assert not cell.said
@@ -268,7 +268,7 @@ def test_a_backward_waits_if_it_is_ahead_of_others_and_does_not_compute(busy: bo
 def test_so_does_one_that_uses_a_processor_while_a_collective_it_has_started_does_not_end() -> None:
     """CUDA waits in that way, in whatever call: here the record shows the same collective under way in both looks."""
     cell = Cell(ranks=[0, 1])
-    spins = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
+    spins: dict[str, Any] = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
     cell.does = {0: answer, 1: lambda at: waiting(at, "a collective", cpu=at, **spins)}
     cell.run(5)
     assert cell.line.startswith("rank 1 waits in a collective")
@@ -366,7 +366,7 @@ def test_so_are_those_that_wait_for_one_that_waits_for_it() -> None:
 
 def test_so_are_those_that_wait_by_spinning() -> None:
     cell = Cell(ranks=[0, 1])
-    spins = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
+    spins: dict[str, Any] = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
     cell.does = {0: lambda at: waiting(at, "a collective", cpu=at, **spins), 1: answer}
     failed(1, 0.5, cell)
     cell.run(1.6)

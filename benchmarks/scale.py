@@ -101,7 +101,15 @@ class _StubNode:
 
         from nbdist.wire.frames import decode, encode
         from nbdist.wire.keys import Keys
-        from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, GUEST, RELAY_CONTROL, RELAY_OUTPUT, connect, node_lane
+        from nbdist.wire.lanes import (
+            AGENT_CONTROL,
+            AGENT_OUTPUT,
+            GUEST,
+            RELAY_CONTROL,
+            RELAY_OUTPUT,
+            connect,
+            node_lane,
+        )
         from nbdist.wire.message import VERSION
         from nbdist.wire.nodes import Join, Token, Versions, Welcome
 

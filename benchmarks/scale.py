@@ -216,9 +216,9 @@ def _serve(nodes: list[_StubNode]) -> None:
             owners[socket] = node
     while owners:
         for socket, _ in poller.poll():
-            node = owners.get(socket)
-            if node is None:
+            if socket not in owners:
                 continue
+            node = owners[socket]
             if socket is not node.control:
                 lanes, frame = socket.recv_multipart()
                 node.handle_ranks(lanes.split(), frame)

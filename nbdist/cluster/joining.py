@@ -99,7 +99,8 @@ def _introduce(token: Token, url: str) -> Welcome:
     guest = connect(context, keys, lane, zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
     events = guest.get_monitor_socket()
     try:
-        guest.send(encode(Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()))))
+        with contextlib.suppress(zmq.Again):  # the keys were refused already, and nothing takes it
+            guest.send(encode(Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()))), zmq.NOBLOCK)
         answer = _answer(guest, events)
     finally:
         guest.disable_monitor()

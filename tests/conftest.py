@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tests-of-nbdist-", dir="/tmp"))  # short: paths of sockets lie in it
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ[MARK] = secrets.token_hex(8)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch 2.8 starts and keeps others
     for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         path = folder / name.lower()
         path.mkdir(mode=0o700)

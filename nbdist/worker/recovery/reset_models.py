@@ -274,11 +274,34 @@ def _reset_fsdp(root: Any) -> None:
     if state._is_root is None:
         _forget(state)  # an unshard() that was asked for before the first forward
         return
-    if not hasattr(root, "reset_iter_state"):
-        raise _CannotRevive("this torch can't reset it; build the model again, or use torch 2.13 or newer")
     for part in state._state_ctx.all_states:
         _forget(part)
-    root.reset_iter_state()
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_iteration(state)
+
+
+def _reset_iteration(root: Any) -> None:
+    """What `reset_iter_state` does, which `FSDPModule` has from torch 2.13 on."""
+    shared, communication = root._state_ctx, root._comm_ctx
+    current = communication.device_handle.current_stream()
+    for name in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):
+        current.wait_stream(getattr(communication, f"{name}_stream"))
+    communication.all_gather_state = communication.reduce_scatter_state = None
+    getattr(communication, "reduce_scatter_states", []).clear()  # torch 2.12 has several
+    communication.post_forward_order.clear()
+    for part in shared.all_states:
+        part._modules_to_run_forward.clear()
+        part._training_state = type(part._training_state).IDLE
+        for group in parameter_groups(part):
+            group._training_state = type(group._training_state).IDLE
+            group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
 
 
 def _forget(state: Any) -> None:

@@ -62,7 +62,7 @@ def _choose_deterministic_algorithms() -> None:
 
 
 def _choose_tf32(wanted: bool) -> None:
-    """By the older function, which sets the newer switches as well: where the two disagree, reading the older raises.
+    """Set TF32 by the older function, which also sets the newer switches: if they disagree, reading the older raises.
 
     What the user has set is read from the newer switches (since torch 2.9), which always can be.
     """
@@ -76,7 +76,7 @@ def _choose_tf32(wanted: bool) -> None:
 
 
 def _budget_activations(share: float) -> None:
-    """For what is compiled from now on. It is no option of `torch.compile`, but a setting of the process."""
+    """Set the activation budget for what is compiled from now on, a setting of the process."""
     from torch._functorch import config
 
     _undo.append(partial(setattr, config, "activation_memory_budget", config.activation_memory_budget))
@@ -157,7 +157,7 @@ def _bind(thread: int, cores: set[int]) -> None:
 
 
 def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
-    """The NUMA node of a PCI device such as "0000:3b:00.0"; None if the machine does not tell."""
+    """Return the NUMA node of a PCI device such as "0000:3b:00.0"; None if the machine does not tell."""
     try:
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -166,7 +166,7 @@ def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
 
 
 def cores_of_node(node: int, sysfs: Path = _SYSFS) -> set[int]:
-    """The cores of a NUMA node; none if the machine does not tell."""
+    """Return the cores of a NUMA node; none if the machine does not tell."""
     try:
         text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
     except OSError:

@@ -19,7 +19,7 @@ _SHOWN = 12  # class names in a message
 
 
 def find_blocks(model: nn.Module, shard_by: ShardBy = None) -> list[nn.Module]:
-    """The modules that are sharded, checkpointed and compiled one by one, in the model's order.
+    """Return the modules that are sharded, checkpointed and compiled one by one, in the model's order.
 
     Without `shard_by` these are the modules whose class is repeated inside a ModuleList or Sequential, the outermost
     of them; models of transformers name their classes themselves. Never one inside another.
@@ -52,7 +52,7 @@ def find_blocks(model: nn.Module, shard_by: ShardBy = None) -> list[nn.Module]:
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether it has a forward; a ModuleList only holds others."""
+    """Return whether it has a forward; a ModuleList only holds others."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -84,7 +84,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def _computing(container: nn.Module) -> Iterator[nn.Module]:
-    """The children of a container; of those that are only lists of others, these."""
+    """Yield the children of a container; of those that are only lists of others, these."""
     for child in container.children():
         if _computes(child):
             yield child

@@ -315,7 +315,7 @@ class Record:
 
 
 def test_tensors_are_put_back_into_mappings_that_take_more_than_their_items() -> None:
-    value = defaultdict(list, {"logits": torch.zeros(2)})
+    value: defaultdict[str, Any] = defaultdict(list, {"logits": torch.zeros(2)})
     found = rebuilt(value, iter([tensor + 1 for _, tensor in tensors_in(value, "gather")]))
     assert type(found) is defaultdict and found["logits"].tolist() == [1, 1] and found["more"] == []
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypedDict
 
 import psutil
 
@@ -116,7 +117,14 @@ def ratio_to(samples: Sequence[float], base: float | Sequence[float]) -> float:
     return statistics.median(mine / other for mine, other in zip(samples, base, strict=True))
 
 
-def limit(value: float) -> dict[str, object]:
+class Limit(TypedDict, total=False):
+    """Arguments of `row`."""
+
+    over: tuple[str, float]
+    at_most: float
+
+
+def limit(value: float) -> Limit:
     """Arguments of `row` for a budget in the row's own unit."""
     return {"over": ("the budget", value), "at_most": 1.0}
 

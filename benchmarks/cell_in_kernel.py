@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 
 import _tools
@@ -16,9 +17,13 @@ def main() -> None:
     from tests.support.harness import kernel_with_ranks
 
     with kernel_with_ranks(RANKS) as kernel:
+
+        def measure(code: str) -> float:
+            return kernel.ok(code).seconds
+
         cells = {"local": "pass", "distributed": "%%distributed\npass"}
         samples = _tools.rounds(
-            ROUNDS, {name: lambda code=code: kernel.ok(code).seconds for name, code in cells.items()}, warm_up=20
+            ROUNDS, {name: functools.partial(measure, code) for name, code in cells.items()}, warm_up=20
         )
     local = statistics.median(samples["local"])
     _tools.header("cell in a real kernel")

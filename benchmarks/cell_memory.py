@@ -18,10 +18,11 @@ def main() -> None:
     from nbdist.client.session.session import Session
     from nbdist.client.session.task import Task
     from nbdist.metrics.memory import MemoryMeter
+    from nbdist.wire.cells import Metered
 
     class Metering(observers.Observer):
         def cell_began(self, task: Task) -> None:
-            task.metered = True
+            task.metered = Metered(memory=True)
 
     def metered() -> float:
         began = time.thread_time()

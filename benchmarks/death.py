@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -38,7 +39,7 @@ def main() -> None:
 
     with kernel_with_ranks(RANKS) as kernel:
         samples = _tools.rounds(
-            ROUNDS, {name: lambda code=code: measure(kernel, code) for name, code in _CELLS.items()}
+            ROUNDS, {name: functools.partial(measure, kernel, code) for name, code in _CELLS.items()}
         )
     _tools.header(f"death of one of {RANKS} ranks to error")
     for name in _CELLS:

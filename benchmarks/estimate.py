@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import _tools
 
 ROUNDS = 2
-SETTINGS = [
+SETTINGS: list[dict[str, Any]] = [
     {"strategy": "none"},
     {"strategy": "none", "precision": "bf16"},
     {"strategy": "ddp"},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import _tools
 
-SETTINGS = [
+SETTINGS: list[dict[str, Any]] = [
     {"strategy": "ddp"},
     {"strategy": "fsdp", "precision": "bf16"},
     {"strategy": "fsdp", "precision": "bf16", "activation_checkpointing": "full"},

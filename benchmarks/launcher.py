@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -103,7 +104,7 @@ def _beside(ours: Any, measure: Callable[[Any], float]) -> dict[str, list[float]
 def _failures(ours: Any) -> None:
     _tools.header("a failure on rank 1 to the error in the notebook")
     for what, (body, budget) in _FAILURES.items():
-        samples = _beside(ours, lambda kernel, body=body: _until_error(kernel, body))
+        samples = _beside(ours, functools.partial(_until_error, body=body))
         _tools.row(f"nbdist: {what}", samples["nbdist"], **_tools.limit(budget))
         _tools.row(f"Accelerate: {what}", samples["accelerate"])
 

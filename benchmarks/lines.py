@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import time
+
 import _tools
 
 RANKS = 8
@@ -28,9 +31,9 @@ def main() -> None:
 
     def measure(kernel: Kernel, name: str, code: str) -> float:
         execution = kernel.start(code)
-        began = _tools.time.perf_counter()
+        began = time.perf_counter()
         execution.wait_until(lambda outcome: bool(outcome.stdout), "any text")
-        first = _tools.time.perf_counter() - began
+        first = time.perf_counter() - began
         outcome = execution.finish()
         assert outcome.status == "ok", str(outcome)
         firsts.setdefault(name, []).append(first)
@@ -42,7 +45,7 @@ def main() -> None:
         codes = {name: f"%%distributed\n{code}" for name, code in _PRINT.items()} | {"local": _LOCAL}
         samples = _tools.rounds(
             ROUNDS,
-            {name: lambda name=name, code=code: measure(kernel, name, code) for name, code in codes.items()},
+            {name: functools.partial(measure, kernel, name, code) for name, code in codes.items()},
             warm_up=1,
         )
     _tools.header(f"{LINES:,} lines from each of {RANKS} ranks")

@@ -15,7 +15,7 @@ BUDGET = 500.0  # µs: 1 % of a step of 50 ms
 
 def main() -> None:
     _tools.prepare()
-    from nbdist.metrics.flops import Counting
+    from nbdist.metrics.compute.counting import Counting
     from nbdist.metrics.steps import StepMeter
     from tests.support.closed_forms import Gpt, indices
 

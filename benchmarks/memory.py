@@ -28,7 +28,7 @@ def main() -> None:
 
 def _rows(what: str, pids: list[int], budget: bool) -> None:
     figures = [_tools.memory(pid) for pid in pids]
-    arguments = _tools.limit(BUDGET) if budget else {}
+    arguments: _tools.Limit = _tools.limit(BUDGET) if budget else {}
     _tools.row(f"{what}, private", [each["private"] / _tools.MB for each in figures], "MB", **arguments)
     _tools.row(f"{what}, with its share of the rest (PSS)", [each["pss"] / _tools.MB for each in figures], "MB")
 

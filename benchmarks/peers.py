@@ -172,7 +172,7 @@ def ipyparallel() -> dict[str, float]:
 
 
 def jupyter_distributed() -> dict[str, float]:
-    from jupyter_distributed.kernel_group import DistributedKernelGroup
+    from jupyter_distributed.kernel_group import DistributedKernelGroup  # type: ignore[import-not-found]
 
     group = DistributedKernelGroup(world_size=RANKS)
     loop = asyncio.new_event_loop()

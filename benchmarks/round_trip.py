@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import _tools
@@ -21,7 +22,7 @@ def main() -> None:
     _tools.header("round trip of Session.run('pass')")
     for count, budget in BUDGETS.items():
         with bare_sockets(count) as ping, Session(count) as session:
-            measures = {"sockets": _tools.timed(ping), "run": _tools.timed(lambda session=session: session.run("pass"))}
+            measures = {"sockets": _tools.timed(ping), "run": _tools.timed(functools.partial(session.run, "pass"))}
             samples = _tools.rounds(ROUNDS, measures, warm_up=30)
         _tools.row(f"{count} ranks", samples["run"], **_tools.limit(budget))
         _tools.row("  over bare sockets", samples["run"], over=("bare sockets", samples["sockets"]))
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 @contextmanager
-def bare_sockets(count: int) -> Iterator[object]:
+def bare_sockets(count: int) -> Iterator[Callable[[], object]]:
     """A router process and `count` echoing processes, encrypted: a message to each and back, and nothing else."""
     keys = zmq.curve_keypair(), zmq.curve_keypair()
     read, write = os.pipe()

@@ -40,7 +40,7 @@ def main() -> None:
 
 def _rows(when: str, shares: dict[str, float]) -> None:
     for role in ("agent", "controller", "kernel"):
-        arguments = _tools.limit(BUDGET) if role == "agent" else {}
+        arguments: _tools.Limit = _tools.limit(BUDGET) if role == "agent" else {}
         _tools.row(f"{role} {when}", [shares[role]], "%", **arguments)
     _tools.row(f"each rank {when}", [share for role, share in shares.items() if role.startswith("rank")], "%")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import _tools
 import torch
@@ -53,7 +54,7 @@ def _parts(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_sche
 
 
 def _by_hand(strategy: str, window: int) -> Loop:
-    model = _model()
+    model: Any = _model()
     if strategy == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
@@ -83,8 +84,8 @@ def _prepared(strategy: str, window: int) -> Loop:
 
     model = _model()
     optimizer, scheduler = _parts(model)
-    plan = nbdist.Plan(strategy=strategy, accumulate=window)
-    model, optimizer, scheduler = nbdist.prepare(model, optimizer, scheduler, plan=plan)
+    settings: dict[str, Any] = {"strategy": strategy, "accumulate": window}
+    model, optimizer, scheduler = nbdist.prepare(model, optimizer, scheduler, plan=nbdist.Plan(**settings))
     batch = torch.ones(2, 8)
 
     def loop() -> None:

@@ -22,14 +22,14 @@ import functools
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from nbdist._version import __version__ as __version__
 
 _FOR_IPYTHON = "load_ipython_extension"  # a name that nobody types
 
 
 @functools.cache
 def _sources() -> dict[str, str]:
-    """The module of each public name, as `__init__.pyi` has it."""
+    """Return the module of each public name, as `__init__.pyi` has it."""
     import ast
     from pathlib import Path
 

@@ -24,7 +24,7 @@ from .errors import TransferError as TransferError
 from .errors import UsageError as UsageError
 from .launcher import debug_launcher as debug_launcher
 from .launcher import notebook_launcher as notebook_launcher
-from .metrics.allocation.experiment import experiment as experiment
+from .metrics.experiment import experiment as experiment
 from .panel import Panel as Panel
 from .plan import Plan as Plan
 from .train.checkpoint.checkpoint import latest_state as latest_state

@@ -16,17 +16,17 @@ _FALSE = ("0", "false", "no", "off", "n", "f")
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
-    """Whether it is a whole number of `least` or more."""
+    """Return whether it is a whole number of `least` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a finite number."""
+    """Return whether it is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_whole(name: str, value: object, least: int = 0, example: str = "") -> int:
-    """The same number.
+    """Return the same number.
 
     Args:
         name: What the user calls it.
@@ -73,17 +73,17 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def unknown_choice(name: str, value: object, allowed: Sequence[object]) -> UsageError:
-    """The error for a value that is not among the allowed ones, with the nearest of them."""
+    """Return the error for a value that is not among the allowed ones, with the nearest of them."""
     hint = did_you_mean(str(value).lower(), [word for word in allowed if isinstance(word, str)])
     return UsageError(f"{name} {value!r} is unknown{hint} Allowed are {', '.join(map(repr, allowed))}")
 
 
 def is_true(text: str) -> bool:
-    """Whether a text says yes: "1", "true", "yes", "on", "y", "t", in any case."""
+    """Return whether a text says yes: "1", "true", "yes", "on", "y", "t", in any case."""
     return text.strip().lower() in _TRUE
 
 
 def is_on(variable: str, default: bool = False) -> bool:
-    """Whether an environment variable switches something on; `default` where it is not set, or says neither."""
+    """Return whether an environment variable switches something on; `default` where it is not set, or says neither."""
     text = os.environ.get(variable, "")
     return is_true(text) if text.strip().lower() in (*_TRUE, *_FALSE) else default

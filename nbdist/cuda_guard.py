@@ -64,7 +64,7 @@ class Initialization:
 
     def _by(self) -> str:
         if self.before_guard:
-            return f"before nbdist watched, so by whom is not known{_suspects()}"
+            return f"before nbdist watched, so the caller is unknown{_suspects()}"
         if not self.chain:
             return f"by a caller that could not be found{_suspects()}"
         parts = [f"by {self.chain[-1]}", *self._way(), *self._when()]
@@ -73,7 +73,7 @@ class Initialization:
         return ", ".join(parts)
 
     def _way(self) -> Iterator[str]:
-        """How it came to run: "imported by peft in cell 3"."""
+        """Yield how it came to run: "imported by peft in cell 3"."""
         where = f" in cell {self.cell}" if self.cell is not None else ""
         if self.imported:
             importers = _importers(self.chain)
@@ -99,7 +99,7 @@ def arm() -> None:
 
 
 def first() -> Initialization | None:
-    """Who initialized CUDA in this process by way of torch, or in the one that it was forked from.
+    """Return what initialized CUDA through torch in this process, or in the process that it was forked from.
 
     Returns:
         None if nobody did, as far as torch knows: `safe_to_fork` asks the driver, too.
@@ -111,7 +111,7 @@ def first() -> Initialization | None:
 
 
 def describe() -> str:
-    """Who initialized CUDA, in one sentence. Asks the driver and NVML when torch knows of nobody; forks nothing."""
+    """Return what initialized CUDA, in one sentence. Asks the driver and NVML if torch doesn't know; forks nothing."""
     initialization = first()
     if initialization is not None:
         return f"{initialization}."
@@ -119,7 +119,7 @@ def describe() -> str:
     if devices or _driver_is_initialized():
         where = f" on GPU {', '.join(map(str, devices))}" if devices else ""
         return (
-            f"CUDA was initialized{where} past torch's own initialization, so by whom is not known: "
+            f"CUDA was initialized{where} bypassing torch's own initialization, so the caller is unknown: "
             f"`torch.cuda.is_available()` and `device_count()` do that, and code that calls CUDA itself{_suspects()}."
         )
     if not _can_watch():
@@ -139,7 +139,7 @@ def report() -> None:
 
 
 def context_outside_torch() -> list[int]:
-    """The GPUs, as nvidia-smi numbers them, on which this process has a context that torch did not make.
+    """Return the GPUs, as nvidia-smi numbers them, on which this process has a context that torch did not make.
 
     Returns:
         Empty without NVML, when torch itself has initialized CUDA (its contexts look the same), and in containers
@@ -151,7 +151,7 @@ def context_outside_torch() -> list[int]:
 
 
 def safe_to_fork() -> bool:
-    """Whether processes forked from this one could use CUDA. Never initializes it here; costs a fork of milliseconds.
+    """Return whether processes forked from this one could use CUDA. Never initializes it; costs a fork (milliseconds).
 
     True on machines without GPUs, whatever has asked for them.
     """
@@ -171,7 +171,7 @@ def check_fork() -> None:
 
 
 def held_memory() -> dict[int, int]:
-    """The memory that this process holds on GPUs, which ranks there will miss.
+    """Return the memory that this process holds on GPUs, which ranks there will miss.
 
     Returns:
         Bytes by GPU as nvidia-smi numbers it (as torch does, if NVML does not know it): what torch has reserved, or
@@ -187,7 +187,7 @@ def held_memory() -> dict[int, int]:
 
 
 def memory_warning() -> str | None:
-    """What to say when this process holds GPU memory that ranks will miss, None if it holds none."""
+    """Return what to say when this process holds GPU memory that ranks will miss, None if it holds none."""
     held = held_memory()
     if not held:
         return None
@@ -199,7 +199,7 @@ def memory_warning() -> str | None:
 
 
 def preflight_asked() -> bool:
-    """Whether ACCELERATE_DEBUG_MODE asks for a check before a launch, in any true spelling."""
+    """Return whether ACCELERATE_DEBUG_MODE asks for a check before a launch, in any true spelling."""
     return is_on("ACCELERATE_DEBUG_MODE")
 
 
@@ -211,7 +211,7 @@ def preflight() -> None:
 
 
 def advice_for(error: BaseException | str) -> str | None:
-    """What to do about "Cannot re-initialize CUDA in forked subprocess", wherever that was raised.
+    """Return what to do about "Cannot re-initialize CUDA in forked subprocess", wherever that was raised.
 
     Args:
         error: An exception (what caused it, and a RankError's report, are looked at, too), or the text of one.
@@ -295,7 +295,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _with_imports(frames: Sequence[FrameType]) -> Iterator[tuple[FrameType, bool]]:
-    """Each frame that is no machinery of imports, and whether it is importing."""
+    """Yield each frame that is no machinery of imports, and whether it is importing."""
     importing = False
     for frame in frames:
         if _is_import(frame):
@@ -323,13 +323,13 @@ def _module(frame: FrameType) -> str:
 
 
 def _cell(frame: FrameType) -> int:
-    """The number of the notebook's cell that a frame is in, 0 for none."""
+    """Return the number of the notebook's cell that a frame is in, 0 for none."""
     numbers = shells.cell_files()
     return int(numbers.get(frame.f_code.co_filename, 0))
 
 
 def _place(frame: FrameType) -> str:
-    """`cell 3, line 2`, or the file as its package has it: `bitsandbytes/cextension.py:97`."""
+    """Return `cell 3, line 2`, or a file relative to its package: `bitsandbytes/cextension.py:97`."""
     cell = _cell(frame)
     if cell:
         return f"cell {cell}, line {frame.f_lineno}"
@@ -339,7 +339,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _importers(chain: Sequence[str]) -> list[str]:
-    """The packages that led to the culprit's import, innermost first, each once."""
+    """Return the packages that led to the culprit's import, innermost first, each once."""
     packages = [place.partition("/")[0] for place in reversed(chain) if not place.startswith("cell ")]
     return [name for name in dict.fromkeys(packages) if name != chain[-1].partition("/")[0]]
 
@@ -361,7 +361,7 @@ def _torch_is_initialized() -> bool:
 
 
 def _is_bad_fork() -> bool:
-    """Whether this process was forked from one that had initialized CUDA, as torch has seen it."""
+    """Return whether this process was forked from one that had initialized CUDA, as torch has seen it."""
     return bool(getattr(sys.modules.get("torch.cuda"), "_is_in_bad_fork", lambda: False)())
 
 
@@ -409,7 +409,7 @@ def _exit_code(child: int) -> int:
 
 
 def _nvml_devices() -> list[tuple[str, int | None]]:
-    """UUID of each GPU, and the bytes that this process has on it: None where NVML does not know the process.
+    """Return UUID of each GPU, and the bytes that this process has on it: None where NVML does not know the process.
 
     Empty without a driver that works and answers within a moment.
     """
@@ -431,7 +431,7 @@ def _own_share(nvml: Any, handle: Any) -> int | None:
 
 
 def _reserved_by_torch() -> list[tuple[str, int]]:
-    """UUID as NVML has it, and reserved bytes, of each GPU that torch sees."""
+    """Return UUID as NVML has it, and reserved bytes, of each GPU that torch sees."""
     if not _torch_is_initialized():
         return []
     cuda: Any = sys.modules["torch.cuda"]
@@ -455,7 +455,7 @@ def _culprit() -> str:
 
 
 def _way_out() -> str:
-    """What to do so that forked processes can use CUDA."""
+    """Return what to do so that forked processes can use CUDA."""
     seen = first() or Initialization()
     what = "the import" if seen.imported else "that call" if seen.chain else "what does it"
     hint = "" if seen.chain else ". `%load_ext nbdist` in the first cell watches who does it"
@@ -471,7 +471,7 @@ def _suspects() -> str:
 
 
 def _texts(error: BaseException) -> Iterator[str]:
-    """The text of an error and of what it came from."""
+    """Yield the text of an error and of what it came from."""
     known: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

@@ -26,7 +26,7 @@ _WITHOUT_DIRECT_LINKS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that CUDA would show under this environment, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that CUDA would show under this environment, as CUDA_VISIBLE_DEVICES names them.
 
     Returns:
         Indices or UUIDs; empty without GPUs or without a driver.
@@ -44,7 +44,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def nccl_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What NCCL must be told of this machine's GPUs, unless the user has told it.
+    """Return what NCCL must be told of this machine's GPUs, unless the user has told it.
 
     Drivers before 550.40.07 offer GeForce RTX 40 direct access to each other, which hangs; `accelerate launch` sets the
     same, and `Accelerator()` refuses to work without.
@@ -82,7 +82,7 @@ def _device_files() -> list[Path]:
 
 
 def _count() -> int:
-    """The GPUs of this machine.
+    """Return the GPUs of this machine.
 
     The management library is missing in containers without the driver's "utility" capability, on Jetson and with ROCm.
     """
@@ -92,7 +92,7 @@ def _count() -> int:
 
 @functools.cache
 def _count_by_torch() -> int:
-    """What PyTorch counts, in a process of its own, since counting initializes CUDA; 0 if it can't."""
+    """Return what PyTorch counts, in a process of its own, since counting initializes CUDA; 0 if it can't."""
     environment = {name: value for name, value in os.environ.items() if name not in _LISTS}
     command = [sys.executable, "-c", _COUNT]
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.TimeoutExpired):

@@ -148,7 +148,7 @@ def _launch_here(request: Request) -> list[Any]:
 
 
 def _pack(request: Request) -> transfer.Packed | None:
-    """The function and its arguments as a parcel; None where they can't travel, but a fork takes them along.
+    """Return the function and its arguments as a parcel; None where they can't travel, but a fork takes them along.
 
     Raises:
         TransferError: They can't travel, and are not to be forked, or can't.
@@ -172,20 +172,20 @@ def _pack(request: Request) -> transfer.Packed | None:
 def _check_here() -> None:
     if shells.on_rank():
         raise UsageError(
-            f"this is rank {os.environ.get('RANK')} already: "
+            f"this is rank {os.environ.get('RANK')}: "
             "launch from the notebook, not from a function or a cell that ranks run"
         )
 
 
 def _warn_of_memory() -> None:
-    """The notebook's own process may hold what the ranks want."""
+    """Warn of memory that the notebook's own process holds and the ranks may need."""
     warning = cuda_guard.memory_warning()
     if warning is not None:
         print(f"nbdist: {warning}", flush=True)
 
 
 def _warn_of_session() -> None:
-    """Ranks of a session stay where they are: what the launch starts comes on top."""
+    """Warn that a session's ranks keep running in addition to those of the launch."""
     session = sessions.current_session()
     if session is None or session.closed:
         return
@@ -199,7 +199,7 @@ def _warn_of_session() -> None:
 
 
 def _get_ready() -> None:
-    """In a notebook a launch is to come: what it needs is warmed up meanwhile."""
+    """Warm up what a launch needs, if this is a notebook."""
     if shells.current() is None or shells.on_rank():
         return
     cuda_guard.arm()

@@ -59,7 +59,7 @@ class Plan(Settings):
         rules.refuse_impossible(self, world_size, backend, device, capability)
 
     def table(self, *, world_size: int | None = None, device: object = None) -> str:
-        """What will be done for each setting, and why, as aligned text. Settings that do nothing are left out.
+        """Return what will be done for each setting, and why, as aligned text. Settings that do nothing are left out.
 
         Args:
             world_size: Number of ranks; None: not known yet.
@@ -68,7 +68,7 @@ class Plan(Settings):
         return describe.table(self, world_size, device)
 
     def diff(self, other: Plan) -> list[str]:
-        """How another plan differs from this one: a line like "precision: fp32 -> bf16" for each setting."""
+        """Return how another plan differs from this one: a line like "precision: fp32 -> bf16" for each setting."""
         return [
             f"{name}: {show(getattr(self, name))} -> {show(getattr(other, name))}"
             for name in SETTINGS
@@ -76,7 +76,7 @@ class Plan(Settings):
         ]
 
     def replace(self, **changes: Any) -> Plan:
-        """A plan with other values for these settings.
+        """Return a plan with other values for these settings.
 
         Raises:
             UsageError: There is no such setting, its value is wrong, or the plan would contradict itself.
@@ -85,7 +85,7 @@ class Plan(Settings):
         return replace(self, **changes)
 
     def environment(self, *, world_size: int = 1, device: object = None) -> dict[str, str]:
-        """The variables by which Accelerate's `Accelerator()` and transformers' `TrainingArguments` follow this plan.
+        """Return variables by which Accelerate's `Accelerator()` and transformers' `TrainingArguments` follow the plan.
 
         They follow precision, fsdp and hsdp with their settings, activation checkpointing under these, compilation;
         `Accelerator` also accumulation, which `TrainingArguments` takes as its own argument. Clipping, hooks, local
@@ -98,7 +98,7 @@ class Plan(Settings):
         return variables.environment(self, world_size, device)
 
     def to_json(self) -> str:
-        """All settings as JSON on one line.
+        """Return all settings as JSON on one line.
 
         Raises:
             UsageError: `shard_by` is a function, which JSON can't hold.
@@ -112,7 +112,7 @@ class Plan(Settings):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote. Settings that are missing have their defaults.
+        """Return the plan that `to_json` wrote. Settings that are missing have their defaults.
 
         Raises:
             UsageError: It is no JSON object, or a setting is unknown or wrong.
@@ -128,7 +128,7 @@ class Plan(Settings):
 
     @classmethod
     def from_environment(cls) -> Plan:
-        """The plan that NBDIST_PLAN holds (JSON, or the path of a file with JSON); without it the default plan.
+        """Return the plan that NBDIST_PLAN holds (JSON, or the path of a file with JSON); without it the default plan.
 
         Launchers may say the precision alone, in ACCELERATE_MIXED_PRECISION: the default plan follows them.
 
@@ -168,5 +168,5 @@ def _read(path: str) -> str:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(
             f"{PLAN_VARIABLE} is {path!r}, neither JSON nor a file that can be read ({why}): "
-            f"set it to {_EXAMPLE}, or to the path of a file that holds such"
+            f"set it to {_EXAMPLE}, or to the path of a file that holds one"
         ) from None

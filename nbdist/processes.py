@@ -109,7 +109,7 @@ def _reap_children() -> None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words: "exit code 3", "SIGKILL (killed, maybe out of memory)"."""
+    """Return an exit code in words: "exit code 3", "SIGKILL (killed, maybe out of memory)"."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -141,7 +141,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def describe_owner(port: int) -> str:
-    """Who listens on a port of this machine, as far as this user may know: " by process 123 (python …)"."""
+    """Describe the process that listens on a local port, if this user may see it: " by process 123 (python …)"."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):

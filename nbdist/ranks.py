@@ -32,7 +32,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def ranks_among(text: str | None, world_size: int) -> list[int] | None:
-    """The ranks that "0,2-3" names, as `parse_ranks` reads it; None: none were named."""
+    """Return the ranks that "0,2-3" names, as `parse_ranks` reads it; None: none were named."""
     return None if text is None else list(parse_ranks(text, world_size))
 
 
@@ -60,12 +60,12 @@ def _allowed(world_size: int) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """The shortest text that `parse_ranks` reads as these ranks: "0,2-3"."""
+    """Return the shortest text that `parse_ranks` reads as these ranks: "0,2-3"."""
     return ",".join(_spans(ranks))
 
 
 def describe_ranks(ranks: Iterable[int]) -> str:
-    """A set of ranks for a sentence: "rank 2", "ranks 0, 2-3", "no ranks"."""
+    """Return a set of ranks for a sentence: "rank 2", "ranks 0, 2-3", "no ranks"."""
     numbers = set(ranks)
     if not numbers:
         return "no ranks"

@@ -21,36 +21,36 @@ _on_rank = False
 
 
 def current() -> Any:
-    """The IPython shell of this process, None if there is none."""
+    """Return the IPython shell of this process, None if there is none."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def in_kernel() -> bool:
-    """Whether this process is a notebook's kernel, and not a script or a terminal."""
+    """Return whether this process is a notebook's kernel, and not a script or a terminal."""
     return hasattr(current(), "kernel")
 
 
 def cell_number() -> int:
-    """The number of the notebook's cell that is running, 0 outside of notebooks."""
+    """Return the number of the notebook's cell that is running, 0 outside of notebooks."""
     shell = current()
     # `execution_count` is ahead of the running cell in some versions of IPython, and not in others.
     return int(shell.displayhook.prompt_count) if shell is not None else 0
 
 
 def cell_files() -> Mapping[str, int]:
-    """The numbers of the cells that have run here, by the names that their code has for a file."""
+    """Return the numbers of the cells that have run here, by the names that their code has for a file."""
     numbers: Mapping[str, int] = getattr(getattr(current(), "compile", None), "_filename_map", {})
     return numbers
 
 
 def become_rank() -> None:
-    """This process, and what is forked from it, is a rank from now on."""
+    """Mark this process, and all forked from it, as a rank from now on."""
     global _on_rank
     _on_rank = True
 
 
 def on_rank() -> bool:
-    """Whether this process is a rank, or was forked from one. Ranks that torchrun has started are not meant."""
+    """Return whether this process is a rank, or was forked from one. Ranks that torchrun has started are not meant."""
     return _on_rank
 
 
@@ -112,7 +112,7 @@ def _empty_device_cache() -> int:
 
 
 def device_memory() -> int:
-    """Bytes of GPU memory that torch holds, on all devices of this process."""
+    """Return the bytes of GPU memory that torch holds, on all devices of this process."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -120,7 +120,7 @@ def device_memory() -> int:
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
-    """An exception and all that it came from, also what its groups hold."""
+    """Return an exception and all that it came from, also what its groups hold."""
     found: list[BaseException] = []
     todo = [error]
     while todo:

@@ -14,12 +14,12 @@ _RATES = ((1e12, "TFLOPS"), (1e9, "GFLOPS"), (1e6, "MFLOPS"))
 
 
 def size(value: float | None, *, signed: bool = False) -> str:
-    """Bytes with a unit, three figures or more: "1.5 GiB", "+512 MiB"; "n/a" for what is not known."""
+    """Return the bytes with a unit, three figures or more: "1.5 GiB", "+512 MiB"; "n/a" for what is not known."""
     return "n/a" if value is None else " ".join(sizes([value], signed=signed))
 
 
 def sizes(values: Sequence[float], *, signed: bool = False) -> list[str]:
-    """Bytes in one unit, that of the largest, which comes last: ["1.0", "2.5", "GiB"]."""
+    """Return the bytes in one unit, that of the largest, which comes last: ["1.0", "2.5", "GiB"]."""
     scale = _scale(max(map(abs, values)))
     scaled = (value / 1024**scale for value in values)
     texts = [figures(value) if scale else f"{value:.0f}" for value in scaled]
@@ -28,23 +28,23 @@ def sizes(values: Sequence[float], *, signed: bool = False) -> list[str]:
 
 
 def part_of(part: float, whole: float) -> str:
-    """A part of something, in bytes: "61.2 of 79.6 GiB", "298 MiB of 24.0 GiB"."""
+    """Return a part of something, in bytes: "61.2 of 79.6 GiB", "298 MiB of 24.0 GiB"."""
     number, unit = sizes([part])
     return f"{number}{'' if unit == _UNITS[_scale(whole)] else f' {unit}'} of {size(whole)}"
 
 
 def _scale(value: float) -> int:
-    """The largest power of 1024 that a size is given in."""
+    """Return the largest power of 1024 that a size is given in."""
     return next((power for power in reversed(range(len(_UNITS))) if abs(value) >= 1024**power), 0)
 
 
 def figures(value: float) -> str:
-    """Three figures or more: "61.2", "1,007"."""
+    """Return three figures or more: "61.2", "1,007"."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.1f}"
 
 
 def duration(seconds: float) -> str:
-    """A time span with a unit: "35.0 ms", "2.31 s", "3 min 20 s"."""
+    """Return a time span with a unit: "35.0 ms", "2.31 s", "3 min 20 s"."""
     if seconds < 0.9995:
         return f"{_three_figures(seconds * 1000)} ms"
     if seconds < 119.5:
@@ -54,40 +54,40 @@ def duration(seconds: float) -> str:
 
 
 def flop_rate(rate: float) -> str:
-    """FLOP/s with a unit: "412 TFLOPS", "48.1 GFLOPS", "0.520 MFLOPS"."""
+    """Format FLOP/s with a unit: "412 TFLOPS", "48.1 GFLOPS", "0.520 MFLOPS"."""
     scale, unit = flop_unit(rate)
     return f"{flops_in(scale, rate)} {unit}"
 
 
 def flop_unit(rate: float) -> tuple[float, str]:
-    """What a rate is given in, and its name: 1e12 and "TFLOPS"."""
+    """Return what a rate is given in, and its name: 1e12 and "TFLOPS"."""
     return next((each for each in _RATES if rate >= each[0]), _RATES[-1])
 
 
 def flops_in(scale: float, rate: float) -> str:
-    """A rate in a given unit, without its name: "3,296"."""
+    """Return a rate in a given unit, without its name: "3,296"."""
     rate /= scale
     return figures(rate) if rate >= 10 else _three_figures(rate)
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A share from 0 to 1 in percent: "97 %"."""
+    """Return a share from 0 to 1 in percent: "97 %"."""
     return f"{share * 100:.{digits}f} %"
 
 
 def _three_figures(value: float) -> str:
-    """Always three, so that a figure keeps its width, and without an exponent."""
+    """Format with three significant figures, so that the width stays the same, and without an exponent."""
     value = float(f"{value:.3g}")
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: "1 rank", "2 ranks", "1,000 steps"."""
+    """Return a number of things: "1 rank", "2 ranks", "1,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def split_commas(text: str) -> list[str]:
-    """The words of a list: "0, 2" has "0" and "2"."""
+    """Return the words of a list: "0, 2" has "0" and "2"."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -107,14 +107,14 @@ def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """The known words that are most like one that is not known, the best first; none where none is like it."""
+    """Return the known words that are most like one that is not known, the best first; none where none is like it."""
     import difflib  # only mistakes need it
 
     return difflib.get_close_matches(word, list(known), count)
 
 
 def did_you_mean(word: str, known: Collection[str], form: str = "'{}'") -> str:
-    """What follows a word that is not known: ": did you mean 'fsdp'?", or the full stop of the sentence.
+    """Return what follows a word that is not known: ": did you mean 'fsdp'?", or the full stop of the sentence.
 
     Args:
         word: What was given.

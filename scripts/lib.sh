@@ -63,7 +63,7 @@ environment_wanted() {
     {
         printf '%s\n' "$root"
         "$python" -V
-        grep '^__version__' "$root/nbdist/__init__.py"
+        grep '^__version__' "$root/nbdist/_version.py"
         cat "$root/pyproject.toml" "$constraints"
     } 2>&1 | sha256sum
 }

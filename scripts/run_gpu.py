@@ -28,7 +28,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import gpu_wheels
-from gpu_steps import CHECK, FACTS, ROOT, Step, all_steps, chosen
+from gpu_parts import CHECK, FACTS, ROOT, Step, all_steps, chosen
 
 FOLDER = ROOT / "build" / "gpu"
 MINUTES = 9.0

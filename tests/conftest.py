@@ -16,6 +16,7 @@ import pytest
 
 from nbdist.devices import visible_gpus
 from tests.support.harness import MARK, Kernel, files_of_sessions, kernel_with_ranks, processes_of_this_run, wait_until
+from tests.support.spare import close_spare, processes_of_spare, spare_with_ranks
 
 REHEARSAL = "NBDIST_GPU_REHEARSAL"  # set to 1: tests marked `gpu` that can do with a CPU run there
 
@@ -32,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         path.mkdir(mode=0o700)
         os.environ[name] = str(path)
     tempfile.tempdir = None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first and those of single modules last, so that all workers end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, "unit" in item.path.parts))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,14 +95,24 @@ def nothing_is_left() -> Iterator[None]:
     """After each test: no process, key file or log folder but those of kernels that tests share."""
     files = files_of_sessions()
     yield
-    wait_until(lambda: not _leaked(), f"leftover processes to end: {_leaked()}", limit=6.0)
+    wait_until(lambda: not _leaked(), lambda: f"leftover processes to end: {_leaked()}", limit=6.0)
     if not _shared:
         assert files_of_sessions() <= files
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_spare_is_left() -> Iterator[None]:
+    """In the end nothing is left of the kernel that tests have handed on to each other."""
+    yield
+    close_spare()
+    wait_until(lambda: not _leaked(), lambda: f"leftover processes to end: {_leaked()}")
+    assert not files_of_sessions()
 
 
 def _leaked() -> dict[int, str]:
     # Python's own helper of multiprocessing lives as long as the test run.
     found = {pid: command for pid, command in processes_of_this_run().items() if "resource_tracker" not in command}
+    found = {pid: command for pid, command in found.items() if pid not in processes_of_spare()}
     for kernel in _shared:
         try:
             root = psutil.Process(kernel.pid)
@@ -108,7 +125,7 @@ def _leaked() -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Kernel]:
-    """A kernel with two ranks, shared by the tests of a module that leave it as they found it."""
+    """A kernel with two new ranks, shared by the tests of a module that leave it as they found it."""
     with shared_kernel(2) as kernel:
         yield kernel
 
@@ -116,7 +133,8 @@ def ranks() -> Iterator[Kernel]:
 @contextmanager
 def shared_kernel(count: int, **environment: str) -> Iterator[Kernel]:
     """A kernel with ranks that several tests use: its processes are not left behind by any of them."""
-    with kernel_with_ranks(count, **environment) as kernel, sharing(kernel):
+    made = kernel_with_ranks(count, **environment) if environment else spare_with_ranks(count)
+    with made as kernel, sharing(kernel):
         yield kernel
 
 
@@ -144,6 +162,6 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture
 def own_ranks() -> Iterator[Kernel]:
-    """A kernel of the test's own, with two ranks."""
-    with kernel_with_ranks(2) as kernel:
+    """Two new ranks in a kernel that only this test uses."""
+    with spare_with_ranks(2) as kernel:
         yield kernel

@@ -54,7 +54,7 @@ function factsOf(rank: Rank, node: string): [label: string, value: string][] {
   ];
   if (rank.step !== null) {
     facts.push(["step", milliseconds(rank.step)], ["speed", speed(rank.flops)]);
-    facts.push(["MFU", rank.mfu === null ? "n/a" : `${rank.mfu.toFixed(1)} %`]);
+    facts.push(["MFU", percent(rank.mfu, 1)]);
   }
   if (rank.badges.length > 0) facts.push(["worth a look", rank.badges.map(([, words]) => badgeOf(words)).join(", ")]);
   if (rank.why !== "") facts.push(["not known", rank.why]);

@@ -1,5 +1,7 @@
 /**
- * Numbers in words, with their units, and the little DOM that all parts of the view share.
+ * Numbers as text with units, by the rules of nbdist/text.py, and the little DOM that all parts of the view share.
+ *
+ * Both are tested with tests/unit/figures.json.
  */
 
 import type { Rank } from "./state";
@@ -7,22 +9,20 @@ import type { Rank } from "./state";
 /** MiB for people: "61.2 GiB". */
 export function size(mebibytes: number | null): string {
   if (mebibytes === null) return "n/a";
-  if (mebibytes === 0) return "0 B";
-  const [scale, unit] = scaled(mebibytes);
-  return `${figures(mebibytes / scale)} ${unit}`;
+  const [value, unit] = scaled(mebibytes);
+  return `${unit === "B" ? fixed(value, 0, false) : figures(value)} ${unit}`;
 }
 
 /** A part of something, both in MiB: "61.2 of 79.6 GiB", "298 MiB of 24.0 GiB". */
 export function partOf(part: number | null, whole: number | null): string {
   if (part === null) return "n/a";
-  const [scale, unit] = scaled(part);
   if (whole === null) return `${size(part)} of n/a`;
-  const own = scaled(whole)[1] === unit ? "" : ` ${unit}`;
-  return `${figures(part / scale)}${own} of ${size(whole)}`;
+  const [value, unit] = size(part).split(" ") as [string, string];
+  return `${value}${scaled(whole)[1] === unit ? "" : ` ${unit}`} of ${size(whole)}`;
 }
 
-export function percent(value: number | null): string {
-  return value === null ? "n/a" : `${value.toFixed(0)} %`;
+export function percent(value: number | null, digits = 0): string {
+  return value === null ? "n/a" : `${fixed(value, digits, false)} %`;
 }
 
 export function degrees(value: number | null): string {
@@ -33,16 +33,22 @@ export function watts(value: number | null): string {
   return value === null ? "n/a" : `${value.toFixed(0)} W`;
 }
 
+/** Milliseconds for people: "35.0 ms", "2.31 s", "3 min 20 s". */
 export function milliseconds(value: number | null): string {
   if (value === null) return "n/a";
-  return value < 1000 ? `${value.toPrecision(3)} ms` : `${(value / 1000).toFixed(2)} s`;
+  const seconds = value / 1000;
+  if (seconds < 0.9995) return `${threeFigures(value)} ms`;
+  if (seconds < 119.5) return `${fixed(seconds, 2, false)} s`;
+  const whole = Math.round(seconds);
+  return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
 
-/** TFLOPS for people: "412 TFLOPS", "11.5 GFLOPS". */
+/** TFLOPS for people: "412 TFLOPS", "48.1 GFLOPS", "0.520 MFLOPS". */
 export function speed(value: number | null): string {
   if (value === null) return "n/a";
-  const [scale, unit] = value >= 1 ? [1, "TFLOPS"] : [1e-3, "GFLOPS"];
-  return `${value / scale >= 10 ? figures(value / scale) : (value / scale).toPrecision(3)} ${unit}`;
+  const [scale, unit] = RATES.find(([least]) => value >= least) ?? [1e-6, "MFLOPS"];
+  const rate = value / scale;
+  return `${rate >= 10 ? figures(rate) : threeFigures(rate)} ${unit}`;
 }
 
 /** "rank 3", or what else it is. */
@@ -84,15 +90,35 @@ export function option(value: string, text: string): HTMLOptionElement {
   return element;
 }
 
-function scaled(mebibytes: number): [scale: number, unit: string] {
-  if (mebibytes >= 1024 ** 2) return [1024 ** 2, "TiB"];
-  if (mebibytes >= 1024) return [1024, "GiB"];
-  return mebibytes >= 1 ? [1, "MiB"] : [1 / 1024, "KiB"];
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"] as const;
+const RATES: [least: number, unit: string][] = [
+  [1, "TFLOPS"],
+  [1e-3, "GFLOPS"],
+];
+
+/** A size in the largest unit of which it has one. */
+function scaled(mebibytes: number): [value: number, unit: string] {
+  let value = mebibytes * 1024 ** 2;
+  let power = 0;
+  for (; value >= 1024 && power < UNITS.length - 1; power++) value /= 1024;
+  return [value, UNITS[power] ?? "B"];
 }
 
+/** Three figures or more: "61.2", "1,007". */
 function figures(value: number): string {
+  return fixed(value, value >= 99.95 ? 0 : 1);
+}
+
+/** Always three figures, without an exponent: "152", "0.0123". */
+function threeFigures(value: number): string {
+  const rounded = Number(value.toPrecision(3));
+  return rounded > 0 ? fixed(rounded, Math.max(0, 2 - Math.floor(Math.log10(rounded)))) : "0";
+}
+
+function fixed(value: number, digits: number, grouped = true): string {
   return value.toLocaleString("en", {
-    maximumFractionDigits: value >= 100 ? 0 : 1,
-    minimumFractionDigits: value >= 100 ? 0 : 1,
+    maximumFractionDigits: digits,
+    minimumFractionDigits: digits,
+    useGrouping: grouped,
   });
 }

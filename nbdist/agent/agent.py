@@ -1,7 +1,7 @@
 """The agent: one process per node that owns its ranks.
 
-Starts the template, has ranks forked, reads their pipes and reports their ends. It outlives neither its controller
-nor its ranks. Knows nothing of cells.
+Starts the template, has ranks forked, reads their pipes and reports when they end. It ends with its controller, and its
+ranks end with it. Independent of cells.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, connect
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.output import STDERR, STDOUT, Credit
-from nbdist.wire.processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.questions import Look, WatchNodes
+from nbdist.wire.rank_processes import Exited, Gone, Kill, RankSetup, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.setup import AgentSetup
-from nbdist.wire.template import Forked, ForkFailed, Imported, ImportFailed
+from nbdist.wire.template_messages import Forked, ForkFailed, Imported, ImportFailed
 
-_STORE = -1  # the store among the ranks, inside of this process
-_FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500
-_REPORT_PERIOD = 1.0  # seconds between two looks at whether an import gets on
-_ORPHANS_LIMIT = 0.5  # seconds that the end of a rank's orphans may take until its own end is reported
+_STORE = -1  # the store's number among the ranks, inside this process
+_FORKS_AT_ONCE = 64  # requests without an answer; the channel holds about 500
+_REPORT_PERIOD = 1.0  # seconds between checks of whether an import is making progress
+_ORPHANS_LIMIT = 0.5  # seconds for a rank's orphans to end before its own end is reported
 
 
 def run(template: WarmTemplate, controller: int) -> None:
     """Run the agent.
 
-    Args:
+    template: Its template, just started.
         template: Its template, which has just started.
         controller: Process id of the controller, its parent.
     """
@@ -58,7 +58,7 @@ def run(template: WarmTemplate, controller: int) -> None:
             end = os.pidfd_open(controller)
         except ProcessLookupError:
             end = -1
-        if os.getppid() == controller:  # else it has gone, and its number may be another's
+        if os.getppid() == controller:  # else it is gone, and its pid may belong to another process
             Agent(setup, template, end).run()
         else:
             _remove(setup.leftovers)
@@ -76,23 +76,23 @@ def _remove(leftovers: list[str]) -> None:
 
 @dataclass
 class _Set:
-    """The processes of one epoch. `source` is what forks them: the template's channel, or one to the notebook."""
+    """The processes of one epoch. `source` forks them: the template's channel, or one to the notebook."""
 
     spawn: Spawn
     source: ForkChannel
     listener: socket.socket | None = None
     store_port: int = 0
     pids: dict[int, int] = field(default_factory=dict)  # pid -> rank
-    expected: int = 0  # processes asked for that have not ended
-    forked: bool = False  # the store has been asked for, and ranks are
-    unasked: deque[int] = field(default_factory=deque)  # ranks that have not been asked for
-    complete: bool = False  # and they have all come to life
+    expected: int = 0  # processes requested that have not ended
+    forked: bool = False  # the store and ranks have been requested
+    unasked: deque[int] = field(default_factory=deque)  # ranks that have not been requested
+    complete: bool = False  # and they have all started
     ending: bool = False
     kill_at: float | None = None
 
 
 class Agent:
-    """The agent's one loop and what it knows."""
+    """The agent's single loop and its state."""
 
     def __init__(self, setup: AgentSetup, template: WarmTemplate, controller: int) -> None:
         self._setup = setup
@@ -104,12 +104,12 @@ class Agent:
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
         self._set: _Set | None = None
-        self._watched: dict[ForkChannel, int] = {}  # what forks, and its descriptor among those that are polled
+        self._watched: dict[ForkChannel, int] = {}  # sources of forks, and their polled descriptors
         self._notes: list[str] = []
         self._report_at = 0.0
 
     def run(self) -> None:
-        """Serve until the controller goes or says so."""
+        """Serve until the controller is gone or asks to stop."""
         poller = zmq.Poller()
         for source in (self._control, self._controller, self._pipes, self._sampler.wake):
             poller.register(source, zmq.POLLIN)
@@ -134,14 +134,14 @@ class Agent:
             self._report_progress()
 
     def _sources(self) -> list[ForkChannel]:
-        """What forks for us: the template, and who has forked the present set."""
+        """Return the processes that fork for us: the template, and the one that forked the current set."""
         found = [self._template.channel] if self._template is not None else []
         if self._set is not None and self._set.source.is_open and self._set.source not in found:
             found.append(self._set.source)
         return found
 
     def _watch_sources(self, poller: zmq.Poller) -> None:
-        """Listen to those that there are now, and to no others."""
+        """Poll the current sources, and no others."""
         sources = self._sources()
         for gone in self._watched.keys() - sources:
             poller.unregister(self._watched.pop(gone))
@@ -150,7 +150,7 @@ class Agent:
             poller.register(self._watched[new], zmq.POLLIN)
 
     def _patience(self) -> int | None:
-        """Milliseconds until something is due."""
+        """Return the milliseconds until something is due."""
         dues = [self._pipes.due()]
         if self._set is not None and self._set.kill_at is not None:
             dues.append(max(0.0, self._set.kill_at - time.monotonic()))
@@ -166,10 +166,10 @@ class Agent:
         self._output.close(linger=0 if remove else 500)
         self._control.close(linger=0 if remove else 500)
 
-    # --- what the controller says
+    # --- messages from the controller
 
     def _handle_messages(self) -> bool:
-        """Do what the controller says. False: everything is to end."""
+        """Handle the controller's messages. False if it asked to end everything."""
         while self._control.poll(0):
             frame = self._control.recv()
             try:
@@ -206,7 +206,7 @@ class Agent:
             self._report_at = time.monotonic() + _REPORT_PERIOD
 
     def _spawn_from_notebook(self, message: Spawn) -> None:
-        """The notebook forks what is asked for, and neither needs nor wants the template."""
+        """Have the notebook fork the ranks, which needs no template."""
         try:
             self._set = _Set(message, ForkChannel.to(message.options.fork_address))
         except OSError as error:  # it has given up meanwhile
@@ -215,9 +215,9 @@ class Agent:
         self._fork_all(self._set)
 
     def _usable_template(self, options: StartOptions) -> WarmTemplate:
-        """The template, another one if that is stale."""
+        """Return the template, replaced by a new one if it is stale."""
         if self._template is not None:
-            # Ranks with a Python of their own import everything anew.
+            # Ranks with their own Python import everything again.
             reasons = [] if options.fresh else self._template.stale(options)
             if reasons:
                 self._notes.append(f"cold start: {'; '.join(reasons)}")
@@ -225,18 +225,18 @@ class Agent:
                 self._template = None
         if self._template is None:
             path = options.search_path()
-            # Python's own path unless the notebook means another torch: its folders may hold a `random.py`.
+            # Use Python's own path unless the notebook uses a different torch: its folders may hold a `random.py`.
             other = find_torch(path) != find_torch(sys.path)
             self._template = WarmTemplate(options.environment, path if other else [])
         return self._template
 
     def _imports_for(self) -> WarmTemplate | None:
-        """The template, while a set waits for it."""
+        """Return the template while a set waits for it."""
         waits = self._set is not None and not self._set.forked and not self._set.ending
         return self._template if waits else None
 
     def _report_progress(self) -> None:
-        """A start is bounded by the time without progress, of which only this process can know."""
+        """Report the progress of an import: a start may only take so long without any, which only this process sees."""
         template = self._imports_for()
         if template is None or time.monotonic() < self._report_at:
             return
@@ -259,7 +259,7 @@ class Agent:
         group.kill_at = None
         group.source.kill(group.pids)
 
-    # --- what those say who fork
+    # --- messages from the processes that fork
 
     def _handle_source(self, source: ForkChannel) -> None:
         answer, pidfd = source.receive()
@@ -294,12 +294,12 @@ class Agent:
             self._spawn_failed(text)
 
     def _source_ended(self, source: ForkChannel) -> None:
-        """Its ranks die with it, by their death signal. Those of the template come to us, as orphans."""
+        """Handle the end of a process that forks. Its ranks die with it; those of the template are reparented to us."""
         group = self._set if self._set is not None and self._set.source is source else None
         pids = list(group.pids) if group is not None else []
         if self._template is not None and self._template.channel is source:
             template, self._template = self._template, None
-            what = f"the template (pid {template.pid}), the process that ranks are forked from,"
+            what = f"the template (pid {template.pid}), which ranks are forked from,"
             cause = f"{what} ended: {describe_exit(template.reap())}"
             codes = {pid: reap_group(pid) for pid in pids}
         else:
@@ -310,7 +310,7 @@ class Agent:
             self._lost(group, codes, cause)
 
     def _lost(self, group: _Set, codes: dict[int, int], cause: str) -> None:
-        """All processes of a set have ended with what they were forked from."""
+        """Handle the loss of all processes of a set, which ended with the process they were forked from."""
         for pid, code in codes.items():
             self._exited(pid, code, cause)
         group.expected = 0
@@ -331,12 +331,12 @@ class Agent:
             self._refused(error, group.spawn.options)
 
     def _fork_more(self, group: _Set) -> None:
-        """Ask for ranks, not all at once: who forks, and whose answers nobody reads, would read no requests either."""
+        """Request ranks, not all at once: a process that forks stops reading requests if nobody reads its answers."""
         while group.unasked and group.expected - len(group.pids) < _FORKS_AT_ONCE:
             self._fork_rank(group, group.unasked.popleft())
 
     def _fork_store(self, group: _Set) -> None:
-        # Listening before anybody forks: ranks may connect before the store has come up.
+        # Listen before anything is forked: ranks may connect before the store is up.
         listener = socket.create_server(("127.0.0.1", group.spawn.options.port), backlog=4096)
         group.listener, group.store_port = listener, listener.getsockname()[1]
         read, write = os.pipe2(os.O_CLOEXEC)
@@ -380,11 +380,11 @@ class Agent:
         )
 
     def _folder(self, group: _Set, rank: int) -> str:
-        """Where a rank keeps temporary files that end with it."""
+        """Return the folder for a rank's temporary files, which is removed when the rank ends."""
         return f"{self._setup.folder}/rank-{group.spawn.epoch}-{rank}" if self._setup.folder else ""
 
     def _refused(self, error: OSError, options: StartOptions) -> None:
-        """The system does not allow what the ranks need."""
+        """Report that the system denies what the ranks need."""
         if error.errno == errno.EADDRINUSE:
             text = f"port {options.port} is taken{describe_owner(options.port)}: name another, or none"
             self._spawn_failed(text, "port taken")
@@ -441,7 +441,7 @@ class Agent:
         if folder := self._folder(group, rank):
             shutil.rmtree(folder, ignore_errors=True)
         tail = self._pipes.stderr_tail(rank)
-        # By the output lane: it must not overtake the rank's last words.
+        # Through the output lane: it must not overtake the rank's last output.
         who = None if rank == _STORE else rank
         self._output.send(encode(Exited(group.spawn.epoch, who, pid, code, tail, time.monotonic(), cause)))
         self._check_gone()
@@ -461,9 +461,9 @@ class Agent:
         self._output.send(encode(Gone(group.spawn.epoch)))
 
     def _end_orphans(self) -> None:
-        """End what ranks have left behind outside of their process groups.
+        """End processes that ranks left behind outside of their process groups.
 
-        A living rank adopts its own orphans, so all that comes to this process was a dead rank's.
+        A living rank adopts its own orphans, so all that are reparented to this process belonged to a dead rank.
         """
         end_descendants(_ORPHANS_LIMIT, keep={self._template.pid} if self._template is not None else ())
 

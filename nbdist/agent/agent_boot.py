@@ -1,4 +1,4 @@
-"""The agent's first moments: its template imports torch before the agent imports anything of its own."""
+"""Entry point of the agent: its template starts importing torch before the agent imports anything of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbdist.processes import adopt_orphans, allow_many_files
 
 
 def main() -> None:
-    """Run the agent of this node. Arguments: "patient" or "urgent", the controller's process id."""
+    """Run this node's agent. Arguments: "patient" or "urgent", and the controller's process id."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbdist.wire.template import Report
+    from nbdist.wire.template_messages import Report
 
-_KILLS_AT_ONCE = 2_000  # in one request, so that a set's many ranks don't fill the channel
+_KILLS_AT_ONCE = 2_000  # in one request, so that a set with many ranks doesn't fill the channel
 
 
 class ForkChannel:
-    """Asks for children and for their ends; answers come when they come.
+    """Requests children and their ends. Answers arrive asynchronously.
 
     Args:
-        channel: A connected socket that keeps messages apart.
+        channel: A connected socket that keeps message boundaries.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -25,10 +25,10 @@ class ForkChannel:
 
     @classmethod
     def to(cls, address: str) -> ForkChannel:
-        """A channel to the process that listens at this address.
+        """Return a channel to the process that listens at this address.
 
         Raises:
-            OSError: Nobody does.
+            OSError: Nothing listens there.
         """
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -39,39 +39,39 @@ class ForkChannel:
         return cls(channel)
 
     def fileno(self) -> int:
-        """The descriptor that can be read when there is an answer."""
+        """Return a descriptor that is readable when there is an answer."""
         return self._channel.fileno()
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has closed this end."""
+        """Whether this end is open."""
         return self._channel.fileno() >= 0
 
     def fork(self, rank: int | None, descriptors: list[int], *, fresh: bool = False) -> None:
-        """Ask for a child; the answer comes by the channel.
+        """Request a child; the answer arrives through the channel.
 
         Args:
-            rank: Which; None: the store.
-            descriptors: What the child needs.
-            fresh: Whether it starts as a new Python, in the environment of the ranks.
+            rank: Its rank; None for the store.
+            descriptors: The file descriptors the child needs.
+            fresh: Whether it starts as a new Python, in the ranks' environment.
         """
-        from nbdist.wire.template import Fork, encode
+        from nbdist.wire.template_messages import Fork, encode
 
         socket.send_fds(self._channel, [encode(Fork(rank, fresh))], descriptors)
 
     def kill(self, pids: Iterable[int]) -> None:
         """End children and their process groups."""
-        from nbdist.wire.template import EndChildren, encode
+        from nbdist.wire.template_messages import EndChildren, encode
 
         left = list(pids)
-        with contextlib.suppress(OSError):  # whoever forked them has gone, and they with it
+        with contextlib.suppress(OSError):  # the process that forked them is gone, and they with it
             while left:
                 self._channel.send(encode(EndChildren(left[:_KILLS_AT_ONCE])))
                 left = left[_KILLS_AT_ONCE:]
 
     def receive(self) -> tuple[Report | None, int | None]:
-        """The next report, and the pidfd that came with it. None: the other side has gone."""
-        from nbdist.wire.template import decode_report
+        """Return the next report, and the pidfd that came with it. The report is None if the other side is gone."""
+        from nbdist.wire.template_messages import decode_report
 
         try:
             data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
@@ -82,5 +82,5 @@ class ForkChannel:
         return decode_report(data), descriptors[0] if descriptors else None
 
     def close(self) -> None:
-        """Let the other side end the children."""
+        """Close the channel, so that the other side ends the children."""
         self._channel.close()

@@ -1,7 +1,7 @@
-"""The warm template at work: ranks are forked from it. The notebook does the same where it forks ranks itself.
+"""The warm template at work: ranks are forked from it. The notebook uses the same code when it forks ranks itself.
 
-Owns the ranks' and the store's processes: it is their parent, reaps them and ends what is left of their process groups.
-Each child becomes what `nbdist.worker.rank` says.
+Owns the ranks' and the store's processes: it is their parent, reaps them and ends what remains of their process groups.
+Each child then runs `nbdist.worker.rank`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,21 @@ import sys
 import traceback
 
 from nbdist.processes import reap_group
-from nbdist.wire.template import ChildEnded, EndChildren, Fork, Forked, ForkFailed, Imported, decode_request, encode
+from nbdist.wire.template_messages import (
+    ChildEnded,
+    EndChildren,
+    Fork,
+    Forked,
+    ForkFailed,
+    Imported,
+    decode_request,
+    encode,
+)
 from nbdist.worker import rank
 
 
 class Template:
-    """Forks on request until the agent's end of the channel is closed."""
+    """Forks on request until the agent closes its end of the channel."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -29,12 +38,12 @@ class Template:
         self._children: dict[int, int] = {}  # pid -> pidfd
 
     def serve(self, origin: str) -> None:
-        """Serve until the agent has gone. `origin`: the file that torch came from."""
+        """Serve until the agent is gone. `origin` is the file that torch was imported from."""
         self._channel.send(encode(Imported(origin)))
         self.fork_on_request()
 
     def fork_on_request(self) -> None:
-        """Do what the agent asks for; return when it has gone, and no child is left."""
+        """Handle the agent's requests; return when it is gone and no child is left."""
         try:
             while self._serve_once():
                 pass
@@ -42,7 +51,7 @@ class Template:
             self._end_children()
 
     def _serve_once(self) -> bool:
-        """Wait for what comes and see to it. False: the agent has gone."""
+        """Wait for events and handle them. False if the agent is gone."""
         for key, _ in self._selector.select():
             if key.fileobj is not self._channel:
                 self._reap(int(key.data))
@@ -51,7 +60,7 @@ class Template:
         return True
 
     def _handle_request(self) -> bool:
-        # Not for programs that another thread of this process starts.
+        # Not inherited by programs that another thread of this process starts.
         data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
@@ -77,14 +86,14 @@ class Template:
         socket.send_fds(self._channel, [encode(Forked(request.rank, pid))], [pidfd])
 
     def make_child(self, request: Fork, descriptors: list[int]) -> int:
-        """Fork a process that becomes what is asked for.
+        """Fork a process that becomes what was requested.
 
         Returns:
             Its process id.
         """
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
-            raise RuntimeError(f"the template has {threads} threads; a fork would not take them along")
+            raise RuntimeError(f"the template has {threads} threads, which would be missing in a fork")
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -92,7 +101,7 @@ class Template:
         return pid
 
     def let_go(self) -> None:
-        """In a child: close what is the parent's."""
+        """Close the parent's resources in a child."""
         self._channel.close()
         self._selector.close()
         for pidfd in self._children.values():
@@ -119,14 +128,14 @@ class Template:
             try:
                 os.killpg(pid, signal.SIGKILL)  # ours: it is not reaped yet
             except ProcessLookupError:
-                os.kill(pid, signal.SIGKILL)  # not yet the leader of its group
+                os.kill(pid, signal.SIGKILL)  # not the leader of its group yet
 
     def _reap(self, pid: int) -> None:
         pidfd = self._children.pop(pid)
         self._selector.unregister(pidfd)
         os.close(pidfd)
         code = reap_group(pid)
-        with contextlib.suppress(OSError):  # the agent has gone; serve() is about to see it
+        with contextlib.suppress(OSError):  # the agent is gone; serve() is about to notice
             self._channel.send(encode(ChildEnded(pid, code)))
 
     def _end_children(self) -> None:

@@ -1,6 +1,6 @@
-"""Reads the ranks' stdout and stderr pipes, finds the marks in them, and holds back what the notebook has no room for.
+"""Reads the ranks' stdout and stderr pipes, finds the marks in them, and holds back what the notebook can't take yet.
 
-Pure but for `os.read`: what is read comes out as Output messages.
+Pure except for `os.read`: what is read comes out as Output messages.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from nbdist.wire.output import END, OUTPUT_WINDOW, STDERR, Output
 
 _READ = 1 << 17
 _COALESCE = 0.05  # seconds between messages of a stream that keeps printing
-_LINE_END = 0.005  # seconds that the beginning of a line waits for its end: print writes them one after the other
+_LINE_END = 0.005  # seconds that the start of a line waits for its end: print writes them one after the other
 _STDERR_TAIL = 1 << 14
-_MARK_LENGTH = 128  # bytes of a mark at most
-_MARK = re.compile(rb"(\d{1,18});(-?\d{1,18})")  # behind its token
-_PIPE_SIZE = 1 << 20  # bytes that a pipe may hold at most
+_MARK_LENGTH = 128  # maximum length of a mark in bytes
+_MARK = re.compile(rb"(\d{1,18});(-?\d{1,18})")  # after its token
+_PIPE_SIZE = 1 << 20  # maximum bytes in a pipe
 
 
 @dataclass
@@ -28,9 +28,9 @@ class _Pipe:
     descriptor: int
     rank: int
     stream: int
-    rest: bytes = b""  # read, not sent yet
-    free: float = 0.0  # when the next message may go
-    due: float = 0.0  # when `rest` goes
+    rest: bytes = b""  # read but not sent yet
+    free: float = 0.0  # when the next message may be sent
+    due: float = 0.0  # when `rest` is sent
     open: bool = True
 
 
@@ -45,7 +45,7 @@ class PipeReader:
     """All pipes of one set of ranks.
 
     Args:
-        token: What every mark begins with.
+        token: The bytes that every mark starts with.
     """
 
     def __init__(self, token: bytes) -> None:
@@ -69,19 +69,19 @@ class PipeReader:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def read(self) -> Iterator[Output]:
-        """What can be read and sent now."""
+        """Yield what can be read and sent now."""
         for descriptor, _ in self._epoll.poll(0):
             yield from self._read_pipe(self._pipes[descriptor])
         yield from self._send_due()
 
     def due(self) -> float | None:
-        """Seconds until `read` has something to send even if nothing new is printed; None: nothing waits."""
+        """Return the seconds until `read` has something to send even if nothing is printed; None if nothing waits."""
         if not self._waiting:
             return None
         return max(0.0, min(pipe.due for pipe in self._waiting.values()) - time.monotonic())
 
     def credit(self, rank: int, size: int) -> None:
-        """The notebook has taken `size` bytes of this rank."""
+        """Note that the notebook has taken `size` bytes from this rank."""
         account = self._accounts.get(rank)
         if account is None:
             return
@@ -93,17 +93,17 @@ class PipeReader:
                     self._epoll.modify(pipe.descriptor, select.EPOLLIN)
 
     def drain(self, rank: int) -> Iterator[Output]:
-        """Everything that a rank that has ended left in its pipes, then close them."""
+        """Yield everything that a finished rank left in its pipes, then close them."""
         account = self._accounts.pop(rank, _Account())
         for pipe in account.pipes:
-            size = 0  # bounded: a process that has left the rank's group may still print
+            size = 0  # bounded: a process that left the rank's group may still print
             while size < _PIPE_SIZE and pipe.open and (data := _read(pipe.descriptor)):
                 size += len(data)
                 yield from self._take(pipe, data)
             yield from self._finish(pipe)
 
     def stderr_tail(self, rank: int) -> str:
-        """The last lines that the rank wrote to stderr, without marks."""
+        """Return the last lines that the rank wrote to stderr, without marks."""
         return self._tails.get(rank, b"").decode(errors="replace")
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class PipeReader:
         yield from self._take(pipe, data)
 
     def _finish(self, pipe: _Pipe) -> Iterator[Output]:
-        """What is left of a pipe that has ended; once."""
+        """Yield what is left of a pipe that has ended, once."""
         rest, pipe.rest = pipe.rest, b""
         if rest:
             yield self._message(pipe, rest, None)
@@ -132,7 +132,7 @@ class PipeReader:
         rest = pipe.rest + data if pipe.rest else data
         while (start := rest.find(self._token, seen)) >= 0 and (end := rest.find(b"\a", start)) >= 0:
             found = _MARK.fullmatch(rest, start + len(self._token), end)
-            if found is None:  # torn, or printed by a rank that has read a part of it: text like any other
+            if found is None:  # torn, or printed by a rank that read part of it: ordinary text
                 seen = start + 1
                 continue
             serial, sequence = map(int, found.groups())
@@ -140,7 +140,7 @@ class PipeReader:
                 yield from self._sweep_stderr(pipe.rank)
             yield self._message(pipe, rest[:start], (serial, sequence))
             rest = rest[end + 1 :]
-            pipe.free = seen = 0  # what follows begins a new burst
+            pipe.free = seen = 0  # what follows starts a new burst
         pipe.rest = rest
         if self._whole(rest) == 0:
             self._waiting.pop(pipe.descriptor, None)
@@ -156,10 +156,10 @@ class PipeReader:
             self._waiting[pipe.descriptor] = pipe
 
     def _sweep_stderr(self, rank: int) -> Iterator[Output]:
-        """All of a rank's stderr: what it wrote before a mark on its stdout is in the pipe when the mark is read."""
+        """Yield all of a rank's stderr: what precedes a mark on stdout is in the pipe when the mark is read."""
         account = self._accounts.get(rank, _Account())
         for pipe in (pipe for pipe in account.pipes if pipe.stream == STDERR and pipe.open):
-            size = 0  # bounded: a thread or a child of the rank may go on
+            size = 0  # bounded: a thread or child of the rank may keep printing
             while size < _PIPE_SIZE and (data := _read(pipe.descriptor)):
                 size += len(data)
                 yield from self._take(pipe, data)
@@ -175,9 +175,9 @@ class PipeReader:
                 yield self._send(pipe, now)
 
     def _send(self, pipe: _Pipe, now: float) -> Output:
-        """All that is read but for the beginning of a mark, or of a line that comes after whole ones.
+        """Return what was read, except an incomplete mark, or the start of a line after complete ones.
 
-        That line's end may be a moment away, and would have to wait for the next message.
+        The end of that line may arrive in a moment, and would otherwise wait for the next message.
         """
         self._waiting.pop(pipe.descriptor, None)
         pipe.free = now + _COALESCE
@@ -190,7 +190,7 @@ class PipeReader:
         return self._message(pipe, data, None)
 
     def _whole(self, data: bytes) -> int:
-        """How many of these bytes are surely not the beginning of a mark that is cut in two."""
+        """Return how many of these bytes are certainly not the start of a mark that is cut in two."""
         start = data.find(b"\x1b", max(0, len(data) - _MARK_LENGTH))
         while start >= 0:
             if self._token.startswith(data[start : start + len(self._token)]) or data.startswith(self._token, start):
@@ -225,7 +225,7 @@ class PipeReader:
 
 
 def _read(descriptor: int) -> bytes | None:
-    """What can be read: b"" at the end, None when nothing is there yet."""
+    """Return what can be read: b"" at the end, None if there is nothing yet."""
     try:
         return os.read(descriptor, _READ)
     except BlockingIOError:

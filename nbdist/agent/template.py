@@ -1,7 +1,7 @@
-"""The warm template's beginning: one thread that imports everything, and nothing of the user's.
+"""The warm template's first moments: one thread that imports everything, but none of the user's code.
 
-Imports next to nothing itself before torch. It never runs a tensor operation (OpenMP's threads do not survive a fork)
-and never touches CUDA. What it does then is `forking`.
+It imports almost nothing before torch. It never runs a tensor operation (OpenMP threads don't survive a fork) and
+never touches CUDA. What it does afterwards is in `forking`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import threading
 import traceback
 from pathlib import Path
 
-# While torch's largest library is loaded no other can be: what needs one comes before, pure Python meanwhile.
+# While torch's largest library is loading no other can: load the others before, and pure Python meanwhile.
 _BEFORE_MAPPING = ("cmath", "decimal", "fcntl", "random", "shutil", "subprocess", "unicodedata")
 _WHILE_MAPPING = "sympy"
-# What ranks need sooner or later: dynamo for the first optimizer step, stack_data and pygments for the first traceback.
+# What ranks will need: dynamo for the first optimizer step, stack_data and pygments for the first traceback.
 _PRELOADED = (
     "numpy",
     "torch",
@@ -44,21 +44,21 @@ _PRELOADED_IF_THERE = ("torch.profiler._cupti_monitor",)  # parts of torch that 
 
 
 def main() -> None:
-    """Run the template. Arguments: the file descriptor of its channel to the agent, then `sys.path`, none: as it is."""
+    """Run the template. Arguments: the descriptor of its channel to the agent, then `sys.path` (none to keep it)."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = sys.argv[2:] or sys.path
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.disable()  # imports make half a million objects that are never freed
+    gc.disable()  # imports create half a million objects that are never freed
     try:
         origin = _preload()
         from nbdist.agent.forking import Template
     except Exception as error:
-        from nbdist.wire.template import ImportFailed, encode
+        from nbdist.wire.template_messages import ImportFailed, encode
 
         channel.send(encode(ImportFailed(_describe_import_failure(error))))
         return
-    # Not collected before: the little garbage of imports is shared by all ranks, and finding it takes 0.2 s.
-    gc.freeze()  # else each rank's first collection would copy every page (37 MB a rank)
+    # Not collected first: the little garbage from imports is shared by all ranks, and finding it takes 0.2 s.
+    gc.freeze()  # otherwise each rank's first collection would copy every page (37 MB per rank)
     Template(channel).serve(origin)
 
 
@@ -69,7 +69,7 @@ def _preload() -> str:
     if spec is not None and spec.origin is not None:
         meanwhile = threading.Thread(target=__import__, args=(_WHILE_MAPPING,))
         meanwhile.start()
-        _map_torch_library(spec.origin)  # in this thread: torch's profiler complains in all others
+        _map_torch_library(spec.origin)  # in this thread: torch's profiler complains in any other
         meanwhile.join()
     for module in _PRELOADED:
         __import__(module)
@@ -81,15 +81,15 @@ def _preload() -> str:
 
 
 def _map_torch_library(torch: str) -> None:
-    """Load torch's largest library while a second core is busy with other imports (0.2 s)."""
+    """Load torch's largest library while a second core handles other imports (saves 0.2 s)."""
     libc = ctypes.CDLL(None)
     libc.dlopen.restype = ctypes.c_void_p
-    # A foreign call lets other threads run, which `CDLL(...)` does not. If it fails, the import will tell.
+    # A foreign call lets other threads run, which `CDLL(...)` does not. If it fails, the import will report it.
     libc.dlopen(str(Path(torch).parent / "lib" / "libtorch_cpu.so").encode(), os.RTLD_NOW | os.RTLD_GLOBAL)
 
 
 def _prepare_shell() -> None:
-    """Make the shell once for all ranks, which takes longer than all else that a rank does to stand up (30 ms)."""
+    """Create the shell once for all ranks: it takes longer than the rest of a rank's start (30 ms)."""
     from nbdist.worker.cell.shell import RankShell
 
     RankShell.prepare()

@@ -1,4 +1,4 @@
-"""The agent's hold on its warm template: starting it, and knowing when it has become stale."""
+"""The agent's handle on its warm template: starts it, and knows when it is stale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbdist.processes import python_command
 if TYPE_CHECKING:
     from nbdist.wire.life import StartOptions
 
-# Variables that are read when a library is imported, so that a template made before can't follow a change.
+# Variables read when a library is imported, so that an existing template can't follow a change.
 _LATCHED_PREFIXES = (
     "LD_",
     "PYTHON",
@@ -41,7 +41,7 @@ _READ_LATER = (
     "OMP_NUM_THREADS",
     "TORCH_DISTRIBUTED_DEBUG",
     "TORCH_CPP_LOG_LEVEL",
-    "TORCHINDUCTOR_CACHE_DIR",  # which importing the compiler sets, in the notebook too
+    "TORCHINDUCTOR_CACHE_DIR",  # set by importing the compiler, in the notebook too
     "PYTHONSTARTUP",
     "PYTHONUNBUFFERED",
 )
@@ -49,17 +49,17 @@ _READ_LATER_PREFIXES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCHELASTIC_")
 _PACKAGES = ("torch", "numpy", "ipython", "nbdist")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LOW_PRIORITY = 10
-_ROUND = 10  # seconds to which the time is rounded that an import has taken so far
+_ROUND = 10  # seconds: the import time shown is rounded to this
 
 
 @dataclass
 class WarmTemplate:
-    """One template process. It is a child of this process, which the agent reaps.
+    """One template process, a child of this process. The agent reaps it.
 
     Args:
         environment: The environment in which it imports.
         sys_path: Its `sys.path`; empty for Python's own.
-        patient: Whether to leave the cores to others while it imports.
+        patient: Whether to yield the cores to others while it imports.
     """
 
     environment: Mapping[str, str]
@@ -84,25 +84,25 @@ class WarmTemplate:
         self.pid = self._process.pid
         self._began = time.monotonic()
         self._work = _work_of(self.pid)
-        if self.patient and os.geteuid() == 0:  # others may lower their priority, but never raise it again
+        if self.patient and os.geteuid() == 0:  # other users can lower their priority but never raise it again
             os.setpriority(os.PRIO_PROCESS, self.pid, _LOW_PRIORITY)
         self.versions = installed_versions()
 
     def progress(self) -> str:
-        """What it is doing, in words; "" if it has not done anything since the last call."""
+        """Return what it is doing, in words; "" if it has done nothing since the last call."""
         before, self._work = self._work, _work_of(self.pid)
         seconds = int(time.monotonic() - self._began) // _ROUND * _ROUND
         what = f"importing torch, {seconds} s" if seconds else "importing torch"
         return what if self._work != before else ""
 
     def hurry(self) -> None:
-        """Somebody waits for it, and will work in processes that inherit its priority."""
+        """Raise its priority: a start is waiting for it, and the ranks will inherit its priority."""
         if self.patient and os.geteuid() == 0:
             os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0))
             self.patient = False
 
     def stale(self, options: StartOptions) -> list[str]:
-        """Why ranks can't be forked from it for these options; empty: they can."""
+        """Return why ranks can't be forked from it for these options; empty if they can."""
         reasons = []
         if changed := changed_variables(self.environment, options.environment):
             reasons.append(
@@ -123,15 +123,15 @@ class WarmTemplate:
         self.reap()
 
     def reap(self) -> int:
-        """Forget a template that has ended. Returns its exit code."""
+        """Forget a template that has ended, and return its exit code."""
         self.channel.close()
         return self._process.wait()
 
 
 def _work_of(pid: int) -> tuple[str, ...]:
-    """What grows as soon as a process does anything: page faults, processor time in ticks and in ns, bytes read."""
+    """Return counters that grow as soon as a process does anything: page faults, CPU ticks, CPU ns, bytes read."""
     folder, found = Path(f"/proc/{pid}"), []
-    with contextlib.suppress(OSError):  # it has gone, or this system does not tell
+    with contextlib.suppress(OSError):  # it is gone, or this system does not report them
         found += (folder / "stat").read_text().rpartition(")")[2].split()[7:13]
         found.append((folder / "io").read_text().split("\n", 1)[0])
         found.append((folder / "schedstat").read_text().split(" ", 1)[0])  # of its first thread
@@ -139,7 +139,7 @@ def _work_of(pid: int) -> tuple[str, ...]:
 
 
 def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Names of the variables that differ and are read at import."""
+    """Return the names of variables that differ and are read at import."""
     names = (name for name in {*before, *now} if before.get(name) != now.get(name))
     return sorted(name for name in names if _is_latched(name))
 
@@ -151,13 +151,13 @@ def _is_latched(name: str) -> bool:
 
 
 def find_torch(path: list[str]) -> str:
-    """The file that `import torch` would load with this `sys.path`; empty without torch."""
+    """Return the file that `import torch` would load with this `sys.path`; empty without torch."""
     spec = importlib.machinery.PathFinder.find_spec("torch", path)
     return (spec.origin or "") if spec is not None else ""
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what the template preloads, as they are on disk now."""
+    """Return the versions of what the template preloads, as installed on disk now."""
     import importlib.metadata  # slow itself, and the template should start first
 
     importlib.invalidate_caches()

@@ -1,1 +1,1 @@
-"""The session's router, a process of its own: membership, routing, the output log. Never imports torch."""
+"""The session's router, in its own process: membership, routing, the output log. Never imports torch."""

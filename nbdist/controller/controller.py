@@ -1,6 +1,6 @@
-"""The controller: routes between the notebook, the agent and the ranks, and knows who lives.
+"""The controller: routes between the notebook, the agent and the ranks, and knows which ranks are alive.
 
-Owns membership (start, stop, death) and the output log; `rank` puts what one rank sends in order, `cells` knows what
+Owns membership (start, stop, death) and the output log. `rank_order` orders what one rank sends; `cells` tracks what
 runs. It imports no torch and unpickles nothing.
 """
 
@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from nbdist.controller.cells import Cells
 from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank_order import Rank
+from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.ranks import describe_ranks
@@ -60,21 +60,21 @@ from nbdist.wire.life import (
 )
 from nbdist.wire.message import VERSION, Hello, Message
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
-from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, WatchNodes
+from nbdist.wire.rank_processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
 _QUIT_GRACE = 1.0
 _TICK_PAUSE = 1.0  # seconds, after an error
-_HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
+_HELLO_GRACE = 0.2  # seconds to wait for a notebook that is just connecting, if there is bad news for it
 
 
 def run(agent: subprocess.Popen[bytes]) -> None:
     """Run a controller.
 
     Args:
-        agent: Its agent, which has just started and waits for its setup on standard input.
+        agent: The agent process, just started and waiting for its setup on standard input.
     """
     try:
         controller = _make(agent)
@@ -86,14 +86,14 @@ def run(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
-    """The controller; None if it is not wanted any more or can't be, which then has been said on standard output."""
+    """Return the controller; None if it is no longer wanted or can't start, which was then reported on stdout."""
     try:
         setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=ControllerSetup)
         kernel = os.pidfd_open(setup.kernel)
-        if os.getppid() == setup.kernel:  # else the notebook has gone, and its number may be another's
+        if os.getppid() == setup.kernel:  # else the notebook is gone, and its pid may belong to another process
             return Controller(setup, kernel, agent)
     except (msgspec.DecodeError, ProcessLookupError):
-        pass  # the notebook went before it had said what it wants
+        pass  # the notebook is gone before it sent its setup
     except (OSError, zmq.ZMQError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         what = f"the session's controller did not start: {error.strerror}{where}."
@@ -115,19 +115,19 @@ class _Set:
     epoch: int
     options: StartOptions
     ranks: dict[int, Rank]
-    moved: float  # when it got on last
-    progress: Progress | None = None  # what it was doing last
+    moved: float  # when it last made progress
+    progress: Progress | None = None  # what it did last
     up: bool = False
     ending: bool = False
     backend: str = ""
     notes: list[str] | None = None
-    ticks_from: float = 0.0  # when cells may be called again because of the time
+    ticks_from: float = 0.0  # earliest time to tick the cells again
     cells: Cells = field(init=False)
-    late: set[int] = field(default_factory=set)  # ranks whose displays have not come at the end of their cell
+    late: set[int] = field(default_factory=set)  # ranks whose displays had not arrived when their cell ended
 
 
 class Controller:
-    """The controller's one loop and what it knows."""
+    """The controller's single loop and its state."""
 
     def __init__(self, setup: ControllerSetup, kernel: int, agent: subprocess.Popen[bytes]) -> None:
         self._setup = setup
@@ -136,16 +136,16 @@ class Controller:
         self._agent_end = os.pidfd_open(agent.pid)
         self._set: _Set | None = None
         self._epoch = 0
-        self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
+        self._serials = itertools.count(1)  # handed out in blocks, so that no two clients use the same number
         self._pending: Start | None = None
         self._news: list[bytes] = []  # for the notebook
-        self._alone = False  # the notebook has gone
+        self._alone = False  # the notebook is gone
         self._ledger = Ledger()
-        self._unreadable: set[bytes] = set()  # lanes of which the notebook knows that a message was lost
+        self._unreadable: set[bytes] = set()  # lanes for which the notebook was already told of a lost message
         log = OutputLog()
         self._log = LogWriter(log, lambda text: self.to_notebook(Notice(text)))
         self._leave_at: float | None = None
-        self._shut_down = False  # the notebook wants everything to end
+        self._shut_down = False  # the notebook asked to end everything
         self._linger = 0.0
         with contextlib.ExitStack() as undo:
             undo.callback(self._log.close)
@@ -155,7 +155,7 @@ class Controller:
             undo.pop_all()
 
     def _introduce(self, log_folder: Path | None) -> None:
-        """Let the agent and the notebook know where to connect."""
+        """Send the agent and the notebook the address to connect to."""
         files = [*self._switchboard.files, *([log_folder] if log_folder is not None else [])]
         setup = AgentSetup(
             keys=self._switchboard.node_keys,
@@ -164,13 +164,13 @@ class Controller:
             folder=str(log_folder or ""),
         )
         assert self._agent.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
+        with contextlib.suppress(BrokenPipeError):  # we are about to notice that it ended
             self._agent.stdin.write(encode_line(setup))
             self._agent.stdin.close()
         _say_first(ControllerReady(str(self._switchboard.key_file)))
 
     def run(self) -> None:
-        """Serve until the notebook has gone or says so."""
+        """Serve until the notebook is gone or asks to stop."""
         poller = zmq.Poller()
         for source in (self._switchboard.socket, self._kernel, self._agent_end, self._log.fileno()):
             poller.register(source, zmq.POLLIN)
@@ -194,7 +194,7 @@ class Controller:
             self._deliver_news()
 
     def close(self) -> None:
-        """End everything that this controller has started, and leave nothing behind."""
+        """End everything this controller started, and leave nothing behind."""
         self._switchboard.send(AGENT_CONTROL, Shutdown())
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.wait(1)
@@ -220,13 +220,13 @@ class Controller:
     # --- messages
 
     def _receive_all(self) -> bool:
-        """Handle what has come. False: the notebook wants everything to end."""
+        """Handle the messages that have arrived. False if the notebook asked to end everything."""
         for identity, frames in self._switchboard.received(256):  # then look at the other sources again
             for frame in whole(frames):
                 try:
                     self._handle(identity, decode(frame))
                 except Exception as error:  # one bad message must not cost the user all ranks
-                    with contextlib.suppress(OSError):  # a notebook that has gone does not listen
+                    with contextlib.suppress(OSError):  # the notebook may be gone
                         traceback.print_exc()
                     self._report_unreadable(identity, frame, error)
             if self._shut_down:
@@ -234,10 +234,10 @@ class Controller:
         return True
 
     def _report_unreadable(self, identity: bytes, frame: bytes, error: Exception) -> None:
-        """Let the notebook know that a message of one of our own is lost, once for each lane."""
+        """Report once per lane that a message from one of our own processes is lost."""
         try:
             name, epoch, number = parse_lane(identity)
-        except ValueError:  # a stranger's
+        except ValueError:  # from a stranger
             return
         rank = self._set.ranks.get(number) if self._set is not None and self._set.epoch == epoch else None
         sequence = sequence_of(frame) if name == RANK_DISPLAY else None
@@ -271,7 +271,7 @@ class Controller:
         self._switchboard.connect(identity)
 
     def _notebook_left(self) -> None:
-        """Ranks go on without it, as long as it wanted them to."""
+        """Handle a notebook that is gone: the ranks go on for as long as it asked."""
         self._alone = True
         self._switchboard.disconnect(CLIENT_EVENTS)
         self._news.clear()
@@ -291,7 +291,7 @@ class Controller:
         if isinstance(message, Execute):
             self._execute(message)
         elif isinstance(message, Credit):
-            if not self._alone:  # else all is paid already
+            if not self._alone:  # else everything is already paid
                 self._ledger.paid(message)
                 self._pay(message)
         elif isinstance(message, Interrupt):
@@ -316,7 +316,7 @@ class Controller:
             self._shut_down = True
         elif isinstance(message, Stop):
             self._pending = None
-            self._switchboard.send(AGENT_CONTROL, WatchNodes(0.0))  # for another session the agent is asked anew
+            self._switchboard.send(AGENT_CONTROL, WatchNodes(0.0))  # the agent is asked again for the next session
             self._end_set(message.grace)
 
     def _execute(self, message: Execute) -> None:
@@ -346,15 +346,15 @@ class Controller:
             else:
                 self.to_rank(RANK_CONTROL, number, message)
 
-    # --- what cells need of us
+    # --- services for cells
 
     def to_rank(self, name: str, rank: int, message: Message) -> None:
-        """Send to a rank, if it lives."""
+        """Send to a rank, if it is alive."""
         if self._set is not None and rank in self._set.ranks and not self._set.ranks[rank].dead:
             self._switchboard.send(lane(name, self._set.epoch, rank), message)
 
     def to_notebook(self, message: Message) -> None:
-        """Tell the notebook, together with all else of this round. Without one only the log keeps what ranks print."""
+        """Send to the notebook, together with the rest of this round. Without one, output goes only to the log."""
         if not self._alone:
             self._ledger.passed_on(message)
             self._news.append(encode(message))
@@ -362,28 +362,28 @@ class Controller:
             self._pay(Credit(message.rank, message.size, items=True))
 
     def _keep(self, serial: int, number: int, rank: int, stream: int, data: bytes) -> None:
-        """Log what a rank has printed. Without a notebook it is the log that takes output, and so pays for it."""
+        """Log what a rank printed. Without a notebook, the log consumes the output and so pays for it."""
         pay = functools.partial(self._pay, Credit(rank, len(data))) if self._alone else None
         self._log.write(serial, number, rank, stream, data, pay)
 
     def _pay(self, credit: Credit) -> None:
-        """Let a rank print or show as much more."""
+        """Allow a rank to print or show as much more."""
         if credit.items:
             self.to_rank(RANK_DISPLAY, credit.rank, credit)
         else:
             self._switchboard.send(AGENT_CONTROL, credit)
 
     def idle(self) -> list[int]:
-        """Living ranks that run nothing."""
+        """Return the living ranks that run nothing."""
         ranks = self._set.ranks.values() if self._set is not None else ()
         return [rank.rank for rank in ranks if not rank.dead and not rank.serial]
 
     def dead(self) -> list[int]:
-        """Ranks that have died."""
+        """Return the ranks that have died."""
         return [rank.rank for rank in self._set.ranks.values() if rank.dead] if self._set is not None else []
 
     def everyone(self) -> list[int]:
-        """All ranks, the dead too."""
+        """Return all ranks, including dead ones."""
         return list(self._set.ranks) if self._set is not None else []
 
     def _read_log(self, message: ReadLog) -> None:
@@ -452,13 +452,13 @@ class Controller:
             said = group.progress.text if group.progress is not None else ""
             where = f"{describe_ranks(missing)} not ready" if group.notes is not None else said
             self._start_failed(
-                f"the start has made no progress for {group.options.patience:g} s ({where or 'no process came up'}). "
+                f"the start made no progress for {group.options.patience:g} s ({where or 'no process came up'}). "
                 f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
                 "the environment to wait longer."
             )
 
     def _got_on(self, group: _Set, progress: Progress) -> None:
-        """A start has made progress. `progress` is what it does now."""
+        """Note that a start made progress. `progress` is what it does now."""
         group.moved = time.monotonic()
         if progress != group.progress:
             group.progress = progress
@@ -473,7 +473,7 @@ class Controller:
             return
         try:
             group.cells.tick(now)
-        except Exception:  # what a rank has answered makes no sense; the others' cells go on
+        except Exception:  # a rank sent an answer that makes no sense; other cells go on
             traceback.print_exc()
             group.ticks_from = now + _TICK_PAUSE
 
@@ -547,13 +547,13 @@ class Controller:
                 "Type `%distributed start` to try again."
             )
             return
-        if message.cause:  # the ranks ended with it, which says all
+        if message.cause:  # the ranks ended with it, which explains it already
             return
         self.to_notebook(
             Notice(
                 f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
                 "groups that exist go on, but no new group can be made. "
-                "`%distributed restart` brings up a fresh set."
+                "`%distributed restart` starts fresh ranks."
             )
         )
 
@@ -564,12 +564,12 @@ class Controller:
             start, self._pending = self._pending, None
             self._start(start)
         else:
-            self._log.clear()  # it was of this session
+            self._log.clear()  # it belonged to this session
             self.to_notebook(Stopped())
 
     def _agent_died(self) -> None:
         code = self._agent.wait()
-        end_descendants()  # its ranks have come to us
+        end_descendants()  # its ranks were reparented to this process
         connected = self._switchboard.is_connected(CLIENT_EVENTS)
         if not connected and self._switchboard.socket.poll(int(_HELLO_GRACE * 1000)):
             self._receive_all()
@@ -613,6 +613,6 @@ class Controller:
         group.moved = time.monotonic()
 
     def _part_ended(self, reply: Reply) -> None:
-        """A cell is over on a rank."""
+        """Note that a cell is over on a rank."""
         if self._set is not None:
             self._set.cells.ended(reply, time.monotonic())

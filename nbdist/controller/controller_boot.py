@@ -1,4 +1,4 @@
-"""The controller's first moments: its agent starts before anything that the controller itself needs is imported."""
+"""Entry point of the controller: starts its agent before importing anything the controller itself needs."""
 
 from __future__ import annotations
 

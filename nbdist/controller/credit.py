@@ -1,4 +1,4 @@
-"""What the notebook owes the ranks: bytes that have been passed on to it and that it has not paid for. Pure."""
+"""What the notebook owes the ranks: bytes passed on to it that it has not paid for yet. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Ledger:
         self._owed: Counter[tuple[int, bool]] = Counter()  # by rank, and whether for items
 
     def passed_on(self, message: Message) -> None:
-        """The notebook has been sent this."""
+        """Record that this was sent to the notebook."""
         if isinstance(message, Output):
             self._owed[message.rank, False] += len(message.data)
         elif isinstance(message, (Display, WidgetMessage)):
             self._owed[message.rank, True] += message.size
 
     def paid(self, credit: Credit) -> None:
-        """The notebook has paid for some of it."""
+        """Record that the notebook paid for some of it."""
         self._owed[credit.rank, credit.items] -= credit.size
 
     def settle(self) -> list[Credit]:
-        """All that is owed, for somebody else to pay: the notebook has gone."""
+        """Return all that is owed, so that someone else can pay it: the notebook is gone."""
         owed, self._owed = self._owed, Counter()
         return [Credit(rank, size, items) for (rank, items), size in owed.items() if size > 0]

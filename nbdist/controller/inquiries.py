@@ -1,4 +1,4 @@
-"""Questions of the controller's own to ranks, and who has not answered them yet."""
+"""The controller's own questions to ranks, and the ranks that have not answered yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Handler = Callable[[int, A | NoAnswer, float], None]  # rank, answer, time
 
 
 class AskRanks(Protocol):
-    """Sends a question to control threads; the handler is called with each answer. Without one nobody wants them."""
+    """Sends a question to control threads. The handler is called with each answer; without one they are dropped."""
 
     def __call__(self, ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None: ...
 
@@ -29,11 +29,11 @@ class _Inquiry:
 
 
 class Inquiries:
-    """Questions to the control threads of a set of ranks.
+    """Pending questions to the control threads of a set of ranks.
 
     Args:
         send: Sends a question to a rank.
-        dead: The ranks that have died: they are asked nothing.
+        dead: Returns the ranks that have died, which are not asked.
     """
 
     def __init__(self, send: Callable[[int, Ask], None], dead: Callable[[], Sequence[int]]) -> None:
@@ -51,15 +51,15 @@ class Inquiries:
             self._send(rank, as_message(request, [rank], question, "controller"))
 
     def answered(self, answer: Answer, now: float) -> None:
-        """A rank has answered.
+        """Handle a rank's answer.
 
         Raises:
-            TypeError: Not what was asked.
+            TypeError: The answer has the wrong type.
         """
         self._take(answer.request, answer.rank, answer.body, now)
 
     def died(self, rank: int, now: float) -> None:
-        """A rank has died: it answers no more."""
+        """Handle the death of a rank, which will not answer any more."""
         for request in [request for request, inquiry in self._open.items() if rank in inquiry.left]:
             self._take(request, rank, NoAnswer("it has died"), now)
 

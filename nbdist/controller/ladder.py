@@ -1,50 +1,43 @@
-"""How a cell is stopped: each rung only when the one before did not do it. One object per cell that is being stopped.
+"""How a cell is stopped, step by step: each rung only if the one before was not enough. One object per stopping cell.
 
-Rungs: all ranks together after the same optimizer step; KeyboardInterrupt, but first ranks finish a step that others
-have made; ranks that are stuck in a collective are freed by force. Decides who is asked what and when; knows nothing of
-sockets, and ranks only by their answers.
+Rungs: all ranks stop after the same optimizer step; KeyboardInterrupt, but ranks first finish a step that others have
+made; ranks stuck in a collective are freed by force. Decides which rank is asked what, and when. Has no access to
+sockets, and knows ranks only by their answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from nbdist import limits
 from nbdist.controller.inquiries import AskRanks
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import Aim, Arm, Cut, Disarm, Meet, StepsMade
 
 ARM, AIM, MEET, RAISE, CUT = "arm", "aim", "meet", "raise", "cut"
 
-_ARM_LIMIT = 0.5  # seconds that ranks have to say how many steps they have made
-_STEP_LIMIT = 2.0  # seconds that ranks have at least to reach the step at which all stop
 _STEPS = 3  # ... and how many median steps
-_SPARE_STEPS = 2  # that a rank which is behind has besides those that it has to make
-_BEHIND_STEPS_LIMIT = 10.0  # seconds that a rank which is behind has at most
-_LONG = 1.0  # seconds: a wait that is worth a line
-_HURRIED_ARM_LIMIT = 0.2  # ... when the user does not want to wait
-_BEHIND_LIMIT = 0.2  # seconds that ranks have to finish a step that others have made
-_BODY_LIMIT = 0.05  # seconds that ranks have to finish the loop's body before they are freed by force
-_STUCK_AFTER = 2.0  # seconds after the request until a rank that is still at it counts as stuck
-_RAISE_GRACE = 1.0  # seconds that a rank has at least after KeyboardInterrupt
+_SPARE_STEPS = 2  # extra steps allowed to a rank that is behind
+_LONG = 1.0  # seconds: a wait this long is worth a line
 _CUT_EVERY = 0.5
 
 
 class Ladder:
-    """A cell on its way down.
+    """A cell that is being stopped.
 
     Args:
-        serial: The cell.
-        ranks: Those that are to stop.
+        serial: The cell's serial number.
+        ranks: The ranks to stop.
         ask: Asks control threads.
         raise_on: Sends KeyboardInterrupt to ranks.
         say: Shows a line below the cell.
-        now: The time, in seconds; so are all other times here.
-        together: Whether these are all ranks that run the cell, so that they can stop at a step.
+        now: The time in seconds, like all times here.
+        together: Whether these are all ranks that run the cell, so that they can stop at the same step.
         grace: Seconds until a rank counts as stuck.
 
     Attributes:
-        due: When `tick` wants to be called; None: there is nothing to wait for.
-        rung: Where it is.
+        due: Time of the next `tick`; None if there is nothing to wait for.
+        rung: The current rung.
     """
 
     def __init__(
@@ -57,7 +50,7 @@ class Ladder:
         now: float,
         *,
         together: bool = True,
-        grace: float = _STUCK_AFTER,
+        grace: float = limits.STUCK,
     ) -> None:
         self.serial = serial
         self.left = set(ranks)
@@ -72,15 +65,15 @@ class Ladder:
         self._together = together
         self._behind: set[int] = set()
         self._steps: dict[int, StepsMade | NoAnswer] = {}
-        self._in_the_end = ""  # what takes the place of the line
+        self._in_the_end = ""  # replaces the line in the end
         if together:
             self._arm()
-            self.due = now + _ARM_LIMIT
+            self.due = now + limits.ARM
         else:
             self._raise(now)
 
     def force(self, now: float) -> None:
-        """The user does not want to wait: free stuck ranks at once."""
+        """Free stuck ranks at once: the user does not want to wait."""
         self._forced = True
         if self.rung in (ARM, AIM):
             self._interrupt(now)
@@ -88,19 +81,19 @@ class Ladder:
             self._raise(now)
 
     def ended(self, rank: int) -> None:
-        """A rank has left the cell."""
+        """Note that a rank has left the cell."""
         self.left.discard(rank)
         if self.rung == MEET and rank in self._behind:
             self._behind.discard(rank)
             if not self._behind:
-                self.due = self._began  # nobody else is waited for
+                self.due = self._began  # no other rank is waited for
         if not self.left:
             self.due = None
         if not self.left and self._in_the_end:
             self._say(self._in_the_end)
 
     def armed(self, rank: int, steps: StepsMade | NoAnswer, now: float) -> None:
-        """A rank has reported the steps that it has made."""
+        """Handle a rank's report of the steps it has made."""
         if self.rung not in (ARM, MEET) or not self.left:
             return
         self._steps[rank] = steps
@@ -108,7 +101,7 @@ class Ladder:
             self._aim(now) if self.rung == ARM else self._meet(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at this time."""
         if self.due is None or now < self.due:
             return
         if self.rung == ARM:
@@ -121,7 +114,7 @@ class Ladder:
             self._cut(now)
 
     def _aim(self, now: float) -> None:
-        """Let all stop after the step that no rank has left yet; go on down if they are not stepping."""
+        """Have all ranks stop after the step that none has passed yet; go to the next rung if they are not stepping."""
         steps = self._known()
         if len(steps) < len(self.left) or not _stepping(list(steps.values())):
             self._interrupt(now)
@@ -131,7 +124,7 @@ class Ladder:
         needed = {rank: left[rank] * (answer.median or 0.0) for rank, answer in steps.items()}
         limit = max(_limit(answer, left[rank]) for rank, answer in steps.items())
         last = max(needed, key=needed.__getitem__)
-        if needed[last] > limit:  # it won't be there in time
+        if needed[last] > limit:  # it won't get there in time
             self._interrupt(now)
             return
         self.rung = AIM
@@ -139,29 +132,29 @@ class Ladder:
         self._ask(sorted(self.left), Aim(self.serial, target))
         if left[last] > 1 and needed[last] > _LONG:
             self._say(
-                f"all ranks stop after step {target:,}: rank {last} has {left[last]:,} steps to make until then, about "
+                f"all ranks will stop after step {target:,}: rank {last} has {left[last]:,} steps to go, about "
                 f"{needed[last]:.0f} s. Interrupt again to stop now."
             )
-            self._in_the_end = f"rank {last} had {left[last]:,} steps to make before all could stop"
+            self._in_the_end = f"rank {last} had {left[last]:,} steps to go before all could stop"
 
     def _interrupt(self, now: float) -> None:
-        """Interrupt all, but first ask where they are, so that none is left a step behind."""
+        """Interrupt all ranks, but first ask where they are, so that none is left a step behind."""
         if not self._together:
             self._raise(now)
             return
         self.rung = MEET
         self._steps = {}
-        self.due = now + (_HURRIED_ARM_LIMIT if self._forced else _ARM_LIMIT)
+        self.due = now + (limits.HURRIED_ARM if self._forced else limits.ARM)
         self._arm()
 
     def _meet(self, now: float) -> None:
-        """Interrupt those that are in or past the last step that any has begun; let the others finish it."""
+        """Interrupt ranks that are in or past the latest step any has begun; let the others finish it."""
         steps = self._known()
         target = max((answer.count + answer.stepping for answer in steps.values()), default=0)
         self._behind = {rank for rank, answer in steps.items() if answer.count < target}  # in that step, or before it
         self._ask(sorted(self.left), Meet(self.serial, target))
         if self._behind or self._forced:
-            self.due = now + (_BEHIND_LIMIT if self._behind else _BODY_LIMIT)
+            self.due = now + (limits.FINISH_STEP if self._behind else limits.FORCED)
         else:
             self._wait(now)
 
@@ -175,9 +168,9 @@ class Ladder:
             self._wait(now)
 
     def _wait(self, now: float) -> None:
-        """All have been interrupted; those that do not end are stuck."""
+        """Wait for interrupted ranks; those that do not end are stuck."""
         self.rung = RAISE
-        self.due = max(self._began + self._grace, now + min(_RAISE_GRACE, self._grace))
+        self.due = max(self._began + self._grace, now + min(limits.RAISE, self._grace))
 
     def _cut(self, now: float) -> None:
         self.rung = CUT
@@ -188,22 +181,22 @@ class Ladder:
         self._ask(sorted(self.left), Arm(self.serial), self.armed)
 
     def _known(self) -> dict[int, StepsMade]:
-        """The steps of ranks that still run the cell, as far as they have reported them."""
+        """Return the steps of ranks that still run the cell, as far as they have reported."""
         known = {rank: steps for rank, steps in self._steps.items() if isinstance(steps, StepsMade)}
         return {rank: steps for rank, steps in known.items() if rank in self.left and steps.running}
 
 
 def _stepping(steps: Sequence[StepsMade]) -> bool:
-    """Whether every rank has made a step in this cell, and not too long ago."""
-    recent = max(_STEP_LIMIT, _STEPS * _median(steps))
+    """Return whether every rank has recently made a step in this cell."""
+    recent = max(limits.REACH_STEP, _STEPS * _median(steps))
     return all(answer.count > 0 and (answer.age or 0.0) < recent for answer in steps)
 
 
 def _limit(answer: StepsMade, left: int) -> float:
-    """Seconds that a rank has to make this many steps: the slowest decides, but nobody waits for long who is behind."""
+    """Return the seconds a rank gets to make `left` steps: the slowest rank decides, up to a limit."""
     median = answer.median or 0.0
-    behind = min(_BEHIND_STEPS_LIMIT, (left + _SPARE_STEPS) * median)
-    return max(_STEP_LIMIT, _STEPS * median, behind)
+    behind = min(limits.CATCH_UP, (left + _SPARE_STEPS) * median)
+    return max(limits.REACH_STEP, _STEPS * median, behind)
 
 
 def _median(steps: Sequence[StepsMade]) -> float:

@@ -1,6 +1,6 @@
-"""The thread that writes and reads the output log, so that a disk which is slow or hangs delays nothing else.
+"""The thread that writes and reads the output log, so that a slow or hanging disk delays nothing else.
 
-What the log answers comes back to the caller's own loop. Knows nothing of the wire.
+Answers from the log return to the caller's own loop. Independent of the wire.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from nbdist.controller.outputlog import OutputLog, Part
 
 _WAITING = 64 << 20  # bytes that may wait for the disk
-_CLOSE_LIMIT = 1.0  # seconds that the disk has to let go of the log
+_CLOSE_LIMIT = 1.0  # seconds for the disk to finish when the log closes
 
 
 @dataclass
 class _Gap:
-    """What came while too much waited for the disk: bytes by serial and number of the cell.
+    """Output that came while too much was waiting for the disk: bytes by cell serial and number.
 
-    told: whether the user knows, and is to learn how much it was.
+    told: whether the user was notified, and will be told the total.
     """
 
     told: bool
@@ -33,12 +33,12 @@ class _Gap:
 
 
 class LogWriter:
-    """Gives an output log a thread of its own. No method waits for the disk but `close`, and that not for long.
+    """Gives an output log its own thread. No method waits for the disk except `close`, and that not for long.
 
     Args:
-        log: The log, which nobody else may use from now on.
-        say: Called with each line for the user, by `finish` or by `write`.
-        limit: Bytes that may wait for the disk. What comes when that many do is counted and left out.
+        log: The log. Nobody else may use it from now on.
+        say: Called with each line for the user, by `finish` or `write`.
+        limit: Bytes that may wait for the disk. Output beyond that is counted and left out.
     """
 
     def __init__(self, log: OutputLog, say: Callable[[str], None], limit: int = _WAITING) -> None:
@@ -56,11 +56,11 @@ class LogWriter:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Can be read when there is something to `finish`."""
+        """Return a descriptor that is readable when there is something to `finish`."""
         return self._bell
 
     def finish(self) -> None:
-        """Pass on what the log has answered, in the caller's thread."""
+        """Deliver the log's answers, in the caller's thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         with contextlib.suppress(queue.Empty):
@@ -73,7 +73,7 @@ class LogWriter:
         """Add what a rank printed in the cell `serial`.
 
         Args:
-            then: Called by `finish` when the log has taken it, or has left it out.
+            then: Called by `finish` when the log has stored it or left it out.
         """
         if self._reserve(len(data)):
             self._jobs.put(functools.partial(self._write, serial, number, rank, stream, data, then))
@@ -83,7 +83,7 @@ class LogWriter:
             self._jobs.put(functools.partial(self._answer, then))
 
     def read(self, then: Callable[[Part | None], None], **question: Any) -> None:
-        """Have `finish` call `then` with what `OutputLog.read` gives for these arguments."""
+        """Have `finish` call `then` with the result of `OutputLog.read` for these arguments."""
         self._jobs.put(lambda: self._answer(functools.partial(then, self._log.read(**question))))
 
     def clear(self) -> None:
@@ -105,7 +105,7 @@ class LogWriter:
             return room
 
     def _leave_out(self, serial: int, number: int, size: int) -> None:
-        """Count it. The gap ends when all that came before it is written, so that it is one gap and not many."""
+        """Count output that is left out. The gap ends once everything before it is written, so it stays one gap."""
         with self._lock:
             gap, told = self._gap, serial != self._complained
             if gap is None:
@@ -115,8 +115,8 @@ class LogWriter:
         if told:
             self._complained = serial
             self._say(
-                f"the output log's disk does not keep up ({self._log.parent}), so the log leaves out a part of what "
-                "this cell prints. The cell runs on and shows its output."
+                f"the output log's disk can't keep up ({self._log.parent}), so the log leaves out part of what "
+                "this cell prints. The cell keeps running and showing its output."
             )
 
     # --- in the log's own thread
@@ -125,7 +125,7 @@ class LogWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:  # the log may be lost, but not what comes after
+            except Exception:  # this output may be lost, but not what follows
                 traceback.print_exc()
 
     def _answer(self, what: Callable[[], None]) -> None:

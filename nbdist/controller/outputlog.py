@@ -1,6 +1,6 @@
-"""The session's output log: all that ranks print, in one ring of files, with an index of the cells in it.
+"""The session's output log: all that ranks print, in one ring of files, with an index of its cells.
 
-Knows nothing of the wire, and waits for the disk: `logwriter` calls it from a thread.
+Independent of the wire. It blocks on the disk: `logwriter` calls it from a thread.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _LIMIT = 1 << 30
-_PARTS = 16  # files into which a log of full size is cut; the oldest makes room
-_CELLS = 50_000  # in the index, those that printed last
+_PARTS = 16  # files into which a full log is divided; the oldest is dropped first
+_CELLS = 50_000  # size of the index: the cells that printed last
 _HEADER = struct.Struct("<QHBI")  # cell, rank, stream, length
 _BLOCK = 1 << 20  # bytes that are read at once
-_SCAN = 16  # blocks that one question may look through
+_SCAN = 16  # blocks that one question may scan
 
 
 @dataclass
 class _Segment:
     """A file of whole records.
 
-    start: the position of its first byte in the log. cells: bytes that each cell has in it.
+    start: the position of its first byte in the log. cells: bytes of each cell in it.
     """
 
     path: Path
@@ -43,9 +43,9 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Cell:
-    """Where a cell's records are, and how much of what it printed is not among them.
+    """Where a cell's records are, and how much of its output is not among them.
 
-    dropped: bytes at its beginning that have made room. missing: bytes that could not be written.
+    dropped: bytes dropped at its beginning to make room. missing: bytes that could not be written.
     """
 
     number: int
@@ -59,15 +59,15 @@ class _Cell:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of what was printed.
+    """Part of what was printed.
 
     Attributes:
-        serials: The cells that it is of, to be asked for in the next question.
+        serials: The cells it belongs to, to pass to the next `read`.
         number: Their number in the notebook.
         records: Rank, stream and bytes of each, in the order in which they came.
-        next: Where to read on; None: this was the last part.
-        size: Bytes that these cells have in the log, of all ranks.
-        dropped: Bytes at their beginning that have made room for newer output.
+        next: Position to continue reading from; None at the end.
+        size: Bytes of these cells in the log, over all ranks.
+        dropped: Bytes dropped at their beginning to make room for newer output.
         missing: Bytes that could not be written.
     """
 
@@ -83,16 +83,16 @@ class Part:
 class OutputLog:
     """Writes and reads the log.
 
-    A position counts the bytes that were ever written, so it stays true when what is oldest makes room.
+    A position counts all bytes ever written, so it stays valid when the oldest output is dropped.
 
     Args:
-        limit: Bytes that all files may have together.
+        limit: Maximum size of all files together, in bytes.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
         self._segments: deque[_Segment] = deque()
-        self._cells: OrderedDict[int, _Cell] = OrderedDict()  # in the order of their last records
+        self._cells: OrderedDict[int, _Cell] = OrderedDict()  # ordered by their last records
         self._end = 0
         self._file = -1  # descriptor of the last segment
         self._newest = 0  # the cell that printed last
@@ -103,16 +103,16 @@ class OutputLog:
 
     @property
     def parent(self) -> str:
-        """The folder that the user may have to look at."""
+        """The folder to name in messages to the user."""
         return str(self.folder.parent) if self.folder is not None else "the temporary folder"
 
     # --- writing
 
     def write(self, serial: int, number: int, rank: int, stream: int, data: bytes) -> str | None:
-        """Add what a rank printed in the cell `serial`, which has a number in the notebook. Never raises.
+        """Add what a rank printed in the cell `serial`. Never raises.
 
         Returns:
-            A line for the user when the log can't keep what it should, once.
+            A line for the user the first time the log can't keep everything, else None.
         """
         cell = self._cell(serial, number)
         if cell.failed:
@@ -128,12 +128,12 @@ class OutputLog:
         if whole and cell.dropped:
             return (
                 f"this cell has printed more than the output log has room for ({self._limit / 1e9:.1f} GB): "
-                "the log keeps the newest part"
+                "only the newest part is kept"
             )
         return None
 
     def miss(self, serial: int, number: int, size: int) -> None:
-        """Take note of bytes of a cell that nobody had time to write."""
+        """Count bytes of a cell that were never written."""
         self._cell(serial, number).missing += size
 
     def clear(self) -> None:
@@ -181,11 +181,11 @@ class OutputLog:
         cell.size += printed
 
     def _segment_for(self, serial: int) -> _Segment:
-        """The file that the next record goes to."""
+        """Return the file that the next record goes to."""
         last = self._segments[-1] if self._segments else None
         if serial != self._newest:
             self._newest = serial
-            if self._file >= 0 and not os.fstat(self._file).st_nlink:  # somebody has tidied up the temporary folder
+            if self._file >= 0 and not os.fstat(self._file).st_nlink:  # the temporary folder was cleaned up
                 last = None
         if last is not None and last.size < self._limit // _PARTS:
             return last
@@ -207,7 +207,7 @@ class OutputLog:
             del self._cells[serial]
 
     def _drop(self, segment: _Segment) -> None:
-        """The records of a segment are no longer there."""
+        """Forget the records of a segment that was removed."""
         for serial, size in segment.cells.items():
             if (cell := self._cells.get(serial)) is not None:
                 cell.dropped += size
@@ -223,7 +223,7 @@ class OutputLog:
         self._told = True
         return (
             f"the output log can't keep what this cell prints: {error.strerror} in {self.parent}. "
-            "The cell runs on and shows its output. Free some space there, or set TMPDIR before you start Jupyter."
+            "The cell still runs and shows its output. Free some space there, or set TMPDIR before you start Jupyter."
         )
 
     def _close_file(self) -> None:
@@ -242,17 +242,17 @@ class OutputLog:
         position: int = 0,
         size: int = _BLOCK,
     ) -> Part | None:
-        """Part of what cells printed. Call it again with the part's `serials` and `next` until that is None.
+        """Return part of what cells printed. Call again with the part's `serials` and `next` until `next` is None.
 
         Args:
-            serials: Which cells; none: those with this number.
-            number: The cell's number in the notebook; None: the newest that printed.
-            ranks: Whose output; None: all.
-            position: `next` of the part before.
-            size: Bytes to give at most, but at least one record; none, if all that was looked through is of others.
+            serials: Which cells; if empty, those with this number.
+            number: The cell's number in the notebook; None for the newest that printed.
+            ranks: Whose output; None for all ranks.
+            position: `next` of the previous part.
+            size: Maximum bytes to return, but at least one record; none if all that was scanned is of other cells.
 
         Returns:
-            None: the log has nothing of such a cell.
+            The part, or None if the log has nothing from such a cell.
         """
         chosen = {serial: self._cells[serial] for serial in serials or self._serials(number) if serial in self._cells}
         if not chosen:
@@ -279,25 +279,25 @@ class OutputLog:
         )
 
     def _serials(self, number: int | None) -> list[int]:
-        """Everything that printed in one cell of the notebook: a local cell may run code on ranks several times."""
+        """Return the serials of one notebook cell: a local cell may run code on ranks several times."""
         begun = sorted(self._cells, key=lambda serial: self._cells[serial].start)
         if number is None and begun:
             number = self._cells[begun[-1]].number
-            if not number:  # outside of a notebook
+            if not number:  # outside a notebook
                 return begun[-1:]
         return [serial for serial in begun if self._cells[serial].number == number]
 
     def _read_block(
         self, position: int, size: int, cells: Collection[int], ranks: Collection[int] | None
     ) -> tuple[int, list[tuple[int, int, bytes]]]:
-        """Records from one segment, and where the next one begins."""
+        """Return records from one segment, and where the next one begins."""
         segment = next((each for each in self._segments if position < each.end), None)
         if segment is None:
             return self._end, []
         position = max(position, segment.start)
         try:
             data = _read_records(segment, position - segment.start)
-        except OSError:  # somebody has tidied up the temporary folder, or the disk is broken
+        except OSError:  # the temporary folder was cleaned up, or the disk is broken
             if segment is not self._segments[-1]:
                 self._segments.remove(segment)
             self._drop(segment)
@@ -316,7 +316,7 @@ class OutputLog:
 
 
 def _read_records(segment: _Segment, offset: int) -> bytes:
-    """Whole records from one segment, at least one."""
+    """Return whole records from one segment, at least one."""
     with segment.path.open("rb") as file:
         file.seek(offset)
         data = file.read(min(_BLOCK, segment.size - offset))
@@ -328,7 +328,7 @@ def _read_records(segment: _Segment, offset: int) -> bytes:
 
 
 def _end_of_whole(data: bytes) -> int:
-    """Where the last record that is all there ends."""
+    """Return the offset at which the last complete record ends."""
     end = 0
     while end + _HEADER.size <= len(data):
         following = end + _HEADER.size + _HEADER.unpack_from(data, end)[3]

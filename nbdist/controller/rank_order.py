@@ -1,7 +1,7 @@
-"""What the controller knows of one rank, and the order of what it sends.
+"""The controller's state for one rank, and the order of what that rank sends.
 
-A rank's reply, its displays and its output come by three lanes, the output by way of the agent. Marks in its stdout say
-where each display belongs and where the cell ends; here they come together again. Knows no sockets and no other ranks.
+A rank's reply, displays and output come by three lanes, the output through the agent. Marks in its stdout show where
+each display belongs and where the cell ends; here they are put back in order. Independent of sockets and other ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nbdist.wire.life import Died
 from nbdist.wire.message import Message
 from nbdist.wire.output import END, PLAIN_END, STDOUT, Display, Notice, Output
 
-_DISPLAY_LIMIT = 10.0  # seconds after the end of a cell in which its displays may still arrive
+_DISPLAY_LIMIT = 10.0  # seconds after the end of a cell during which its displays may still arrive
 
 
 @dataclass
@@ -25,12 +25,12 @@ class Rank:
 
     Args:
         rank: Its number.
-        tell: Gives the notebook a message.
+        tell: Sends a message to the notebook.
         keep: Writes output to the log: the cell's serial and number, rank, stream, bytes.
-        over: Called with the reply when a cell is over on it: the reply and the mark behind its output have come.
+        over: Called with the reply when a cell is over on it: the reply and the mark after its output are here.
 
     Attributes:
-        due: When to call `give_up`: the cell has ended, but not all its displays have come.
+        due: When to call `give_up`: the cell has ended, but some of its displays have not arrived.
     """
 
     rank: int
@@ -43,44 +43,44 @@ class Rank:
     dead: Died | None = None
     serial: int = 0  # the cell it runs
     due: float | None = None
-    _last: tuple[int, int] = (0, 0)  # the newest cell that it was given: serial and number
+    _last: tuple[int, int] = (0, 0)  # the newest cell it was given: serial and number
     _reply: Reply | None = None
-    _printed: bool = False  # the mark at the end of the cell has come
-    _displays: dict[int, Display] = field(default_factory=dict)  # payloads whose marks have not come yet
-    _marked: int = 0  # number of the newest mark that has come
-    _passed: int = 0  # number of the newest mark that has been passed on
-    _given_up: int = 0  # payloads up to this number are waited for no longer
+    _printed: bool = False  # the mark at the end of the cell has arrived
+    _displays: dict[int, Display] = field(default_factory=dict)  # payloads whose marks have not arrived yet
+    _marked: int = 0  # number of the newest mark that arrived
+    _passed: int = 0  # number of the newest mark that was passed on
+    _given_up: int = 0  # payloads up to this number are no longer waited for
     _shown_early: set[int] = field(default_factory=set)
-    _unreadable: dict[int, str] = field(default_factory=dict)  # why payloads are not there
-    _told: int = 0  # the cell of which the notebook knows that a display is missing
+    _unreadable: dict[int, str] = field(default_factory=dict)  # why payloads are missing
+    _told: int = 0  # the cell for which the notebook was told of a missing display
     _held: deque[Output] = field(default_factory=deque)  # stdout that waits for a display's payload
 
     def begin(self, serial: int, number: int) -> None:
-        """It is given a cell, which has a number in the notebook."""
+        """Give the rank a cell, which has a number in the notebook."""
         self.serial = serial
         self._last = serial, number
         self._reply, self._printed = None, False
 
     def answer(self, reply: Reply) -> None:
-        """It has finished a cell; the output may still be on its way."""
+        """Take its reply to a cell; the output may still be on its way."""
         self._reply = reply
         self._check_over()
 
     def display(self, message: Display) -> None:
-        """It shows something; the mark that says where may still be on its way."""
-        if message.sequence <= self._passed:  # `give_up` was called before it came
+        """Take a display; the mark for its position may still be on its way."""
+        if message.sequence <= self._passed:  # `give_up` was called before it arrived
             self.tell(message)
             return
         self._displays[message.sequence] = message
         self._advance()
 
     def miss_display(self, sequence: int, why: str) -> None:
-        """It shows something that could not be read."""
+        """Record that a display could not be read."""
         self._unreadable[sequence] = why
         self._advance()
 
     def print(self, message: Output) -> None:
-        """It has printed something, or a mark has come."""
+        """Take printed output, or a mark."""
         if message.stream != STDOUT:
             self._pass_on(message)
             return
@@ -92,17 +92,17 @@ class Rank:
             self.due = time.monotonic() + _DISPLAY_LIMIT
 
     def give_up(self) -> None:
-        """Wait no longer for the displays of a cell that has ended."""
+        """Stop waiting for the displays of a cell that has ended."""
         self._given_up = self._marked
         self._advance()
 
     def die(self, died: Died) -> None:
-        """Its process has ended; what waited for a display waits no longer."""
+        """Handle the end of its process; output that waited for a display is released."""
         self.serial, self.dead = 0, died
         self._advance()
 
     def _advance(self) -> None:
-        """Pass on stdout and displays in their order; stop where a display's payload has not come yet."""
+        """Pass on stdout and displays in order, up to the first display whose payload has not arrived."""
         while self._held:
             mark = self._held[0].mark
             sequence = mark[1] if mark is not None else END
@@ -115,10 +115,10 @@ class Rank:
         self.due = None
 
     def _is_to_come(self, sequence: int) -> bool:
-        """Whether a payload is still on its way.
+        """Return whether a payload is still on its way.
 
-        A rank sends a payload before its mark, and payloads in the order of their marks: if one has come to a later
-        mark, this one is lost. A payload without a mark proves nothing, since its number may be wrong.
+        A rank sends a payload before its mark, and payloads in the order of their marks: once that of a later mark is
+        here, this one is lost. A payload without a mark proves nothing, since its number may be wrong.
         """
         if self.dead or sequence <= self._given_up or sequence in self._shown_early:
             return False
@@ -127,7 +127,7 @@ class Rank:
         return not any(sequence < number <= self._marked for number in (*self._displays, *self._unreadable))
 
     def _show(self, sequence: int) -> None:
-        """The place of a display has come."""
+        """Show a display at its place."""
         display = self._displays.pop(sequence, None)
         why = self._unreadable.pop(sequence, "it was lost on its way to the notebook")
         if display is not None:
@@ -136,7 +136,7 @@ class Rank:
             self._shown_early.discard(sequence)
         elif not self.dead and self._told != self._last[0]:
             self._told = self._last[0]
-            self.tell(Notice(f"rank {self.rank} showed something that is missing here: {why}"))
+            self.tell(Notice(f"rank {self.rank} displayed something that is missing here: {why}"))
 
     def _pass_on(self, message: Output) -> None:
         if message.data:

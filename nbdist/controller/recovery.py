@@ -1,8 +1,8 @@
-"""Whether all ranks' process groups are in step, and if not, how they get there again: after a cell that failed, and
-before one that may use groups which could not be compared then.
+"""Compares whether all ranks' process groups are in step, and if not, brings them back in step: after a failed cell,
+and before a cell that may use groups that could not be compared then.
 
-Compares what ranks answer, decides, tells each rank what to do, and puts into words what was done. Knows nothing of
-torch, sockets or the notebook.
+Compares the ranks' answers, decides, sends each rank its orders, and describes what was done. Independent of torch,
+sockets and the notebook.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nbdist import limits
 from nbdist.controller.inquiries import AskRanks
 from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import InOrder, Recover
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import GetState, RankState
 
-_COMPARE_LIMIT = 1.0  # seconds that idle ranks have to say where they stand
-_RENEW_LIMIT = 15.0
-
 
 @dataclass
-class Plan:
+class GroupRepairs:
     """What has to be done, by group name."""
 
     renew: list[str] = field(default_factory=list)
@@ -29,7 +27,7 @@ class Plan:
     lost: list[str] = field(default_factory=list)
     owed: dict[str, list[int]] = field(default_factory=dict)  # with their members: to be renewed when all are idle
     count: int = 0
-    uneven: bool = False  # ranks have numbered groups differently
+    uneven: bool = False  # ranks numbered groups differently
     reset: bool = False
 
     @property
@@ -40,12 +38,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class FailedCell:
-    """A cell that has failed.
+    """A failed cell.
 
     Attributes:
-        serial: The cell; one that is to begin, if none has failed.
+        serial: The cell; if none failed, the one about to begin.
         ranks: Where it ran.
-        failed: Those of them that have failed.
+        failed: The ranks that failed.
     """
 
     serial: int
@@ -53,23 +51,23 @@ class FailedCell:
     failed: Collection[int] = ()
 
 
-def plan(
+def compare_groups(
     states: Mapping[int, RankState],
     idle: Collection[int],
     dead: Collection[int],
     known_lost: Collection[str],
     cell: FailedCell,
-) -> Plan:
-    """Compare where ranks are.
+) -> GroupRepairs:
+    """Compare where ranks are and return what has to be done.
 
     Args:
-        states: Of ranks that have answered, by rank.
+        states: The answers, by rank.
         idle: Those of them that run nothing. A rank that is neither here nor dead is busy, or late with its answer.
         dead: Ranks that have died.
         known_lost: Groups that were lost before.
-        cell: What has failed.
+        cell: The failed cell.
     """
-    found = Plan()
+    found = GroupRepairs()
     free = set(idle)
     groups: dict[str, list[int]] = {}
     for state in states.values():
@@ -90,7 +88,9 @@ def plan(
     return found
 
 
-def _judge(found: Plan, name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> None:
+def _judge(
+    found: GroupRepairs, name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell
+) -> None:
     present = [states[rank].groups[name] for rank in members if name in states[rank].groups]
     if len(present) < len(members):
         found.stale.append(name)
@@ -101,7 +101,7 @@ def _judge(found: Plan, name: str, members: Sequence[int], states: Mapping[int, 
 
 
 def _untouched(name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> bool:
-    """Whether the cell left a group alone, as far as that can be known without members that are busy or late."""
+    """Return whether the cell left a group alone, as far as is known without members that are busy or late."""
     present = [state.groups[name] for rank in members if (state := states.get(rank)) and name in state.groups]
     if any(group.cut for group in present):
         return False
@@ -111,9 +111,9 @@ def _untouched(name: str, members: Sequence[int], states: Mapping[int, RankState
 
 
 def _known(members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> bool:
-    """Whether it is known what the cell did in a group, if it failed on one of its members.
+    """Return whether it is known what the cell did in a group if it failed on one of its members.
 
-    A rank that has begun another cell since can't tell any more what it entered in this one.
+    A rank that has since begun another cell can no longer report what it entered in this one.
     """
     if not set(members) & set(cell.failed):
         return True
@@ -121,28 +121,28 @@ def _known(members: Sequence[int], states: Mapping[int, RankState], cell: Failed
 
 
 class Recovery:
-    """One comparison of ranks, and what follows from it.
+    """One comparison of ranks, and its consequences.
 
-    A rank that does not answer in time is `late`, and the comparison stays open for it until somebody calls `go_on`.
+    A rank that does not answer in time is `late`; the comparison stays open for it until `go_on` is called.
 
     Args:
-        cell: What has failed.
-        idle: Living ranks that run nothing, as far as they matter.
-        busy: Ranks on which the cell has failed, and that run another already.
+        cell: The failed cell.
+        idle: The relevant living ranks that run nothing.
+        busy: Ranks on which the cell failed and that already run another.
         dead: Ranks that have died.
-        generation: Of the process groups at present.
+        generation: The current generation of the process groups.
         lost: Groups that were lost before.
-        regroup: Whether to make the default group again, in place of all groups there were.
+        regroup: Whether to make the default group again, replacing all existing groups.
 
     Attributes:
         began: When it began.
-        due: When `tick` wants to be called; None: there is nothing to wait for but late ranks.
+        due: Time of the next `tick`; None if only late ranks are waited for.
         late: Ranks that have not answered in time.
-        done: Whether all is over; then everything else here is final.
+        done: Whether it is finished; then all attributes are final.
         lost: Groups that are lost for good.
-        owed: Groups that are yet to be renewed, with their members: those may be out of step.
-        settled: Groups that owe nothing any more.
-        missing: Ranks that were told to renew groups and have not done it.
+        owed: Groups still to be renewed, with their members: those may be out of step.
+        settled: Groups that need nothing more.
+        missing: Ranks that were told to renew groups and have not done so.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Recovery:
         self.late: set[int] = set()
         self.missing: set[int] = set()
         self.began = now
-        self.due: float | None = now + _COMPARE_LIMIT
+        self.due: float | None = now + limits.COMPARE
         self._cell = cell
         self._regroup = regroup
         self._ranks = [rank for rank in cell.ranks if rank in idle]
@@ -175,7 +175,7 @@ class Recovery:
         self._busy = list(busy)
         self._dead = list(dead)
         self._states: dict[int, RankState] = {}
-        self._plan: Plan | None = None
+        self._repairs: GroupRepairs | None = None
         self._reports: dict[int, InOrder] = {}
 
     def begin(self, ask: AskRanks, tell: Callable[[Sequence[int], Recover], None]) -> None:
@@ -183,7 +183,7 @@ class Recovery:
 
         Args:
             ask: Asks control threads.
-            tell: Sends a Recover to ranks' main threads; what they did comes by `in_order`.
+            tell: Sends a Recover to ranks' main threads; their reports arrive through `in_order`.
         """
         self._tell = tell
         if not self.done:
@@ -192,18 +192,18 @@ class Recovery:
     @property
     def open(self) -> bool:
         """Whether late ranks keep it from being decided."""
-        return self._plan is None and bool(self.late)
+        return self._repairs is None and bool(self.late)
 
     @property
     def awaited(self) -> set[int]:
-        """Ranks that have not answered, or not done what they were told."""
-        if self._plan is None:
+        """Ranks that have not answered, or not carried out their orders."""
+        if self._repairs is None:
             return {*self._idle, *self._busy} - self._states.keys()
         return set(self._idle) - self._reports.keys()
 
     def answered(self, rank: int, state: RankState | NoAnswer, now: float) -> None:
-        """A rank has reported where it is, or why it can't."""
-        if self._plan is not None:
+        """Handle a rank's report of where it is, or why it can't report."""
+        if self._repairs is not None:
             return
         if isinstance(state, NoAnswer):
             self._forget(rank)
@@ -213,40 +213,40 @@ class Recovery:
         self._decide_if_all_have_answered(now)
 
     def in_order(self, rank: int, report: InOrder) -> None:
-        """A rank has done what it was told."""
+        """Note that a rank has carried out its orders."""
         self._reports[rank] = report
         if not self.awaited:
             self._conclude()
 
     def died(self, rank: int, now: float) -> None:
-        """A rank has died meanwhile."""
+        """Handle the death of a rank."""
         if rank in self._dead:
             return
         self._forget(rank)
         self._states.pop(rank, None)
         self.late.discard(rank)
         self._dead.append(rank)
-        if self._plan is None:
+        if self._repairs is None:
             self._decide_if_all_have_answered(now)
         elif not self.awaited:
             self._conclude()
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at this time."""
         if self.done or self.due is None or now < self.due:
             return
-        if self._plan is None:
+        if self._repairs is None:
             self.due = None
             self.late = self.awaited
             if self.late.isdisjoint(self._cell.ranks) and not self._compared().owed:
-                self.late = set()  # what they would say makes no difference
+                self.late = set()  # their answers would make no difference
                 self.go_on(now)
         else:
             self.missing = self.awaited
             self._conclude()
 
     def go_on(self, now: float) -> None:
-        """Decide without the ranks that are late; they must not run anything before they know what was decided."""
+        """Decide without the late ranks, which must not run anything before they know the decision."""
         for rank in self.awaited:
             self._forget(rank)
         self._decide(now)
@@ -255,11 +255,11 @@ class Recovery:
         self._idle = [other for other in self._idle if other != rank]
         self._busy = [other for other in self._busy if other != rank]
 
-    def _compared(self) -> Plan:
+    def _compared(self) -> GroupRepairs:
         if self._regroup:
-            return Plan()
+            return GroupRepairs()
         idle = [rank for rank in self._idle if rank in self._states]
-        return plan(self._states, idle, self._dead, self.lost, self._cell)
+        return compare_groups(self._states, idle, self._dead, self.lost, self._cell)
 
     def _decide_if_all_have_answered(self, now: float) -> None:
         if not self.awaited:
@@ -267,7 +267,7 @@ class Recovery:
 
     def _decide(self, now: float) -> None:
         stopped = {self._states[rank].stopped for rank in self._ranks if rank in self._states}
-        self._plan = found = self._compared()
+        self._repairs = found = self._compared()
         if not found.renew and len(stopped) == 1:
             self.step = next(iter(stopped)) or 0
         self.owed = dict(found.owed)
@@ -277,7 +277,7 @@ class Recovery:
         if found.renew or self._regroup:
             self.generation += 1
         self.lost += found.lost
-        self.due = now + _RENEW_LIMIT
+        self.due = now + limits.RENEW
         self._tell(
             self._idle,
             Recover(
@@ -296,7 +296,7 @@ class Recovery:
 
     def _conclude(self) -> None:
         self.done = True
-        found = self._plan or Plan()
+        found = self._repairs or GroupRepairs()
         parts = []
         failures = sorted({report.failure for report in self._reports.values() if report.failure})
         if self.missing:
@@ -307,7 +307,7 @@ class Recovery:
         elif found.renew:
             parts.append(f"process groups rebuilt (generation {self.generation})")
         elif self._regroup:
-            parts.append("the default process group, which a cell had destroyed, was made again")
+            parts.append("the default process group, which a cell had destroyed, was recreated")
         if failures or self.missing:
             self.owed |= {name: self._members(name) for name in found.renew}
         self.settled = {*found.renew, *found.stale, *found.lost} - self.owed.keys()
@@ -316,7 +316,7 @@ class Recovery:
         for note in dict.fromkeys(note for report in self._reports.values() for note in report.notes):
             parts.append(note)
         if found.stale:
-            parts.append("groups that not all of their ranks had were dropped: make them again")
+            parts.append("groups that existed on only some of their ranks were dropped: create them again")
         if found.owed:
             parts.append(self._postponed(found.owed))
         apart = self._apart()
@@ -328,7 +328,7 @@ class Recovery:
         return next(state.groups[name].members for state in self._states.values() if name in state.groups)
 
     def _postponed(self, owed: Mapping[str, Collection[int]]) -> str:
-        """What becomes of groups that can't be renewed yet."""
+        """Describe what happens to groups that can't be renewed yet."""
         who = describe_ranks(set().union(*owed.values()) - set(self._idle))
         return (
             f"process groups shared with {who} may be out of step; "
@@ -336,7 +336,7 @@ class Recovery:
         )
 
     def _apart(self) -> str:
-        """Which ranks have made more steps than others in this cell, and what to type."""
+        """Describe which ranks made more steps than others in this cell, and what to type."""
         steps = {rank: self._states[rank].steps for rank in self._ranks if rank in self._states}
         if len(set(steps.values())) < 2:
             return ""

@@ -1,9 +1,9 @@
-"""What is put in order between cells, and which cells must wait for it.
+"""What is repaired between cells, and which cells must wait for it.
 
-Runs one recovery after each failed cell. What could not be compared then is owed: such groups may not be used, and are
-renewed before the next cell that starts while all their ranks are idle. A cell waits for ranks that have yet to say
-whether their groups are in step, or to learn that they are not: so a late answer costs time, and never a wrong sum.
-Knows messages, not sockets.
+Runs one recovery after each failed cell. Groups that could not be compared then are owed: they may not be used, and
+are renewed before the next cell that starts while all their ranks are idle. A cell waits for ranks that have yet to
+report whether their groups are in step, or to learn that they are not: a late answer costs time, never a wrong sum.
+Handles messages, not sockets.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from nbdist.wire.message import Message
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import Forbid, Forbidden
 
-_EXPLAIN_EVERY = 1.0  # seconds that a cell waits for ranks before that is said, and between updates of the line
+_EXPLAIN_EVERY = 1.0  # seconds that a cell waits for ranks before this is shown, and between updates of the line
 
 
 class Wires(Protocol):
-    """What the controller does for us."""
+    """What the controller does for this module."""
 
     def to_rank(self, lane: str, rank: int, message: Message) -> None:
-        """Send to a rank, if it lives."""
+        """Send to a rank, if it is alive."""
 
     def to_notebook(self, message: Message) -> None:
-        """Tell the notebook."""
+        """Send to the notebook."""
 
     def idle(self) -> list[int]:
-        """Living ranks that run nothing."""
+        """Return the living ranks that run nothing."""
 
     def dead(self) -> list[int]:
-        """Ranks that have died."""
+        """Return the ranks that have died."""
 
     def everyone(self) -> list[int]:
-        """All ranks, the dead too."""
+        """Return all ranks, including dead ones."""
 
 
 @dataclass
 class _Repair:
-    """A recovery under way: after a failed cell, or before one that is to begin.
+    """A recovery in progress: after a failed cell, or before one that is about to begin.
 
     Attributes:
         last: The message that ends the failed cell, until it is sent.
-        groups: What is renewed for a cell that is to begin.
+        groups: The groups being renewed for a cell that is about to begin.
     """
 
     serial: int
@@ -67,8 +67,8 @@ class _Waiting:
     """A cell that has not begun.
 
     Attributes:
-        due: When to say, once more, what it waits for.
-        settled: Whether what could be renewed for it has been, or can't be.
+        due: When to report, again, what it waits for.
+        settled: Whether everything that can be renewed for it has been.
     """
 
     message: Execute
@@ -79,10 +79,10 @@ class _Waiting:
 
 
 class Repairs:
-    """All that is put in order for a set of ranks.
+    """All repairs of a set of ranks.
 
     Args:
-        wires: To the ranks and the notebook.
+        wires: Connections to the ranks and the notebook.
         ask: Asks control threads.
         execute: Called with an Execute that had to wait, to try it again.
     """
@@ -92,34 +92,34 @@ class Repairs:
         self._ask = ask
         self._execute = execute
         self._generation = 1
-        self._over: deque[tuple[FailedCell, Message | None]] = deque()  # wait for their recovery
+        self._over: deque[tuple[FailedCell, Message | None]] = deque()  # waiting for their recovery
         self._repair: _Repair | None = None
-        self._lost: list[str] = []  # groups that a death has taken
+        self._lost: list[str] = []  # groups lost to a death
         self._owed: dict[str, list[int]] = {}  # groups to be renewed when all their members are idle
-        self._uninformed: set[int] = set()  # have yet to learn which groups they must not use
-        self._missing: set[int] = set()  # have yet to do what they were told to put groups in order
-        self._ungrouped: set[int] = set()  # have destroyed their default group
+        self._uninformed: set[int] = set()  # ranks that have yet to learn which groups they must not use
+        self._missing: set[int] = set()  # ranks that have yet to carry out their orders
+        self._ungrouped: set[int] = set()  # ranks that have destroyed their default group
         self._waiting: dict[int, _Waiting] = {}
 
-    # --- what happens
+    # --- events
 
     def note_group(self, rank: int, grouped: bool) -> None:
-        """A rank reports whether it has its default process group."""
+        """Note whether a rank has its default process group."""
         if grouped:
             self._ungrouped.discard(rank)
         else:
             self._ungrouped.add(rank)
 
     def add(self, cell: FailedCell, last: Message | None = None) -> None:
-        """A cell has failed; `go_on` and `may_begin` put in order what it has left.
+        """Add a failed cell; `go_on` and `may_begin` repair what it left.
 
         Args:
-            last: The message that ends it, to be sent when all is in order; None: it runs on, on other ranks.
+            last: The message that ends it, sent once everything is repaired; None if it still runs on other ranks.
         """
         self._over.append((cell, last))
 
     def may_begin(self, message: Execute, now: float) -> bool:
-        """Whether a cell may begin. False: it waits, and `execute` is called with it again."""
+        """Return whether a cell may begin. If not, it waits, and `execute` is called with it again."""
         if self._must_wait(message, now):
             self._wait(message, now)
             return False
@@ -127,7 +127,7 @@ class Repairs:
         return True
 
     def give_up(self, message: Interrupt, now: float) -> None:
-        """The user does not want to wait: neither for a cell to begin, nor for what follows a failed one."""
+        """Stop waiting at the user's request, whether for a cell to begin or for repairs after a failed one."""
         if self._repair is not None and self._repair.serial == message.serial:
             self._release(self._repair)
         waiting = self._waiting.get(message.serial)
@@ -143,19 +143,19 @@ class Repairs:
         if waiting.said and not rest:
             text = f"waited {now - waiting.since:.0f} s for {who}, then was dropped"
             self._wires.to_notebook(Remark(message.serial, text, "watch"))
-        text = f"the cell had not begun: it waited for {who}"
+        text = f"the cell had not started: it was waiting for {who}"
         failure = Failure("KeyboardInterrupt", text, "", now, kind="interrupted")
         for rank in dropped:
             self._wires.to_notebook(Reply(message.serial, rank, "interrupted", failure))
 
     def died(self, rank: int, now: float) -> None:
-        """A rank has died."""
+        """Handle the death of a rank."""
         self._missing.discard(rank)
         if self._repair is not None:
             self._repair.recovery.died(rank, now)
 
     def in_order(self, rank: int, report: InOrder) -> None:
-        """A rank has done what Recover asked."""
+        """Note that a rank has carried out a Recover."""
         self.note_group(rank, report.grouped)
         if rank in self._missing:
             self._missing.discard(rank)  # too late: the others have given up
@@ -163,14 +163,14 @@ class Repairs:
             self._repair.recovery.in_order(rank, report)
 
     def due(self) -> float | None:
-        """When `tick` wants to be called."""
+        """Return the time of the next `tick`."""
         dues: list[float | None] = [waiting.due for waiting in self._waiting.values()]
         if self._repair is not None:
             dues.append(self._repair.recovery.due)
         return min((due for due in dues if due is not None), default=None)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at this time."""
         if self._repair is not None:
             self._repair.recovery.tick(now)
         self.go_on(now)
@@ -179,10 +179,10 @@ class Repairs:
                 self._explain_wait(waiting, now)
 
     def go_on(self, now: float) -> None:
-        """Something has happened: end the recovery if it is over, begin the next, and what has waited for it."""
+        """End the recovery if it is finished, then begin the next one and the cells that waited for it."""
         self._end_repair(now)
         for waiting in list(self._waiting.values()):
-            if waiting.message.serial in self._waiting:  # a death may have come of the one before
+            if waiting.message.serial in self._waiting:  # the previous one may have caused a death
                 self._execute(waiting.message)
 
     # --- recoveries
@@ -227,7 +227,7 @@ class Repairs:
         self._report(repair)
 
     def _report(self, repair: _Repair) -> None:
-        """Say what was done: in the failed cell if it has not ended, else in those that have waited for it."""
+        """Report what was done: in the failed cell if it has not ended, else in the cells that waited for it."""
         recovery = repair.recovery
         told = [] if repair.last is not None else [serial for serial in self._waiting if recovery.text]
         seconds = time.monotonic() - recovery.began
@@ -238,7 +238,7 @@ class Repairs:
         self._end_failed(repair)
 
     def _release(self, repair: _Repair) -> None:
-        """Let a failed cell end before all is in order."""
+        """Let a failed cell end before everything is repaired."""
         if repair.last is None:
             return
         recovery = repair.recovery
@@ -254,7 +254,7 @@ class Repairs:
             repair.last = None
 
     def _forbid(self, recovery: Recovery) -> None:
-        """Make the use of groups that may be out of step an error, on all their members."""
+        """Make using groups that may be out of step an error on all their members."""
         dead = set(self._wires.dead())
         members = set().union(*recovery.owed.values()) - recovery.late - dead
         for ranks, groups in ((members, sorted(recovery.owed)), (recovery.late - dead, None)):
@@ -267,7 +267,7 @@ class Repairs:
         if isinstance(answer, Forbidden):
             self._owed |= answer.groups
 
-    # --- cells that wait
+    # --- waiting cells
 
     def _must_wait(self, message: Execute, now: float) -> bool:
         self._end_repair(now)
@@ -283,7 +283,7 @@ class Repairs:
         )
 
     def _settle(self, message: Execute, now: float) -> bool:
-        """Renew the groups that this cell might use, where all members are idle. False: there are none."""
+        """Renew the groups this cell might use, where all members are idle. False if there are none."""
         waiting = self._waiting.get(message.serial)
         if waiting is not None and waiting.settled:
             return False
@@ -304,7 +304,7 @@ class Repairs:
         return True
 
     def _make_group_again(self, message: Execute, now: float) -> bool:
-        """Make the default group that cells have destroyed, where this cell runs on all ranks. False: it can't be."""
+        """Recreate the default group that cells destroyed, if this cell runs on all ranks. False if it can't be."""
         waiting = self._waiting.get(message.serial)
         ranks = self._wires.everyone()
         if (waiting is not None and waiting.settled) or not set(ranks) == set(message.ranks) == set(self._wires.idle()):
@@ -323,15 +323,15 @@ class Repairs:
         if not who:
             return
         text = (
-            f"waits for {describe_ranks(who)}, which {'has' if len(who) == 1 else 'have'} not answered for "
-            f"{now - waiting.since:.0f} s: stopped, or in a call that does not let Python run. Interrupt this cell to "
+            f"waiting for {describe_ranks(who)}, which {'has' if len(who) == 1 else 'have'} not answered for "
+            f"{now - waiting.since:.0f} s: stopped, or in a call that blocks Python. Interrupt this cell to "
             "drop it."
         )
         self._wires.to_notebook(Remark(waiting.message.serial, text, "watch", same=waiting.said))
         waiting.said = True
 
     def _awaited(self, waiting: _Waiting) -> set[int]:
-        """The ranks that keep a cell from beginning."""
+        """Return the ranks that keep a cell from beginning."""
         if self._repair is not None:
             return self._repair.recovery.awaited
         return set(waiting.message.ranks) & (self._uninformed | self._missing)
@@ -339,5 +339,5 @@ class Repairs:
     def _stop_waiting(self, serial: int, now: float) -> None:
         waiting = self._waiting.pop(serial, None)
         if waiting is not None and waiting.said:
-            text = f"waited {now - waiting.since:.0f} s for a rank to answer, then began"
+            text = f"waited {now - waiting.since:.0f} s for a rank to answer, then started"
             self._wires.to_notebook(Remark(serial, text, "watch"))

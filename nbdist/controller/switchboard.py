@@ -1,6 +1,6 @@
-"""The controller's one socket: who may connect, who has, and what waits for those who have not.
+"""The controller's one socket: which lanes may connect, which are connected, and messages waiting for the others.
 
-Owns the socket, its keys and the key file. Knows nothing of what the messages mean.
+Owns the socket, its keys and the key file. Independent of what the messages mean.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from nbdist.wire.frames import encode
 from nbdist.wire.lanes import HANDSHAKE_LIMIT, LARGEST_FRAME, Keys, write_key_file
 from nbdist.wire.message import Message
 
-_ENVELOPE = 1 << 10  # bytes that encryption adds to a frame, and more
+_ENVELOPE = 1 << 10  # at least what encryption adds to a frame, in bytes
 _LINGER = 500  # milliseconds
 
 
 class Switchboard:
-    """Listens on loopback for those who have keys.
+    """Listens on loopback for processes that have keys.
 
     Args:
         runtime_folder: Where the notebook's key file is written.
 
     Attributes:
-        socket: To be polled for what `received` gives.
+        socket: The socket to poll before `received`.
         key_file: For the notebook.
         node_keys: For the agent and its ranks.
 
     Raises:
-        OSError: Neither that folder nor a temporary one can be written.
+        OSError: Neither that folder nor a temporary one is writable.
     """
 
     def __init__(self, runtime_folder: Path) -> None:
         self.key_file = runtime_folder / f"nbdist-{secrets.token_hex(8)}.json"
-        self._key_folder: Path | None = None  # of our own, where Jupyter's can't be written
+        self._key_folder: Path | None = None  # our own, where Jupyter's isn't writable
         self._connected: set[bytes] = set()
-        self._waiting: dict[bytes, list[bytes]] = {}  # for a lane that has not connected yet
+        self._waiting: dict[bytes, list[bytes]] = {}  # for lanes that have not connected yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         public, secret = zmq.curve_keypair()
         client, node = zmq.curve_keypair(), zmq.curve_keypair()
@@ -66,20 +66,20 @@ class Switchboard:
 
     @property
     def files(self) -> list[Path]:
-        """What it has written."""
+        """The files it has written."""
         return [path for path in (self.key_file, self._key_folder) if path is not None]
 
     def _write(self, keys: Keys) -> None:
         try:
             self.key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_key_file(self.key_file, keys)
-        except OSError:  # a home that is read-only, or full: our own notebook finds it elsewhere too
+        except OSError:  # the home folder is read-only or full: our own notebook finds the file elsewhere too
             self._key_folder = Path(tempfile.mkdtemp(prefix="nbdist-keys-"))
             self.key_file = self._key_folder / self.key_file.name
             write_key_file(self.key_file, keys)
 
     def received(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
-        """What has come, at most so many: each with the lane that it came by."""
+        """Yield up to `limit` messages that have arrived, each with its lane."""
         for _ in range(limit):
             try:
                 lane, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -88,17 +88,17 @@ class Switchboard:
             yield lane, frames
 
     def connect(self, lane: bytes) -> None:
-        """Somebody has said hello; what waited is sent."""
+        """Mark a lane as connected, and send what was waiting for it."""
         self._connected.add(lane)
         for frame in self._waiting.pop(lane, []):
             self.socket.send_multipart([lane, frame])
 
     def disconnect(self, lane: bytes) -> None:
-        """It has gone; what is sent to it from now on waits."""
+        """Mark a lane as gone; messages to it wait from now on."""
         self._connected.discard(lane)
 
     def forget(self, prefix: bytes) -> None:
-        """All lanes whose names begin so are gone for good."""
+        """Forget all lanes whose names begin with `prefix`: they are gone for good."""
         self._connected = {lane for lane in self._connected if not lane.startswith(prefix)}
         self._waiting = {lane: frames for lane, frames in self._waiting.items() if not lane.startswith(prefix)}
 
@@ -106,11 +106,11 @@ class Switchboard:
         return lane in self._connected
 
     def send(self, lane: bytes, message: Message) -> None:
-        """Send a message, as soon as somebody is there to take it."""
+        """Send a message, as soon as the lane is connected."""
         self.forward(lane, encode(message))
 
     def forward(self, lane: bytes, frame: bytes) -> None:
-        """As `send`, a message that is encoded."""
+        """Send a message that is already encoded, like `send`."""
         if lane in self._connected:
             self.socket.send_multipart([lane, frame])
         else:
@@ -121,13 +121,13 @@ class Switchboard:
         self.socket.send_multipart([lane, *frames])
 
     def remove_files(self) -> None:
-        """Leave nothing on the disk."""
+        """Remove the files it has written."""
         self.key_file.unlink(missing_ok=True)
         if self._key_folder is not None:
             shutil.rmtree(self._key_folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Send what is under way, and listen no more."""
+        """Send what is pending, and stop listening."""
         self.socket.close(linger=_LINGER)
         self._authenticator.stop()
         self._context.term()

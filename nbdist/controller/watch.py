@@ -1,9 +1,9 @@
-"""Who waits for whom: looks at the ranks of a running cell now and then, and compares.
+"""Which rank waits for which: samples the ranks of a running cell now and then, and compares.
 
-After 5 s of unequal progress it says who waits where, and for whom; of a launch also who is still at it when others
-have finished; of a launch it gives up after 10 s on those that wait for one of these. Of a cell on some of the ranks it
-reports within a second that one waits for ranks which are not in it. When a rank has failed it names those that wait
-for it in vain. Costs nothing before that but a timer. Knows ranks only by what their control threads answer.
+After 5 s of unequal progress it reports which rank waits where, and for which others. For a launch it also reports
+which ranks still run when others have finished, and after 10 s gives up on ranks that wait for finished ones. For a
+cell on some of the ranks it reports within a second that one waits for ranks that are not in it. After a rank has
+failed, it names those that wait for it in vain. Until then it costs only a timer. It knows ranks only by their answers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import GetPosition, Position
 
 _BUSY = 0.2  # of a core: a rank that uses more is computing, not waiting
-_WORTH_SAYING = 5.0  # seconds: less is not known well enough, for a rank may have waited since before the first look
+_WORTH_SAYING = 5.0  # seconds: less is not certain, because a rank may have waited since before the first look
 _STRANDED = 10.0  # seconds that a rank may wait for one that will not come
-_CLAUSES = 5  # of a line
+_CLAUSES = 5  # per line
 _PLURAL = {"waits": "wait", "is": "are", "has": "have"}
 
 
@@ -28,14 +28,14 @@ class Pauses:
     """When to look, in seconds.
 
     Attributes:
-        absent: From the start of a cell on some of the ranks to a look for those that wait for others; also to a second
+        absent: From the start of a cell on some of the ranks to a look for ranks that wait for others; also to a second
             one, if there are any.
         first: From the cell's start to the first look.
         confirm: To the second, if ranks seem to wait then.
         repeat: Between looks from then on.
-        answer: That ranks have to answer; one that does not is in a call that keeps Python from it.
+        answer: Time for ranks to answer; one that does not is in a call that blocks Python.
         sample: Between the two looks that show whether a rank waits for one that has failed.
-        failed: Between looks after these, if nothing came of them.
+        failed: Between later looks, if those two were inconclusive.
     """
 
     absent: float = 0.4
@@ -55,18 +55,18 @@ class Watch:
         ranks: Where it runs.
         grace: Seconds that ranks may wait for one that has failed.
         ask: Asks control threads.
-        say: Shows a line below the cell, in place of the last one. Further arguments: whether it says the same as that
-            one but for the time; whether ranks are stuck.
+        say: Shows a line below the cell, in place of the last one. Further arguments: whether only the time in it has
+                changed; whether ranks are stuck.
         free: Frees ranks that wait in vain.
-        now: The time, in seconds; so are all other times here.
+        now: The time in seconds, like all times here.
         pauses: When to look.
-        launch: Whether the ranks live for this work only, so that those that have finished wait for the others.
-        part: Whether there are ranks that the cell does not run on.
-        strand: Ends what a rank waits in, since that can't happen any more. Further argument: the reason.
+        launch: Whether the ranks exist only for this work, so that those that have finished wait for the others.
+        part: Whether the session has ranks that the cell does not run on.
+        strand: Ends what a rank waits in, because it can't happen any more. Further argument: the reason.
 
     Attributes:
-        due: When `tick` wants to be called.
-        waits: Of ranks that have not moved: what they wait in, and for whom, as it was said last.
+        due: Time of the next `tick`.
+        waits: What ranks that have not moved wait in, and for which ranks, as last reported.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Watch:
         self._pauses = pauses or Pauses()
         self.serial = serial
         self._began = now
-        self._early = part  # looks only for those that wait for ranks which are not in the cell
+        self._early = part  # look only for ranks that wait for ranks outside the cell
         self.due = now + (self._pauses.absent if part else self._pauses.first)
         self.waits: dict[int, str] = {}
         self._ranks = list(ranks)
@@ -98,22 +98,22 @@ class Watch:
         self._launch = launch
         self._strand = strand
         self._stranded: set[int] = set()
-        self._returned: dict[int, float] = {}  # when ranks did, in a launch those of other nodes too
-        self._finished_at: float | None = None  # when the first rank did
+        self._returned: dict[int, float] = {}  # when ranks returned; in a launch, also those of other nodes
+        self._finished_at: float | None = None  # when the first rank finished
         self._ask = ask
         self._say = say
         self._free = free
         self._asked = now
-        self._looking = False  # a look has begun, and not all have answered
+        self._looking = False  # a look has begun, and some ranks have not answered
         self._silent: set[int] = set()  # have not answered yet
         self._looks: dict[int, Position] = {}
         self._before: dict[int, Position] = {}
-        self._since: dict[int, float] = {}  # when ranks that wait were first seen to do so
-        self._told: tuple[dict[int, str], set[int], bool] | None = None  # who waits where, for whom, for ever
+        self._since: dict[int, float] = {}  # when waiting ranks were first seen waiting
+        self._told: tuple[dict[int, str], set[int], bool] | None = None  # last report: waits, for whom, forever
         self._waited_since = 0.0
 
     def ended(self, rank: int, failed: bool, now: float) -> None:
-        """A rank has left the cell."""
+        """Note that a rank has left the cell."""
         self._left.discard(rank)
         if failed and not self._failed:
             self._looking = self._early = False
@@ -130,12 +130,12 @@ class Watch:
             self._close(now, "" if self._failed else ", then went on")
 
     def returned(self, ranks: Sequence[int], now: float) -> None:
-        """Ranks of a launch's other nodes have returned."""
+        """Note that ranks on a launch's other nodes have returned."""
         for rank in ranks:
             self._returned.setdefault(rank, now)
 
     def forget(self, rank: int) -> None:
-        """A rank has died: it answers no more."""
+        """Handle the death of a rank, which will not answer any more."""
         self._dead.add(rank)
         self._left.discard(rank)
         self._silent.discard(rank)
@@ -144,7 +144,7 @@ class Watch:
             self._ranks.remove(rank)
 
     def answered(self, rank: int, look: Position | NoAnswer, now: float) -> None:
-        """A rank has reported what it does, or why it can't."""
+        """Handle a rank's report of what it does, or why it can't report."""
         self._silent.discard(rank)
         if isinstance(look, Position) and rank in self._ranks:
             self._looks[rank] = look
@@ -152,7 +152,7 @@ class Watch:
             self._compare(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at this time."""
         if now < self.due:
             return
         if self._looking:
@@ -163,7 +163,7 @@ class Watch:
     # --- looking
 
     def _look(self, now: float) -> None:
-        # One that has not answered the last question is not asked another: its answer will be as fresh.
+        # A rank that has not answered the last question is not asked again: its answer will be just as fresh.
         asked = [rank for rank in self._ranks if rank not in self._silent]
         self._silent.update(asked)
         self._looks = {}
@@ -201,16 +201,16 @@ class Watch:
             self._close(now, ", then went on")
 
     def _is_late(self, now: float) -> bool:
-        """Whether ranks of a launch are still at it, seconds after another has finished."""
+        """Return whether ranks of a launch still run seconds after another has finished."""
         return self._finished_at is not None and not self._failed and now >= self._finished_at + _WORTH_SAYING
 
     def _hasten(self, now: float) -> None:
-        """Position again as soon as those that go on are late."""
+        """Look again as soon as the ranks that still run are late."""
         if self._finished_at is not None and not self._failed and not self._looking:
             self.due = min(self.due, max(now, self._finished_at + _WORTH_SAYING))
 
     def _next(self, again: bool, suspicious: bool) -> float:
-        """When to look again."""
+        """Return when to look again."""
         if self._failed:
             return self._asked + (self._pauses.failed if again else self._pauses.sample)
         if self._early and suspicious and not again:
@@ -223,7 +223,7 @@ class Watch:
     # --- comparing
 
     def _awaited(self, rank: int) -> set[int]:
-        """The ranks that this one can't go on without, and that are not where it waits for them."""
+        """Return the ranks that this one can't proceed without, and that are not where it waits for them."""
         look = self._looks.get(rank)
         if look is None or not look.running or not look.collective:
             return set()
@@ -237,7 +237,7 @@ class Watch:
         return {other for other in others if not self._takes_part(other, look)}
 
     def _behind(self, rank: int, look: Position) -> set[int]:
-        """Members of its groups that have entered fewer collectives."""
+        """Return members of its groups that have entered fewer collectives."""
         found = set()
         for name, group in look.groups.items():
             for other in group.members:
@@ -259,7 +259,7 @@ class Watch:
         )
 
     def _in_vain(self, awaited: dict[int, set[int]]) -> list[int]:
-        """Ranks that wait for one that has failed, or for one that does so, or all of them for each other."""
+        """Return ranks that wait, directly or not, for one that has failed, or that all wait for each other."""
         if self._since.keys() == self._left:
             return sorted(self._left)
         lost = self._failed | self._dead
@@ -269,7 +269,7 @@ class Watch:
         return sorted(found)
 
     def _find_stranded(self, awaited: dict[int, set[int]], now: float) -> dict[int, set[int]]:
-        """Ranks that have waited for too long for ranks that have returned, with these."""
+        """Return ranks that have waited too long for ranks that have returned, with the ranks they wait for."""
         if self._failed:
             return {}
         found = {}
@@ -289,16 +289,16 @@ class Watch:
         return found
 
     def _left_out(self, returned: int, look: Position) -> bool:
-        """Whether a rank has returned without entering what another waits in; what it has begun may go on."""
+        """Return whether a rank has returned without entering what another waits in; what it has begun may go on."""
         there = self._looks.get(returned)
         if there is None:
-            return returned not in self._ranks  # of another node nothing else is known
+            return returned not in self._ranks  # nothing else is known of ranks on other nodes
         if look.group not in look.groups or look.group not in there.groups:
             return True
         entered, waited_for = (sum(each.groups[look.group].entered) for each in (there, look))
         return entered < waited_for
 
-    # --- saying
+    # --- reporting
 
     def _explain(self, awaited: dict[int, set[int]], now: float) -> None:
         waits = {rank: self._wait(rank) for rank in awaited}
@@ -308,7 +308,7 @@ class Watch:
         text = _sentence(waits, rest)
         never = self._never(awaited)
         if never:
-            text += ". They wait for each other, so none of them will ever move"
+            text += ". They wait for each other, so none of them can continue"
         news = (waits, whom - awaited.keys(), never)  # where the others are changes all the time
         same, self._told = news == self._told, news
         self._waited_since = min(self._since.values())
@@ -329,10 +329,10 @@ class Watch:
         return f"waits in {look.collective}, {look.place}"
 
     def _gone(self, ranks: set[int]) -> str:
-        """Ranks that will not come any more, and what to do about it."""
+        """Describe ranks that will not arrive any more, and what to do about it."""
         who, has = describe_ranks(sorted(ranks)), "has" if len(ranks) == 1 else "have"
         if self._launch:
-            return f"{who}, which {has} returned: let all ranks make the same calls before their function returns"
+            return f"{who}, which {has} returned: make the same calls on all ranks before the function returns"
         return f"{who}, which {has} finished the cell: call it on all ranks, not under `if is_main_process()`"
 
     def _elsewhere(self, rank: int) -> str:
@@ -344,18 +344,18 @@ class Watch:
             return "has failed"
         look = self._looks.get(rank)
         if look is None:
-            return "is in a call that does not let Python answer"
+            return "is in a call that blocks Python"
         if rank not in self._left or not look.running:
             return "has finished the cell"
-        return f"is at {look.line}" if look.line else "is still at it"
+        return f"is at {look.line}" if look.line else "is still running"
 
     def _never(self, awaited: dict[int, set[int]]) -> bool:
-        """Whether all ranks that are left wait for nobody but each other."""
+        """Return whether all remaining ranks wait only for each other."""
         known = all(self._looks[rank].members is None or self._looks[rank].members for rank in awaited)
         return known and self._since.keys() == self._left and set().union(*awaited.values()) <= self._left
 
     def _close(self, now: float, end: str) -> None:
-        """What was said is true no more."""
+        """Replace the line that was shown: it is no longer true."""
         if self._told is None:
             return
         seconds = now - self._waited_since
@@ -367,10 +367,10 @@ class Watch:
 
 
 def _is_same(look: Position, before: Position | None) -> bool:
-    """Whether a rank has not moved since, nor computed."""
+    """Return whether a rank has neither moved nor computed since."""
     if before is None or _where(look) != _where(before):
         return False
-    # CUDA uses a processor to wait, so that counts only where no collective is known to be under way.
+    # CUDA uses the processor while it waits, so this counts only where no collective is known to be in progress.
     known = look.members is None or bool(look.members)
     known = known or any(before.unfinished.get(name) == at for name, at in look.unfinished.items())
     return known or (look.cpu - before.cpu) / max(1e-3, look.at - before.at) < _BUSY
@@ -381,7 +381,7 @@ def _where(look: Position) -> tuple[object, ...]:
 
 
 def _sentence(waits: dict[int, str], rest: dict[int, str]) -> str:
-    """What each rank does, those that do the same together."""
+    """Describe what each rank does, grouping ranks that do the same."""
     clauses = [_clause(ranks, words) for words, ranks in [*_by_words(waits).items(), *_by_words(rest).items()]]
     if len(clauses) > _CLAUSES:
         clauses[_CLAUSES:] = ["`%distributed stacks` shows the others"]
@@ -389,7 +389,7 @@ def _sentence(waits: dict[int, str], rest: dict[int, str]) -> str:
 
 
 def _clause(ranks: Sequence[int], words: str) -> str:
-    """What is said of several ranks, from what is said of each."""
+    """Return a clause for several ranks, from the clause for each."""
     verb, _, rest = words.partition(" ")
     return f"{describe_ranks(ranks)} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}"
 

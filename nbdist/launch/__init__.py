@@ -1,5 +1,5 @@
-"""Launching a function on ranks of its own, from the notebook: what `nbdist.launcher` is made of.
+"""Launching a function on its own ranks, from the notebook: the parts of `nbdist.launcher`.
 
-`request` is what was asked, checked. `on_ranks` runs it on ranks of its own; `fork` has the notebook fork them, `nodes`
-runs it together with other nodes. `in_process` runs it in the notebook itself. They share the request and the errors.
+`request` is the checked request. `on_ranks` runs it on its own ranks; `fork` has the notebook fork them, `nodes` runs
+it together with other nodes. `in_process` runs it in the notebook itself. They share the request and the errors.
 """

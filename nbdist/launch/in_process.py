@@ -1,4 +1,4 @@
-"""A launch of one process: the function runs in the notebook's own, as Accelerate does it. Starts nothing."""
+"""A launch of one process: the function runs in the notebook's own, as in Accelerate. Starts nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nbdist.worker.cell import launched
 
 
 def launch(request: Request) -> list[Any]:
-    """Call the function here. What it raises comes through unchanged.
+    """Call the function here. Its exceptions pass through unchanged.
 
     Returns:
-        Its value, as a list of one.
+        Its return value, in a list of one.
     """
     print(
-        f"nbdist: {request.name} runs in the notebook's own process, as it is the only one "
+        f"nbdist: {request.name} runs in the notebook's own process, because it is the only one "
         "(`start_method='warm'`: on a rank)",
         flush=True,
     )
@@ -32,7 +32,7 @@ def launch(request: Request) -> list[Any]:
 
 @contextlib.contextmanager
 def _training_apart() -> Iterator[None]:
-    """What the body prepares follows its own plan, not that of what the notebook has prepared before."""
+    """Let what the body prepares follow its own plan, not the plan of what the notebook prepared before."""
     before = active_training.training.replace(None) if active_training.training is not None else None
     try:
         yield
@@ -43,7 +43,7 @@ def _training_apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """While the body runs, these variables are set; afterwards all are as before, whatever it has done to them."""
+    """Set these variables while the body runs; afterwards all are as before, whatever it has done to them."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -1,6 +1,6 @@
-"""The error of a launch, which `except` clauses written for torchrun and Accelerate catch as well.
+"""The error of a launch, which `except` clauses written for torchrun and Accelerate also catch.
 
-Torch is not loaded for it: where it isn't, nobody has a clause for its class.
+Torch is not loaded for it: without torch, no clause can name its class.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def launch_error(error: RankError, name: str, first_rank: int) -> LaunchError:
-    """The LaunchError for what went wrong on ranks.
+    """Return the LaunchError for a failure on ranks.
 
     Args:
-        error: What went wrong.
-        name: The function that was launched.
-        first_rank: The first rank of this node; of another node's, the failure tells its local rank itself.
+        error: The failure.
+        name: The launched function.
+        first_rank: The first rank of this node; a failure on another node carries its own local rank.
     """
     now = int(time.time())
     failures = {
@@ -44,11 +44,11 @@ def _make(report: str, failures: Mapping[int, RankFailure]) -> LaunchError:
 
 @dataclass(frozen=True)
 class LaunchFailure(RankFailure):
-    """What went wrong on one rank, with what torch's `ProcessFailure` tells of it.
+    """A failure of one rank, with the fields of torch's `ProcessFailure`.
 
     Attributes:
         local_rank: The rank on its node.
-        timestamp: Seconds since 1970; in the order of causes, so that `get_first_failure` finds the first.
+        timestamp: Seconds since 1970, in causal order, so that `get_first_failure` finds the first.
     """
 
     local_rank: int = 0
@@ -57,7 +57,7 @@ class LaunchFailure(RankFailure):
 
     @property
     def exitcode(self) -> int:
-        """Of the process; where it raised, what Python would end with: 1, or what `sys.exit` was given."""
+        """Of the process; if it raised, what Python would exit with: 1, or the argument of `sys.exit`."""
         if self.exit_code is not None:
             return self.exit_code
         code = self.exception.code if isinstance(self.exception, SystemExit) else None
@@ -65,7 +65,7 @@ class LaunchFailure(RankFailure):
 
     @property
     def pid(self) -> int:
-        """Not known any more."""
+        """No longer known."""
         return 0
 
     @property
@@ -74,11 +74,11 @@ class LaunchFailure(RankFailure):
         return _COLOURS.sub("", self.traceback) or self.text
 
     def signal_name(self) -> str:
-        """The signal that ended the process."""
+        """Return the signal that ended the process."""
         return describe_exit(self.exitcode).split(" ")[0] if self.exitcode < 0 else "<N/A>"
 
     def timestamp_isoformat(self) -> str:
-        """The time in words, as torch writes it."""
+        """Return the time as text, in torch's format."""
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
 
 

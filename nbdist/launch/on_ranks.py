@@ -1,6 +1,6 @@
-"""A launch on ranks of its own: from a template, Pythons of their own (`spawn`), or forked from the notebook (`fork`).
+"""A launch on its own ranks: from a template, in new Pythons (`spawn`), or forked from the notebook (`fork`).
 
-They take work as a session's ranks do, so output, errors, interrupts and freed collectives are the same.
+They take work like a session's ranks, so output, errors, interrupts and freed collectives are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist import transfer
+from nbdist import limits, transfer
 from nbdist.client.session import calls
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.rank_set import RankSet
@@ -26,10 +26,6 @@ from nbdist.launch.request import DEFAULT_PORT, Request
 from nbdist.text import counted
 from nbdist.wire.life import Place, StartOptions
 
-_COLLECTIVE_GRACE = 0.5  # seconds that ranks may wait in a collective for one that has raised
-_FAILED_GRACE = 0.5  # seconds that ranks have to end when another has failed
-_DEATH_GRACE = 0.1  # ... when it has died: its error is to be seen within half a second
-
 
 def launch(
     request: Request,
@@ -38,19 +34,19 @@ def launch(
     place: Place | None = None,
     fork_address: str = "",
 ) -> list[Any]:
-    """Run the function on ranks of its own.
+    """Run the function on its own ranks.
 
     Args:
-        request: What to launch.
-        packed: The function and its arguments, from `pack`; None: the ranks have it already.
-        rank_set: The set of ranks to start; None: one of their own.
-        place: Which start this is, where there may be several.
-        fork_address: Where somebody listens who forks the ranks; "": they come from the template.
+        request: The launch request.
+        packed: The function and its arguments, from `pack`; None if the ranks already have them.
+        rank_set: The set of ranks to start; None for a new one.
+        place: The position of these ranks among other nodes and restarts, if any.
+        fork_address: The address of the process that forks the ranks; "" to fork them from the template.
 
     Raises:
         LaunchError: A rank failed.
         KeyboardInterrupt: The user interrupted.
-        UsageError: The port that was named is taken.
+        UsageError: The given port is taken.
     """
     rank_set = rank_set or RankSet()
     with closing(rank_set):
@@ -62,7 +58,7 @@ def launch(
 
 @contextlib.contextmanager
 def closing(rank_set: RankSet) -> Iterator[None]:
-    """End the ranks after the body. Another Ctrl-C meanwhile adds nothing to an interrupt or error under way."""
+    """End the ranks after the body. Another Ctrl-C meanwhile adds nothing to an interrupt or error in progress."""
     try:
         yield
     except BaseException:
@@ -77,40 +73,40 @@ def _end(rank_set: RankSet, grace: float) -> None:
 
 
 def announce(rank_set: RankSet, request: Request) -> None:
-    """Say what is about to run."""
+    """Print what is about to run."""
     count, cpu = len(rank_set.ranks), all(info.device == "cpu" for info in rank_set.ranks)
     print(f"Launching {request.name} on {counted(count, 'CPU rank' if cpu else 'GPU rank')}.", flush=True)
 
 
 def conclude(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
-    """Wait for the end of the launch and take its values. Ranks that have failed are ended."""
+    """Wait for the end of the launch and return its values. Ranks are ended if one has failed."""
     try:
         task.wait(request.timeout)
     except RankTimeout:
-        _end(rank_set, _FAILED_GRACE)
+        _end(rank_set, limits.FAILED_GRACE)
         raise
     except RankError as error:
         died = any(failure.kind == "died" for failure in error.failures.values())
-        _end(rank_set, _DEATH_GRACE if died else _FAILED_GRACE)
+        _end(rank_set, limits.DEATH_IN_LAUNCH if died else limits.FAILED_GRACE)
         raise launch_error(error, request.name, rank_set.ranks[0].rank) from None
     return values(rank_set, task, request)
 
 
 def pack(request: Request) -> transfer.Packed:
-    """The function and its arguments as a parcel.
+    """Pack the function and its arguments.
 
     Raises:
-        TransferError: One of them can't travel; the text names it.
+        TransferError: One of them can't be sent; the text names it.
     """
     return calls.pack(request.function, request.args, {}, name=request.name, cuda=False)
 
 
 def start(rank_set: RankSet, request: Request, place: Place | None = None, fork_address: str = "") -> None:
-    """Bring up the ranks of this node.
+    """Start the ranks of this node.
 
     Raises:
-        UsageError: The port that was named is taken.
-        SessionBroken: They could not be brought up.
+        UsageError: The given port is taken.
+        SessionBroken: The ranks could not be started.
     """
     own_store = place is None or not place.master_addr
     port = _port(request) if own_store else 0
@@ -125,7 +121,7 @@ def start(rank_set: RankSet, request: Request, place: Place | None = None, fork_
 
 
 def _port(request: Request) -> int:
-    """The port that was named; instead of a default that is taken any, without the cost of a start that fails."""
+    """Return the given port; if it is a default that is taken, 0 for any, which saves a failing start."""
     if request.port == DEFAULT_PORT:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -136,36 +132,36 @@ def _port(request: Request) -> int:
 
 
 def submit(rank_set: RankSet, request: Request, packed: transfer.Packed | None) -> Task:
-    """Let the ranks call the function."""
+    """Have the ranks call the function."""
     payload = msgspec.msgpack.encode(packed.parcel) if packed is not None else b""
-    options = CellOptions(grace=_COLLECTIVE_GRACE, show=True)
+    options = CellOptions(grace=limits.COLLECTIVE_GRACE, show=True)
     return rank_set.submit("launch", request.name, None, options, payload)
 
 
 def values(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
-    """What the function returned, by rank; what can't come back is said, and None stands for it."""
+    """Return the function's return values by rank; those that can't be sent back are reported and become None."""
     found = rank_set.collect(task, calls.value_or_reason)
     for value in found:
         if isinstance(value, transfer.Unsent):
-            print(f"nbdist: {value.why}; None stands for it in the results", flush=True)
+            print(f"nbdist: {value.why}; its place in the results is None", flush=True)
     found = [None if isinstance(value, transfer.Unsent) else value for value in found]
     return found if request.all_results else found[:1]
 
 
 def _progress(line: StartLine) -> None:
-    """Report what takes long enough to wonder."""
+    """Report what takes long."""
     if line.stage != "join":
         print(f"nbdist: {line}", flush=True)
 
 
 def options(request: Request, place: Place | None = None, port: int = 0, fork_address: str = "") -> StartOptions:
-    """What to start for a request.
+    """Return the start options for a request.
 
     Args:
-        request: What was asked for.
-        place: Where the ranks of this node stand among those of others, and in the order of starts.
-        port: Where the store listens; 0: anywhere.
-        fork_address: Where the notebook listens that forks them.
+        request: The launch request.
+        place: The position of this node's ranks among other nodes and restarts.
+        port: The port of the store; 0 for any.
+        fork_address: The address where the notebook forks them.
     """
     gpus = [] if request.cpu else request.gpus
     found = Arguments(gpus, None, False, None).options(request.count)
@@ -174,9 +170,9 @@ def options(request: Request, place: Place | None = None, port: int = 0, fork_ad
     environment["ACCELERATE_MIXED_PRECISION"] = request.mixed_precision
     if request.cpu or not found.gpus:
         environment["ACCELERATE_USE_CPU"] = "true" if request.cpu else environment.get("ACCELERATE_USE_CPU", "true")
-    if gpus is not None and not found.gpus:  # none were asked for: those that are there are hidden
+    if gpus is not None and not found.gpus:  # none were requested: hide those that exist
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    if fork_address:  # a pool of threads does not survive a fork, and torch would wait for it
+    if fork_address:  # a thread pool does not survive a fork, and torch would wait for it
         environment["OMP_NUM_THREADS"] = "1"
     return msgspec.structs.replace(
         found,

@@ -1,4 +1,4 @@
-"""What a launch is asked to do, checked when it is made. Starts nothing; knows torch only by name."""
+"""A launch request, checked when it is made. Starts nothing; refers to torch only by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Request:
-    """What to launch. Attributes are `notebook_launcher`'s arguments, and mean what they mean there.
+    """A launch request. Attributes are `notebook_launcher`'s arguments, with the same meaning.
 
     Raises:
-        UsageError: One of them is wrong; the text names it, what is allowed, and what to type.
+        UsageError: One of them is invalid; the text names it, the allowed values, and what to type.
     """
 
     function: Callable[..., Any]
@@ -88,23 +88,23 @@ class Request:
 
     @property
     def count(self) -> int:
-        """Number of ranks on this node."""
+        """The number of ranks on this node."""
         assert self.num_processes is not None
         return self.num_processes
 
     @property
     def port(self) -> int:
-        """The rendezvous port that was asked for."""
+        """The requested rendezvous port."""
         return int(self.use_port)
 
     @property
     def name(self) -> str:
-        """The function, as messages call it."""
+        """The function's name in messages."""
         return _name_of(self.function)
 
     @property
     def alone(self) -> bool:
-        """Whether it has nothing to do with other nodes."""
+        """Whether no other nodes take part."""
         return self.num_nodes == 1 and self.rdzv_backend == "static" and not self.rdzv_endpoint
 
     @property
@@ -114,14 +114,14 @@ class Request:
 
     @property
     def may_use_gpus(self) -> bool:
-        """Whether the GPUs, if there are any, are shown to the ranks."""
+        """Whether the ranks can see the GPUs, if there are any."""
         return not self.cpu and (self.gpus is None or len(self.gpus) > 0)
 
     @property
     def in_notebook(self) -> bool:
-        """Whether the function runs in the notebook's own process, as Accelerate does it for one process.
+        """Whether the function runs in the notebook's own process, as in Accelerate with one process.
 
-        GPUs and a timeout are nothing that could be given to the notebook itself.
+        GPUs and a timeout can't be set for the notebook itself.
         """
         plain = self.start_method is None and self.gpus is None and self.timeout is None
         return self.count == 1 and plain and not self.elastic
@@ -136,13 +136,13 @@ def _name_of(function: Any) -> str:
 def _check_function(function: Any) -> None:
     if not callable(function):
         raise UsageError(
-            f"the function to launch must be callable, and {_a_type(function)} was given: "
-            "`notebook_launcher(train, args=(...), num_processes=2)`, without brackets after the name"
+            f"the function to launch must be callable, not {_a_type(function)}: "
+            "`notebook_launcher(train, args=(...), num_processes=2)`, without parentheses after the name"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise UsageError(
             f"{_name_of(function)} is a generator function: calling it would run none of its lines. "
-            "Launch a function that goes through it, and return what it needs"
+            "Launch a function that iterates over it instead"
         )
     if inspect.iscoroutinefunction(function):
         name = _name_of(function)
@@ -151,15 +151,15 @@ def _check_function(function: Any) -> None:
 
 def _check_call(function: Callable[..., Any], args: Sequence[Any]) -> None:
     try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may give arguments of its own
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add its own arguments
     except (TypeError, ValueError):  # written in C
         return
     try:
         signature.bind(*args)
     except TypeError as error:
         raise UsageError(
-            f"{_name_of(function)}{signature} can't be called with what args holds ({len(args)} in all): {error}. "
-            "`args=(a, b)` gives it a and b"
+            f"{_name_of(function)}{signature} can't be called with args ({len(args)} in all): {error}. "
+            "`args=(a, b)` passes a and b"
         ) from None
 
 
@@ -168,7 +168,7 @@ def _count(count: object, gpus: Sequence[int | str] | None, cpu: bool) -> int:
         found = 0 if cpu else len(gpus) if gpus is not None else len(visible_gpus())
         if not found:
             raise UsageError(
-                "this machine has no GPU, so say how many ranks you want: `notebook_launcher(train, num_processes=2)`"
+                "this machine has no GPU, so give the number of ranks: `notebook_launcher(train, num_processes=2)`"
             )
         return found
     return check_whole("num_processes", count, 1)
@@ -187,7 +187,7 @@ def _check_gpus(gpus: object) -> None:
 def _precision(value: object) -> str:
     if not isinstance(value, str):
         raise UsageError(f"mixed_precision must be one of {_listed(PRECISIONS)}, not {value!r}")
-    precision = str(value).lower().rpartition(".")[2]  # a `PrecisionType.BF16` of Accelerate is a string, too
+    precision = str(value).lower().rpartition(".")[2]  # Accelerate's `PrecisionType.BF16` is also a str
     precision = str(getattr(value, "value", precision)).lower()
     check_choice("mixed_precision", precision, PRECISIONS)
     return precision
@@ -197,14 +197,14 @@ def _port(value: object) -> str:
     text = str(value)
     if not (isinstance(value, str) or is_whole(value)) or not text.isdecimal() or int(text) > 65535:
         raise UsageError(
-            f"use_port must be a port, 1 to 65535 (0: any that is free), not {value!r}: `use_port='29501'`"
+            f"use_port must be a port from 1 to 65535 (0 for any free port), not {value!r}: `use_port='29501'`"
         )
     return text
 
 
 def _check_text(name: str, value: object, *, empty: bool = False) -> None:
     if not isinstance(value, str) or not (value or empty):
-        raise UsageError(f"{name} must be a text{'' if empty else ' that is not empty'}, not {value!r}")
+        raise UsageError(f"{name} must be a{'' if empty else ' non-empty'} str, not {value!r}")
 
 
 def _listed(values: Sequence[str]) -> str:

@@ -64,12 +64,12 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
         return None if self.peak is None else self.peak - self.start
 
     def then(self, later: Usage) -> Usage:
-        """This and a later one as one piece."""
+        """Return this and a later one as one piece."""
         peak = None if self.peak is None or later.peak is None else max(self.peak, later.peak)
         return Usage(self.start, later.end, peak, self.sampled or later.sampled)
 
     def as_data(self) -> dict[str, Any]:
-        """With what follows from it, for JSON."""
+        """Return all figures, including derived ones, for JSON."""
         derived = {"consumed": self.consumed, "peaked": self.peaked, "needed": self.needed}
         return {"start": self.start, "end": self.end, "peak": self.peak, "sampled": self.sampled} | derived
 
@@ -90,7 +90,7 @@ class DeviceUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     uuid: str = ""
 
     def then(self, later: DeviceUsage) -> DeviceUsage:
-        """This and a later one as one piece."""
+        """Return this and a later one as one piece."""
         device = later.device if self.device is None or later.device is None else self.device.then(later.device)
         return DeviceUsage(self.allocated.then(later.allocated), self.reserved.then(later.reserved), device, later.uuid)
 
@@ -138,7 +138,7 @@ class MemoryUsage(msgspec.Struct, frozen=True, omit_defaults=True):
         return found
 
     def then(self, later: MemoryUsage) -> MemoryUsage:
-        """This and a later piece as one; what happened in between counts as consumed, its time does not."""
+        """Return this and a later piece as one; what happened in between counts as consumed, its time does not."""
         cpu = later.cpu if self.cpu is None or later.cpu is None else self.cpu.then(later.cpu)
         devices = dict(self.devices)
         for name, one in later.devices.items():
@@ -228,7 +228,7 @@ class _Devices:
                 self._open[index] = one.watermark.begin(), _levels(one), _in_use_by_anybody(index)
 
     def end(self) -> tuple[dict[str, DeviceUsage], str]:
-        """What they cost, by name, and what is not known."""
+        """Return what they cost, by name, and what is not known."""
         found: dict[str, DeviceUsage] = {}
         shared = watermarks.devices()
         if shared is None or shared.why:
@@ -262,7 +262,7 @@ class _Devices:
 
 
 def _in_use() -> list[int]:
-    """The GPUs on which this process has a context. Asking creates none."""
+    """Return the GPUs on which this process has a context. Asking creates none."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
@@ -271,7 +271,7 @@ def _in_use() -> list[int]:
 
 
 def _levels(one: SharedStats) -> tuple[int, int]:
-    """Bytes allocated and reserved now."""
+    """Return the bytes allocated and reserved now."""
     allocated, reserved = one.current(_ALLOCATED, _RESERVED)
     return allocated, reserved
 
@@ -310,7 +310,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def kept_by_malloc() -> int:
-    """Bytes that malloc keeps for later of what was freed; 0 where it does not tell. Takes 1 µs to 20 ms."""
+    """Return the bytes that malloc keeps for later of what was freed; 0 where it does not tell. Takes 1 µs to 20 ms."""
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33 and later
     if function is None:
         return 0
@@ -319,7 +319,7 @@ def kept_by_malloc() -> int:
 
 
 def resolution() -> int:
-    """Bytes by which a peak of the CPU may be off where memory has been freed since: the kernel counts in batches.
+    """Return the possible error, in bytes, of a CPU peak after memory was freed: the kernel counts in batches.
 
     Linux 6.2 and later, include/linux/percpu_counter.h: max(32, 2 x cores) pages on each core, for each of three kinds
     of pages. What is in use at the start and the end is summed exactly.

@@ -91,7 +91,7 @@ def profiled(folder: str, rank: int) -> Iterator[list[Summary]]:
 
 
 def _start(profiler: Any) -> str:
-    """Why it did not start; empty: it did."""
+    """Return why it did not start; empty: it did."""
     try:
         with _without_markers():
             profiler.start()
@@ -143,7 +143,7 @@ def _conclude(profiler: Any, folder: Path, rank: int, seconds: float) -> Summary
 
 
 def _renamed(events: Iterable[dict[str, Any]], rank: int, base: float) -> Iterator[dict[str, Any]]:
-    """The events with their process named by its rank, on a clock that all ranks of a machine share."""
+    """Yield the events with their process named by its rank, on a clock that all ranks of a machine share."""
     arguments = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
     for event in events:
         changed = dict(event)
@@ -155,7 +155,7 @@ def _renamed(events: Iterable[dict[str, Any]], rank: int, base: float) -> Iterat
 
 
 def summarize(events: Sequence[dict[str, Any]], rank: int, seconds: float, trace: str = "") -> Summary:
-    """The summary of a rank's trace events, as Chrome's trace format has them (times in microseconds).
+    """Return the summary of a rank's trace events, as Chrome's trace format has them (times in microseconds).
 
     Args:
         events: "X" events with name, cat, ts, dur and tid.
@@ -186,7 +186,7 @@ def _communicates(event: dict[str, Any]) -> bool:
 
 
 def _waits(event: dict[str, Any]) -> bool:
-    """Whether it spans others without doing anything itself, so that time in it may be idle."""
+    """Return whether it spans others without doing anything itself, so that time in it may be idle."""
     return event.get("cat") == "user_annotation"
 
 
@@ -195,7 +195,7 @@ def _span(event: dict[str, Any]) -> tuple[float, float]:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union."""
+    """Return the length of the union."""
     length, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         length += max(0.0, last - max(first, end))
@@ -204,7 +204,7 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _operations(events: Sequence[dict[str, Any]]) -> list[Operation]:
-    """Totals by name; an operation's own time is what operations within it, on the same thread, leave."""
+    """Return totals by name; an operation's own time is what operations within it, on the same thread, leave."""
     calls: defaultdict[str, int] = defaultdict(int)
     own: defaultdict[str, float] = defaultdict(float)
     total: defaultdict[str, float] = defaultdict(float)

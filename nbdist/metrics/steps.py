@@ -1,6 +1,6 @@
 """What training steps take, live and without a change to the loop: time, FLOPs, waiting for data.
 
-Owns the hooks on torch's optimizers. A step lasts from the end of one `optimizer.step()` to the end of the next, so
+A step, here, lasts from the end of one `optimizer.step()` to the end of the next, so
 accumulation is part of it; `live` counts one of each shape. Works in any process, with or without ranks.
 
 A step's shape is what its backward passes and batches look like, and whose parameters it moves.
@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import threading
 import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nbdist.metrics.compute import loading, passes, peaks
+from nbdist.metrics.compute import loading, passes, peaks, step_events
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
 from nbdist.metrics.compute.live import Known, LiveCounts, Shape
 from nbdist.metrics.compute.passes import Fingerprint
@@ -85,7 +82,6 @@ class StepMeter:
         self._since_lap: deque[_Step] = deque(maxlen=_LAP)
         self._steps = self._lap_steps = 0
         self._serials: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._outermost: tuple[Optimizer, FrameType] | None = None  # that is stepping, and where
         self._gathered = _Gathered()
         self._unit = ""
         self._thread = 0
@@ -107,9 +103,10 @@ class StepMeter:
             self._counts.why = f"PyTorch {torch.__version__} hides its backward passes, so steps can't be measured"
             return
         self._thread = threading.get_ident()
-        before, after = self._hooks()
-        hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-        self._ends = [*(hook.remove for hook in hooks), passes.listen(self._see_pass), loading.listen(self._see_batch)]
+        steps = step_events.of_this_thread().listen(
+            before=lambda optimizer: self._counts.enter_optimizer(), after=self._see_end
+        )
+        self._ends = [steps, passes.listen(self._see_pass), loading.listen(self._see_batch)]
 
     def stop(self) -> None:
         """Measure no longer. In the thread that has started it."""
@@ -121,7 +118,7 @@ class StepMeter:
     # --- what is known
 
     def sample(self) -> StepSample:
-        """The last steps. From any thread, at any time, in less than a millisecond."""
+        """Return the last steps. From any thread, at any time, in less than a millisecond."""
         recent: list[_Step] = []
         now = time.monotonic()
         for step in reversed(list(self._window)):
@@ -131,7 +128,7 @@ class StepMeter:
         return self._summary(self._steps, recent)
 
     def lap(self) -> StepSample:
-        """The steps since the last lap; what follows until the next step belongs to none. In the starting thread.
+        """Return the steps since the last lap; time until the next step belongs to none. In the starting thread.
 
         Returns:
             `steps`: of this lap.
@@ -142,12 +139,12 @@ class StepMeter:
         self._since_lap.clear()
         self._lap_steps = 0
         self._clock_is_off = False
-        self._outermost = None
+        step_events.of_this_thread().forget()
         self._gathered = _Gathered()
         return found
 
     def _summary(self, made: int, steps: Sequence[_Step]) -> StepSample:
-        """One step in the middle: each shape's median, weighed by how often it came."""
+        """Return one step in the middle: each shape's median, weighed by how often it came."""
         if not steps:
             return StepSample(steps=made, why=self._why_nothing(made))
         known = [(step, found) for step in steps if (found := self._counts.known.get(step.shape)) is not None]
@@ -178,29 +175,14 @@ class StepMeter:
 
     # --- in the user's loop, so nothing may be raised
 
-    def _hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """What torch calls before and after each step. Compiled with one, they leave nothing of themselves there."""
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or not self._is_mine():
-                return
-            if self._outermost is None or not _is_running(self._outermost[1]):  # else it steps inside another
-                self._outermost = optimizer, sys._getframe(1)
-            self._counts.enter_optimizer()
-
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or not self._is_mine():
-                return
-            if self._outermost is not None and self._outermost[0] is not optimizer:
-                return
-            self._outermost = None
-            try:
-                if not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                    self._end_step(optimizer)
-            except Exception as error:
-                self._fail("a step could not be measured", error)
-
-        return before, after
+    def _see_end(self, optimizer: Optimizer) -> None:
+        if _compiler_at_work() not in (None, False):
+            return  # it runs within a compiled region, where nothing can be counted
+        try:
+            if not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                self._end_step(optimizer)
+        except Exception as error:
+            self._fail("a step could not be measured", error)
 
     def _see_pass(self, outputs: Sequence[Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -226,14 +208,6 @@ class StepMeter:
     def _fail(self, what: str, error: Exception) -> None:
         self._counts.leave()
         self._counts.why = f"{what}: {type(error).__name__}: {error}"
-
-    def _is_mine(self) -> bool:
-        """Whether a step in this place counts: not in another thread, a backward pass or a compiled region."""
-        return (
-            threading.get_ident() == self._thread
-            and torch._C._current_graph_task_id() == -1
-            and _compiler_at_work() in (None, False)
-        )
 
     def _end_step(self, optimizer: Optimizer) -> None:
         gathered, self._gathered = self._gathered, _Gathered()
@@ -262,7 +236,7 @@ class StepMeter:
             self._since_lap.append(step)
 
     def _serial(self, optimizer: Optimizer) -> int:
-        """A number that no other optimizer ever has."""
+        """Return a number that no other optimizer ever has."""
         serial = self._serials.get(optimizer)
         if serial is None:
             self._serials[optimizer] = serial = self._steps + 1
@@ -279,7 +253,7 @@ class StepMeter:
 
 
 def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
-    """What each step of a sample takes, and what the device could do at most."""
+    """Return what each step of a sample takes, and what the device could do at most."""
     work: defaultdict[str, int] = defaultdict(int)
     for each in known:
         for dtype, amount in each.work.items():
@@ -313,19 +287,11 @@ def _units(step: _Step) -> float:
 
 
 def _middle(steps: Sequence[_Step], figure: Callable[[_Step], float]) -> float:
-    """A figure of a step in the middle: of each shape the median, weighed by how often it came."""
+    """Return a figure of a step in the middle: of each shape the median, weighed by how often it came."""
     by_shape: defaultdict[Shape, list[float]] = defaultdict(list)
     for step in steps:
         by_shape[step.shape].append(figure(step))
     return sum(len(each) * statistics.median(each) for each in by_shape.values()) / len(steps)
-
-
-def _is_running(wanted: FrameType) -> bool:
-    """Whether the caller was called by this frame, directly or not: one that has raised is not there any more."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
 
 
 def start() -> None:

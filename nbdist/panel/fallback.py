@@ -24,7 +24,7 @@ _RIGHT = frozenset({3, 4, 5, 6, 7})  # columns of numbers
 
 
 def text(view: View, *, ended: bool = False) -> str:
-    """A table for a terminal.
+    """Return a table for a terminal.
 
     Args:
         view: What it shows.
@@ -105,7 +105,7 @@ _PARTS = (
 
 
 def html(view: View, identity: str = "", *, ended: bool = False) -> str:
-    """What stands in a saved notebook: the last values.
+    """Return what stands in a saved notebook: the last values.
 
     Args:
         view: Them.
@@ -129,7 +129,7 @@ def html(view: View, identity: str = "", *, ended: bool = False) -> str:
 
 
 def _style(identity: str) -> str:
-    """Takes away the line that JupyterLab shows below for a widget whose kernel is gone."""
+    """Return CSS that hides the line JupyterLab shows for a widget whose kernel is gone."""
     below = f'.jp-OutputArea-child:has([data-nbdist-panel="{escape(identity)}"]) + .jp-OutputArea-child'
     return f"<style>{below} > .jupyter-widgets:not(:has(*)){{display:none}}</style>"
 
@@ -204,7 +204,7 @@ def _node_line(view: View, index: int) -> str:
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    """A line for many ranks."""
+    """Return a line for many ranks."""
     held = [row.held for row in rows if row.held is not None]
     busy = [row.utilization for row in rows if row.utilization is not None]
     states = [f"{count} {state}" for state in _MARKS if (count := sum(row.state == state for row in rows))]
@@ -217,7 +217,7 @@ def _summary(rows: Sequence[Row]) -> str:
 
 
 def _worth_a_look(view: View) -> list[Row]:
-    """The rank that has died before those that wait for it."""
+    """Return the rank that has died before those that wait for it."""
     return sorted(filter(urgency, view.rows), key=urgency, reverse=True) if view.heat else []
 
 
@@ -234,7 +234,7 @@ def _used_of_total(row: Row) -> str:
 
 
 def _gauges(row: Row) -> list[str]:
-    """Peak, utilization, temperature, power; empty where there is no such thing, n/a where it is not known."""
+    """Return peak, utilization, temperature, power; empty where there is no such thing, n/a where it is not known."""
     if row.cache is None and not row.gpu:
         return ["", "", "", ""]
     return [

@@ -122,7 +122,7 @@ class View(NamedTuple):
 
 
 def view_of(sample: Sample) -> View:
-    """A Sample, ready to be shown."""
+    """Return a Sample, ready to be shown."""
     every = dict.fromkeys([*(rank.node for rank in sample.ranks), *(node.name for node in sample.nodes)])
     names = {name: index for index, name in enumerate(every)}
     nodes = {node.name: node for node in sample.nodes}
@@ -138,7 +138,7 @@ def view_of(sample: Sample) -> View:
 
 
 def urgency(row: Row) -> int:
-    """How much a rank deserves a look; 0: it does not. In labextension/src/state.ts, too."""
+    """Return how much a rank deserves a look; 0: it does not. In labextension/src/state.ts, too."""
     if row.state == "dead":
         return 4
     if row.badges:
@@ -232,7 +232,7 @@ def _badges(
 
 
 def _stragglers(ranks: Sequence[RankSample]) -> dict[int, float]:
-    """Ranks that make others wait now, and by what share of the median they are late.
+    """Return ranks that make others wait now, and by what share of the median they are late.
 
     In synchronous training all steps last as long as the slowest rank's, which is the one that waits least in
     collectives; so time in collectives, where it is known, does not count.
@@ -289,7 +289,7 @@ class _Together(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[RankSample]) -> _Together | None:
-        """None if no rank trains."""
+        """Return the ranks that train; None if none does."""
         timed = [(rank, seconds) for rank in ranks if rank.step and (seconds := _seconds(rank.step))]
         if not timed:
             return None
@@ -297,7 +297,7 @@ class _Together(NamedTuple):
         return cls(steps, max(seconds for _, seconds in timed), any(rank.state in WORKING for rank, _ in timed))
 
     def per_second(self, field: str) -> float | None:
-        """The sum of something over all ranks, by the slowest rank's step; None if a rank does not know it."""
+        """Return the sum of something over all ranks, by the slowest rank's step; None if a rank does not know it."""
         amounts = [finite(getattr(step, field)) for step in self.steps]
         known = [amount for amount in amounts if amount is not None]
         return sum(known) / self.slowest if len(known) == len(amounts) else None
@@ -368,7 +368,7 @@ def _throughput(ranks: _Together) -> list[Stat]:
 
 
 def _shares(steps: Sequence[StepSample]) -> list[Stat]:
-    """What steps wait for, the mean over ranks."""
+    """Return what steps wait for, the mean over ranks."""
     waiting = [share for step in steps if (share := finite(step.waiting)) is not None]
     talking = [share for step in steps if (share := finite(step.communication)) is not None]
     known = [("data", waiting)] * bool(waiting) + [("collectives", talking)] * bool(talking)
@@ -382,7 +382,7 @@ def _shares(steps: Sequence[StepSample]) -> list[Stat]:
 
 
 def _seconds(step: StepSample) -> float | None:
-    """Of one step; None also where a clock ran backwards."""
+    """Return the seconds of one step; None also if a clock ran backwards."""
     seconds = finite(step.seconds)
     return seconds if seconds is not None and seconds > 0 else None
 
@@ -393,16 +393,16 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def min_mean_max(amounts: Sequence[int]) -> str:
-    """Bytes over ranks, in one unit: "61.0 / 63.2 / 71.5 GiB"."""
+    """Return the bytes over ranks, in one unit: "61.0 / 63.2 / 71.5 GiB"."""
     *figures_of, unit = sizes([min(amounts), statistics.fmean(amounts), max(amounts)])
     return f"{' / '.join(figures_of)} {unit}"
 
 
 def clip(text: str) -> str:
-    """At most so many characters of an explanation."""
+    """Return at most `limit` characters of an explanation."""
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def finite(value: float | None) -> float | None:
-    """The number, unless it is none that could be shown."""
+    """Return the number, unless it is none that could be shown."""
     return value if value is not None and math.isfinite(value) else None

@@ -147,7 +147,7 @@ class Panel(anywidget.AnyWidget):
         return fallback.html(view, self._identity, ended=self._ended) if view is not None else ""
 
     def plot(self) -> Figure:
-        """Memory and TFLOPS over time, by matplotlib: what `nbdist.history()` has kept.
+        """Return memory and TFLOPS over time, by matplotlib: what `nbdist.history()` has kept.
 
         Raises:
             UsageError: matplotlib is not installed, or nothing has been seen yet.
@@ -165,7 +165,7 @@ class Panel(anywidget.AnyWidget):
     # --- Samples
 
     def state(self) -> dict[str, Any]:
-        """What the page knows, for a page that opens now."""
+        """Return what the page knows, for a page that opens now."""
         with self._lock:
             return self._updates.state()
 
@@ -206,7 +206,7 @@ class Panel(anywidget.AnyWidget):
                 self._unsubscribe = None
 
     def _on_sample(self, source: SampleSource, sample: Sample) -> None:
-        """From the monitor's thread, which others need too."""
+        """Handle a Sample. In the monitor's thread, which others need too."""
         if source is not self._source or (self._session is not None and _is_over(self._looked_at())):
             return  # a look that was under way when its session ended
         try:
@@ -234,12 +234,12 @@ class Panel(anywidget.AnyWidget):
         return "ended" if self._ended else "paused" if self._paused else "live"
 
     def _tell(self) -> None:
-        """Something changed that no Sample will bring."""
+        """Report a change that no Sample brings."""
         with self._lock:
             self.send(self._updates.update_head(self._live(), self.rate))
 
     def _look(self) -> View | None:
-        """What is in view; where nobody watches, what is seen now."""
+        """Return what is in view; where nobody watches, what is seen now."""
         if self._view is not None and (self._unsubscribe is not None or self._paused or self._ended):
             return self._view
         watching = self._unsubscribe is not None
@@ -253,7 +253,7 @@ class Panel(anywidget.AnyWidget):
     # --- the notebook
 
     def _ipython_display_(self) -> None:
-        """Two outputs: the copy for later, and the living view, which hides the copy as long as it lives."""
+        """Show two outputs: the copy for later, and the living view, which hides the copy while it lives."""
         from IPython.display import display
 
         self._follow()
@@ -300,7 +300,7 @@ class Panel(anywidget.AnyWidget):
 
     @classmethod
     def _on_line(cls, line: comm.base_comm.BaseComm, opening: dict[str, Any]) -> None:
-        """A page wants to be heard while a cell runs, too: in a thread of ipykernel's then.
+        """Open a line for a page that must be heard while a cell runs: then in a thread of ipykernel.
 
         That thread's context says whose messages it answers. What is sent in it takes the widget's own messages there;
         in an empty context they stay with the main thread.
@@ -318,7 +318,7 @@ class Panel(anywidget.AnyWidget):
         line.on_msg(hear)
 
     def _on_message(self, _: object, content: Any, __: object) -> None:
-        """From a page: what its reader did. Without a line of its own it comes when the cell that runs has ended."""
+        """Handle a reader's action on a page. Without its own line it arrives when the running cell has ended."""
         handlers = {
             "opened": self._on_opened,
             "closed": self._on_closed,
@@ -376,7 +376,7 @@ class Panel(anywidget.AnyWidget):
             return path
         session = self._looked_at()
         if session is None or _is_over(session):
-            raise UsageError("its session has ended: `%distributed start` brings up another")
+            raise UsageError("its session has ended: `%distributed start` starts another")
         return session.snapshot(rank)
 
     def _say(self, text: str) -> None:

@@ -27,13 +27,13 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, view: View) -> Point | None:
-        """None where no rank has answered."""
+        """Return the point of a Sample; None if no rank has answered."""
         held = [row.held for row in view.rows if row.held is not None]
         return cls(view.at, min(held), sum(held) / len(held), max(held), view.flops) if held else None
 
 
 def plot(points: Sequence[Point]) -> Figure:
-    """A figure of memory (the mean over ranks, and the range), and of TFLOPS below it where there are any.
+    """Return a figure of memory (the mean over ranks, and the range), and of TFLOPS below it where there are any.
 
     Raises:
         UsageError: matplotlib is not installed, or there are no points.

@@ -59,11 +59,11 @@ class Updates:
         self._history: list[deque[float | None]] = []
 
     def fits(self, view: View) -> bool:
-        """Whether an update can lead from what the page knows to this; else the full state has to."""
+        """Return whether an update can lead from what the page knows to this; else the full state has to."""
         return self._layout == _layout(view)
 
     def reset(self, view: View, live: str, rate: float) -> None:
-        """From now on the page knows this: the caller sends it the `state`."""
+        """Note what the page knows from now on: the caller sends it the `state`."""
         if not self.fits(view):
             self._history = [deque(maxlen=HISTORY) for _ in view.rows if not view.heat]
         self._layout, self._heat = _layout(view), view.heat
@@ -73,7 +73,7 @@ class Updates:
         self._levels.reset(view)
 
     def state(self) -> dict[str, Any]:
-        """All that the page knows: what a page that opens later has to be told, so that it understands updates."""
+        """Return all that the page knows, for a page that opens later, so that it understands updates."""
         return {
             "id": self._identity,
             "columns": list(Row._fields),
@@ -87,12 +87,12 @@ class Updates:
         }
 
     def update_head(self, live: str, rate: float) -> dict[str, Any]:
-        """What to tell the page of that which no look brings."""
+        """Return what to tell the page of that which no look brings."""
         self._head = {**self._head, "live": live, "rate": rate}
         return {"type": "head", "head": self._head}
 
     def update(self, view: View, live: str, rate: float) -> dict[str, Any]:
-        """What to tell the page next, for a view that `fits`."""
+        """Return what to tell the page next, for a view that `fits`."""
         for values, row in zip(self._history, view.rows, strict=False):
             values.append(_drawn(row))
         head = _head(view, live, rate)
@@ -120,7 +120,7 @@ class Updates:
         return sorted(order, key=lambda metric: metric != self.metric) if self._turn % 2 else order
 
     def _weights(self, view: View) -> dict[int, int]:
-        """Of rows that come before others."""
+        """Return the weights of rows that come before others."""
         weights = {index: weight for index, row in enumerate(view.rows) if (weight := urgency(row))}
         return weights | {self.chosen: _CHOSEN} if self.chosen is not None else weights
 
@@ -146,7 +146,7 @@ class _Table:
         self._waiting = [0] * len(rows)
 
     def changes(self, rows: Sequence[Any], weights: Mapping[int, int], budget: int) -> list[Delta]:
-        """The rows to send, within so many bytes; they count as told."""
+        """Return the rows to send, within so many bytes; they count as told."""
         seen = [self._look(row) for row in rows]
         changed = [index for index in range(len(rows)) if seen[index] != self._seen[index]]
         changed.sort(key=lambda index: (-weights.get(index, 0), -self._waiting[index]))
@@ -174,7 +174,7 @@ class _Levels:
         self.told = _levels(view) if view.heat else {}
 
     def changes(self, view: View, order: Sequence[str], budget: int) -> list[Delta]:
-        """From each metric the stretch that differs, within so many bytes."""
+        """Return the stretch of each metric that differs, within a limit of bytes."""
         if not self.told:
             return []
         now = _levels(view)
@@ -250,7 +250,7 @@ def _encode(fields: Sequence[str], values: Sequence[Any]) -> Encoded:
 
 
 def _seen_in_map(row: Row) -> Any:
-    """Much less than in a row of its own, which shows whatever is sent."""
+    """Return much less than in a row of its own, which shows whatever is sent."""
     coarse = (_coarse(_share(row.allocated, row.total), 20), _coarse(row.utilization, 20), _coarse(row.step, 50))
     doing = row.doing if row.state in ("dead", "stuck") else ""
     return doing, row.badges, row.pid, row.gpu, row.total, row.why, coarse
@@ -287,7 +287,7 @@ def _coarse(value: float | None, steps: int) -> int | None:
 
 
 def _drawn(row: Row) -> float | None:
-    """What a row's sparkline shows: how busy its GPU is, percent; else its memory, MiB."""
+    """Return what a row's sparkline shows: how busy its GPU is, percent; else its memory, MiB."""
     if row.gpu:
         return _rounded(None if row.utilization is None else row.utilization * 100, 2)
     return _rounded(None if row.held is None else row.held / _MIB, 4)
@@ -298,5 +298,5 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 
 def _json(value: Any) -> bytes:
-    """As Jupyter's client library writes it."""
+    """Encode like Jupyter's client library."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -19,7 +19,7 @@ class Kind:
     """The values of a setting."""
 
     def refined(self, name: str, value: Any) -> Any:
-        """The value in the one way that a plan keeps.
+        """Return the value in the one way that a plan keeps.
 
         Args:
             name: Of the setting.
@@ -195,17 +195,17 @@ class Setting:
 
 
 def is_count(value: object) -> bool:
-    """Whether this is a whole number above 0."""
+    """Return whether this is a whole number above 0."""
     return is_whole(value, 1) and value < _LIMIT
 
 
 def is_amount(value: object) -> bool:
-    """Whether this is a finite number of 0 or more."""
+    """Return whether this is a finite number of 0 or more."""
     return is_number(value) and value >= 0
 
 
 def is_switch(value: object) -> bool:
-    """Whether this is True or False."""
+    """Return whether this is True or False."""
     return isinstance(value, bool)
 
 

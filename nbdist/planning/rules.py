@@ -15,7 +15,7 @@ from nbdist.text import did_you_mean
 
 
 def refined(plan: Settings) -> dict[str, Any]:
-    """The values of all settings, in the one way to write them that a plan keeps.
+    """Return the values of all settings, in the one way to write them that a plan keeps.
 
     Raises:
         UsageError: A value is wrong.
@@ -116,12 +116,12 @@ def _refuse_compilation(plan: Settings) -> None:
 
 
 def uncompiled(plan: Settings) -> dict[str, Any]:
-    """The changes that take a plan to one that compiles nothing."""
+    """Return the changes that take a plan to one that compiles nothing."""
     return with_parts_dropped(plan, {"compile": False})
 
 
 def with_parts_dropped(plan: Settings, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes to a plan, and with a setting that they turn off what only says more of it, back to its default."""
+    """Return the changes to a plan; settings that belong to one they turn off go back to their defaults."""
     parts = [
         name
         for name, setting in SETTINGS.items()
@@ -131,7 +131,7 @@ def with_parts_dropped(plan: Settings, changes: Mapping[str, Any]) -> dict[str, 
 
 
 def own_settings(plan: Settings, strategy: str) -> dict[str, Any]:
-    """The changes that take a plan to another strategy, and what is not for that one back to its default."""
+    """Return the changes that take a plan to another strategy, and what is not for that one back to its default."""
     strangers = [name for name in SETTINGS if not _is_for(plan, name, strategy)]
     return {"strategy": strategy, **{name: default_of(name) for name in strangers}}
 
@@ -145,7 +145,7 @@ def _is_for(plan: Settings, name: str, strategy: str) -> bool:
 
 
 def _strangers(plan: Settings) -> list[str]:
-    """Settings that are not for the plan's strategy, and are set."""
+    """Return settings that are not for the plan's strategy, and are set."""
     return [
         name for name in SETTINGS if not _is_for(plan, name, plan.strategy) and getattr(plan, name) != default_of(name)
     ]

@@ -56,7 +56,7 @@ def _setting(default: Any, kind: Kind, group: str, help: str, **more: Any) -> An
 
 
 def show(value: object) -> str:
-    """A setting's value for people."""
+    """Return a setting's value for people."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):
@@ -170,7 +170,7 @@ def _seed(plan: Settings, kind: str) -> str:
 
 
 def _on_gpus(tell: Tell) -> Teller:
-    """For a setting that does nothing on ranks without a GPU."""
+    """Return the description of a setting that does nothing on ranks without a GPU."""
 
     def teller(plan: Settings, kind: str) -> str:
         if kind == "cpu":
@@ -251,9 +251,9 @@ class Settings:
         even_batches: Whether the tail of the data is filled up so that all ranks see as many batches.
     """
 
-    strategy: Strategy = _setting("ddp", Choice(*STRATEGIES), "", "how models are spread")
+    strategy: Strategy = _setting("ddp", Choice(*STRATEGIES), "", "how models are distributed")
     precision: Precision = _setting(
-        "fp32", Choice("fp32", "bf16", "fp16", "fp8", no="fp32"), _EVERY, "what is computed in"
+        "fp32", Choice("fp32", "bf16", "fp16", "fp8", no="fp32"), _EVERY, "type for computations"
     )
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = _setting(
         "tensorwise",
@@ -479,7 +479,7 @@ class Settings:
         True,
         Switch(),
         _DATA,
-        "as many batches on all ranks",
+        "the same number of batches on all ranks",
         tell="ranks may see one batch more or less than others",
     )
 
@@ -488,6 +488,6 @@ SETTINGS: Mapping[str, Setting] = {each.name: each.metadata["setting"] for each 
 
 
 def default_of(name: str) -> Any:
-    """The default of a setting."""
+    """Return the default of a setting."""
     each = Settings.__dataclass_fields__[name]
     return each.default if each.default_factory is MISSING else each.default_factory()

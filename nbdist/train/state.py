@@ -63,7 +63,7 @@ class Living(MutableSequence[T]):
         del self._references[index]
 
     def insert(self, index: int, item: T) -> None:
-        """As with a list."""
+        """Insert like a list."""
         self._alive()
         self._references.insert(index, _weakly(item))
 
@@ -168,13 +168,13 @@ class State:
         return self.active[-1] if self.active else None
 
     def enter_loader(self, loader: Any) -> None:
-        """A loop over this prepared loader begins."""
+        """Note that a loop over this prepared loader begins."""
         before_loop()
         self.leave_loader(loader)
         self.active.append(loader)
 
     def leave_loader(self, loader: Any) -> None:
-        """The loop over this prepared loader has ended, or was left."""
+        """Note that the loop over this prepared loader has ended, or was left."""
         self.active = Living(other for other in self.active if other is not loader)
 
     def abandon_window(self) -> None:
@@ -188,7 +188,7 @@ class State:
             record.consumed, record.phase, record.inside = False, "scaled", None
 
     def add_model(self, model: nn.Module) -> None:
-        """A model has been prepared. It may replace an earlier one, once the caller has assigned it."""
+        """Add a prepared model. It may replace an earlier one, once the caller has assigned it."""
         global _replaced_before_loop, _replaced_in_cell
         _replaced_before_loop = _replaced_in_cell = bool(_prepared)
         _prepared.add(model)
@@ -224,7 +224,7 @@ def after_cell() -> None:
 
 
 def current() -> State:
-    """The current state; on first use one is made by the plan in the environment."""
+    """Return the current state; on first use one is made by the plan in the environment."""
     global _current
     if _current is None:
         _current = State(Plan.from_environment(), default_device())
@@ -232,7 +232,7 @@ def current() -> State:
 
 
 def is_begun() -> bool:
-    """Whether something is prepared in the current state."""
+    """Return whether something is prepared in the current state."""
     return _current is not None and bool(_current.models or _current.optimizers or _current.loaders)
 
 
@@ -263,7 +263,7 @@ def abandon_window() -> None:
 
 
 def default_device() -> torch.device:
-    """The device of this rank: its GPU if torch has chosen one, else the one of its local rank, else the CPU."""
+    """Return the device of this rank: its GPU if torch has chosen one, else the one of its local rank, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     chosen, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", "0"))
@@ -277,12 +277,12 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """This process's rank; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if has_group() else 0
 
 
 def has_group() -> bool:
-    """Whether there is a process group."""
+    """Return whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -28,7 +28,7 @@ class OnGpuError(Exception):
 def explain(
     obj: object, name: str, culprit: object, error: Exception, pickles: Callable[[object], bool]
 ) -> TransferError:
-    """The error that says why a value can't be sent.
+    """Return the error that says why a value can't be sent.
 
     Args:
         obj: The value.
@@ -53,7 +53,7 @@ def explain(
 
 
 def find_on_gpu(obj: object, name: str) -> str:
-    """The first tensor on a GPU that a value holds, as far as a second's search finds one.
+    """Return the first tensor on a GPU that a value holds, as far as a second's search finds one.
 
     Args:
         obj: The value.
@@ -79,7 +79,7 @@ def _why(culprit: object, error: Exception) -> str:
 
 
 def _path(root: object, name: str, culprit: object, pickles: Callable[[object], bool]) -> str | None:
-    """The shortest way from root to the culprit, or to one like it (some are made anew each time)."""
+    """Return the shortest way from root to the culprit, or to one like it (some are made anew each time)."""
     alike: list[tuple[object, str]] = []
     for obj, path in _walk(root, name):
         if obj is culprit:
@@ -90,7 +90,7 @@ def _path(root: object, name: str, culprit: object, pickles: Callable[[object], 
 
 
 def _walk(root: object, name: str) -> Iterator[tuple[object, str]]:
-    """Root and what pickling would meet below it, the nearest first, as far as the limits allow."""
+    """Yield root and what pickling would meet below it, the nearest first, as far as the limits allow."""
     yield root, name
     deadline = time.monotonic() + _SEARCH_SECONDS
     queue: deque[tuple[object, str, int]] = deque([(root, name, 0)])
@@ -109,7 +109,7 @@ def _walk(root: object, name: str) -> Iterator[tuple[object, str]]:
 
 
 def _parts(obj: object) -> Iterator[tuple[str, object]]:
-    """What pickling an object would take up next, with the words that lead to it."""
+    """Yield what pickling an object would take up next, with the words that lead to it."""
     if isinstance(obj, dict):
         yield from ((f"[{short(key)}]", value) for key, value in list(obj.items()))
         yield from ((f" → key {short(key)}", key) for key in list(obj))
@@ -192,7 +192,7 @@ def _named(attributes: Any) -> Iterator[tuple[str, object]]:
 
 
 def _by_reference(obj: Any) -> bool:
-    """Whether a function or class travels as a name, because the other process can import it."""
+    """Return whether a function or class travels as a name, because the other process can import it."""
     if obj.__module__ == "__main__" or obj.__module__ not in sys.modules:
         return False
     found: Any = sys.modules[obj.__module__]
@@ -209,12 +209,12 @@ def _a_type(obj: object) -> str:
 
 
 def quoted(name: str) -> str:
-    """A variable's name in quotes; words as they are."""
+    """Return a variable's name in quotes; words as they are."""
     return name if " " in name else repr(name)
 
 
 def short(value: object) -> str:
-    """A value or an exception in one line of bounded length."""
+    """Return a value or an exception in one line of bounded length."""
     try:
         text = f"{type(value).__name__}: {value}" if isinstance(value, Exception) else repr(value)
     except Exception:

@@ -125,13 +125,13 @@ class Storage:
         self.used: list[tuple[int, int]] = []
 
     def need(self, first: int, last: int, tensor: Any = None) -> None:
-        """Bytes from first up to last have to travel, for this tensor or for the storage itself."""
+        """Note that bytes `first` to `last` have to be sent, for this tensor or for the storage itself."""
         self.tensors.append(tensor)
         if first < last:
             self.used.append((first, last))
 
     def dense(self) -> Any:
-        """The tensor to be sent without gaps, or None."""
+        """Return the tensor to be sent without gaps, or None."""
         tensor = self.tensors[0] if len(self.tensors) == 1 else None
         if tensor is None or not self.used:
             return None
@@ -140,7 +140,7 @@ class Storage:
         return tensor if last - first >= worthwhile else None
 
     def merged(self) -> list[tuple[int, int]]:
-        """The bytes needed, as sorted ranges that do not touch. Starts are rounded down, to fit any dtype."""
+        """Return the bytes needed, as sorted ranges that do not touch. Starts are rounded down, to fit any dtype."""
         ranges: list[tuple[int, int]] = []
         for first, last in sorted((first - first % _LINE, last) for first, last in self.used):
             if ranges and first <= ranges[-1][1]:
@@ -188,7 +188,7 @@ class Payload:
         return msgspec.structs.replace(span, start=start)
 
     def join(self) -> bytes:
-        """Everything as one bytes object."""
+        """Return everything as one bytes object."""
         whole = bytearray(self.size)
         for view, offset in self._between(0, self.size):
             whole[offset : offset + len(view)] = view
@@ -233,7 +233,7 @@ class Payload:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
     def _between(self, first: int, last: int) -> Iterator[tuple[memoryview, int]]:
-        """What lies from first up to last, as views and their offsets."""
+        """Yield what lies from first up to last, as views and their offsets."""
         for offset, size, read in self._pieces:
             begin, end = max(first, offset), min(last, offset + size)
             if begin >= end:
@@ -262,7 +262,7 @@ def reader(views: list[memoryview]) -> tuple[int, _Reader]:
 
 
 def _storage_reader(storage: Any, start: int) -> _Reader:
-    """Reader of a storage's bytes, counted from start."""
+    """Return reader of a storage's bytes, counted from start."""
 
     def read(first: int, last: int) -> Iterator[memoryview]:
         if storage.device.type == "cpu":
@@ -290,7 +290,7 @@ def _memory(address: int, size: int) -> memoryview:
 
 
 def free_memory() -> int:
-    """Bytes that this machine, or this container, can give away. Linux promises more, and kills for it later."""
+    """Return the bytes that this machine, or container, can give. Linux promises more, and kills for it later."""
     with open("/proc/meminfo") as file:
         sizes = {name: int(size.split()[0]) << 10 for name, size in (line.split(":") for line in file)}
     limit, used = host.memory()
@@ -298,7 +298,7 @@ def free_memory() -> int:
 
 
 def torch_if_imported() -> Any:
-    """The module torch, or None: then no value can hold anything of it."""
+    """Return the module torch, or None: then no value can hold anything of it."""
     torch = sys.modules.get("torch")
     # Another thread may be in the middle of importing it; then no value can hold a tensor yet.
     return torch if hasattr(torch, "nn") and hasattr(torch, "UntypedStorage") else None
@@ -368,7 +368,7 @@ def _open(segment: Segment, name: str) -> int:
         return descriptor
     os.close(descriptor)
     raise TransferError(
-        f"cannot receive {name!r}: the process that sent it ({segment.pid}) has let go of it, "
+        f"cannot receive {name!r}: the process that sent it ({segment.pid}) has released it, "
         f"its descriptor {segment.fd} is another file now; send it again"
     )
 

@@ -209,7 +209,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_plain(torch: Any, tensor: Any) -> bool:
-    """Whether a storage, an offset and strides are all there is to it; torch itself reduces other tensors."""
+    """Return whether a storage, an offset and strides are all there is to it; torch itself reduces other tensors."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type in ("cpu", "cuda")

@@ -1,10 +1,10 @@
 """Every byte between the processes: notebook, controller, agent, template and ranks.
 
-Knows nothing of what the messages cause.
+Independent of what the messages cause.
 
     frames                                   a message as bytes, and back
     life, processes, cells, output           the messages, by subject
-    questions                                what is asked, each with the type of its answer:
-      question, stopping, knowing            what they share; stops and process groups; costs and names
+        questions                                what can be asked, each with the type of its answer:
+            question, stopping, knowing            shared parts; stops and process groups; costs and names
     lanes                                    the connections that carry messages
 """

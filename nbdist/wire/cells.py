@@ -1,4 +1,4 @@
-"""Work for ranks, how it is stopped, how it ended, and what was put in order after it."""
+"""Work for ranks: how it is stopped, how it ended, and what was repaired afterwards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from nbdist.metrics.memory import MemoryUsage
+from nbdist.metrics.node.sample import StepSample
 from nbdist.wire.message import Message, Seconds
 
 Kind = Literal["cell", "call", "setup", "launch", "push", "pull", "free"]  # of an Execute
@@ -14,15 +15,21 @@ FailureKind = Literal["raised", "lost", "interrupted", "stopped"]
 Outcome = Literal["ok", "error", "interrupted"]
 
 
+class Metered(msgspec.Struct, array_like=True, frozen=True):
+    """What ranks measure of an Execute and report in the reply: the memory it cost, the training steps it made."""
+
+    memory: bool = False
+    steps: bool = False
+
+
 class Execute(Message, frozen=True):
     """Run something on the main thread of ranks.
 
     kind: "cell" (code in the shell), "call" (a pickled function), "setup" (one of nbdist's own), "launch" (one that may
-    return what can't travel), "push" (a pickled dict), "pull" (an expression in `code`), "free".
+    return values that can't be sent), "push" (a pickled dict), "pull" (an expression in `code`), "free".
     number: the cell's number in the notebook. offset: lines of the cell above `code`.
-    grace: seconds that ranks may wait in a collective for one that has raised.
-    profile: a folder for the ranks' traces; "": nothing is profiled. The reply's payload is then the summary.
-    memory: whether the reply tells what it cost in memory.
+    grace: seconds that ranks may wait in a collective for one that raised.
+    profile: a folder for the ranks' traces; "" for no profile. The reply's payload is then the summary.
     """
 
     serial: int
@@ -34,14 +41,14 @@ class Execute(Message, frozen=True):
     payload: bytes = b""
     grace: Seconds = 1.0
     profile: str = ""
-    memory: bool = False
+    metered: Metered = Metered()
 
 
 class Interrupt(Message, frozen=True):
-    """Stop ranks that still run the cell `serial`. On its way to a rank: KeyboardInterrupt there.
+    """Stop ranks that still run the cell `serial`. When sent to a rank: raise KeyboardInterrupt there.
 
-    now: without waiting for the end of a step, or for a rank to leave a collective by itself.
-    patience: seconds after which a rank that is still at it counts as stuck; None: as for cells.
+    now: don't wait for the end of a step, or for a rank to leave a collective by itself.
+    patience: seconds after which a rank that still runs counts as stuck; None for the default of cells.
     """
 
     serial: int
@@ -51,7 +58,7 @@ class Interrupt(Message, frozen=True):
 
 
 class Interrupted(Message, frozen=True):
-    """An interrupt has reached the rank's own code, which may save what it has."""
+    """An interrupt has reached the rank's own code, which may save its state."""
 
     rank: int
 
@@ -80,7 +87,7 @@ class Failure(msgspec.Struct, frozen=True):
 class Reply(Message, frozen=True):
     """A rank has finished an Execute.
 
-    grouped: whether it has its default process group, where the session is to have one.
+    grouped: whether it has its default process group, if the session should have one.
     """
 
     serial: int
@@ -91,14 +98,15 @@ class Reply(Message, frozen=True):
     payload: bytes = b""
     names: list[str] | None = None
     memory: MemoryUsage | None = None
+    steps: StepSample | None = None
     grouped: bool = True
 
 
 class Remark(Message, frozen=True):
-    """One line for the cell `serial`, while it runs. A later one with the same `topic` takes its place.
+    """One line for the cell `serial`, while it runs. A later one with the same `topic` replaces it.
 
-    same: it says what the last one said, with newer figures. stuck: the user may want to stop the cell. waits: what
-    ranks wait in, and for whom.
+    same: it repeats the last line with newer figures. stuck: the user may want to stop the cell. waits: what ranks wait
+    in, and for which ranks.
     """
 
     serial: int
@@ -110,12 +118,12 @@ class Remark(Message, frozen=True):
 
 
 class Recover(Message, frozen=True):
-    """Put this rank in order after a failed cell.
+    """Repair this rank after a failed cell.
 
-    generation: of the groups that are renewed. renew, stale, lost: names of groups that get a new backend, that only
-    some members have, that had a member which is dead. count: how many groups are numbered.
-    reset: whether models were caught in the middle of a step. ranks: all that are told the same.
-    regroup: whether to make the default group again, which a cell has destroyed.
+    generation: of the groups to be renewed. renew: names of groups that get a new backend; stale: that only part of the
+    members have; lost: that had a dead member. count: how many groups are numbered.
+    reset: whether models were caught in the middle of a step. ranks: all ranks that get this message.
+    regroup: whether to recreate the default group, which a cell has destroyed.
     """
 
     serial: int
@@ -131,7 +139,7 @@ class Recover(Message, frozen=True):
 
 
 class InOrder(Message, frozen=True):
-    """A rank has done what Recover asked. `failure`: why it could not. grouped: as in Reply."""
+    """A rank has carried out a Recover. failure: why it could not. grouped: as in Reply."""
 
     failure: str = ""
     gradients: bool = False
@@ -140,10 +148,10 @@ class InOrder(Message, frozen=True):
 
 
 class Recovered(Message, frozen=True):
-    """What was done after the failed cell `serial`; empty text: nothing was amiss. Comes before its last reply.
+    """What was repaired after the failed cell `serial`; empty text if nothing was wrong. Comes before its last reply.
 
     generation: of the process groups from now on. step: the step after which all ranks stopped together, 0 for none.
-    seconds: that it took, from the last rank's end.
+    seconds: how long it took, from the last rank's end.
     """
 
     serial: int

@@ -1,6 +1,6 @@
-"""The wire: every message between client, controller, agent and ranks, as a frame and back.
+"""The wire: every message between client, controller, agent and ranks, encoded as a frame and decoded.
 
-Knows nothing of what the messages cause, nor of the connections that carry them (`nbdist.wire.lanes`).
+Independent of what the messages cause, and of the connections that carry them (`nbdist.wire.lanes`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover,
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
-from nbdist.wire.processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
+from nbdist.wire.rank_processes import Exited, Gone, Kill, Quit, Ready, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.system_text import as_bytes, escaped, mapped
 
 AnyMessage = (
@@ -65,9 +65,9 @@ _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
 
 
 def encode(message: Any) -> bytes:
-    """A message, or a part of one, as a frame. Lone surrogates, which no text in a frame can hold, are escaped.
+    """Encode a message, or a part of one, as a frame. Lone surrogates, which a frame can't hold as text, are escaped.
 
-    What the system has named (StartOptions) keeps them.
+    Names given by the system (StartOptions) keep them.
     """
     try:
         return _encode(message)
@@ -89,7 +89,7 @@ _head_decoder = msgspec.msgpack.Decoder(_DisplayHead)
 
 
 def sequence_of(frame: bytes) -> int | None:
-    """The sequence number of a Display which can't be decoded as a whole; None: it is nothing like a Display."""
+    """Return the sequence number of a Display that can't be decoded as a whole; None if it isn't a Display."""
     try:
         return _head_decoder.decode(frame).sequence
     except msgspec.DecodeError:
@@ -97,10 +97,10 @@ def sequence_of(frame: bytes) -> int | None:
 
 
 def decode(frame: bytes) -> AnyMessage:
-    """The message in a frame.
+    """Decode the message in a frame.
 
     Raises:
-        msgspec.DecodeError: The frame is none of ours.
+        msgspec.DecodeError: The frame isn't one of ours.
     """
     message: AnyMessage = _decoder.decode(frame)
     return message

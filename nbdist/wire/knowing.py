@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from nbdist.metrics.node.sample import RankSample, StepSample
+from nbdist.metrics.node.sample import RankSample
 from nbdist.wire.question import AnswerBody, Done, Question
 
 
 class ProcessMemory(AnswerBody, frozen=True):
-    """Bytes that a rank holds: of the CPU's memory what it shares with nobody, of its GPU's, if it uses one."""
+    """Bytes that a rank holds: CPU memory that it shares with no other process, and GPU memory, if it uses a GPU."""
 
     private: int
     allocated: int | None = None
@@ -19,31 +19,21 @@ class ProcessMemory(AnswerBody, frozen=True):
 
 
 class GetMemory(Question[ProcessMemory], frozen=True):
-    """What does this rank hold?"""
+    """How much memory does this rank hold?"""
 
 
 class Metrics(AnswerBody, frozen=True):
-    """A rank for the panel."""
+    """A rank's data for the panel."""
 
     sample: RankSample
 
 
 class GetMetrics(Question[Metrics], frozen=True):
-    """What is to be shown of this rank?"""
-
-
-class Lap(AnswerBody, frozen=True):
-    """The training steps of what ran last; None if they are not measured."""
-
-    steps: StepSample | None = None
-
-
-class GetLap(Question[Lap], frozen=True):
-    """Which training steps has what ran last made?"""
+    """What should the panel show of this rank?"""
 
 
 class CompletionItem(msgspec.Struct, array_like=True, frozen=True):
-    """A text that fits from `start` to `end` of the code, and what it is: "function", "module", ..."""
+    """A text that fits from `start` to `end` of the code, and its type: "function", "module", ..."""
 
     text: str
     kind: str | None
@@ -52,20 +42,20 @@ class CompletionItem(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Completions(AnswerBody, frozen=True):
-    """What fits."""
+    """The completions."""
 
     matches: list[CompletionItem]
 
 
 class Complete(Question[Completions], frozen=True):
-    """What fits at this position of this code?"""
+    """Which completions fit at this position of this code?"""
 
     code: str
     position: int
 
 
 class Inspection(AnswerBody, frozen=True):
-    """The documentation of a name as MIME bundle; None: there is no such name."""
+    """The documentation of a name as a MIME bundle; None if there is no such name."""
 
     bundle: dict[str, Any] | None
 
@@ -78,6 +68,6 @@ class Inspect(Question[Inspection], frozen=True):
 
 
 class Release(Question[Done], frozen=True):
-    """Let go of what was packed for the cell `serial`: the notebook has it, or does not want it."""
+    """Free what was packed for the cell `serial`: the notebook has it, or does not want it."""
 
     serial: int

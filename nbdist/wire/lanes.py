@@ -1,4 +1,4 @@
-"""The connections between client, controller, agent and ranks: how they are named and secured, and what they carry.
+"""The connections between client, controller, agent and ranks: their names, their encryption, and their contents.
 
 Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays
 another. A connection's identity is its lane: `client.events`, `agent.control`, `rank.cell/2/3` (epoch 2, rank 3).
@@ -32,20 +32,20 @@ LANES = {*(name.decode() for name in (CLIENT_COMMANDS, CLIENT_EVENTS, AGENT_CONT
     RANK_DISPLAY,
 }
 
-# The most that the controller takes in as one frame. zmq has room for a frame's whole length as soon as its header has
-# come, from anybody: this is what a connection without keys may cost.
+# The largest frame that the controller accepts. zmq allocates a frame's whole length as soon as its header has
+# arrived, from anyone: this bounds what a connection without keys can cost.
 LARGEST_FRAME = 128 << 10
 HANDSHAKE_LIMIT = 3.0  # seconds that it may stay without keys
-_IN_PARTS = b"\xc1"  # no message begins with this byte: it announces frames that make up one message
+_IN_PARTS = b"\xc1"  # no message starts with this byte: it announces frames that make up one message
 
 
 def lane(name: str, epoch: int, rank: int) -> bytes:
-    """The identity of a rank's connection."""
+    """Return the identity of a rank's connection."""
     return b"%s/%d/%d" % (name.encode(), epoch, rank)
 
 
 def parse_lane(identity: bytes) -> tuple[str, int, int]:
-    """Name, epoch and rank of a connection; epoch and rank are -1 for connections that belong to no rank."""
+    """Return the name, epoch and rank of a connection; epoch and rank are -1 for connections that belong to no rank."""
     name, _, rest = identity.decode().partition("/")
     if not rest:
         return name, -1, -1
@@ -54,7 +54,7 @@ def parse_lane(identity: bytes) -> tuple[str, int, int]:
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """Where the controller listens, and the key pair with which one kind of process may connect to it."""
+    """The controller's address, and the key pair with which one kind of process may connect to it."""
 
     url: str
     server_key: bytes
@@ -74,18 +74,18 @@ def write_key_file(path: Path, keys: Keys) -> None:
 
 
 def read_key_file(path: Path) -> Keys:
-    """The keys in a file that `write_key_file` wrote."""
+    """Read keys from a file that `write_key_file` wrote."""
     fields = json.loads(path.read_text())
     return Keys(fields["url"], *(fields[name].encode() for name in ("server_key", "public_key", "secret_key")))
 
 
 class Lane(zmq.Socket[bytes]):
-    """A connection to the controller. Large messages go out in parts."""
+    """A connection to the controller. Large messages are sent in parts."""
 
-    _cut = False  # an exception, such as an interrupt, has ended a message in the middle of its parts
+    _cut = False  # an exception, such as an interrupt, ended a message between its parts
 
     def send(self, data: Any, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """As of `zmq.Socket`."""
+        """Send a message, like `zmq.Socket.send`."""
         if self._cut:
             super().send(b"")
             self._cut = False
@@ -103,7 +103,7 @@ class Lane(zmq.Socket[bytes]):
 
 
 def whole(frames: Iterable[bytes]) -> Iterator[bytes]:
-    """The messages in the frames that a `Lane` has sent together, without those that were cut."""
+    """Yield the messages in frames that a `Lane` sent together, without those that were cut off."""
     rest = iter(frames)
     for frame in rest:
         if frame[:1] != _IN_PARTS:
@@ -118,7 +118,7 @@ def whole(frames: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, identity: bytes) -> zmq.Socket[bytes]:
-    """A connection to the controller, encrypted, that has said hello."""
+    """Return an encrypted connection to the controller that has said hello."""
     socket = context.socket(zmq.DEALER, Lane)
     socket.identity = identity
     socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (

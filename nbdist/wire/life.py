@@ -10,17 +10,17 @@ import msgspec
 from nbdist.wire.message import Count, Message, Seconds
 from nbdist.wire.system_text import as_text
 
-# Serial numbers that a client may give to its cells before it needs another block of them.
+# Serial numbers that a client may give to its cells before it needs another block.
 SERIALS = 1 << 32
 
 PATIENCE_VARIABLE = "NBDIST_START_PATIENCE"  # seconds that a start may go without progress
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where ranks stand in a job of several nodes, or in one that may be started again.
+    """The position of ranks in a job of several nodes, or in one that may be restarted.
 
     first_rank: this node's first rank. run: the job's name, for torch's elastic parts.
-    master_addr, master_port: where all ranks meet; "": at our own store.
+    master_addr, master_port: the rendezvous address of all ranks; "" for our own store.
     """
 
     first_rank: int = 0
@@ -37,18 +37,18 @@ class Place(msgspec.Struct, frozen=True):
 if TYPE_CHECKING:
     SystemText = str
 else:
-    SystemText = Any  # msgspec knows no union of text and bytes
+    SystemText = Any  # msgspec has no union of text and bytes
 
 
 class StartOptions(msgspec.Struct, frozen=True):
-    """What `start` asks for. The environment is the notebook's, as it is at that moment.
+    """The options of a `start`. The environment is the notebook's at that moment.
 
-    patience: seconds without progress after which the start is given up.
-    exact: what an interrupted step has moved besides parameters is put back: buffers and random numbers.
-    fresh: each rank is a Python of its own, not forked from the template.
-    port: where the rendezvous store listens; 0: anywhere. place: of these ranks among those of other nodes.
-    all_results: whether what a launched function returned comes back from all ranks, or from rank 0 only.
-    fork_address: where the notebook listens that forks the ranks itself (a path of a Unix socket); "": it does not.
+    patience: seconds without progress after which the start fails.
+    exact: also restore buffers and random numbers that an interrupted step changed.
+    fresh: each rank is its own Python process, not forked from the template.
+    port: the port of the rendezvous store; 0 for any. place: position of these ranks among those of other nodes.
+    all_results: whether a launched function's return values come back from all ranks, or from rank 0 only.
+    fork_address: path of the Unix socket where the notebook forks ranks itself; "" if it does not.
     """
 
     count: Count
@@ -57,7 +57,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     sys_path: list[SystemText]
     argv: list[SystemText]
     umask: int
-    open_files: int  # how many the notebook may have open (RLIMIT_NOFILE)
+    open_files: int  # maximum open files of the notebook (RLIMIT_NOFILE)
     gpus: list[str] | None = None
     backend: str | None = None
     init: bool = True
@@ -76,17 +76,17 @@ class StartOptions(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> range:
-        """Their numbers, which count through all nodes."""
+        """The rank numbers, which count through all nodes."""
         first = self.place.first_rank if self.place is not None else 0
         return range(first, first + self.count)
 
     def search_path(self) -> list[str]:
-        """`sys_path` as it is meant in `cwd`."""
+        """Return `sys_path` resolved against `cwd`."""
         return [os.path.join(self.cwd, entry) for entry in self.sys_path]
 
 
 class Start(Message, frozen=True):
-    """Bring up a set of ranks (and end the present one, if any). `linger`: seconds that it outlives a killed kernel."""
+    """Start a set of ranks (and end the present one, if any). linger: seconds that it outlives a killed kernel."""
 
     options: StartOptions
     linger: Seconds = 0.0
@@ -100,18 +100,18 @@ class RankInfo(msgspec.Struct, frozen=True):
     device: str
 
 
-Stage = Literal["import", "join"]  # of a start: torch is imported, ranks join their group
+Stage = Literal["import", "join"]  # of a start: torch is being imported, ranks are joining their group
 
 
 class Progress(Message, frozen=True):
-    """What a start-up is doing at the moment. `text`: in plain words."""
+    """What a start is doing at the moment. text: in plain words."""
 
     stage: Stage
     text: str
 
 
 class Started(Message, frozen=True):
-    """The ranks are up and their process group is ready. `first_serial`: where the client's count of cells begins."""
+    """The ranks are up and their process group is ready. first_serial: where the client's count of cells starts."""
 
     epoch: int
     ranks: list[RankInfo]
@@ -120,18 +120,18 @@ class Started(Message, frozen=True):
     first_serial: int
 
 
-Obstacle = Literal["port taken", "other"]  # what has kept ranks from coming up
+Obstacle = Literal["port taken", "other"]  # why ranks could not start
 
 
 class StartFailed(Message, frozen=True):
-    """The ranks could not be brought up; nothing of them is left."""
+    """The ranks could not be started; none is left."""
 
     text: str
     obstacle: Obstacle = "other"
 
 
 class Stop(Message, frozen=True):
-    """End the ranks: after `grace` seconds by force. The controller, its agent and the template stay."""
+    """End the ranks, by force after `grace` seconds. The controller, its agent and the template stay."""
 
     grace: Seconds = 1.0
 
@@ -145,7 +145,7 @@ class Shutdown(Message, frozen=True):
 
 
 class Died(Message, frozen=True):
-    """The process of a rank has ended. `serial`: the cell it ran, 0 for none. `cause`: whose end it follows from."""
+    """A rank's process has ended. serial: the cell it ran, 0 for none. cause: the end it follows from, if any."""
 
     rank: int
     pid: int

@@ -1,6 +1,6 @@
-"""What all messages have in common, and the bounds of what they may hold.
+"""What all messages have in common, and the bounds of their values.
 
-What is out of these bounds is refused when it is decoded.
+Values outside these bounds are refused when decoded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message on each connection."""
+    """The first message on each connection."""
 
     version: int
     pid: int

@@ -1,4 +1,4 @@
-"""What ranks print and show, how much of it may be on its way, and what the log has kept."""
+"""What ranks print and display, how much of it may be on its way, and what the log has kept."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from nbdist.wire.message import Message, Size
 
 STDOUT, STDERR = 1, 2
 
-# Sequence numbers of marks in a rank's stdout: above END the place of an item, END the end of a cell whose reply comes
-# by itself, PLAIN_END the end of one that has nothing to say but that all went well.
+# Sequence numbers of marks in a rank's stdout: above END the position of an item, END the end of a cell whose reply
+# is sent separately, PLAIN_END the end of a cell that has nothing to report except success.
 END, PLAIN_END = 0, -1
 
-# What a rank may have printed (or shown) that its notebook has not taken yet; then its pipe fills and the rank waits.
+# Bytes a rank may print (or show) before its notebook takes them; then its pipe fills and the rank waits.
 OUTPUT_WINDOW = 1 << 20
 OUTPUT_CREDIT = 1 << 17
 
@@ -30,9 +30,9 @@ class Output(Message, frozen=True):
 
 
 class Display(Message, frozen=True):
-    """A rich item of a rank. `sequence`: its place in the rank's stdout.
+    """A rich item of a rank. sequence: its position in the rank's stdout.
 
-    size: bytes to be credited to the rank when the client has taken it.
+    size: bytes to credit to the rank when the client has taken it.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Display(Message, frozen=True):
 class WidgetMessage(Message, frozen=True):
     """A comm message between the page and a widget that lives on a rank, in either direction.
 
-    size: bytes to be credited to the rank when the client has taken it.
+    size: bytes to credit to the rank when the client has taken it.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class WidgetMessage(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """The client has taken `size` bytes of what a rank has printed; `items`: of its displays and widget messages."""
+    """The client has taken `size` bytes of a rank's output; items: of its displays and widget messages."""
 
     rank: int
     size: Size
@@ -76,10 +76,10 @@ class Notice(Message, frozen=True):
 
 
 class ReadLog(Message, frozen=True):
-    """A question to the controller: some of what was printed. Its answer is a LogPart.
+    """A request to the controller for part of the output. Its answer is a LogPart.
 
-    serials: which cells; none: those with the number `cell` in the notebook; None: the newest that printed.
-    ranks: whose output; None: all. position: `next` of the part before.
+    serials: which cells; if empty, those with the number `cell` in the notebook, or for None the newest that printed.
+    ranks: whose output; None for all. position: `next` of the previous part.
     """
 
     request: int
@@ -90,11 +90,11 @@ class ReadLog(Message, frozen=True):
 
 
 class LogPart(Message, frozen=True):
-    """Some of what was printed; without `serials`: the log has nothing of such a cell.
+    """Part of what was printed; without `serials` if the log has nothing from such a cell.
 
-    serials, number: the cells that it is of. records: rank, stream and bytes. next: where to read on, None at the end.
-    size: bytes that the log has of these cells. dropped: bytes at their beginning that have made room for others.
-    missing: bytes that the log could not take.
+    serials, number: the cells it belongs to. records: rank, stream and bytes. next: where to continue, None at the end.
+    size: bytes of these cells in the log. dropped: bytes dropped at their beginning to make room for others.
+    missing: bytes that the log could not store.
     """
 
     request: int

@@ -1,7 +1,7 @@
 """What all questions to the control threads of ranks have in common.
 
-A question is a struct with its arguments; `Question[Answer]` names what it is answered with, so that both ends are
-checked by type: who asks (`ask` of the client's traffic, `Inquiries`), and who answers (`Question.by`).
+A question is a struct with its arguments; `Question[Answer]` names the type of its answer, so that both ends are
+type-checked: the one that asks (`ask` of the client's traffic, `Inquiries`) and the one that answers (`Question.by`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Question(msgspec.Struct, Generic[A], array_like=True, tag=True, frozen=Tru
 
     @classmethod
     def by(cls: type[Q], work: Callable[[Q], A]) -> tuple[type[Q], Callable[[Q], A]]:
-        """This question and what answers it, for a table of those that somebody answers."""
+        """Return this question and the function that answers it, for a table of such pairs."""
         return cls, work
 
     def checked(self, answer: AnswerBody) -> A | NoAnswer:
-        """An answer that has come, of the question's own type or saying why there is none.
+        """Return an answer, checked to be of the question's own type or a NoAnswer.
 
         Raises:
-            TypeError: It is neither.
+            TypeError: The answer is of neither type.
         """
         generic: Any = type(self)
         if not isinstance(answer, (NoAnswer, *get_args(generic.__orig_bases__[0]))):
@@ -41,10 +41,10 @@ class Question(msgspec.Struct, Generic[A], array_like=True, tag=True, frozen=Tru
 
 
 class NoAnswer(AnswerBody, frozen=True):
-    """Why there is no answer: the rank has died, is too busy, or the work has raised."""
+    """Why there is no answer: the rank has died, is too busy, or the work raised."""
 
     why: str
 
 
 class Done(AnswerBody, frozen=True):
-    """What was asked for has been done."""
+    """The request has been carried out."""

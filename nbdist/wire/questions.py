@@ -1,4 +1,4 @@
-"""Questions and their answers as messages: to the control threads of ranks, to the controller, to nodes' samplers."""
+"""Questions and answers as messages: to the control threads of ranks, to the controller, to nodes' samplers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from nbdist.metrics.node.sample import NodeSample
 from nbdist.wire.knowing import (
     Complete,
     Completions,
-    GetLap,
     GetMemory,
     GetMetrics,
     Inspect,
     Inspection,
-    Lap,
     Metrics,
     ProcessMemory,
     Release,
@@ -50,7 +48,6 @@ AnyQuestion = (
     | Cut
     | Disarm
     | Forbid
-    | GetLap
     | GetMemory
     | GetMetrics
     | GetPosition
@@ -67,7 +64,6 @@ AnyAnswer = (
     | Done
     | Forbidden
     | Inspection
-    | Lap
     | Metrics
     | NoAnswer
     | Position
@@ -79,9 +75,9 @@ AnyAnswer = (
 
 
 class Ask(Message, frozen=True):
-    """A question to the control threads of ranks, answered at once. `request`: counts the questions of its asker.
+    """A question to the control threads of ranks, answered at once. request: counts the questions of its asker.
 
-    0: the asker does not want to know the answer.
+    0 if the asker does not need the answer.
     """
 
     request: int
@@ -91,12 +87,12 @@ class Ask(Message, frozen=True):
 
 
 def ask(request: int, ranks: Sequence[int], question: Question[Any], asker: Asker = "notebook") -> Ask:
-    """A question as a message. Each type of question is one of `AnyQuestion`, which types alone can't say."""
+    """Return a question as a message. Each question type is in `AnyQuestion`, which types alone can't express."""
     return Ask(request, list(ranks), cast("AnyQuestion", question), asker)
 
 
 class Answer(Message, frozen=True):
-    """A rank's answer to Ask, whose `request` and `asker` it has."""
+    """A rank's answer to an Ask, with the same `request` and `asker`."""
 
     request: int
     rank: int
@@ -105,7 +101,7 @@ class Answer(Message, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """A rank as the controller knows it. serial: the cell it runs, 0 for none. dead: how it has ended, "" if not."""
+    """A rank as the controller sees it. serial: the cell it runs, 0 for none. dead: how it ended, "" if it lives."""
 
     rank: int
     pid: int
@@ -115,25 +111,25 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class GetStatus(Message, frozen=True):
-    """What does the controller know of the ranks? Its answer is a Status."""
+    """What is the state of the ranks? Its answer is a Status."""
 
     request: int
 
 
 class Status(Message, frozen=True):
-    """What the controller knows of the ranks."""
+    """The state of the ranks, as the controller sees it."""
 
     request: int
     ranks: list[RankStatus]
 
 
 class WatchNodes(Message, frozen=True):
-    """Look at the nodes every `period` seconds from now on; 0: no longer."""
+    """Sample the nodes every `period` seconds from now on; 0 to stop."""
 
     period: Seconds
 
 
 class Look(Message, frozen=True):
-    """What a node's sampler has seen."""
+    """A sample of a node."""
 
     node: NodeSample

@@ -1,4 +1,4 @@
-"""The first lines between the notebook, its controller and its agent, by stdin and stdout, before there is a socket."""
+"""The first lines between the notebook, its controller and its agent, on stdin and stdout, before there is a socket."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from nbdist.wire.lanes import Keys
 
 
 class ControllerSetup(msgspec.Struct, frozen=True):
-    """What the notebook gives its controller. kernel: its process id. runtime_folder: where its key file may be."""
+    """What the notebook gives its controller. kernel: its process id. runtime_folder: where to write its key file."""
 
     kernel: int
     runtime_folder: str
 
 
 class ControllerReady(msgspec.Struct, tag=True, frozen=True):
-    """The controller listens. key_file: what one needs to connect."""
+    """The controller listens. key_file: the keys needed to connect."""
 
     key_file: str
 
@@ -32,9 +32,9 @@ class AgentSetup(msgspec.Struct, frozen=True):
     keys: Keys
     token: bytes
     leftovers: list[str]  # files and folders to remove if the controller can't
-    folder: str = ""  # one of them: the session's own, for temporary files; empty: there is none
+    folder: str = ""  # one of them: the session's folder for temporary files; empty if there is none
 
 
 def encode_line(first: ControllerSetup | ControllerReady | ControllerFailed | AgentSetup) -> bytes:
-    """A first message as a line."""
+    """Encode a first message as a line."""
     return msgspec.json.encode(first) + b"\n"

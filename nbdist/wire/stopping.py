@@ -1,4 +1,4 @@
-"""Questions about where ranks are in a cell, how it is stopped, and how their process groups go on."""
+"""Questions about where ranks are in a cell, how it is stopped, and how their process groups continue."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 from nbdist.wire.question import AnswerBody, Done, Question
 
-# --- where the main thread is
+# --- the main thread's position
 
 
 class GroupState(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank stands in one process group.
+    """A rank's position in one process group.
 
     members: global ranks. entered: collectives since the cell began, by backend. cut: whether its connections were cut.
     """
@@ -25,12 +25,12 @@ class GroupState(msgspec.Struct, array_like=True, frozen=True):
 class Position(AnswerBody, frozen=True):
     """What a rank is doing in a cell.
 
-    running: the cell, 0 when it has ended. at: when this was so, in seconds. position: changes when the thread moves.
-    cpu: seconds it has used or waited for. collective: what of torch.distributed it is in, "" for nothing.
-    members: the ranks that have to take part in that; None: all; empty: not known. group: in which group, "" where that
-    is not known. place, line: its place, in words, without and with the code there. groups: by name.
-    unfinished: by backend, the last collective that was started and the last that has ended, where these differ.
-    meeting: whether `collective` is one of nbdist's own functions, which all ranks of the cell have to call.
+    running: the cell, 0 after its end. at: time of this answer, in seconds. position: changes when the thread moves.
+    cpu: seconds it has used or waited for. collective: the torch.distributed call it is in, "" for none.
+    members: the ranks that must take part in it; None for all; empty if unknown. group: its group, "" if unknown.
+    place, line: the position in words, without and with the code there. groups: by name.
+    unfinished: by backend, the last collective started and the last one ended, where these differ.
+    meeting: whether `collective` is one of nbdist's own functions, which all ranks of the cell must call.
     """
 
     running: int
@@ -56,7 +56,7 @@ class GetPosition(Question[Position], frozen=True):
 class ThreadStack(AnswerBody, frozen=True):
     """The main thread's stack.
 
-    running: the cell, 0 for none. line: its place in words. stack: a line for each call. collective: as of a Position.
+    running: the cell, 0 for none. line: its position in words. stack: a line per call. collective: as in Position.
     still: seconds since it was first seen exactly there.
     """
 
@@ -71,15 +71,15 @@ class GetStack(Question[ThreadStack], frozen=True):
     """What is the main thread's stack?"""
 
 
-# --- how a cell is stopped
+# --- stopping a cell
 
 
 class StepsMade(AnswerBody, frozen=True):
     """The optimizer steps of a cell.
 
-    count: steps made. stepping: whether it is in another one. running: whether the cell has not ended; it may not have
-    started. age: seconds since the last step, None without one. median: seconds from step to step lately, None if there
-    were fewer than two.
+    count: steps made. stepping: whether it is inside another one. running: whether the cell has not ended; it may not
+    have started. age: seconds since the last step, None without one. median: recent seconds per step, None with fewer
+    than two.
     """
 
     count: int
@@ -90,7 +90,7 @@ class StepsMade(AnswerBody, frozen=True):
 
 
 class Arm(Question[StepsMade], frozen=True):
-    """Wait at the end of the next step in this cell, until it is known where to stop."""
+    """Wait at the end of the next step in this cell, until the step to stop at is known."""
 
     serial: int
 
@@ -110,7 +110,7 @@ class Meet(Question[Done], frozen=True):
 
 
 class Disarm(Question[Done], frozen=True):
-    """Call the stop off."""
+    """Cancel the stop."""
 
     serial: int
 
@@ -123,21 +123,21 @@ class Cut(Question[Done], frozen=True):
 
 
 class Strand(Question[Done], frozen=True):
-    """The main thread waits for what can't happen any more: free it. `why` becomes its error."""
+    """Free the main thread, which waits for something that can't happen any more. `why` becomes its error."""
 
     serial: int
     why: str
 
 
-# --- how process groups go on
+# --- process groups after a cell
 
 
 class RankState(AnswerBody, frozen=True):
-    """Where a rank stands after a cell.
+    """A rank's position after a cell.
 
     groups: by name. count: how many groups have been numbered. current: whether it has begun no other cell since.
-    caught: whether the cell's failure caught a model in the middle of a step. steps: that the cell made.
-    stopped: the step after which our own stop ended it, None if that did not.
+    caught: whether the cell's failure caught a model in the middle of a step. steps: made by the cell.
+    stopped: the step after which our stop ended it, None if something else did.
     """
 
     groups: dict[str, GroupState]
@@ -149,18 +149,18 @@ class RankState(AnswerBody, frozen=True):
 
 
 class GetState(Question[RankState], frozen=True):
-    """Where does this rank stand after the cell `serial`?"""
+    """Where is this rank after the cell `serial`?"""
 
     serial: int
 
 
 class Forbidden(AnswerBody, frozen=True):
-    """Groups that raise when they are used: their members (global ranks), by name."""
+    """Groups that raise when used: their members (global ranks), by name."""
 
     groups: dict[str, list[int]]
 
 
 class Forbid(Question[Forbidden], frozen=True):
-    """Make the use of these groups an error until they are renewed; None: of all."""
+    """Make using these groups an error until they are renewed; None for all groups."""
 
     groups: list[str] | None

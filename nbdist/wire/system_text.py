@@ -1,6 +1,6 @@
-"""Text that the system has named: file names, variables. It need not be UTF-8.
+"""Text named by the system: file names, variables. It need not be UTF-8.
 
-In Python's text the bytes that are not are lone surrogates, which no frame can hold. Such text is bytes between
+In Python, bytes that are not UTF-8 become lone surrogates, which no frame can hold. Such text is sent as bytes, between
 `encode` and `StartOptions.__post_init__`.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value of plain types, with all in it that is neither list nor dict changed."""
+    """Apply `change` to every leaf of a value made of lists and dicts."""
     if isinstance(value, dict):
         return {change(key): mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -20,12 +20,12 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """The same without lone surrogates, for people to read."""
+    """Return the same value with lone surrogates escaped, for people to read."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def as_bytes(value: Any) -> Any:
-    """The same, but text with lone surrogates as bytes, which `as_text` makes text again."""
+    """Return the same value with text that has lone surrogates as bytes; `as_text` reverses it."""
     if not isinstance(value, str):
         return value
     encoded = value.encode(errors="surrogatepass")
@@ -33,5 +33,5 @@ def as_bytes(value: Any) -> Any:
 
 
 def as_text(value: Any) -> Any:
-    """What `as_bytes` has made of a value is text again."""
+    """Reverse `as_bytes`."""
     return mapped(value, lambda item: item.decode(errors="surrogatepass") if isinstance(item, bytes) else item)

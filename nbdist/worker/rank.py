@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-import nbdist
 from nbdist import shells, transfer
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
@@ -40,12 +39,12 @@ from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, Keys, conne
 from nbdist.wire.life import SERIALS
 from nbdist.wire.message import Message
 from nbdist.wire.output import END, PLAIN_END, WidgetMessage
-from nbdist.wire.processes import Quit, RankSetup, Ready
 from nbdist.wire.question import Done
+from nbdist.wire.rank_processes import Quit, RankSetup, Ready
 from nbdist.worker.cell import failures, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell
-from nbdist.worker.control import ControlThread
+from nbdist.worker.control.control_thread import ControlThread
 from nbdist.worker.groups import accelerate_state, join
 from nbdist.worker.groups.default_group import DefaultGroup
 from nbdist.worker.lanes import streams
@@ -53,17 +52,17 @@ from nbdist.worker.lanes.display_lane import DisplayLane
 from nbdist.worker.lanes.widget_relay import WidgetRelay
 from nbdist.worker.processes import forks, spawning
 from nbdist.worker.processes.orphans import Orphans
-from nbdist.worker.recovery.rejoin import Recovery
+from nbdist.worker.recovery.rejoin import RankRecovery
 
 _LONGEST_FOLDER = 85  # characters; the path of a socket in it may have 107
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
 _RESTORED = "nbdist: this cell left {} closed or redirected; it is restored for the next cell"
 _CANCELLED = "nbdist: this cell left an alarm pending (SIGALRM); it is cancelled, since it would stop the next cell"
-_AROUND = "This failed in nbdist's own work around the cell, {}; the rank and its variables are kept."
+_AROUND = "This failed in nbdist itself, {}; the rank and its variables are kept."
 
 
 def _enter(parent: int) -> None:
-    """What a process does first that has just been forked. `parent`: the process that did it."""
+    """Do what a newly forked process must do first. `parent`: the process that forked it."""
     os.setsid()
     die_with_parent(parent)
     adopt_orphans()  # what its children leave behind stays below it, and so is found when it dies
@@ -86,7 +85,7 @@ def enter_anew(parent: int, descriptors: list[int]) -> NoReturn:
 
 
 def main() -> None:
-    """The process of a rank that is a Python of its own. Arguments: its parent, then its descriptors."""
+    """Run a rank that is its own Python. Arguments: its parent, then its descriptors."""
     parent, *descriptors = map(int, sys.argv[1:])
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
@@ -140,7 +139,7 @@ def become_rank(
     _take_on(setup)
     streams.redirect_python()
     faulthandler.enable(file=2)
-    Rank(setup, function).run()
+    RankProcess(setup, function).run()
 
 
 def _take_on(setup: RankSetup) -> None:
@@ -182,7 +181,7 @@ def _keep_sockets_in(folder: str) -> None:
     multiprocessing.util.get_temp_dir = get_temp_dir
 
 
-class Rank:
+class RankProcess:
     """One rank at work. `function`: what a launch calls that sends none."""
 
     def __init__(self, setup: RankSetup, function: Callable[[], Any] | None = None) -> None:
@@ -196,7 +195,7 @@ class Rank:
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
         self._control.answers |= dict([Release.by(self._release)])
-        self._recovery = Recovery(setup, self._control)
+        self._recovery = RankRecovery(setup, self._control)
         self._group = DefaultGroup(setup, self._recovery.collectives.store)
         self._recovery.make_group_again = self._group.make_again
         self._parcels: dict[int, transfer.Packed] = {}
@@ -242,13 +241,13 @@ class Rank:
         return connect(self._context, keys, lane(name, setup.epoch, setup.rank))
 
     def _number_of_cell(self) -> int:
-        """The number of the running cell among those of these ranks: the same on all nodes of a launch."""
+        """Return the number of the running cell among those of these ranks: the same on all nodes of a launch."""
         return self._control.gate.running % SERIALS
 
     def _own_names(self, device: Any) -> dict[str, Any]:
         setup = self._setup
         return {
-            "nbdist": nbdist,
+            "nbdist": sys.modules["nbdist"],  # for the user: no module of a rank goes through the package
             "rank": setup.rank,
             "local_rank": setup.local_rank,
             "world_size": setup.world_size,
@@ -291,12 +290,15 @@ class Rank:
             self._shell.forget_failure()
             participants.begin(None if task.kind == "launch" else task.ranks)
             self._recovery.begin(task.serial)
+            self._switch_steps(task)
             with profiled(task.profile, self._setup.rank) as profiles:
                 reply = self._metered(task, self._work[task.kind])
             if profiles:
                 reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
             self._recovery.end(task.serial, reply.failure, self._shell.caught)
-            active_meter.end_lap()
+            lap = active_meter.end_lap()
+            if task.metered.steps and lap is not None and lap.steps:
+                reply = msgspec.structs.replace(reply, steps=lap)
             if reply.failure is None and active_training.training is not None:  # the models that what ran has replaced
                 active_training.training.after_cell()  # can't wait for a larger collection
             self._put_in_order()
@@ -316,7 +318,7 @@ class Rank:
                 reply = self._failed_around(task, error, "while its reply was sent")
 
     def _put_in_order(self) -> None:
-        """What the task has done to the process, so that the next one is seen and lives."""
+        """Repair what the task did to the process, so that the next one is seen and survives."""
         streams.flush_c()
         notes = [_RESTORED.format(what) for what in self._streams.restore()]
         if cancel_alarm():
@@ -335,18 +337,27 @@ class Rank:
         self._cells.send(frame)
 
     def _failed_around(self, task: Execute, error: BaseException, when: str) -> Reply:
-        """The reply when our own work before or after a task has failed."""
+        """Return the reply when our own work before or after a task has failed."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         failure = failures.describe(error, text + _AROUND.format(when))
         return Reply(task.serial, self._setup.rank, "error", failure)
 
     def _metered(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
         """Run the work; its reply tells what it cost in memory, if that was asked for."""
-        if not task.memory:
+        if not task.metered.memory:
             return self._guarded(task, work)
         with MemoryMeter() as meter:
             reply = self._guarded(task, work)
         return msgspec.structs.replace(reply, memory=meter.usage)
+
+    def _switch_steps(self, task: Execute) -> None:
+        """Measure training steps if that was asked for, and no longer if not; what is nbdist's own changes nothing."""
+        if task.metered.steps:
+            from nbdist.metrics import steps
+
+            steps.start()
+        elif task.kind in ("cell", "call"):
+            active_meter.stop()
 
     def _guarded(self, task: Execute, work: Callable[[Execute], Reply]) -> Reply:
         """Run the work so that whatever it raises, an interrupt at its very end too, becomes its reply."""

@@ -8,16 +8,20 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import nbdist
 from nbdist.plan import Plan
+from nbdist.planning.settings import Precision, Strategy
 from nbdist.train import state
+
+Recomputation = Literal["none", "full", "selective", "selective-half"]
 
 WIDTH = 256
 MIB = 1 << 20
@@ -79,7 +83,7 @@ def all_reduce() -> float:
     return one.item()
 
 
-def skips_infinite_steps(strategy: str, fused: bool, clip: float | None = None) -> tuple[int, bool, bool]:
+def skips_infinite_steps(strategy: Strategy, fused: bool, clip: float | None = None) -> tuple[int, bool, bool]:
     """An infinite loss on rank 1 alone in step 3: steps skipped for it on this rank, whether values stayed, agreement.
 
     Steps that fp16 skips at first until its scale is found are not counted.
@@ -102,13 +106,13 @@ def whole_values(model: nn.Module) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
 
 
 def reserved_by_epoch(epochs: int = 8) -> tuple[list[int], bool]:
     """MiB that torch holds after each epoch of a prepared loader, and whether batches came whole and on the device."""
-    data = torch.randn(64, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    data: Any = torch.randn(64, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     loader = nbdist.prepare(DataLoader(data, batch_size=16, num_workers=2))
     mine, right = [], True
     for _ in range(epochs):
@@ -143,7 +147,7 @@ class Images(nn.Module):
         return self.head(self.norm(self.convolution(x)).relu().mean((2, 3)))
 
 
-def batchnorm_distance(strategy: str, synchronized: bool) -> float:
+def batchnorm_distance(strategy: Strategy, synchronized: bool) -> float:
     """How far two ranks with SyncBatchNorm are from one process on the joined batch, after some steps."""
     torch.manual_seed(1)
     alone = Images().to(here(), torch.float64)
@@ -167,20 +171,27 @@ def batchnorm_distance(strategy: str, synchronized: bool) -> float:
     return worst
 
 
-def offloaded(folder: str, precision: str) -> tuple[bool, bool, bool]:
+def offloaded(folder: str, precision: Precision) -> tuple[bool, bool, bool]:
     """Train offloaded, save, load: whether parameters are in CPU memory, the loss falls, and what was saved returns."""
     model, optimizer = prepared(Plan(strategy="fsdp", precision=precision, offload=True, clip_grad_norm=1.0))
     losses = [step(model, optimizer).item() for _ in range(5)]
     on_cpu = all(each.device.type == "cpu" for each in model.parameters())
     path = Path(folder) / "state"
     nbdist.save_state(path)
-    before = [each.detach().to_local().clone() for each in model.parameters()]  # type: ignore[operator]
+    before = [local(each).clone() for each in model.parameters()]
     step(model, optimizer)
     nbdist.load_state(path)
-    after = [each.detach().to_local() for each in model.parameters()]  # type: ignore[operator]
+    after = [local(each) for each in model.parameters()]
     same = all(map(torch.equal, before, after))
     nbdist.free_memory()
     return on_cpu, losses[-1] < losses[0], same
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard."""
+    assert isinstance(parameter, DTensor)
+    shard: torch.Tensor = parameter.to_local()
+    return shard.detach()
 
 
 class Tied(nn.Module):
@@ -197,7 +208,7 @@ class Tied(nn.Module):
         return self.head(self.blocks(self.emb(tokens)))
 
 
-def fp8(strategy: str, tied: bool) -> tuple[bool, bool]:
+def fp8(strategy: Strategy, tied: bool) -> tuple[bool, bool]:
     """Whether the loss falls in fp8, and whether head and embedding are still one weight."""
     torch.manual_seed(0)
     model: nn.Module = Tied() if tied else net()
@@ -211,13 +222,13 @@ def fp8(strategy: str, tied: bool) -> tuple[bool, bool]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    inner = nbdist.unwrap(model)
+    inner: Any = nbdist.unwrap(model)
     same = not tied or inner.head.weight is inner.emb.weight
     nbdist.free_memory()
     return losses[-1] < losses[0], same
 
 
-def compiled(strategy: str) -> tuple[bool, int, float, float]:
+def compiled(strategy: Strategy) -> tuple[bool, int, float, float]:
     """Whether the loss falls, graphs broken, and seconds of the first and the tenth step."""
     from torch._dynamo.utils import counters
 
@@ -233,7 +244,7 @@ def compiled(strategy: str) -> tuple[bool, int, float, float]:
     return losses[-1] < losses[0], broken, seconds[0], seconds[-1]
 
 
-def checkpointed(kind: str, offload: bool = False) -> tuple[float, int]:
+def checkpointed(kind: Recomputation, offload: bool = False) -> tuple[float, int]:
     """The norm of all gradients of one step of a transformer, and its peak in MiB."""
     from tests.support.train_estimate import Gpt
 

@@ -150,8 +150,8 @@ def test_counting_a_compiled_flex_attention_takes_no_more_memory_than_there_is(r
     x = torch.randn(1, length, 1024, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
-        parts = [each.view(1, length, 16, 64).transpose(1, 2) for each in weights(x).chunk(3, -1)]
-        attend(*parts, block_mask=mask).sum().backward()
+        query, key, value = [each.view(1, length, 16, 64).transpose(1, 2) for each in weights(x).chunk(3, -1)]
+        attend(query, key, value, block_mask=mask).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 

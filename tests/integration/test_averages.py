@@ -190,7 +190,7 @@ bool(differs), "averaged" in differs.first, torch.equal(average_of(model), expec
     [
         (
             "model, _ = prepared('ddp')\nwith nbdist.averaged(model): pass",
-            "because the plan has no ema: type `%distributed",
+            "because the plan has no ema: use `%distributed",
         ),
         ("after('fsdp', 1)\nwith nbdist.averaged(Net()): pass", "of the Net are kept, because it was not prepared"),
         ("after('fsdp', 1)\nwith nbdist.averaged('m'): pass", "averaged takes a prepared model, not str"),

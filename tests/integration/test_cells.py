@@ -197,7 +197,7 @@ def test_asking_for_input_raises_at_once_and_says_what_to_do_instead(ranks: Kern
 )
 def test_a_debugger_raises_at_once_and_says_what_to_do_instead(ranks: Kernel, code: str) -> None:
     outcome = ranks.fails(f"%%distributed\n{code}", "RankError")
-    assert "InteractionError: a debugger can't stop on a rank" in outcome.evalue
+    assert "InteractionError: a debugger does not work on ranks" in outcome.evalue
     assert "line 2" in outcome.traceback and outcome.stdout == ""
 
 

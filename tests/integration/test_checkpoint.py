@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -388,7 +389,7 @@ def test_a_checkpoint_with_other_optimizers_is_refused(two: Kernel, tmp_path: Pa
 
 def test_a_position_that_does_not_fit_is_an_error_that_says_that_the_rest_was_loaded(tmp_path: Path) -> None:
     run = Training()
-    data = [torch.ones(8)] * 6
+    data: Any = [torch.ones(8)] * 6
     shuffled = prepare_loader(DataLoader(data, shuffle=True, generator=torch.Generator()))
     state.current().loaders.append(shuffled)
     save_state(tmp_path / "a")

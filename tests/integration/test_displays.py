@@ -240,7 +240,7 @@ def test_a_display_that_cannot_be_read_is_reported_and_holds_up_nothing(ranks: K
         "print('below')"
     )
     assert outcome.stdout == "[0] above\n[0] below\n"
-    assert outcome.stderr.count("rank 0 showed something that is missing here") == 1
+    assert outcome.stderr.count("rank 0 displayed something that is missing here") == 1
     assert html(ranks.ok("%%rank 0\ndisplay(HTML('next'))"))[-1] == "next"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -239,6 +240,10 @@ FAIL = (
 )
 
 
+def says(path: Path, text: str) -> bool:
+    return path.read_text() == text
+
+
 def test_a_failed_cell_s_frames_live_until_the_next_cell_starts(ranks: Kernel, tmp_path: Path) -> None:
     look = (
         "def look(folder):\n"
@@ -250,7 +255,7 @@ def test_a_failed_cell_s_frames_live_until_the_next_cell_starts(ranks: Kernel, t
     (tmp_path / "go").touch()
     for rank in (0, 1):
         wait_until((tmp_path / f"seen{rank}").exists, f"rank {rank} to look")
-        wait_until(lambda rank=rank: (tmp_path / f"seen{rank}").read_text() == "True", "the tensor to be alive")
+        wait_until(functools.partial(says, tmp_path / f"seen{rank}", "True"), "the tensor to be alive")
     assert ranks.ok("%%distributed\nwatched[0]() is None").plain == ["[0-1] True"]
 
 

@@ -131,7 +131,7 @@ def _restart_until_forked(kernel: Kernel, position: int) -> tuple[int, Execution
 
 
 @vital
-@signals
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_a_vital_process_that_dies_in_a_cell_is_named(healthy: Kernel, role: str, number: int) -> None:
     others, victim = _others_and(healthy, role)
     files = files_of_sessions() if role != "template" else set()

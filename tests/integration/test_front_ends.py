@@ -124,7 +124,7 @@ def test_a_terminal_ipython_works_with_the_same_magics(terminal: Terminal) -> No
     assert "nbdist/" not in failure
 
     assert "cpu" in terminal.run("%distributed status")
-    assert "'0' is not a number of ranks" in terminal.run("%distributed start -n 0")
+    assert "invalid number of ranks '0'" in terminal.run("%distributed start -n 0")
     terminal.run("%distributed pull rank --as pulled")
     assert "[0, 1]" in terminal.run("pulled")
 

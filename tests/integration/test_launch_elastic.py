@@ -146,7 +146,7 @@ def test_a_named_port_that_is_taken_is_an_error_that_names_its_owner(kernel: Ker
         ("rdzv_backend='c10d', rdzv_conf={'join_timeout': 0}", "join_timeout must be a number of seconds above 0"),
         ("rdzv_backend='c10d', rdzv_conf={'store_type': 'file'}", "leave store_type out"),
         ("rdzv_endpoint='localhost:many'", "rdzv_endpoint='10.0.0.1:29500'"),
-        ("num_nodes=2, use_port=0", "several nodes need a port"),
+        ("num_nodes=2, use_port=0", "several nodes need the same port"),
     ],
 )
 def test_a_wrong_setting_is_named(kernel: Kernel, options: str, text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.harness import Kernel, both, kernel_with_ranks, lines_by_rank, wait_until
+from tests.support.harness import Kernel, both, lines_by_rank, wait_until
 from tests.support.roles import await_end, children, find
 
 SETUP = """
@@ -128,7 +128,7 @@ def test_large_tensors_are_shared_by_the_ranks_not_copied(kernel: Kernel) -> Non
 def test_a_value_that_can_not_come_back_is_said_and_the_others_arrive(kernel: Kernel) -> None:
     outcome = kernel.ok(launch('return threading.Lock() if os.environ["RANK"] == "1" else "fine"'))
     assert "the value that rank 1 returned: it is a _thread.lock" in outcome.stdout
-    assert "None stands for it in the results" in outcome.stdout
+    assert "its place in the results is None" in outcome.stdout
     assert kernel.value("result") == ["fine", None]
 
 
@@ -140,12 +140,14 @@ def test_a_value_that_can_not_be_rebuilt_here_is_said_and_the_others_arrive(kern
     )
     outcome = kernel.ok(launch('return Bound() if os.environ["RANK"] == "0" else "fine"'))
     assert "the value that rank 0 returned has arrived, but can't be rebuilt" in outcome.stdout
-    assert "(ValueError: lives elsewhere)" in outcome.stdout and "None stands for it in the results" in outcome.stdout
+    assert "(ValueError: lives elsewhere)" in outcome.stdout and "its place in the results is None" in outcome.stdout
     assert kernel.value("result") == [None, "fine"]
 
 
-@pytest.mark.parametrize("way", ["warm", "spawn", "fork"])
-@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)"])
+@pytest.mark.parametrize(
+    ("way", "end"),
+    [("warm", "sys.exit()"), ("warm", "sys.exit(0)"), ("spawn", "sys.exit(0)"), ("fork", "sys.exit(0)")],
+)
 def test_an_exit_without_an_error_is_an_end_like_another(kernel: Kernel, way: str, end: str) -> None:
     kernel.ok(launch(f'if os.environ["RANK"] == "1": {end}\nreturn "done"', f"num_processes=2, start_method={way!r}"))
     assert kernel.value("result") == ["done", None]
@@ -353,14 +355,14 @@ def test_the_error_is_torch_s_as_well(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "said", "code"),
+    ("way", "end", "said", "code"),
     [
-        ("os._exit(3)", "rank 1 died: exit code 3, pid ", 3),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 died: SIGKILL (killed; ", -9),
-        ("__import__('ctypes').string_at(0)", "rank 1 died: SIGSEGV (segmentation fault), pid ", -11),
+        ("warm", "os._exit(3)", "rank 1 died: exit code 3, pid ", 3),
+        ("warm", "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 died: SIGKILL (killed; ", -9),
+        ("warm", "__import__('ctypes').string_at(0)", "rank 1 died: SIGSEGV (segmentation fault), pid ", -11),
+        ("spawn", "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 died: SIGKILL (killed; ", -9),
     ],
 )
-@both_ways
 def test_a_rank_that_dies_is_named_with_how(kernel: Kernel, way: str, end: str, said: str, code: int) -> None:
     kernel.ok(function(f'if os.environ["RANK"] == "1":\n    {end}\ntime.sleep(600)'))
     options = f"num_processes=2, start_method={way!r}"
@@ -384,8 +386,8 @@ def test_what_can_not_travel_is_named_and_nothing_is_started(kernel: Kernel) -> 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("notebook_launcher(print)", "say how many ranks you want: `notebook_launcher(train, num_processes=2)`"),
-        ("notebook_launcher(5, num_processes=2)", "must be callable, and an int was given"),
+        ("notebook_launcher(print)", "give the number of ranks: `notebook_launcher(train, num_processes=2)`"),
+        ("notebook_launcher(5, num_processes=2)", "must be callable, not an int"),
         ("notebook_launcher(print, 5, num_processes=2)", "args must be a tuple, not an int: `args=(value,)`"),
         ("notebook_launcher(print, (), 2, 'bf61')", "did you mean 'bf16'? Allowed are 'no', 'fp16', 'bf16', 'fp8'"),
     ],
@@ -533,14 +535,13 @@ def test_a_port_that_was_named_is_used_or_its_owner_is_named(kernel: Kernel) -> 
 # --- beside a session, and inside of it
 
 
-def test_beside_a_session_the_ranks_are_extra_ones_and_this_is_said() -> None:
-    with kernel_with_ranks(2) as kernel:
-        kernel.ok(SETUP)
-        kernel.ok("%%distributed\nkept = rank")
-        outcome = kernel.ok(launch("return os.getpid()"))
-        assert "these ranks are extra processes, besides ranks 0-1 of the session" in outcome.stdout
-        assert not set(kernel.value("result")) & set(kernel.rank_pids())
-        assert kernel.ok("%%distributed\nprint(kept == rank)").lines == both("True")
+def test_beside_a_session_the_ranks_are_extra_ones_and_this_is_said(own_ranks: Kernel) -> None:
+    own_ranks.ok(SETUP)
+    own_ranks.ok("%%distributed\nkept = rank")
+    outcome = own_ranks.ok(launch("return os.getpid()"))
+    assert "these ranks are extra processes, besides ranks 0-1 of the session" in outcome.stdout
+    assert not set(own_ranks.value("result")) & set(own_ranks.rank_pids())
+    assert own_ranks.ok("%%distributed\nprint(kept == rank)").lines == both("True")
 
 
 @pytest.mark.parametrize("name", ["notebook_launcher", "debug_launcher"])
@@ -553,10 +554,9 @@ def test_a_launch_on_a_rank_is_refused(kernel: Kernel, name: str) -> None:
     )
 
 
-def test_a_launch_in_a_cell_on_ranks_is_refused() -> None:
-    with kernel_with_ranks(1) as kernel:
-        cell = "%%distributed\nimport nbdist\nnbdist.notebook_launcher(print, num_processes=2)"
-        assert "this is rank 0 already" in kernel.fails(cell, "RankError").evalue
+def test_a_launch_in_a_cell_on_ranks_is_refused(own_ranks: Kernel) -> None:
+    cell = "%%distributed -r 0\nimport nbdist\nnbdist.notebook_launcher(print, num_processes=2)"
+    assert "this is rank 0 already" in own_ranks.fails(cell, "RankError").evalue
 
 
 # --- the beginning and the end

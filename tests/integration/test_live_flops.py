@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.closed_forms import gpt, gpt_blocks, gpt_scores_again
 from tests.support.harness import Kernel
+from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
 
@@ -42,20 +43,23 @@ def train(model, steps, passes=1):
 def measured(ranks: Kernel) -> Iterator[Kernel]:
     """Two ranks whose steps are measured."""
     ranks.ok("import nbdist")
+    ranks.ok("from nbdist.client.session.observers import Observer, subscribe")
+    ranks.ok("class Laps(Observer):\n    def cell_ended(self, task): self.replies = task.replies")
+    ranks.ok("laps = Laps(); unsubscribe = subscribe(laps)")
     ranks.ok("%distributed tflops on")
     ranks.ok(SETUP)
     yield ranks
     ranks.ok("%distributed tflops off")
+    ranks.ok("unsubscribe()")
 
 
 def flops(kernel: Kernel, cell: str) -> list[tuple[float, float]]:
     """Model and hardware FLOPs of a step by rank, as the line below this cell is made of."""
     outcome = kernel.ok(f"%%distributed\n{cell}")
     assert "steps" in outcome.stdout and "TFLOPS n/a" not in outcome.stdout, str(outcome)
-    kernel.ok("from nbdist.wire.knowing import GetLap")
-    asked = "nbdist.get_session()._rank_set.traffic.ask([0, 1], GetLap(), timeout=5.0)"
-    laps = f"{{rank: lap.steps for rank, lap in {asked}.items()}}"
-    answers = kernel.value(f"{{rank: (lap.flops, lap.hardware_flops) for rank, lap in {laps}.items()}}")
+    answers = kernel.value(
+        "{rank: (reply.steps.flops, reply.steps.hardware_flops) for rank, reply in laps.replies.items()}"
+    )
     return [answers[rank] for rank in (0, 1)]
 
 
@@ -156,9 +160,7 @@ def test_a_dtype_without_products_is_refused(measured: Kernel) -> None:
 
 
 def test_fresh_ranks_are_measured_as_well() -> None:
-    from tests.support.harness import kernel_with_ranks
-
-    with kernel_with_ranks(1) as kernel:
+    with spare_with_ranks(1) as kernel:
         kernel.ok("%distributed tflops on")
         kernel.ok("%distributed restart")
         kernel.ok(SETUP.replace("(2,)", "(1,)"))

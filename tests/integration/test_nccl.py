@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import shared_kernel
-from tests.support.harness import Kernel, both, kernel_with_ranks
+from tests.support.harness import Kernel, both
+from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
 
@@ -89,7 +90,7 @@ def test_a_rank_that_is_stuck_in_cuda_s_allocator_answers_and_hears_interrupts(k
 
 
 def test_a_rank_that_nccl_s_watchdog_ends_is_named_with_the_signal_and_the_other_goes_on() -> None:
-    with kernel_with_ranks(2) as kernel:
+    with spare_with_ranks(2) as kernel:
         kernel.ok(
             "%%distributed\nimport os, torch\nfrom datetime import timedelta\nfrom tests.stand_ins import nccl\n"
             "os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'] = '3'\nkept = nccl.install(timedelta(seconds=0.2))"

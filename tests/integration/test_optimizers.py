@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def quantized_training(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
 
     torch.manual_seed(0)
     model = nn.Linear(128, 64)
-    return nbdist.prepare(model, AdamW8bit(model.parameters(), lr=1e-2), plan=plan)  # type: ignore[no-any-return]
+    return nbdist.prepare(model, AdamW8bit(model.parameters(), lr=1e-2), plan=plan)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -106,14 +107,15 @@ def test_quantized_state_is_quantized_again_after_loading(tmp_path: Path) -> Non
     plan = Plan(strategy="none")
     torch.compiler.set_default_backend("eager")
     try:
+        model: Any
         model, optimizer = quantized_training(plan)
         step(model, optimizer)
         nbdist.save_state(tmp_path / "a")
         step(model, optimizer)
-        expected = model.weight.detach().clone()  # type: ignore[union-attr]
+        expected = model.weight.detach().clone()
         model, optimizer = quantized_training(plan)
         nbdist.load_state(tmp_path / "a")
-        assert type(optimizer.state[model.weight]["exp_avg"]).__name__ == "OptimState8bit"  # type: ignore[index]
+        assert type(optimizer.state[model.weight]["exp_avg"]).__name__ == "OptimState8bit"
         step(model, optimizer)
         torch.testing.assert_close(model.weight, expected, rtol=0, atol=1e-3)  # a tenth of a step: codes may be others
     finally:

@@ -84,7 +84,7 @@ def stopped(kernel: Kernel, rank: int) -> Iterator[None]:
 
 
 def line_of(cell: Execution) -> str:
-    return next((text for text in cell.outcome.plain if "waits for" in text), "")
+    return next((text for text in cell.outcome.plain if "waiting for" in text), "")
 
 
 def test_a_group_of_a_busy_rank_is_an_error_until_the_rank_is_idle_and_then_right(
@@ -132,7 +132,7 @@ def test_a_cell_waits_for_a_rank_that_does_not_answer_and_says_so(kernel: Kernel
         fail(kernel, tmp_path / "fail")
         cell = kernel.start("%%distributed\ntotal()")
         cell.wait_until(lambda seen: bool(line_of(cell)), "a line that says so")
-        assert "waits for rank 1, which has not answered for" in line_of(cell)
+        assert "waiting for rank 1, which has not answered for" in line_of(cell)
         assert line_of(cell).endswith("Interrupt this cell to drop it.")
     outcome = cell.finish()
     assert outcome.status == "ok", str(outcome)

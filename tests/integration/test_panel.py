@@ -152,7 +152,7 @@ def test_numbers_reach_the_page_while_a_cell_runs(panel_of_ranks: Kernel) -> Non
     )
     running.wait_for("held")
     figure = re.compile(r'"memory, min / mean / max", "6[4-9]\.\d / ')
-    running.wait_until(lambda outcome: figure.search(json.dumps(updates(outcome))), "64 MiB on the page")
+    running.wait_until(lambda outcome: bool(figure.search(json.dumps(updates(outcome)))), "64 MiB on the page")
     panel_of_ranks.interrupt()
     running.finish()
 
@@ -284,4 +284,4 @@ def test_a_page_of_another_version_does_no_harm(panel_kernel: Kernel) -> None:
 def test_bad_flags_are_explained(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist")
     assert "0.25 to 60 s" in kernel.fails("%distributed panel --rate 100", "UsageError").evalue
-    assert "is not a time" in kernel.fails("%distributed panel --rate soon", "UsageError").evalue
+    assert "invalid duration" in kernel.fails("%distributed panel --rate soon", "UsageError").evalue

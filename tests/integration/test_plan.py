@@ -82,7 +82,7 @@ def test_reset_begins_from_the_default_plan(plain: Kernel) -> None:
     plain.ok("%distributed plan fsdp --accumulate 4")
     shown = plain.ok("%distributed plan --reset --precision bf16").stdout
     assert shown.splitlines()[:3] == ["strategy: fsdp -> ddp", "precision: fp32 -> bf16", "accumulate: 4 -> 1"]
-    assert plain.ok("%distributed plan --precision bf16").stdout == "The plan is that already.\n"
+    assert plain.ok("%distributed plan --precision bf16").stdout == "No change: this is already the plan.\n"
 
 
 def test_options_of_a_hook_go_with_it(plain: Kernel) -> None:
@@ -101,7 +101,7 @@ def test_options_of_a_hook_go_with_it(plain: Kernel) -> None:
         ("--comm-hook fp16 fsdp", "excludes comm_hook ('fp16')"),
         ("hsdp --replicas 3", "replicas (3) must divide the number of ranks, which is 2: set replicas to 1 or 2"),
         ("--sync-batchnorm", "sync_batchnorm is for GPUs"),
-        ("--model m --batch b", "`%distributed plan auto` needs a model and a batch, and only it does"),
+        ("--model m --batch b", "--model and --batch belong to `%distributed plan auto`, which needs both"),
         ("auto", "--model model --batch batch"),
         ("--seed 3 --nonsense", "unknown option --nonsense"),
     ],
@@ -270,9 +270,9 @@ def test_a_plan_lives_through_starts(kernel: Kernel) -> None:
     assert kernel.rank_pids() == before
 
     kernel.ok("%distributed stop")
-    assert "the next start takes this plan" in kernel.ok("%distributed plan").stdout
+    assert "the next one will use this plan" in kernel.ok("%distributed plan").stdout
     shown = kernel.ok("%distributed plan fsdp --replicas none --precision bf16").stdout
-    assert shown.splitlines()[-1] == "Kept for the next start: no session is running."
+    assert shown.splitlines()[-1] == "No session is running: the next one will use this plan."
     kernel.fails("%distributed plan --precision fp61", "UsageError")
     kernel.ok("%distributed start -n 2")
     assert (plan_of_ranks(kernel)["strategy"], plan_of_ranks(kernel)["precision"]) == ("fsdp", "bf16")
@@ -296,8 +296,8 @@ def propose(memory, world_size=2, **settings):
 def test_the_first_strategy_that_fits_is_proposed_and_nothing_changes(plain: Kernel) -> None:
     plain.ok(f"%%distributed -r 0\n{MODEL}")
     shown = plain.ok("%distributed plan auto --model model --batch batch --precision bf16").stdout
-    assert shown.splitlines()[1].startswith("ddp ") and "Proposed is ddp: the first that fits" in shown
-    assert "`%distributed plan --precision bf16` takes it." in shown
+    assert shown.splitlines()[1].startswith("ddp ") and "Proposed: ddp, the fastest that fits" in shown
+    assert "`%distributed plan --precision bf16` applies it." in shown
     assert plain.value("nbdist.get_session().plan == Plan()")
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from tests.support.roles import revive
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 SEED = int(os.environ.get("NBDIST_TEST_SEED", "2026"))
-CELLS = 2_000
-PER_SESSION = 500
+CELLS = 400
+PER_SESSION = 200
 
 NEXT = """%%distributed
 import torch, torch.distributed as dist
@@ -30,7 +31,7 @@ SIGNALS = [odd for odd in ODD_CELLS if "interrupts" in odd.name]
 
 
 @pytest.fixture(scope="module")
-def kernel():
+def kernel() -> Iterator[Kernel]:
     with shared_kernel(2) as kernel:
         yield kernel
 

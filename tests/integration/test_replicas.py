@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import _shared as shared
-from tests.support.harness import Kernel, kernel_with_ranks
+from tests.conftest import shared_kernel
+from tests.support.harness import Kernel
 
 DDP = """
 import nbdist, torch
@@ -41,10 +41,8 @@ optimizer.step()
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Kernel]:
     """A kernel with four ranks, shared by the tests of the module."""
-    with kernel_with_ranks(4) as kernel:
-        shared.append(kernel)
+    with shared_kernel(4) as kernel:
         yield kernel
-        shared.remove(kernel)
 
 
 def on_ranks(kernel: Kernel, code: str) -> list[str]:

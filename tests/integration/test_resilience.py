@@ -9,7 +9,8 @@ import pytest
 
 from tests.conftest import shared_kernel
 from tests.stress.resilience import PHASES, WRAPPERS
-from tests.support.harness import Kernel, kernel_with_ranks, wait_until
+from tests.support.harness import Kernel, wait_until
+from tests.support.spare import spare_with_ranks
 
 SEED = int(os.environ.get("NBDIST_TEST_SEED", "2026"))
 INTERRUPTS = 2  # in each phase
@@ -52,7 +53,7 @@ def test_a_training_goes_on_after_interrupts_at_random_moments(
 @pytest.mark.torch_private
 @pytest.mark.parametrize("count", [2, 4])
 def test_with_exact_an_interrupted_run_equals_one_never_interrupted(count: int) -> None:
-    with kernel_with_ranks(count, "--exact") as kernel:
+    with spare_with_ranks(count, "--exact") as kernel:
         train(kernel, "DDP static_graph", SEED)
         expected, _ = kernel.value("training.weights_after(60)")
         total = 0

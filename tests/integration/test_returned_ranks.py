@@ -30,7 +30,7 @@ def test_a_collective_without_a_rank_that_has_returned_is_an_error(notebook: Ker
     outcome = notebook.fails(f"{TRAIN}\nnotebook_launcher(train, (), 3)", "LaunchError")
     first, *_, others, last = outcome.traceback.splitlines()
     assert "raised StaleGroupError: waits in all_reduce, cell " in first
-    assert " line 10, for rank 1, which has returned: let all ranks make the same calls" in first
+    assert " line 10, for rank 1, which has returned: make the same calls on all ranks" in first
     assert others in ("rank 0: same", "rank 2: same") and last == "rank 1: finished"
     assert "dist.all_reduce(torch.ones(1))" in outcome.traceback
     assert "cleaned up" in outcome.stdout

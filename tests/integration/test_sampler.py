@@ -202,7 +202,7 @@ def test_a_rank_whose_python_can_not_answer_says_so_and_the_other_is_seen(node: 
         "sample = until(lambda sample: sample.ranks[0].why)",
         "background.wait()",
     )
-    assert node.value("sample.ranks[0].why") == "it has not answered: a call keeps its Python from it"
+    assert node.value("sample.ranks[0].why") == "it has not answered: it is in a call that blocks Python"
     assert node.value("(sample.ranks[0].state, sample.ranks[0].private)") == ("busy", None)
     assert node.value("(sample.ranks[1].why, sample.ranks[1].private > 0)") == ("", True)
 

@@ -159,7 +159,7 @@ def test_live_displays_of_rich_leave_their_last_state(ranks: Kernel) -> None:
 
 
 SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(total.item())"
-AGAIN = "the default process group, which a cell had destroyed, was made again"
+AGAIN = "the default process group, which a cell had destroyed, was recreated"
 
 
 @pytest.mark.torch_private
@@ -240,7 +240,7 @@ def test_a_program_for_accelerate_counts_each_sample_once(ranks: Kernel, tmp_pat
 @pytest.mark.slow
 def test_a_program_with_features_of_accelerate_trains_as_under_torchrun(ranks: Kernel) -> None:
     program = PROGRAMS / "accelerate_features.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
     done = subprocess.run(torchrun, capture_output=True, text=True, check=True)
     for _ in range(2):
         assert run(ranks, program.name) == {0: [done.stdout.strip()]}

@@ -52,7 +52,7 @@ def test_a_session_takes_the_place_of_one_that_a_magic_has_started_but_not_the_o
     assert "the previous session (1 rank) was stopped" in empty.ok("session = nbdist.Session(1)", HANG).stderr
     assert not any(map(alive, started))
     refused = empty.fails("%distributed start -n 2", "UsageError")
-    assert "a session with 1 rank is running already" in refused.evalue
+    assert "a session with 1 rank is already running" in refused.evalue
     empty.ok("%distributed start -n 1 --replace", HANG)
     assert empty.value("session.closed")
 

@@ -76,7 +76,7 @@ def test_a_rank_whose_call_keeps_python_from_answering_is_said_to_be_in_one(rank
         "    'import ctypes\\nprint(1)\\nif rank == 1: ctypes.PyDLL(None).usleep(3_000_000)')"
     )
     wait_until(lambda: ranks.value("handle.output[1].stdout") != "", "rank 1 in its call")
-    assert "does not let Python answer; `--native` shows it" in shown(ranks, "-r 1")
+    assert "blocks Python; `--native` shows it" in shown(ranks, "-r 1")
     ranks.ok("handle.wait(20)")
 
 

@@ -111,4 +111,4 @@ def test_ranks_of_different_speed_stop_after_the_same_step_too(ranks: Kernel) ->
     outcome = cell.finish()
     first, second = counts(ranks)[0]
     assert first == second and outcome.evalue.startswith(f"all ranks stopped after step {first}"), str(outcome)
-    assert any("nbdist: rank 1 had" in text and "steps to make before all could stop" in text for text in outcome.plain)
+    assert any("nbdist: rank 1 had" in text and "steps to go before all could stop" in text for text in outcome.plain)

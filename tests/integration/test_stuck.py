@@ -7,7 +7,8 @@ import re
 import pytest
 
 from nbdist.ranks import parse_ranks
-from tests.support.harness import Kernel, both, kernel_with_ranks, wait_until
+from tests.support.harness import Kernel, both, wait_until
+from tests.support.spare import spare_with_ranks
 
 SETUP = """%%distributed
 import socket, time, torch, torch.distributed as dist
@@ -207,7 +208,7 @@ def test_what_the_user_has_open_outlives_an_abort(own_ranks: Kernel) -> None:
 
 @pytest.mark.torch_private
 def test_a_group_of_the_user_s_own_making_is_freed_and_can_be_made_again() -> None:
-    with kernel_with_ranks(2, "--no-init") as kernel:
+    with spare_with_ranks(2, "--no-init") as kernel:
         kernel.ok("%%distributed\nimport torch, torch.distributed as dist")
         stick(kernel, "if rank: dist.init_process_group('gloo')", "_process_group")
         free(kernel)
@@ -238,7 +239,7 @@ def test_a_rank_is_freed_that_waits_to_be_connected_to(ranks: Kernel) -> None:
 
 @pytest.mark.torch_private
 def test_after_a_death_a_group_of_the_living_works_and_the_old_one_says_why_not() -> None:
-    with kernel_with_ranks(3) as kernel:
+    with spare_with_ranks(3) as kernel:
         kernel.ok("%%distributed\nimport os, torch, torch.distributed as dist\npair = dist.new_group([0, 1])")
         kernel.fails("%%distributed\nif rank == 2: os._exit(3)\ndist.barrier()", "RankDied")
         outcome = kernel.fails("%%distributed -r 0-1\ndist.all_reduce(torch.ones(1))", "RankError")
@@ -256,6 +257,6 @@ def test_a_group_that_only_some_ranks_have_is_dropped_and_says_so(own_ranks: Ker
     kernel = own_ranks
     kernel.ok(SETUP)
     outcome = kernel.run("%%distributed\nif rank: dist.destroy_process_group(pair)\n1/0")
-    assert "make them again" in outcome.traceback.splitlines()[-1]
+    assert "create them again" in outcome.traceback.splitlines()[-1]
     stale = kernel.fails("%%rank 0\ndist.all_reduce(x, group=pair)", "RankError")
     assert "StaleGroupError" in stale.evalue and "dist.new_group" in stale.evalue

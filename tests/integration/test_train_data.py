@@ -227,7 +227,7 @@ def test_dispatch_with_data_that_shares_itself_out_is_refused(loading: Kernel) -
         ("prepared(Numbers(8) if rank else Stream(8))", "an unknown number of on rank 0, 4 on rank 1"),
         (
             "prepare_loader(DataLoader(Numbers(8 + rank)), sharded=True)",
-            "8 on rank 0, 9 on rank 1. Make them as many, or plan even_batches=False and train inside of join",
+            "8 on rank 0, 9 on rank 1. Make them equal, or plan even_batches=False and train inside join",
         ),
         (
             "prepared(Numbers(8), sampler=DistributedSampler(Numbers(8), num_replicas=2, rank=0))",

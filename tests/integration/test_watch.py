@@ -47,7 +47,7 @@ def test_after_groups_were_rebuilt_it_is_said_of_a_background_cell_that_none_wil
     cell.wait_late("wait for each other")
     line = live_line(cell.outcome)
     assert "rank 0 waits in all_reduce" in line and "rank 1 waits in barrier" in line
-    assert "They wait for each other, so none of them will ever move. `%distributed interrupt` stops them." in line
+    assert "They wait for each other, so none of them can continue. `%distributed interrupt` stops them." in line
     stop(ranks)
 
 

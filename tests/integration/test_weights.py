@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -264,16 +265,16 @@ def test_a_buffer_of_any_type_shows_whether_it_was_set(tmp_path: Path, kind: tor
         def reset_parameters(self) -> None:
             super().reset_parameters()
             if hasattr(self, "mask"):
-                self.mask.fill_(1)
+                cast(torch.Tensor, self.mask).fill_(1)
 
     save_file(dict(torch.nn.Linear(4, 4).state_dict()), tmp_path / "model.safetensors")
     model = on_meta(lambda: Buffered(4, 4))
     model.register_buffer("mask", torch.ones(4, dtype=kind, device="meta"), persistent=False)
-    assert prepared(model, tmp_path, "none").mask.tolist() == [1, 1, 1, 1]
+    assert cast(Any, prepared(model, tmp_path, "none")).mask.tolist() == [1, 1, 1, 1]
 
 
 def test_weights_are_for_one_model(folder: Path) -> None:
     from nbdist.train.prepare.prepare import prepare
 
-    with pytest.raises(UsageError, match="weights are for one model, and prepare was given 2"):
+    with pytest.raises(UsageError, match="weights are for one model, but prepare got 2"):
         prepare(llama(), llama(), weights=folder)

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -231,7 +232,7 @@ def test_the_end_of_the_notebook_where_all_meet_ends_the_launch_on_the_others(no
         kernel.manager.signal_kernel(9)
         outcome = cells[1].finish()
     assert outcome.ename == "LaunchError"
-    assert f"where all meet, 127.0.0.1:{port}, does not answer any more" in outcome.evalue, str(outcome)
+    assert f"the node at 127.0.0.1:{port}, which hosts the rendezvous, is gone" in outcome.evalue, str(outcome)
 
 
 @pytest.mark.slow
@@ -274,9 +275,7 @@ def test_waiting_for_a_node_can_be_interrupted(nodes: list[Kernel], port: int, b
 
 
 @pytest.mark.parametrize("options", [{"num_nodes": 3}, {"rdzv_id": "other"}, {"max_restarts": 1}])
-def test_nodes_that_launch_different_things_are_told(
-    nodes: list[Kernel], port: int, options: dict[str, object]
-) -> None:
+def test_nodes_that_launch_different_things_are_told(nodes: list[Kernel], port: int, options: dict[str, Any]) -> None:
     waiting = launch(nodes[0], 0, port, rdzv_conf={"timeout": 60})
     outcome = launch(nodes[1], 1, port, **options).finish()
     nodes[0].interrupt()
@@ -361,8 +360,8 @@ def test_a_network_that_fails_is_said_where_all_meet_and_ends_the_launch_elsewhe
     with hosts.hosts[1].cut_off():
         outcome = cells[1].finish()
         assert outcome.ename == "LaunchError"
-        assert "does not answer any more" in outcome.evalue and "network" in outcome.evalue, str(outcome)
-        cells[0].wait_for("node 1 has not been heard of for 10 s")
+        assert "which hosts the rendezvous, is gone" in outcome.evalue and "network" in outcome.evalue, str(outcome)
+        cells[0].wait_for("node 1 has not been heard from for 10 s")
     hosts.kernels[0].interrupt()
     assert cells[0].finish().ename == "KeyboardInterrupt"
 

@@ -170,7 +170,7 @@ def accelerator_error(words: str, name: str, code: int) -> AcceleratorError:
         name: Its name.
         code: Its number (cudaError_t).
     """
-    error = AcceleratorError(
+    error: Any = AcceleratorError(
         f"CUDA error: {words}\nSearch for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/"
         "group__CUDART__TYPES.html for more information.\nCUDA kernel errors might be asynchronously reported at some "
         "other API call, so the stacktrace below might be incorrect.\nFor debugging consider passing "

@@ -144,17 +144,17 @@ class Group:
 # --- in ranks
 
 
-class NcclOverGloo(dist.ProcessGroupGloo):  # type: ignore[misc]
+class NcclOverGloo(dist.ProcessGroupGloo):
     """A backend of real ranks: collectives are gloo's, everything around them is as NCCL does it.
 
     Its abort does not return, but raises after the group's time-out. Start collectives with `async_op=True`, as gloo's
     own calls wait, and then `synchronize`.
     """
 
-    Options = Options
+    Options = Options  # type: ignore[assignment]
     kept: ClassVar[list[NcclOverGloo]] = []  # one that Python has forgotten would be a plain ProcessGroupGloo again
 
-    def __init__(self, store: Any, rank: int, size: int, options: Options | None = None) -> None:
+    def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
         self._options = options or Options()
         # gloo of the same group meets its peers in the same store, under keys that NCCL does not use.
         super().__init__(dist.PrefixStore("nccl", store), rank, size, timeout=_MEETING)
@@ -164,7 +164,7 @@ class NcclOverGloo(dist.ProcessGroupGloo):  # type: ignore[misc]
         self.kept.append(self)
 
     @property
-    def options(self) -> Options:
+    def options(self) -> Any:
         return self._options
 
     def name(self) -> str:
@@ -199,13 +199,16 @@ def install(timeout: timedelta | None = None) -> NcclOverGloo:
     backend = NcclOverGloo(store, group.rank(), group.size(), options)
     backend._set_sequence_number_for_group()
     group._register_backend(_CPU, dist.ProcessGroup.BackendType(_SLOT), backend)
-    dist.ProcessGroupNCCL = NcclOverGloo
+    dist.ProcessGroupNCCL = NcclOverGloo  # type: ignore[assignment, misc]
     return backend
 
 
 def current() -> NcclOverGloo:
     """The default group's backend."""
-    found: NcclOverGloo = dist.group.WORLD._get_backend(_CPU)  # type: ignore[union-attr]
+    group = dist.group.WORLD
+    assert group is not None
+    found = group._get_backend(_CPU)
+    assert isinstance(found, NcclOverGloo)
     return found
 
 

@@ -23,8 +23,8 @@ from nbdist.wire.frames import AnyMessage
 from nbdist.wire.lanes import Keys, read_key_file
 from nbdist.wire.life import Shutdown, Start, Stop, Stopped
 from nbdist.wire.output import Credit, Output, WidgetMessage
-from nbdist.wire.processes import Exited, Gone, Spawn, SpawnFailed, Spawning
 from nbdist.wire.questions import Ask
+from nbdist.wire.rank_processes import Exited, Gone, Spawn, SpawnFailed, Spawning
 from nbdist.worker.lanes.display_lane import DisplayLane
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + b"\0" * 47
@@ -41,7 +41,7 @@ _HONEST = {
     Exited,
     Gone,
 }
-_KINDS = AnyMessage.__args__  # type: ignore[attr-defined]
+_KINDS = AnyMessage.__args__
 _PYTHON: dict[type, type] = {
     msgspec.inspect.IntType: int,
     msgspec.inspect.FloatType: float,

@@ -170,11 +170,11 @@ class Kernel:
         assert outcome.ename == ename, str(outcome)
         return outcome
 
-    def value(self, expression: str) -> Any:
+    def value(self, expression: str, limit: float = LIMIT) -> Any:
         """What an expression is worth in the kernel, through its repr."""
         import ast
 
-        reply = self.client.execute("", user_expressions={"it": f"repr({expression})"}, reply=True, timeout=LIMIT)
+        reply = self.client.execute("", user_expressions={"it": f"repr({expression})"}, reply=True, timeout=limit)
         found = reply["content"]["user_expressions"]["it"]
         assert found["status"] == "ok", f"{found['ename']}: {found['evalue']}"
         return ast.literal_eval(ast.literal_eval(found["data"]["text/plain"]))
@@ -229,11 +229,17 @@ def both(*lines: str) -> dict[int, list[str]]:
     return {rank: list(lines) for rank in (0, 1)}
 
 
-def wait_until(reached: Callable[[], object], what: str, limit: float = 10.0) -> None:
-    """Poll until something is true, with a bound: for what other processes do without telling."""
+def wait_until(reached: Callable[[], object], what: str | Callable[[], str], limit: float = 10.0) -> None:
+    """Poll until something is true, with a bound: for what other processes do without telling.
+
+    Args:
+        reached: Whether it is.
+        what: What is waited for; a function is called when it has not come in time.
+        limit: Seconds.
+    """
     deadline = time.monotonic() + limit
     while not reached():
-        assert time.monotonic() < deadline, f"not in {limit:g} s: {what}"
+        assert time.monotonic() < deadline, f"not in {limit:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
 
 
@@ -241,19 +247,23 @@ def processes_of_this_run() -> dict[int, str]:
     """All processes that carry this test run's mark but the run itself, with their command lines."""
     mark = f"{MARK}={os.environ[MARK]}".encode()
     found = {}
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if process.pid == os.getpid():
+    for folder in os.listdir("/proc"):  # after every test: psutil would read four files of every process
+        if not folder.isdigit() or int(folder) == os.getpid():
             continue
         with contextlib.suppress(OSError, psutil.Error):
-            if process.status() == psutil.STATUS_ZOMBIE:
+            if mark not in Path(f"/proc/{folder}/environ").read_bytes().split(b"\0"):
                 continue
-            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found[process.pid] = " ".join(process.info["cmdline"] or [])[:200]
+            process = psutil.Process(int(folder))
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())[:200]
     return found
 
 
+spare_files: set[str] = set()  # of the kernel that waits for its next test: tests/support/spare.py
+
+
 def files_of_sessions() -> set[str]:
-    """Key files and log folders of sessions."""
+    """Key files and log folders of sessions that tests have."""
     runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
     temporary = Path(os.environ["TMPDIR"])
-    return {str(path) for folder in (runtime, temporary) for path in folder.glob("nbdist-*")}
+    return {str(path) for folder in (runtime, temporary) for path in folder.glob("nbdist-*")} - spare_files

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nbdist
 from nbdist.plan import Plan
+from nbdist.planning.settings import Precision, Strategy
 from nbdist.train import state
 
 STEPS, BATCH, WIDTH = 5, 2, 6
@@ -126,7 +127,7 @@ def averages_apart(plan: Plan, dtype: str) -> float:
 
 def train_by_hand(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
     """With bf16 as PyTorch's tutorials do it: autocast around DDP, a policy under FSDP."""
-    model = make(torch.float32)[0].to(place())
+    model: Any = make(torch.float32)[0].to(place())
     if plan.strategy == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif plan.strategy != "none":
@@ -165,7 +166,7 @@ def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
 
 def clip_by_hand(model: nn.Module, limit: float) -> None:
     parameters = list(model.parameters())
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     nn.utils.clip_grads_with_norm_(parameters, limit, norm)
 
@@ -185,7 +186,7 @@ def mesh_of(plan: Plan) -> Any:
 
 
 @contextlib.contextmanager
-def exchange(model: nn.Module, wanted: bool) -> Iterator[None]:
+def exchange(model: Any, wanted: bool) -> Iterator[None]:
     if isinstance(model, DistributedDataParallel) and not wanted:
         with model.no_sync():
             yield
@@ -195,7 +196,7 @@ def exchange(model: nn.Module, wanted: bool) -> Iterator[None]:
     yield
 
 
-def plan_of(strategy: str, accumulate: int, clip: bool, precision: str = "fp32", **more: Any) -> Plan:
+def plan_of(strategy: Strategy, accumulate: int, clip: bool, precision: Precision = "fp32", **more: Any) -> Plan:
     replicas = 2 if strategy == "hsdp" else None
     limit = CLIP if clip else None
     return Plan(

@@ -9,6 +9,7 @@ from torch import nn
 
 import nbdist
 from nbdist.plan import Plan
+from nbdist.planning.settings import Strategy
 from nbdist.train import state
 
 
@@ -88,7 +89,7 @@ def batch(rank: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(8, dtype=dtype).view(2, 4) / 8 + rank
 
 
-def prepared(strategy: str = "ddp", **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(strategy: Strategy = "ddp", **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model with its optimizer, both prepared; the same on all ranks."""
     torch.manual_seed(0)
     model = Net()
@@ -132,7 +133,7 @@ def values(model: nn.Module) -> torch.Tensor:
     return torch.cat([whole(parameter).flatten().double() for parameter in model.parameters()])
 
 
-def trained(strategy: str = "ddp", steps: int = 3, **settings: Any) -> torch.Tensor:
+def trained(strategy: Strategy = "ddp", steps: int = 3, **settings: Any) -> torch.Tensor:
     """All parameters after some steps."""
     model, optimizer = prepared(strategy, **settings)
     for _ in range(steps):

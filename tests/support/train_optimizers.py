@@ -86,7 +86,7 @@ KINDS: dict[str, Any] = {
 def made(kind: str, plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
-    return nbdist.prepare(model, KINDS[kind](model), plan=plan)  # type: ignore[no-any-return]
+    return nbdist.prepare(model, KINDS[kind](model), plan=plan)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:

@@ -21,7 +21,7 @@ def train(folder: str, batch_size: int) -> list[list[float]]:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    data = torch.arange(SAMPLES * 4, dtype=torch.float64).view(SAMPLES, 4) / SAMPLES
+    data: Any = torch.arange(SAMPLES * 4, dtype=torch.float64).view(SAMPLES, 4) / SAMPLES
     loader = DataLoader(data, batch_size, shuffle=True)
     parts = nbdist.prepare(net, optimizer, loader, scheduler)
     epoch(*parts)
@@ -44,7 +44,7 @@ def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, sched
 
 def values(model: nn.Module) -> list[float]:
     wholes = [getattr(parameter, "full_tensor", lambda p=parameter: p)() for parameter in model.parameters()]
-    return torch.cat([whole.flatten() for whole in wholes]).tolist()  # type: ignore[no-any-return]
+    return torch.cat([whole.flatten() for whole in wholes]).tolist()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import nn
 
 import nbdist
 from nbdist.plan import Plan
+from nbdist.planning.settings import Strategy
 from nbdist.train import state
 
 
@@ -25,7 +26,7 @@ def llama(**changes: Any) -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 63, "n_positions": 32}
+    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 63, "n_positions": 32}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
@@ -44,7 +45,7 @@ def filled(make: Any = llama, **changes: Any) -> nn.Module:
     return model
 
 
-def prepared(model: nn.Module, weights: Any, strategy: str = "fsdp", **settings: Any) -> nn.Module:
+def prepared(model: nn.Module, weights: Any, strategy: Strategy = "fsdp", **settings: Any) -> nn.Module:
     state.forget()
     return nbdist.prepare(model, plan=Plan(strategy=strategy, **settings), weights=weights)
 

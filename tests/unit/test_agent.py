@@ -17,7 +17,7 @@ from nbdist.wire.frames import AnyMessage, decode, encode
 from nbdist.wire.lanes import AGENT_CONTROL, Keys, whole
 from nbdist.wire.life import Shutdown, StartOptions
 from nbdist.wire.message import Hello, Message
-from nbdist.wire.processes import Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.rank_processes import Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning
 from nbdist.wire.setup import AgentSetup, encode_line
 
 LIMIT_MS = 30_000
@@ -33,7 +33,7 @@ agent.run(warm_template.WarmTemplate(dict(os.environ)), os.getppid())
 TEMPLATE = """
 import itertools, os, socket, sys
 sys.path.insert(0, sys.argv[2])
-from nbdist.wire.template import ChildEnded, EndChildren, Forked, Imported, decode_request, encode
+from nbdist.wire.template_messages import ChildEnded, EndChildren, Forked, Imported, decode_request, encode
 channel = socket.socket(fileno=int(sys.argv[1]))
 def say(report, *descriptors): socket.send_fds(channel, [encode(report)], descriptors)
 say(Imported(""))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from nbdist.client.output.area import Area
 from nbdist.client.output.page import Shown, Text
-from nbdist.wire.output import Display
+from nbdist.wire.output import Display, ItemKind
 
 
-def shown(*ranks: int, text: str = "", kind: str = "display", display_id: str = "") -> Shown:
+def shown(*ranks: int, text: str = "", kind: ItemKind = "display", display_id: str = "") -> Shown:
     return Shown(ranks, Display(ranks[0], 1, kind, {"text/plain": text}, {}, display_id))
 
 

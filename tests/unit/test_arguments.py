@@ -50,13 +50,13 @@ def test_help_is_shown_whatever_else_stands_there(parser: MagicParser, line: str
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("-n 0", "'0' is not a number of ranks"),
-        ("-n 1.5", "'1.5' is not a number of ranks"),
-        ("-n ²", "'²' is not a number of ranks"),
-        ("--limit 0", "'0' is not a time"),
-        ("--limit nan", "'nan' is not a time"),
-        ("--limit inf", "'inf' is not a time"),
-        ("--limit -1", "'-1' is not a time"),
+        ("-n 0", "invalid number of ranks '0'"),
+        ("-n 1.5", "invalid number of ranks '1.5'"),
+        ("-n ²", "invalid number of ranks '²'"),
+        ("--limit 0", "invalid duration '0'"),
+        ("--limit nan", "invalid duration 'nan'"),
+        ("--limit inf", "invalid duration 'inf'"),
+        ("--limit -1", "invalid duration '-1'"),
         ("--as a-b", "'a-b' is not a variable name"),
         ("--as class", "'class' is not a variable name"),
         ("sideways", "sideways"),
@@ -98,13 +98,13 @@ def test_what_may_come_next_is_suggested(parser: MagicParser, typed: str, offere
 
 def test_an_unknown_verb_suggests_the_nearest_and_lists_all() -> None:
     assert suggest_verb("stats", ["start", "status"]) == (
-        "%distributed has no verb 'stats': did you mean `%distributed status`? Its verbs are start, status."
+        "%distributed has no verb 'stats': did you mean `%distributed status`? Verbs are start, status."
     )
-    assert suggest_verb("xyzzy", ["start"]) == "%distributed has no verb 'xyzzy'. Its verbs are start."
+    assert suggest_verb("xyzzy", ["start"]) == "%distributed has no verb 'xyzzy'. Verbs are start."
 
 
 def test_ranks_may_be_told_not_to_outlive_the_kernel() -> None:
     start = verb_parsers()["start"]
     assert start.read("-n 2 --linger 0").linger == 0
-    with pytest.raises(UsageError, match="'-1' is not a time in seconds: it is 0 or more"):
+    with pytest.raises(UsageError, match="invalid duration '-1': use seconds, 0 or more"):
         start.read("-n 2 --linger -1")

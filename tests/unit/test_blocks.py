@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,14 +22,20 @@ BATCH = torch.arange(12).view(2, 6)
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
 
 
 def qwen3() -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "head_dim": 8,
+    }
     return Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
 
 
@@ -151,7 +157,7 @@ def test_a_budget_is_met_by_the_fewest_blocks_with_the_same_gradients(budget: fl
 
     plain, model = made(four), made(four)
     keep_less(find_blocks(model), budget=budget)
-    assert sum("forward" in block.__dict__ for block in model.transformer.h) == checkpointed
+    assert sum("forward" in block.__dict__ for block in cast(Any, model).transformer.h) == checkpointed
     expected, found = gradients(plain), gradients(model)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     every = made(four, "full")
@@ -185,7 +191,9 @@ def test_without_gradients_the_cache_is_filled(make: Callable[[], nn.Module]) ->
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -109,7 +109,7 @@ def test_of_displays_the_newest_are_kept_behind_one_that_tells_how_many_are_miss
     for number in range(5):
         small.show({"text/plain": str(number)}, 4)
     texts = [bundle["text/plain"] for bundle in small.outputs]
-    assert "3 displays before these are not kept here" in texts[0] and texts[1:] == ["3", "4"]
+    assert "3 earlier displays are not kept here" in texts[0] and texts[1:] == ["3", "4"]
 
 
 def test_a_single_display_is_kept_whatever_its_size(small: RankResult) -> None:

@@ -196,7 +196,7 @@ print(cuda_guard.first().before_guard)
 """
     says, before = program(packages, code)
     assert says == (
-        "CUDA was initialized before nbdist watched, so by whom is not known "
+        "CUDA was initialized before nbdist watched, so the caller is unknown "
         "(bitsandbytes, imported here, would do it at its import)."
     )
     assert before == "True"
@@ -258,7 +258,7 @@ cuda_guard.report()
 """
     before, after, says = program(packages, code)
     assert (before, after) == ("True", "False")
-    assert says.startswith("CUDA was initialized past torch's own initialization, so by whom is not known: ")
+    assert says.startswith("CUDA was initialized bypassing torch's own initialization, so the caller is unknown: ")
 
 
 def test_torchs_own_error_in_a_forked_process_becomes_advice_that_names_the_parents_culprit(packages: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_context_made_outside_torch_is_found_by_nvml(packages: Path) -> None:
     code = "from nbdist import cuda_guard\nprint(cuda_guard.context_outside_torch())\ncuda_guard.report()"
     devices, says = program(packages, code, (None, 2**29, None))
     assert devices == "[1]"
-    assert says.startswith("CUDA was initialized on GPU 1 past torch's own initialization")
+    assert says.startswith("CUDA was initialized on GPU 1 bypassing torch's own initialization")
 
 
 def test_contexts_of_torch_itself_are_not_outside_torch(packages: Path) -> None:
@@ -318,7 +318,7 @@ def test_who_holds_no_memory_is_not_warned(packages: Path) -> None:
 def test_a_driver_that_never_answers_holds_up_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     state = seen_by_nvml([2**30])
     state["seconds"], driver = 1e6, FakeNvml(state)
-    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setattr(nvml, "_PATIENCE", 0.1)
     assert cuda_guard.memory_warning() is None
     state["seconds"] = 0.0  # now it answers: who has asked gets it late

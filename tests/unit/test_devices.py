@@ -17,7 +17,7 @@ from tests.stand_ins.nvml import FakeNvml, machine
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """A driver of four GPUs."""
     driver = FakeNvml(machine(4))
-    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
     return driver
 
 

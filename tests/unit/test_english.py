@@ -22,6 +22,15 @@ BANNED = {  # what to write instead
     r"\bas (with|in) (?=[a-z_]+[(=.])": "for example",
     r"\btype [a-z_]+=": "pass x=",
     r"\bone word too many\b": "unexpected argument",
+    r"\bbrings? up\b": "starts",
+    r"\bfor ever\b": "forever",
+    r"\bmust be a text\b": "must be a str",
+    r"\blet Python (run|answer)\b": "blocks Python",
+    r"\band .{0,40}\bwas given\b": "not ...",
+    r"\bsay how many\b": "give the number of",
+    r"\bas many\b": "the same number of",
+    r"\b(is|are|was|were) said\b": "is reported",
+    r"\b(colour|behaviour|favour|whilst|amongst)": "American spelling",
 }
 
 

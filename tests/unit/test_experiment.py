@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.metrics.allocation.experiment import Balance, Experiment
+from nbdist.metrics.experiment import Balance, Experiment
 
 MIB = 1 << 20
 

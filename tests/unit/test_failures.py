@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from nbdist.worker.cell import failures
-from nbdist.worker.recovery.step_stop import StepStop
+from nbdist.worker.cell.interrupts import StepStop
 from tests.support.native_errors import from_native_code
 
 PEER = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:123"

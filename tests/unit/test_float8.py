@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
@@ -53,7 +55,7 @@ def test_the_output_layer_and_small_layers_are_left_out(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("recipe", SETTINGS["fp8_recipe"].kind.words)
+@pytest.mark.parametrize("recipe", cast(Any, SETTINGS["fp8_recipe"].kind).words)
 def test_every_recipe_is_one_of_torchao(recipe: str, strategy: str) -> None:
     pytest.importorskip("torchao")
     config = config_of(FP8.replace(fp8_recipe=recipe, strategy=strategy))
@@ -75,7 +77,7 @@ def test_a_model_of_transformers_names_its_output_layer() -> None:
 
 
 def test_a_model_without_large_layers_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"'fp8' has nothing to do in Sequential: .* Set precision to 'bf16'"):
+    with pytest.raises(UsageError, match=r"'fp8' does nothing in Sequential: .* Set precision to 'bf16'"):
         strategies.refuse_unfit(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), FP8)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from nbdist.errors import UsageError
 from nbdist.metrics import flops
 from nbdist.metrics.compute import passes
-from nbdist.metrics.flops import Counting, FlopCount, count
+from nbdist.metrics.compute.counting import Counting, FlopCount
+from nbdist.metrics.flops import count
 from tests.support import closed_forms
 from tests.support.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 
@@ -274,7 +275,8 @@ def test_compiled_code_is_still_compiled_after_a_count(how: str) -> None:
     ids = indices(B, T)
     if how == "torch.compile":
         model = torch.compile(bare, backend=backend)
-    for part in {"compile()": [bare], "per block": bare.blocks}.get(how, []):
+    parts: dict[str, Any] = {"compile()": [bare], "per block": bare.blocks}
+    for part in parts.get(how, []):
         part.compile(backend=backend)
     loss_of(model, ids).backward()
     graphs = backend.runs
@@ -299,11 +301,13 @@ class Moody(nn.Module):
 def test_a_model_that_needs_values_runs_in_place_and_is_left_as_it_was() -> None:
     model = Moody()
     model(torch.randn(4, 8)).sum().backward()
-    gradient, mean = model.layer.weight.grad, model.norm.running_mean.clone()
+    averages = model.norm.running_mean
+    assert averages is not None
+    gradient, mean = model.layer.weight.grad, averages.clone()
     inputs, state = torch.randn(4, 8), torch.random.get_rng_state()
     found = count(model, inputs)
     assert found.model_flops == 2 * 2 * 4 * 8 * 8 and found.how.startswith("run in place, because")
-    assert model.layer.weight.grad is gradient and torch.equal(model.norm.running_mean, mean)
+    assert model.layer.weight.grad is gradient and torch.equal(averages, mean)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -347,7 +351,7 @@ def test_a_model_that_gives_nothing_to_differentiate_is_named() -> None:
 
 
 def test_the_fingerprint_of_a_pass_tells_shapes_and_depth_apart() -> None:
-    def of(model: nn.Module, batch: int, length: int) -> int:
+    def of(model: nn.Module, batch: int, length: int) -> object:
         return passes.fingerprint([loss_of(model, indices(batch, length))])
 
     model = Gpt()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from nbdist.launch.fork import forker
 from nbdist.worker.processes import forks
 
 
@@ -18,12 +22,13 @@ class Forking:
         stuck: Their process ids.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, fork: Callable[[], int] = os.fork) -> None:
         self._count = count
+        self._fork = fork
         self.stuck: list[int] = []
 
     def __call__(self) -> int:
-        child = os.fork()
+        child = self._fork()
         if len(self.stuck) < self._count:
             if child == 0:
                 signal.pause()
@@ -92,6 +97,35 @@ def test_a_stuck_child_is_replaced_where_sigchld_is_ignored() -> None:
     finally:
         signal.signal(signal.SIGCHLD, old)
     assert child > 0
+
+
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forking]:
+    """A Python with the defect, whose first child of this process is stuck."""
+    forking = Forking(1, os.fork)
+    monkeypatch.setattr(os, "fork", forking)
+    monkeypatch.setattr(sys, "version_info", (3, 11, 9))
+    yield forking
+
+
+def test_a_rank_that_a_notebook_forks_is_replaced_when_it_is_stuck(forking: Forking) -> None:
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
+    assert forker._start(process) is None
+    assert os.waitstatus_to_exitcode(os.waitpid(process.pid or 0, 0)[1]) == 7
+    assert len(forking.stuck) == 1
+
+
+def test_a_notebooks_own_fork_is_as_before_when_its_rank_has_begun(forking: Forking) -> None:
+    with forks.mended():
+        assert os.fork is not forking
+    assert os.fork is forking
+
+
+def test_a_process_that_is_mended_twice_tries_as_if_once(forking: Forking) -> None:
+    with forks.mended():
+        mended = os.fork
+        forks.mend()
+        assert os.fork is mended
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.harness import wait_until
-from tests.support.roles import alive
+from tests.support.roles import await_end
 
 ROOT = Path(__file__).resolve().parents[2]
 FAR = 1e9  # a deadline that never comes, in seconds of the monotonic clock
@@ -35,8 +34,8 @@ def run_gpu(scripts: None) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def gpu_steps(scripts: None) -> ModuleType:
-    return importlib.import_module("gpu_steps")
+def gpu_parts(scripts: None) -> ModuleType:
+    return importlib.import_module("gpu_parts")
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +43,18 @@ def gpu_wheels(scripts: None) -> ModuleType:
     return importlib.import_module("gpu_wheels")
 
 
-def program(folder: Path, name: str, text: str, gpu_steps: ModuleType, limit: float = 60.0) -> object:
+def program(folder: Path, name: str, text: str, gpu_parts: ModuleType, limit: float = 60.0) -> object:
     """A benchmark that is this text."""
     path = folder / f"{name}.py"
     path.write_text(text)
-    return gpu_steps.Step(name, "part", gpu_steps.BENCHMARK, str(path), limit)
+    return gpu_parts.Step(name, "part", gpu_parts.BENCHMARK, str(path), limit)
 
 
-def check(folder: Path, name: str, text: str, gpu_steps: ModuleType) -> object:
+def check(folder: Path, name: str, text: str, gpu_parts: ModuleType) -> object:
     """A check that is this text in a test."""
     path = folder / f"test_{name}.py"
     path.write_text(f"import pytest\ndef test_{name}(record_property):\n    {text}\n")
-    return gpu_steps.Step(name, "part", gpu_steps.CHECK, str(path), 60.0)
+    return gpu_parts.Step(name, "part", gpu_parts.CHECK, str(path), 60.0)
 
 
 def statuses(run: object) -> dict[str, str]:
@@ -65,40 +64,40 @@ def statuses(run: object) -> dict[str, str]:
 # --- what there is
 
 
-def test_every_test_marked_gpu_and_every_benchmark_of_gpus_is_a_step(gpu_steps: ModuleType) -> None:
-    listed = {path for _, _, files in gpu_steps.PARTS for path in files}
+def test_every_test_marked_gpu_and_every_benchmark_of_gpus_is_a_step(gpu_parts: ModuleType) -> None:
+    listed = {path for _, _, files in gpu_parts.PARTS for path in files}
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if gpu_steps.marked_tests(path.read_text(encoding="utf-8"))
+        if gpu_parts.marked_tests(path.read_text(encoding="utf-8"))
     }
     benchmarks = {str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks").glob("gpu_*.py")}
     assert listed == marked | benchmarks
 
 
-def test_marked_tests_are_found_without_importing_them(gpu_steps: ModuleType) -> None:
+def test_marked_tests_are_found_without_importing_them(gpu_parts: ModuleType) -> None:
     source = (
         "import missing\n@pytest.mark.gpu\ndef test_a(): ...\ndef test_b(): ...\n"
         "class TestC:\n    @pytest.mark.slow\n    @pytest.mark.gpu\n    def test_d(self): ...\n"
     )
-    assert gpu_steps.marked_tests(source) == ["test_a", "TestC::test_d"]
-    assert gpu_steps.marked_tests(f"pytestmark = pytest.mark.gpu\n{source}") == ["test_a", "test_b", "TestC::test_d"]
+    assert gpu_parts.marked_tests(source) == ["test_a", "TestC::test_d"]
+    assert gpu_parts.marked_tests(f"pytestmark = pytest.mark.gpu\n{source}") == ["test_a", "test_b", "TestC::test_d"]
 
 
-def test_steps_are_chosen_by_part_or_by_a_word_in_their_name(gpu_steps: ModuleType) -> None:
-    steps = gpu_steps.all_steps()
-    assert {step.part for step in gpu_steps.chosen(steps, ["nccl"])} == {"nccl"}
-    assert [step.target for step in gpu_steps.chosen(steps, ["gpu_save"])] == ["benchmarks/gpu_save.py"]
-    assert gpu_steps.chosen(steps, []) == steps
+def test_steps_are_chosen_by_part_or_by_a_word_in_their_name(gpu_parts: ModuleType) -> None:
+    steps = gpu_parts.all_steps()
+    assert {step.part for step in gpu_parts.chosen(steps, ["nccl"])} == {"nccl"}
+    assert [step.target for step in gpu_parts.chosen(steps, ["gpu_save"])] == ["benchmarks/gpu_save.py"]
+    assert gpu_parts.chosen(steps, []) == steps
     with pytest.raises(ValueError, match="--only nothing-like-it fits nothing: name a part"):
-        gpu_steps.chosen(steps, ["nothing-like-it"])
+        gpu_parts.chosen(steps, ["nothing-like-it"])
 
 
 # --- running
 
 
 def test_a_step_that_hangs_costs_its_own_limit_and_leaves_no_process(
-    run_gpu: ModuleType, gpu_steps: ModuleType, tmp_path: Path
+    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path
 ) -> None:
     hanging = (
         "import pathlib, subprocess, sys, time\n"
@@ -108,22 +107,22 @@ def test_a_step_that_hangs_costs_its_own_limit_and_leaves_no_process(
         "time.sleep(1000)\n"
     )
     steps = [
-        program(tmp_path, "hangs", hanging, gpu_steps, limit=5.0),
-        program(tmp_path, "works", "print('3 ms')", gpu_steps),
+        program(tmp_path, "hangs", hanging, gpu_parts, limit=5.0),
+        program(tmp_path, "works", "print('3 ms')", gpu_parts),
     ]
     run = run_gpu.Run({"gpus": 1})
     run_gpu.run_through(run, steps, tmp_path, dict(os.environ), FAR)
     assert statuses(run) == {"hangs": "hung", "works": "passed"}
     for pid in map(int, (tmp_path / "pids").read_text().split()):
-        wait_until(lambda pid=pid: not alive(pid), f"process {pid} to end")
+        await_end([pid])
 
 
 def test_results_are_kept_after_each_step_and_a_resumed_run_goes_on(
-    run_gpu: ModuleType, gpu_steps: ModuleType, tmp_path: Path
+    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path
 ) -> None:
     def looking(name: str) -> object:
         text = f"import pathlib\nprint('found', pathlib.Path({str(tmp_path / 'results.json')!r}).exists())"
-        return program(tmp_path, name, text, gpu_steps)
+        return program(tmp_path, name, text, gpu_parts)
 
     steps = [looking("first"), looking("second")]
     run_gpu.run_through(run_gpu.Run({"gpus": 1}), steps, tmp_path, dict(os.environ), FAR)
@@ -134,22 +133,22 @@ def test_results_are_kept_after_each_step_and_a_resumed_run_goes_on(
 
 
 def test_a_step_that_the_run_s_end_cuts_off_has_no_result_and_is_not_reached(
-    run_gpu: ModuleType, gpu_steps: ModuleType, tmp_path: Path
+    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path
 ) -> None:
-    steps = [program(tmp_path, "long", "import time; time.sleep(1000)", gpu_steps)]
+    steps = [program(tmp_path, "long", "import time; time.sleep(1000)", gpu_parts)]
     run = run_gpu.Run({"gpus": 1})
     run_gpu.run_through(run, steps, tmp_path, dict(os.environ), time.monotonic() + run_gpu.LEAST + 1)
     assert statuses(run) == {} and run_gpu.conclude(run, steps, tmp_path) == 3
 
 
 def test_a_check_is_judged_by_pytest_and_brings_its_figures(
-    run_gpu: ModuleType, gpu_steps: ModuleType, tmp_path: Path
+    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path
 ) -> None:
     steps = [
-        check(tmp_path, "good", "record_property('latency', '3 ms')", gpu_steps),
-        check(tmp_path, "bad", "record_property('latency', '9 s'); assert 1 == 2", gpu_steps),
-        check(tmp_path, "unable", "pytest.skip('torchao is not installed')", gpu_steps),
-        check(tmp_path, "without", "pytest.skip('no GPU')", gpu_steps),
+        check(tmp_path, "good", "record_property('latency', '3 ms')", gpu_parts),
+        check(tmp_path, "bad", "record_property('latency', '9 s'); assert 1 == 2", gpu_parts),
+        check(tmp_path, "unable", "pytest.skip('torchao is not installed')", gpu_parts),
+        check(tmp_path, "without", "pytest.skip('no GPU')", gpu_parts),
     ]
     run = run_gpu.Run({"gpus": 1, "GPU": "1 x Test"})
     run_gpu.run_through(run, steps, tmp_path, dict(os.environ), FAR)
@@ -172,9 +171,9 @@ def test_a_check_is_judged_by_pytest_and_brings_its_figures(
     ],
 )
 def test_the_exit_code_says_how_it_went(
-    run_gpu: ModuleType, gpu_steps: ModuleType, tmp_path: Path, found: list[str | None], code: int
+    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path, found: list[str | None], code: int
 ) -> None:
-    steps = [gpu_steps.Step(str(number), "part", gpu_steps.CHECK, str(number), 1.0) for number in range(len(found))]
+    steps = [gpu_parts.Step(str(number), "part", gpu_parts.CHECK, str(number), 1.0) for number in range(len(found))]
     results = {
         step.target: run_gpu.Result(status, 1.0, step.name, "part", "check")
         for step, status in zip(steps, found, strict=True)

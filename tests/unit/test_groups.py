@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nbdist.wire.life import StartOptions
-from nbdist.wire.processes import RankSetup
+from nbdist.wire.rank_processes import RankSetup
 from nbdist.worker.groups import join
 
 

@@ -229,7 +229,7 @@ def test_a_full_disk_ends_the_file_with_a_word_and_nothing_else(
     history.ranks_looked_at(look(1.0))
     history.ranks_looked_at(look(2.0))
     assert capsys.readouterr().err.splitlines() == [
-        "nbdist: the history's file /dev/full is not written to any more: No space left on device"
+        "nbdist: the history's file /dev/full is no longer written to: No space left on device"
     ]
     assert "No space left on device" in repr(history)
     assert len([each for each in history.looks if each.ranks[0] == RANK]) == 2

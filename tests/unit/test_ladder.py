@@ -77,11 +77,11 @@ def test_the_slowest_rank_decides_how_long_ranks_of_different_speed_run_on() -> 
     assert rungs.new()[-1] == ("aim", [0, 1, 2], 175)
     assert rungs.ladder.due == pytest.approx(100.01 + (175 - 135 + 2) * 0.1)
     assert rungs.lines == [
-        "all ranks stop after step 175: rank 2 has 40 steps to make until then, about 4 s. Interrupt again to stop now."
+        "all ranks will stop after step 175: rank 2 has 40 steps to go, about 4 s. Interrupt again to stop now."
     ]
     for rank in (0, 1, 2):
         rungs.ladder.ended(rank)
-    assert rungs.lines[1:] == ["rank 2 had 40 steps to make before all could stop"]
+    assert rungs.lines[1:] == ["rank 2 had 40 steps to go before all could stop"]
 
 
 def test_but_nobody_waits_longer_than_ten_seconds_for_one_that_is_behind() -> None:

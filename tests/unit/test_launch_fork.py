@@ -210,7 +210,7 @@ def test_autocast_works_as_a_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     ones = torch.ones(2, 2, device="cuda" if torch.cuda.is_available() else "cpu")
 
-    @nbdist.autocast()
+    @nbdist.autocast()  # type: ignore[operator]
     def dtype() -> torch.dtype:
         return (ones @ ones).dtype
 

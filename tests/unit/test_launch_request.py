@@ -57,8 +57,8 @@ def refusal(function: Any = train, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (None, "must be callable, and a NoneType was given"),
-        ("train", "must be callable, and a str was given"),
+        (None, "must be callable, not a NoneType"),
+        ("train", "must be callable, not a str"),
         (generator, "generator is a generator function: calling it would run none of its lines"),
         (asynchronous_generator, "is a generator function"),
         (functools.partial(generator), "generator is a generator function"),
@@ -78,7 +78,7 @@ def test_whatever_can_be_called_with_the_arguments_is_taken(function: Any) -> No
 @pytest.mark.parametrize("args", [(1,), (1, 2, 3)])
 def test_arguments_that_the_function_does_not_take_are_refused_before_anything_is_started(args: Any) -> None:
     says = refusal(two, args=args)
-    assert says.startswith("two(a") and f"what args holds ({len(args)} in all)" in says and "`args=(a, b)`" in says
+    assert says.startswith("two(a") and f"with args ({len(args)} in all)" in says and "`args=(a, b)`" in says
 
 
 CASES: list[tuple[str, Any, str]] = [
@@ -94,29 +94,29 @@ CASES: list[tuple[str, Any, str]] = [
     ("mixed_precision", "pf16", "did you mean 'fp16'?"),
     ("mixed_precision", 16, "mixed_precision must be one of 'no', 'fp16', 'bf16', 'fp8', not 16"),
     ("mixed_precision", None, "mixed_precision must be one of"),
-    ("use_port", 65536, "use_port must be a port, 1 to 65535 (0: any that is free), not 65536"),
+    ("use_port", 65536, "use_port must be a port from 1 to 65535 (0 for any free port), not 65536"),
     ("use_port", -1, "use_port must be a port"),
     ("use_port", "http", "use_port must be a port"),
     ("use_port", "²", "use_port must be a port"),
     ("use_port", None, "use_port must be a port"),
     ("use_port", True, "use_port must be a port"),
-    ("master_addr", "", "master_addr must be a text that is not empty"),
-    ("master_addr", 5, "master_addr must be a text"),
+    ("master_addr", "", "master_addr must be a non-empty str"),
+    ("master_addr", 5, "master_addr must be a non-empty str"),
     ("node_rank", -1, "node_rank must be a whole number of 0 or more, not -1"),
     ("node_rank", 1, "node_rank=1 is too large for num_nodes=1: nodes are counted from 0 to 0"),
     ("node_rank", "0", "node_rank must be a whole number"),
     ("num_nodes", 0, "num_nodes must be a whole number of 1 or more, not 0"),
     ("rdzv_backend", "etcd", "rdzv_backend 'etcd' is unknown. Allowed are 'static', 'c10d'"),
     ("rdzv_backend", None, "rdzv_backend None is unknown"),
-    ("rdzv_endpoint", None, "rdzv_endpoint must be a text, not None"),
+    ("rdzv_endpoint", None, "rdzv_endpoint must be a str, not None"),
     ("rdzv_conf", "timeout=3", "rdzv_conf must be a dict or None, not a str"),
-    ("rdzv_id", "", "rdzv_id must be a text that is not empty"),
+    ("rdzv_id", "", "rdzv_id must be a non-empty str"),
     ("max_restarts", -1, "max_restarts must be a whole number of 0 or more, not -1"),
     ("max_restarts", 1.5, "max_restarts must be a whole number"),
     ("monitor_interval", 0, "monitor_interval must be a number of seconds above 0, not 0"),
     ("monitor_interval", float("nan"), "monitor_interval must be a number of seconds"),
     ("monitor_interval", "1", "monitor_interval must be a number of seconds"),
-    ("log_line_prefix_template", 5, "log_line_prefix_template must be a text"),
+    ("log_line_prefix_template", 5, "log_line_prefix_template must be a non-empty str"),
     ("start_method", "forkserver", "start_method 'forkserver' is unknown"),
     ("start_method", "spwan", "did you mean 'spawn'?"),
     ("start_method", 1, "start_method 1 is unknown"),
@@ -157,7 +157,7 @@ def test_without_a_number_of_processes_there_is_a_rank_for_each_gpu(monkeypatch:
 
 def test_without_gpus_it_says_what_to_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbdist.launch.request.visible_gpus", list)
-    says = "say how many ranks you want: `notebook_launcher(train, num_processes=2)`"
+    says = "give the number of ranks: `notebook_launcher(train, num_processes=2)`"
     assert says in refusal(num_processes=None)
     assert says in refusal(num_processes=None, gpus=[])
 

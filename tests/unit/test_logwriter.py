@@ -99,7 +99,7 @@ def test_what_does_not_fit_into_memory_meanwhile_is_left_out_and_counted(hanging
     for _ in range(100):
         hanging.writer.write(*CELL, 0, 1, RECORD)
     (complaint,) = hanging.lines
-    assert "does not keep up" in complaint and str(hanging.log.folder.parent) in complaint  # type: ignore[union-attr]
+    assert "can't keep up" in complaint and str(hanging.log.folder.parent) in complaint  # type: ignore[union-attr]
     hanging.heal()
     del hanging.lines[:]
     finish_until(hanging.writer, hanging.lines)

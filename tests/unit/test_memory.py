@@ -260,7 +260,7 @@ def test_the_user_reads_the_peak_that_there_would_be_without_meters(actions: lis
 def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
     """One with two GPUs of 80 bytes, the second without a context of this process."""
     stand_in = Torch("GPU-uuid-0", "GPU-uuid-1")
-    monkeypatch.setitem(sys.modules, "torch", stand_in)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", stand_in)
     monkeypatch.setattr(watermarks, "_shared", None)
     memory._uuid.cache_clear()
     yield stand_in

@@ -83,8 +83,8 @@ def test_lines_cut_anywhere_at_any_time_lose_nothing_but_gain_newlines(data: st.
         return Counter(len(before.replace("\n", "")) for before in (text[:i] for i, c in enumerate(text) if c == "\n"))
 
     shown = by_rank(emitted)
-    for (rank, stream), text in printed.items():
-        out = "".join(line + "\n" for where, line in shown[rank] if where == stream)
+    for (rank, name), text in printed.items():
+        out = "".join(line + "\n" for where, line in shown[rank] if where == name)
         assert out.replace("\n", "") == text.replace("\n", "")
         assert ends(text) <= ends(out)
 

@@ -251,7 +251,7 @@ def test_real_tqdm_bars_of_two_ranks_are_one_line(options: dict[str, Any], leave
 
     now = 0.0
     made = {"total": 5000, "desc": "Train", "mininterval": 0, "leave": leave, "position": 0, **options}
-    bars = [tqdm(file=Stderr(rank), **made) for rank in (0, 1)]  # type: ignore[arg-type]
+    bars = [tqdm(file=Stderr(rank), **made) for rank in (0, 1)]
     for step in range(1, 10):
         for rank, each in enumerate(bars):
             now = step + rank / 100

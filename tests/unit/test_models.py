@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.worker.recovery.reset_models import buckets_settled, living, reset_models
 from tests.conftest import _shared as shared
 from tests.stress.lost_steps import Scenarios
+from tests.support.harness import Kernel
 
 DDP_KINDS = [
     "DDP",
@@ -32,9 +34,9 @@ pytestmark = pytest.mark.torch_private
 @pytest.fixture(scope="module")
 def scenarios() -> Iterator[Scenarios]:
     program = Scenarios()
-    shared.append(program)
+    shared.append(cast(Kernel, program))
     yield program
-    shared.remove(program)
+    shared.remove(cast(Kernel, program))
     program.close()
 
 
@@ -120,7 +122,7 @@ def test_it_is_said_that_statistics_have_moved() -> None:
 def test_a_model_that_cannot_be_reset_becomes_a_note_and_stops_no_other() -> None:
     broken = DistributedDataParallel(torch.nn.Linear(2, 2))
     sound = DistributedDataParallel(torch.nn.Linear(2, 2))
-    broken.reducer = None
+    broken.reducer = None  # type: ignore[assignment]
     report = reset_models()
     assert report.models == 1
     (note,) = report.notes
@@ -169,7 +171,7 @@ def test_fsdp1_gets_advice() -> None:
 
 def test_the_scan_runs_no_code_of_the_objects_it_meets() -> None:
     class Proxy:
-        @property
+        @property  # type: ignore[misc]
         def __class__(self) -> type:
             raise AssertionError("asked for its class")
 

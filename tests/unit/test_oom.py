@@ -144,7 +144,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     stand_in = Torch("GPU-00000000", "GPU-00000001", total=80 * GIB, taken=12 * GIB)
     stand_in.gpus[1].allocate(60 * GIB)
     monkeypatch.setattr(torch, "cuda", stand_in.cuda)
-    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
     yield driver
     state["gpus"][0]["seconds"] = 0.0
     wait_until(lambda: not driver.opened, "the driver to be let go of")
@@ -161,7 +161,7 @@ def test_the_driver_tells_what_is_this_process_s_outside_torch(driver: FakeNvml)
 
 def test_memory_that_cuda_itself_could_not_have_is_explained_too(driver: FakeNvml) -> None:
     """For a context, a library or NCCL, past torch's allocator: on the GPU that is in use."""
-    torch.cuda.current_device = lambda: 1  # type: ignore[method-assign]
+    torch.cuda.current_device = lambda: 1
     error = accelerator_error("out of memory", "cudaErrorMemoryAllocation", OUT_OF_MEMORY)
     assert oom.explain(error, {}).startswith("nbdist: out of memory on cuda:1")
     assert oom.explain(accelerator_error("device-side assert triggered", "cudaErrorAssert", ASSERTED), {}) == ""

@@ -441,7 +441,8 @@ def test_memory_and_speed_are_drawn_over_time() -> None:
     figure = plot(points)
     assert [axes.get_ylabel() for axes in figure.axes] == ["memory, GiB per rank", "TFLOPS, all ranks"]
     (line,) = figure.axes[1].lines
-    assert line.get_xydata().tolist() == [[0.0, 100.0], [1.0, 100.0]]
+    drawn: Any = line.get_xydata()
+    assert drawn.tolist() == [[0.0, 100.0], [1.0, 100.0]]
 
 
 def test_without_speed_only_memory_is_drawn() -> None:

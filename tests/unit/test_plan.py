@@ -518,11 +518,11 @@ def test_every_setting_can_be_typed(name: str) -> None:
         ("--acumulate 3", "%distributed plan: unknown option --acumulate: did you mean --accumulate?"),
         (
             "--comm-hook-options rank",
-            "'rank' is not an option: write NAME=VALUE, for example matrix_approximation_rank=2",
+            "invalid option 'rank': write NAME=VALUE, for example matrix_approximation_rank=2",
         ),
         ("--tf32 maybe", "invalid choice: 'maybe'"),
         ("--compile yes", "compile 'yes' is unknown"),
-        ("--no-compile max-autotune", "--no-compile takes no value, and 'max-autotune' follows it"),
+        ("--no-compile max-autotune", "--no-compile takes no value, got 'max-autotune'"),
         ("--compile fsp", "compile 'fsp' is unknown"),
     ],
 )

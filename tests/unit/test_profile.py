@@ -42,7 +42,9 @@ def test_where_kernels_run_on_a_gpu_its_time_counts() -> None:
 
 def test_an_operations_own_time_is_without_what_it_calls() -> None:
     events = [event("aten::linear", 0, 30), event("aten::mm", 5, 20), event("aten::mm", 40, 5, tid=2)]
-    own = {operation.name: (operation.calls, operation.own) for operation in summarize(events, 0, 0.1).operations}
+    own: dict[str, object] = {
+        operation.name: (operation.calls, operation.own) for operation in summarize(events, 0, 0.1).operations
+    }
     assert own == {"aten::mm": (2, pytest.approx(0.025)), "aten::linear": (1, pytest.approx(0.010))}
 
 

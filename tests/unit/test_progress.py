@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.worker.recovery.position import Progress
+from nbdist.worker.recovery.position import PositionProbe
 from tests.stand_ins.spinning import spin, spinning_until
 from tests.support.harness import wait_until
 
@@ -35,7 +35,7 @@ def stands_still(before: Any, after: Any) -> bool:
     records = iter([before, after])
     collectives: Any = SimpleNamespace(record=SimpleNamespace(unfinished=lambda: next(records)))
     gate: Any = SimpleNamespace(running=1)
-    progress = Progress(collectives, gate)
+    progress = PositionProbe(collectives, gate)
 
     def look() -> bool:
         wait_until(_main_thread_rests, "the main thread to be in the call")

@@ -250,7 +250,7 @@ def test_what_is_abandoned_is_said(page: Page) -> None:
     publisher.finish()
     publisher.abandon()
     page.publish_all(publisher)
-    assert "are not shown here" in page.messages[-1][2] and "logs --cell 7" in page.messages[-1][2]
+    assert "not shown here" in page.messages[-1][2] and "logs --cell 7" in page.messages[-1][2]
 
 
 def test_what_comes_late_is_shown_until_there_is_no_more_room(page: Page) -> None:

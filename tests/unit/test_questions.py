@@ -82,6 +82,8 @@ def test_a_rank_that_dies_has_no_answer_and_one_that_is_dead_is_not_asked() -> N
 
 
 def test_what_answers_a_question_is_found_by_its_type() -> None:
-    known = dict([GetMemory.by(lambda question: ProcessMemory(1)), Inspect.by(lambda question: Inspection(None))])
+    known: dict[Any, Any] = dict(
+        [GetMemory.by(lambda question: ProcessMemory(1)), Inspect.by(lambda question: Inspection(None))]
+    )
     assert known[GetMemory](GetMemory()) == ProcessMemory(1)
     assert known[Inspect](Inspect("x", 0)) == Inspection(None)

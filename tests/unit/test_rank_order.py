@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from nbdist.controller.rank_order import Rank
@@ -64,8 +66,9 @@ def test_stderr_waits_for_nothing(notebook: Notebook) -> None:
 
 @pytest.mark.parametrize("reply_first", [True, False])
 def test_a_cell_is_over_when_its_reply_and_all_its_output_have_come(notebook: Notebook, reply_first: bool) -> None:
-    parts = [lambda: notebook.rank.answer(REPLY), lambda: notebook.rank.print(stdout(b"last", mark=END))]
-    first, last = parts if reply_first else reversed(parts)
+    reply = functools.partial(notebook.rank.answer, REPLY)
+    output = functools.partial(notebook.rank.print, stdout(b"last", mark=END))
+    first, last = (reply, output) if reply_first else (output, reply)
     first()
     assert notebook.over == [] and notebook.rank.serial == CELL
     last()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from nbdist.controller.recovery import FailedCell, Plan, Recovery, plan
+from nbdist.controller.recovery import FailedCell, GroupRepairs, Recovery, compare_groups
 from nbdist.wire.cells import InOrder, Recover
 from nbdist.wire.stopping import GroupState, RankState
 
@@ -35,8 +35,10 @@ def recovery(*states: RankState, dead: tuple[int, ...] = (), lost: tuple[str, ..
     return found, told[0] if told else None
 
 
-def compare(states: dict[int, RankState], dead: Sequence[int] = (), lost: Sequence[str] = (), **cell: Any) -> Plan:
-    return plan(states, list(states), dead, lost, FailedCell(5, **cell))
+def compare(
+    states: dict[int, RankState], dead: Sequence[int] = (), lost: Sequence[str] = (), **cell: Any
+) -> GroupRepairs:
+    return compare_groups(states, list(states), dead, lost, FailedCell(5, **cell))
 
 
 def test_nothing_is_done_when_all_ranks_are_in_step() -> None:

@@ -54,6 +54,9 @@ class Ranks:
     def dead(self) -> list[int]:
         return []
 
+    def everyone(self) -> list[int]:
+        return [0, 1, 2]
+
     def begin(self, message: Execute) -> None:
         if self.repairs.may_begin(message, self.now):
             self.begun.append(message)
@@ -157,7 +160,7 @@ def test_what_a_cell_waits_for_is_said_every_second() -> None:
     ranks.pass_time(1.1)
     first, second = ranks.notes(Remark)
     assert first.text == (
-        "waits for rank 2, which has not answered for 1 s: stopped, or in a call that does not let Python run. "
+        "waiting for rank 2, which has not answered for 1 s: stopped, or in a call that blocks Python. "
         "Interrupt this cell to drop it."
     )
     assert (first.same, second.same) == (False, True) and "for 2 s" in second.text

@@ -107,7 +107,7 @@ def test_long_messages_are_cut_in_lines_and_tracebacks_in_the_middle() -> None:
     error = build([failure, raised(1, 2.0, text)])
     lines = error.report.splitlines()
     assert len(lines[0]) < 400 and len(lines[-1]) < 400 and len(error.report) < 25_000
-    assert "top" in error.report and "bottom" in error.report and "characters are left out" in error.report
+    assert "top" in error.report and "bottom" in error.report and "characters omitted" in error.report
     assert error.failures[0].text == text
 
 

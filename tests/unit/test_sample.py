@@ -24,7 +24,7 @@ def with_gpus(*uuids: str, reserved: dict[int, int] | None = None) -> Torch:
 
 
 def look(monkeypatch: pytest.MonkeyPatch, torch: Torch, own: int = 0) -> RankSample:
-    monkeypatch.setitem(sys.modules, "torch.cuda", torch.cuda)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.cuda", torch.cuda)
     return device.look(3, gpu=own)
 
 

@@ -58,7 +58,7 @@ def test_equal_stacks_are_shown_once_with_the_shortest_wait() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_said_not_to() -> None:
-    assert render({0: stack_of(None, "cell 7 (9 s)")}).startswith("rank 0, cell 7 (9 s), in a call that does not let")
+    assert render({0: stack_of(None, "cell 7 (9 s)")}).startswith("rank 0, cell 7 (9 s), in a call that blocks")
 
 
 def test_native_frames_stand_below_the_cell_that_called_them(py_spy: Path) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbdist.metrics import steps
 from nbdist.metrics.compute import loading
 from nbdist.metrics.compute.clock import DeviceClock
-from nbdist.metrics.flops import FlopCount
+from nbdist.metrics.compute.counting import FlopCount
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.metrics.steps import StepMeter
@@ -104,7 +104,8 @@ def test_compiled_steps_are_counted_and_go_on_compiled(meter: StepMeter, per_blo
 def test_steps_with_a_compiled_backward_pass_take_what_the_counted_one_did(meter: StepMeter, compiled: str) -> None:
     torch._dynamo.reset()
     model, loss = Gpt(), loss_of
-    for part in {"model": [model], "blocks": model.blocks}.get(compiled, []):
+    parts: dict[str, Any] = {"model": [model], "blocks": model.blocks}
+    for part in parts.get(compiled, []):
         part.compile(backend="aot_eager")
     if compiled == "loss":
         loss = torch.compile(loss_of, backend="aot_eager")
@@ -251,7 +252,7 @@ def test_waiting_is_the_share_of_all_time_however_it_is_spread(
     class Bursts(TensorDataset):
         def __getitem__(self, index: int) -> Any:
             clock.now += 4.0 if index % 4 == 3 else 0.0
-            return super().__getitem__(index)
+            return super().__getitem__(index)  # type: ignore[no-untyped-call]
 
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), 0.01)
@@ -353,6 +354,17 @@ def test_an_optimizer_inside_another_makes_one_step(meter: StepMeter) -> None:
     assert meter.sample().steps == 4
 
 
+def test_a_step_that_calls_the_one_it_inherits_is_one_step(meter: StepMeter) -> None:
+    class Refined(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = Gpt()
+    SGD(model.parameters(), 0.01)  # from here on torch calls the hooks for what Refined inherits, too
+    train(model, Refined(model.parameters(), 0.01), *[(B, T)] * 4)
+    assert meter.sample().steps == 4
+
+
 def test_passes_inside_a_step_belong_to_it(meter: StepMeter) -> None:
     model = nn.Linear(4, 2, bias=False)
     optimizer = LBFGS(model.parameters(), max_iter=3)
@@ -365,7 +377,7 @@ def test_passes_inside_a_step_belong_to_it(meter: StepMeter) -> None:
         return loss
 
     for _ in range(3):
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
     assert meter.sample().steps == 3
 
 

@@ -11,12 +11,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nbdist.worker.recovery.step_stop import StepCounter, StepStop
+from nbdist.metrics.compute.step_events import of_this_thread
+from nbdist.worker.cell.interrupts import StepStop
+from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL, LIMIT, MANY, Log, Step, ask, parameter
 
 pytestmark = pytest.mark.torch_private
@@ -88,7 +91,8 @@ def one_line(step: Step, log: Log) -> None:
 
 
 def comprehension(step: Step, log: Log) -> None:
-    _ = [(step(), log.append("end")) for _ in range(MANY)]
+    ended: Callable[[str], Any] = log.append
+    _ = [(step(), ended("end")) for _ in range(MANY)]
 
 
 def function_in_a_loop(step: Step, log: Log) -> None:
@@ -322,23 +326,39 @@ def test_a_rank_to_be_interrupted_behind_its_loop_is_at_once(counter: StepCounte
 def test_a_stop_that_is_called_off_lets_the_waiting_rank_go_on(
     counter: StepCounter, control: ThreadPoolExecutor
 ) -> None:
-    counter.on_step.append(lambda _: counter.count == 1 and counter.arm(CELL))
-    counter.after_step = lambda: control.submit(counter.disarm, CELL) and None
+    def arm_once(_: Optimizer) -> None:
+        if counter.count == 1:
+            counter.arm(CELL)
+
+    def call_off() -> None:
+        control.submit(counter.disarm, CELL)
+
+    stop = of_this_thread().listen(after=arm_once)
+    counter.after_step = call_off
     for_loop_of_three(SGD([parameter()]).step)
+    stop()
     assert counter.count == 3
     assert counter.stopped is None
 
 
 def test_an_interrupt_breaks_the_wait(counter: StepCounter, control: ThreadPoolExecutor) -> None:
-    counter.on_step.append(lambda _: counter.arm(CELL))
     main = threading.main_thread().ident or 0
-    counter.after_step = lambda: control.submit(signal.pthread_kill, main, signal.SIGINT) and None
+
+    def arm(_: Optimizer) -> None:
+        counter.arm(CELL)
+
+    def interrupt() -> None:
+        control.submit(signal.pthread_kill, main, signal.SIGINT)
+
+    stop = of_this_thread().listen(after=arm)
+    counter.after_step = interrupt
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
             for_loop_of_three(SGD([parameter()]).step)
     finally:
         signal.signal(signal.SIGINT, before)
+        stop()
     assert not isinstance(caught.value, StepStop)
     assert counter.count == 1
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
+from nbdist.metrics.compute.step_events import of_this_thread
 from nbdist.wire.stopping import StepsMade
 from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL, parameter
@@ -120,7 +121,7 @@ def test_a_step_in_backward_is_none(counter: StepCounter) -> None:
     weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     weight.sum().backward()
     assert counter.count == 0
-    assert not counter.in_step
+    assert not of_this_thread().in_step
 
 
 def test_a_step_in_another_thread_is_none(counter: StepCounter, control: ThreadPoolExecutor) -> None:
@@ -151,7 +152,7 @@ def test_a_compiled_step_counts_and_is_not_compiled_again_for_it(counter: StepCo
 def test_a_step_that_raises_is_none_and_the_next_one_counts(counter: StepCounter) -> None:
     with contextlib.suppress(RuntimeError):
         Failing([parameter()]).step()
-    assert not counter.in_step
+    assert not of_this_thread().in_step
     SGD([parameter()]).step()
     assert counter.count == 1
 
@@ -161,7 +162,7 @@ def test_a_wrapper_that_tries_a_failed_step_again_makes_one_step(counter: StepCo
         def __init__(self) -> None:
             super().__init__([parameter()], {})
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             with contextlib.suppress(RuntimeError):
                 Failing([parameter()]).step()
             SGD([parameter()]).step()
@@ -172,24 +173,90 @@ def test_a_wrapper_that_tries_a_failed_step_again_makes_one_step(counter: StepCo
     assert counter.count == 2
 
 
-def test_the_rank_is_in_a_step_until_the_outermost_one_is_whole(counter: StepCounter) -> None:
+def test_a_step_is_under_way_until_the_outermost_one_is_whole() -> None:
+    events = of_this_thread()
     optimizer = InitializedWrapper(SGD([parameter()]))
-    optimizer.look = lambda: counter.in_step
+    optimizer.look = lambda: events.in_step
     seen: list[tuple[str, bool]] = []
-    counter.on_step.append(lambda stepped: seen.append(("on_step", counter.in_step)))
-    counter.after_step = lambda: seen.append(("after_step", counter.in_step))
+    stop = events.listen(
+        before=lambda stepping: seen.append(("before", events.in_step)),
+        after=lambda stepped: seen.append(("after", events.in_step)),
+        over=lambda: seen.append(("over", events.in_step)),
+    )
     optimizer.step()
+    stop()
     assert optimizer.looks == [True]
-    assert seen == [("on_step", True), ("after_step", False)]
-    assert not counter.in_step
+    assert seen == [("before", False), ("after", True), ("over", False)]
+    assert not events.in_step
 
 
-def test_on_step_is_told_the_outermost_optimizer(counter: StepCounter) -> None:
+def test_the_outermost_optimizer_is_named() -> None:
     seen: list[Optimizer] = []
-    counter.on_step.append(seen.append)
+    stop = of_this_thread().listen(before=seen.append, after=seen.append)
     optimizer = InitializedWrapper(SGD([parameter()]))
     optimizer.step()
-    assert seen == [optimizer]
+    stop()
+    assert seen == [optimizer, optimizer]
+
+
+def test_a_step_that_is_refused_before_it_begins_is_not_under_way() -> None:
+    def refuse(optimizer: Optimizer) -> None:
+        raise KeyboardInterrupt
+
+    seen: list[Optimizer] = []
+    stop = of_this_thread().listen(before=refuse, after=seen.append)
+    with pytest.raises(KeyboardInterrupt):
+        SGD([parameter()]).step()
+    stop()
+    assert not of_this_thread().in_step
+    SGD([parameter()]).step()
+    assert seen == []
+
+
+def test_who_listens_no_longer_hears_nothing_and_the_last_takes_the_hooks_off() -> None:
+    from torch.optim import optimizer
+
+    hooks = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+    first: list[Optimizer] = []
+    second: list[Optimizer] = []
+    stop_first = of_this_thread().listen(after=first.append)
+    stop_second = of_this_thread().listen(after=second.append)
+    stop_first()
+    SGD([parameter()]).step()
+    stop_first()
+    stop_second()
+    assert (len(first), len(second)) == (0, 1)
+    assert hooks == (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
+
+
+@pytest.mark.parametrize(("compiled", "heard"), [(False, 0), (True, 3)])
+def test_compiled_steps_are_heard_by_those_who_want_them(compiled: bool, heard: int) -> None:
+    seen: list[Optimizer] = []
+    stop = of_this_thread().listen(after=seen.append, compiled=compiled)
+    _make_three_compiled(SGD([parameter()]))
+    stop()
+    assert len(seen) == heard
+
+
+def _make_three_compiled(optimizer: Optimizer) -> None:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        compiled = torch.compile(optimizer.step, backend="eager")
+        for _ in range(3):
+            compiled()
+
+
+def test_one_who_wants_compiled_steps_comes_after_one_who_does_not() -> None:
+    first: list[Optimizer] = []
+    second: list[Optimizer] = []
+    stop_first = of_this_thread().listen(after=first.append)
+    stop_second = of_this_thread().listen(after=second.append, compiled=True)
+    _make_three_compiled(SGD([parameter()]))
+    stop_second()
+    _make_three_compiled(SGD([parameter()]))
+    stop_first()
+    assert (len(first), len(second)) == (3, 3)
 
 
 def test_without_the_hooks_of_torch_the_feature_is_off_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -23,7 +23,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nbdist.processes import die_with_parent
-from nbdist.worker.recovery.step_stop import StepCounter, StepStop
+from nbdist.worker.cell.interrupts import StepStop
+from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import MANY
 
 pytestmark = pytest.mark.torch_private
@@ -177,7 +178,7 @@ def _train(number: int, plan: dict[str, Any], model: nn.Module, counter: StepCou
         "stopped": counter.stopped,
         "bodies": bodies,
         "scheduler": scheduler.last_epoch,
-        "collectives": dist.group.WORLD._get_backend(torch.device("cpu"))._get_sequence_number_for_group(),
+        "collectives": cast(Any, dist.group.WORLD)._get_backend(torch.device("cpu"))._get_sequence_number_for_group(),
         "weights": sum(float(p.detach().double().sum()) for p in model.parameters()),
     }
     _send(channel, {"ended": end})

@@ -10,7 +10,7 @@ HERE = str(Path(__file__).resolve().parents[2])
 PROGRAM = """
 import os, socket, sys, threading
 from nbdist.agent.forking import Template
-from nbdist.wire.template import Fork, decode_report, encode
+from nbdist.wire.template_messages import Fork, decode_report, encode
 agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 template = Template(own)
 stop = threading.Event()

@@ -1,11 +1,33 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from nbdist import text
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+# What the panel's page writes as well (labextension/test/words.test.js), in the units in which it gets it.
+SHARED: dict[str, list[tuple[Any, str]]] = json.loads((Path(__file__).parent / "figures.json").read_text())
+WRITE: dict[str, Callable[[Any], str]] = {
+    "size": lambda mebibytes: text.size(mebibytes * MIB),
+    "part_of": lambda both: text.part_of(both[0] * MIB, both[1] * MIB),
+    "duration": lambda milliseconds: text.duration(milliseconds / 1000),
+    "flop_rate": lambda tflops: text.flop_rate(tflops * 1e12),
+    "percent": lambda value: text.percent(value / 100),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "shown"), [(kind, *case) for kind, cases in SHARED.items() for case in cases]
+)
+def test_figures_are_written_as_on_the_page(kind: str, value: Any, shown: str) -> None:
+    assert WRITE[kind](value) == shown
 
 
 @pytest.mark.parametrize(

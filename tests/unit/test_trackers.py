@@ -58,9 +58,9 @@ def test_the_step_is_that_of_the_optimizer_unless_told(kept: Kept) -> None:
 
 
 def test_what_is_no_number_is_left_out_and_said_once(kept: Kept) -> None:
-    with pytest.warns(UserWarning, match=r"loss is not logged: it has the shape \[2, 3\].* such as its mean\(\)"):
+    with pytest.warns(UserWarning, match=r"loss is not logged: it has the shape \[2, 3\].* its mean\(\)"):
         trackers.log({"loss": torch.ones(2, 3), "good": 1}, 1)
-    with pytest.warns(UserWarning, match="phase is not logged: it is str, and a number is wanted"):
+    with pytest.warns(UserWarning, match="phase is not logged: it is str, not a number"):
         trackers.log({"phase": "warm-up", "good": 1}, 1)
     trackers.log({"phase": "warm-up", "loss": torch.ones(2, 3), "good": 2}, 2)
     assert kept.rows == [(1, {"good": 1}), (1, {"good": 1}), (2, {"good": 2})]
@@ -95,7 +95,7 @@ def test_a_tracker_that_fails_to_close_does_not_keep_the_others_open(kept: Kept)
 
 
 def test_before_a_run_it_says_how_to_begin_one() -> None:
-    with pytest.raises(UsageError, match=r"type nbdist\.init_trackers"):
+    with pytest.raises(UsageError, match=r"call nbdist\.init_trackers"):
         trackers.log({"loss": 1})
 
 
@@ -113,9 +113,7 @@ def test_a_missing_library_is_one_error_with_the_command(
     kind: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.path", [])
-    with pytest.raises(
-        UsageError, match=f"{kind} needs a library that is not installed: type `%pip install {package}`"
-    ):
+    with pytest.raises(UsageError, match=f"{kind} needs a library that is not installed: run `%pip install {package}`"):
         trackers.init_trackers("run", to=kind)
 
 

@@ -272,7 +272,11 @@ def test_an_epoch_that_the_user_tells_a_distributed_sampler_is_believed() -> Non
 def test_the_order_of_a_stream_does_not_depend_on_the_number_of_workers(dataset: type[Stream]) -> None:
     found = []
     for workers in (0, 1, 2):
-        loaders = all_ranks(lambda workers=workers: DataLoader(dataset(19), 2, num_workers=workers), 2)
+
+        def make(count: int = workers) -> DataLoader[Any]:
+            return DataLoader(dataset(19), 2, num_workers=count)
+
+        loaders = all_ranks(make, 2)
         steps = rounds(loaders)
         assert sorted(real(steps, loaders[1].remainder)) == list(range(19))
         found.append((steps, loaders[0].remainder))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -80,7 +81,8 @@ def test_what_an_earlier_plan_has_set_is_taken_back() -> None:
 
 @pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
 def test_tf32_follows_the_plan_after_torch_s_newer_switches_were_used(chosen: str) -> None:
-    switches = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    backends: Any = torch.backends
+    switches = [backends.cuda.matmul, backends.mkldnn.matmul]
     switches[0].fp32_precision = chosen
     before = [switch.fp32_precision for switch in switches]
     for wanted, expected in ((True, "tf32"), (False, "ieee")):

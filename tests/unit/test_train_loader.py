@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -189,7 +189,7 @@ def test_the_state_of_a_stream_is_that_of_the_batch_given_out_although_the_next_
 def test_skip_first_batches_skips_and_counts_epochs_with_the_loader(kind: str) -> None:
     (loader,), (other,) = all_ranks(maker(kind, 20, 3), 1), all_ranks(maker(kind, 20, 3), 1)
     whole, following = lists(other), lists(other)
-    skipping = skip_first_batches(loader, 4)
+    skipping: Any = skip_first_batches(loader, 4)
     assert lists(skipping) == whole[4:]
     assert kind == "stream" or len(skipping) == len(whole) - 4
     assert (skipping.end_of_loader, loader.end_of_loader, loader.epoch) == (True, True, 1)
@@ -235,7 +235,8 @@ def test_it_can_be_pickled() -> None:
 
 def test_batches_stay_where_they_are_on_the_cpu() -> None:
     batch = torch.ones(2)
-    loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=lambda item: item)
+    data: Any = [batch]
+    loader: DataLoader[Any] = DataLoader(data, batch_size=None, collate_fn=lambda item: item)
     assert next(iter(prepare_loader(loader, plan=Plan()))) is batch
 
 
@@ -250,7 +251,8 @@ def test_batches_go_to_the_device_as_a_whole() -> None:
 
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     batch = {"tensors": [torch.ones(2)], "own": (Own(), packed), "text": "to"}
-    loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=lambda item: item)
+    data: Any = [batch]
+    loader: DataLoader[Any] = DataLoader(data, batch_size=None, collate_fn=lambda item: item)
     (found,) = prepare_loader(loader, plan=Plan(), device="meta")
     own, sequence = found["own"]
     assert {str(one.device) for one in (found["tensors"][0], own, sequence.data)} == {"meta"}
@@ -270,7 +272,7 @@ def test_all_epochs_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_come_to_the_gpu_whole(workers: int) -> None:
-    data = torch.randn(64, 1 << 14)
+    data: Any = torch.randn(64, 1 << 14)
     loader = prepare_loader(DataLoader(data, 4, num_workers=workers), plan=Plan(), device="cuda")
     found = [(batch * 2).cpu() / 2 for batch in loader if batch.is_cuda]
     assert torch.equal(torch.cat(found), data)
@@ -291,7 +293,8 @@ def test_a_loop_that_is_closed_late_does_not_end_the_next_one() -> None:
     """As when a traceback holds it, or the garbage collector comes late."""
     loader = prepare_loader(maker("sequential", 8, 2)(), plan=Plan())
     for again in (loader, skip_first_batches(loader, 1)):
-        left, iterator = iter(loader), iter(again)
+        left: Any = iter(loader)
+        iterator: Any = iter(again)
         next(left), next(iterator)
         left.close()
         assert (state.current().loader is again, loader.iterating) == (True, True)
@@ -317,7 +320,7 @@ def test_tensors_in_any_structure_are_found_and_its_types_stay() -> None:
         (one, "text"),
         Pair(one, None),
         OrderedDict(a=one),
-        defaultdict(list, b=one),
+        defaultdict(torch.Tensor, b=one),
         UserDict({"c": {"d": one}}),
         Record(one),
     ]
@@ -377,25 +380,30 @@ def test_the_warning_names_the_share_and_what_to_change() -> None:
 
 # --- bad input
 
+ONE: Any = [1]
+
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: prepare_loader([1, 2], plan=Plan()), "takes a torch.utils.data.DataLoader, not list: put the data"),
-        (lambda: prepare_loader(DataLoader([1]), plan=Plan(), rank=0), "give both, for example rank=0, world_size=2"),
-        (lambda: prepare_loader(DataLoader([1]), plan=Plan(), rank=2, world_size=2), "rank=2 with world_size=2"),
         (
-            lambda: prepare_loader(DataLoader([1]), plan=Plan(dispatch=True), rank=0, world_size=2),
+            lambda: prepare_loader(cast(Any, [1, 2]), plan=Plan()),
+            "takes a torch.utils.data.DataLoader, not list: put the data",
+        ),
+        (lambda: prepare_loader(DataLoader(ONE), plan=Plan(), rank=0), "give both, for example rank=0, world_size=2"),
+        (lambda: prepare_loader(DataLoader(ONE), plan=Plan(), rank=2, world_size=2), "rank=2 with world_size=2"),
+        (
+            lambda: prepare_loader(DataLoader(ONE), plan=Plan(dispatch=True), rank=0, world_size=2),
             "leave out rank=, sharded=True and DistributedSampler, or plan dispatch=False",
         ),
         (
             lambda: prepare_loader(
-                DataLoader([1], sampler=DistributedSampler([1], num_replicas=3, rank=1)), rank=1, world_size=2
+                DataLoader(ONE, sampler=DistributedSampler(ONE, num_replicas=3, rank=1)), rank=1, world_size=2
             ),
             "made for rank 1 of 3, and this is rank 1 of 2: leave it out",
         ),
-        (lambda: prepare_loader(DataLoader([1]), plan=Plan()).load_state_dict({"epoch": 1}), "it lacks batches, gen"),
-        (lambda: skip_first_batches(DataLoader([1]), -1), "num_batches=-1 is negative"),
+        (lambda: prepare_loader(DataLoader(ONE), plan=Plan()).load_state_dict({"epoch": 1}), "it lacks batches, gen"),
+        (lambda: skip_first_batches(DataLoader(ONE), -1), "num_batches=-1 is negative"),
         (lambda: skip_first_batches(DataLoader(Stream(3)), 1), "type loader = nbdist.prepare(loader) first"),
     ],
 )

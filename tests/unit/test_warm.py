@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.agent.warm_template import WarmTemplate, changed_variables, find_torch, installed_versions
 from nbdist.wire.life import StartOptions
-from nbdist.wire.template import ImportFailed
+from nbdist.wire.template_messages import ImportFailed
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def waiting(at: float, collective: str = "all_reduce", line: int = 4, **changes:
 class Cell:
     """A cell with four ranks that began at 0 s, and what its watch has done."""
 
-    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0, **options: bool) -> None:
+    def __init__(self, ranks: Sequence[int] = WORLD, grace: float = 1.0, **options: Any) -> None:
         self.asked: list[tuple[float, list[int]]] = []
         self.said: list[tuple[str, bool, bool]] = []
         self.freed: list[int] = []
@@ -184,7 +184,7 @@ def test_within_a_second_it_is_said_that_ranks_wait_for_some_that_are_not_in_the
 
 
 def test_a_wait_for_ranks_that_are_in_the_cell_is_said_as_late_as_ever() -> None:
-    pair = {"members": [0, 1], "group": "1"}
+    pair: dict[str, Any] = {"members": [0, 1], "group": "1"}
     cell = Cell(ranks=[0, 1], part=True)
     cell.does = {0: answer, 1: lambda at: waiting(at, **pair)}
     cell.run(4.9)
@@ -213,7 +213,7 @@ def test_a_long_collective_that_all_are_in_is_no_news() -> None:
 
 def test_nor_is_one_of_a_sub_group_while_the_others_do_something_else() -> None:
     cell = Cell()
-    pair = {"members": [0, 1], "group": "1"}
+    pair: dict[str, Any] = {"members": [0, 1], "group": "1"}
     cell.does = {0: lambda at: waiting(at, **pair), 1: lambda at: waiting(at, **pair), 2: answer, 3: answer}
     cell.run(60)
     assert not cell.said
@@ -243,7 +243,7 @@ def test_ranks_in_different_collectives_wait_for_each_other_for_ever() -> None:
     cell.run(5)
     assert cell.line == (
         "rank 0 waits in barrier, cell 7 line 3; ranks 1-3 wait in all_reduce, cell 7 line 4. "
-        "They wait for each other, so none of them will ever move"
+        "They wait for each other, so none of them can continue"
     )
 
 
@@ -251,7 +251,7 @@ def test_so_do_ranks_that_all_receive() -> None:
     cell = Cell(ranks=[0, 1])
     cell.does = {0: lambda at: waiting(at, "recv", members=[1]), 1: lambda at: waiting(at, "recv", members=[0])}
     cell.run(5)
-    assert cell.line.endswith("none of them will ever move")
+    assert cell.line.endswith("none of them can continue")
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -268,7 +268,7 @@ def test_a_backward_waits_if_it_is_ahead_of_others_and_does_not_compute(busy: bo
 def test_so_does_one_that_uses_a_processor_while_a_collective_it_has_started_does_not_end() -> None:
     """CUDA waits in that way, in whatever call: here the record shows the same collective under way in both looks."""
     cell = Cell(ranks=[0, 1])
-    spins = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
+    spins: dict[str, Any] = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
     cell.does = {0: answer, 1: lambda at: waiting(at, "a collective", cpu=at, **spins)}
     cell.run(5)
     assert cell.line.startswith("rank 1 waits in a collective")
@@ -308,7 +308,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_nor_asked_again() -> None
     cell = cell_waiting_for_rank_0()
     cell.does[0] = None
     cell.run(7)
-    assert cell.line.endswith("rank 0 is in a call that does not let Python answer")
+    assert cell.line.endswith("rank 0 is in a call that blocks Python")
     assert [ranks for _, ranks in cell.asked] == [[0, 1, 2, 3], [1, 2, 3]]
     cell.does[0] = answer
     cell.answer()
@@ -366,7 +366,7 @@ def test_so_are_those_that_wait_for_one_that_waits_for_it() -> None:
 
 def test_so_are_those_that_wait_by_spinning() -> None:
     cell = Cell(ranks=[0, 1])
-    spins = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
+    spins: dict[str, Any] = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
     cell.does = {0: lambda at: waiting(at, "a collective", cpu=at, **spins), 1: answer}
     failed(1, 0.5, cell)
     cell.run(1.6)
@@ -492,7 +492,7 @@ def test_the_making_of_a_group_takes_them_too() -> None:
     cell.run(until=20)
     assert cell.stranded[0] == (
         "waits in init_process_group, cell 7 line 4, for ranks 2-3, which have returned: "
-        "let all ranks make the same calls before their function returns"
+        "make the same calls on all ranks before the function returns"
     )
 
 

@@ -67,7 +67,7 @@ def test_a_message_that_an_interrupt_has_cut_is_dropped_and_the_next_arrives(
         sent.append(args)
         if len(sent) == 3:
             raise KeyboardInterrupt
-        return real(self, *args)  # type: ignore[arg-type]
+        return real(self, *args)  # type: ignore[call-overload]
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(zmq.Socket, "send", interrupted)

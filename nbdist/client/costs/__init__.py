@@ -1,1 +1,1 @@
-"""What cells cost: memory, steps, history. Watches sessions, which know nothing of it."""
+"""What cells cost: memory, steps, history. Observes sessions, which don't depend on it."""

@@ -1,6 +1,6 @@
-"""What each cell cost in memory, shown below it: the notebook's own, or over the ranks that it ran on.
+"""What each cell cost in memory, shown below it: in the notebook's own process, or over the ranks that it ran on.
 
-Owns when cells are measured and what is remembered of them. How the figures look is for `memory_report`.
+Owns when cells are measured and which results are kept. How the figures look is up to `memory_report`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from nbdist.text import size
 MODES = ("on", "compact", "off")
 MARK = re.compile(r"%%memory[ \t]*(on|compact)?[ \t]*(?:(?<=[ \t])#[^\r\n]*)?(?=[\r\n]|$)")
 _NO_WORK = re.compile(r"(%dist(ributed)?\b.*|#.*)?")  # a line
-_GROWTH = 1 << 20  # bytes that a cell has to keep each time until it looks like a leak
+_GROWTH = 1 << 20  # bytes that a cell has to keep each time before it looks like a leak
 _TIMES = 3
 _REMEMBERED = 256  # cells
 
 
 class CellMemory(Observer):
-    """Watches the cells of a notebook.
+    """Measures the cells of a notebook.
 
     Args:
-        shell: The notebook's.
+        shell: The notebook's shell.
 
     Attributes:
         mode: "on" (a table below each cell), "compact" (a line) or "off".
-        last: What the newest cell that was measured cost.
+        last: The cost of the newest cell that was measured.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -50,11 +50,11 @@ class CellMemory(Observer):
         self._shell = shell
         self._cell: _Cell | None = None
         self._within: list[Any] = []  # cells that it runs
-        self._tasks: dict[Task, _Cell] = {}  # that are measured, and the cells that have started them
-        self._growth: OrderedDict[int, int] = OrderedDict()  # how often in a row a cell has kept memory
+        self._tasks: dict[Task, _Cell] = {}  # tasks that are measured, and the cells that started them
+        self._growth: OrderedDict[int, int] = OrderedDict()  # how many times in a row a cell has kept memory
 
     def install(self) -> None:
-        """See every cell from now on."""
+        """Observe every cell from now on."""
         events: Any = self._shell.events
         events.register("pre_run_cell", self._begin)
         events.register("post_run_cell", self._end)
@@ -69,7 +69,7 @@ class CellMemory(Observer):
             self._cell.measure()
 
     def _begin(self, info: Any) -> None:
-        if self._cell is not None:  # a cell that a cell runs is part of it
+        if self._cell is not None:  # a cell run by another cell is part of it
             self._within.append(info)
             return
         marked = MARK.match(info.raw_cell.lstrip())
@@ -85,7 +85,7 @@ class CellMemory(Observer):
         if any(info is each for each in self._within):
             self._within = [each for each in self._within if each is not info]
             return
-        self._cell, self._within = None, []  # also where IPython was interrupted itself, and knows the cell no more
+        self._cell, self._within = None, []  # also if IPython itself was interrupted, and has lost track of the cell
         error = getattr(result, "error_in_exec", None)
         if error is not None and (words := oom.explain(error, self._shell.user_ns)):
             print(words)
@@ -99,14 +99,14 @@ class CellMemory(Observer):
         self._shell.display_pub.publish({"text/plain": self.last.render(mode)}, {"nbdist": {"memory": self.last.data}})
 
     def cell_began(self, task: Task) -> None:
-        """The running cell has ranks run something: they measure it, if the cell is measured."""
+        """Have the ranks measure the task if the running cell is measured."""
         if task.runs_users_code and self._cell is not None and self._cell.meter is not None:
-            task.metered = True
+            task.metered = msgspec.structs.replace(task.metered, memory=True)
             self._cell.begin_task()
             self._tasks[task] = self._cell
 
     def cell_ended(self, task: Task) -> None:
-        """A task has ended. In its own thread, which for one in the background is not the cell's."""
+        """Add what a task cost. Called in the task's thread, which for a background task is not the cell's."""
         cell = self._tasks.pop(task, None)
         if cell is None:
             return
@@ -118,7 +118,7 @@ class CellMemory(Observer):
             task.say(cost.render("compact"))
 
     def _leak(self, code: str, cost: CellCost) -> str:
-        """A hint where this cell has kept memory each of the last times."""
+        """Return a hint if this cell has kept memory each of the last times."""
         key = hash(code.strip())
         growth = max(cost.growths(), key=lambda found: found[0], default=(0, ""))
         times = self._growth.pop(key, 0) + 1 if growth[0] > _GROWTH else 0
@@ -135,18 +135,18 @@ class CellMemory(Observer):
 
 
 def _does_nothing(code: str) -> bool:
-    """Whether a cell has only verbs of `%distributed`, and comments."""
+    """Return whether a cell contains only verbs of `%distributed`, and comments."""
     return all(_NO_WORK.fullmatch(line.strip()) for line in code.splitlines())
 
 
 class _Cell:
-    """A cell that is running.
+    """A running cell.
 
     Attributes:
         code: Its text, without a `%%memory` on top.
-        mode: How it is shown.
-        explicit: Whether `%%memory` stands on top.
-        meter: Measures the notebook's own process; None: nothing is measured.
+        mode: How its cost is shown.
+        explicit: Whether it starts with `%%memory`.
+        meter: Measures the notebook's own process; None if nothing is measured.
         closed: Whether it has ended.
     """
 
@@ -165,17 +165,17 @@ class _Cell:
         self.meter = MemoryMeter().begin()
 
     def begin_task(self) -> None:
-        """It has started a task that is measured."""
+        """Count a measured task that it has started."""
         self._tasks += 1
         if self._devices is None:
             self._devices = _DevicePeaks.watch()
 
     def add(self, cost: CellCost) -> None:
-        """A task of it has cost this."""
+        """Add the cost of one of its tasks."""
         self._ranks = cost if self._ranks is None else self._ranks.then(cost)
 
     def conclude(self) -> CellCost:
-        """What it cost: on the ranks, if it ran anything there, else here."""
+        """Return what it cost: on the ranks if it ran anything there, else in the notebook's process."""
         self.closed = True
         assert self.meter is not None
         own = self.meter.end()
@@ -191,7 +191,7 @@ class _Cell:
 
 
 def cost_of(task: Task) -> CellCost:
-    """What a task cost, by the replies of its ranks."""
+    """Return what a task cost, according to its ranks' replies."""
     usages = {rank: reply.memory for rank, reply in sorted(task.replies.items()) if reply.memory is not None}
     failures = task.failures
     missing = {
@@ -203,7 +203,7 @@ def cost_of(task: Task) -> CellCost:
 
 
 class _DevicePeaks:
-    """The most that was in use on each GPU, by anybody, as far as the nodes' samplers see it."""
+    """The highest use of each GPU, by any process, as seen by the nodes' samplers."""
 
     def __init__(self, session: sessions.Session) -> None:
         from nbdist.client.costs.monitor import Monitor
@@ -214,14 +214,14 @@ class _DevicePeaks:
 
     @classmethod
     def watch(cls) -> _DevicePeaks | None:
-        """From now on; None where no rank has a GPU."""
+        """Start watching; return None if no rank has a GPU."""
         session = sessions.living_session()
         if session is None or all(info.device == "cpu" for info in session.ranks):
             return None
         return cls(session)
 
     def end(self) -> list[GpuSample]:
-        """Of each GPU the look at which the most was in use."""
+        """Stop watching, and return the sample with the highest use of each GPU."""
         self._unsubscribe()
         return list(self._fullest.values())
 
@@ -234,11 +234,11 @@ class _DevicePeaks:
 
 
 def raise_peaks(usage: MemoryUsage, seen: Collection[GpuSample]) -> MemoryUsage:
-    """The same with the peaks of whole devices that were seen from outside.
+    """Return the usage with the peaks of whole devices that were seen from outside.
 
     Args:
         usage: What a process measured by itself.
-        seen: GPUs when the most was in use on them, by anybody.
+        seen: Samples of GPUs at their highest use, by any process.
     """
 
     def raised(one: DeviceUsage) -> DeviceUsage:
@@ -252,19 +252,19 @@ def raise_peaks(usage: MemoryUsage, seen: Collection[GpuSample]) -> MemoryUsage:
 
 
 def parse_mark(line: str) -> str:
-    """The mode that a `%%memory` line asks for.
+    """Return the mode that a `%%memory` line asks for.
 
     Raises:
-        UsageError: It asks for something else.
+        UsageError: The line is invalid.
     """
     marked = MARK.fullmatch(f"%%memory {line}".rstrip())
     if marked is None:
-        raise UsageError(f"%%memory takes `compact` or nothing, not {line.strip()!r}: `%%memory`, `%%memory compact`")
+        raise UsageError(f"%%memory takes `compact` or nothing, got {line.strip()!r}: `%%memory`, `%%memory compact`")
     return marked[1] or "on"
 
 
 def strip_mark(lines: list[str]) -> list[str]:
-    """A cell's lines without the `%%memory` on top of it, in such a way that all others keep their numbers.
+    """Return a cell's lines without a leading `%%memory`, so that all other lines keep their numbers.
 
     A cell magic below it has to be the first line for IPython to see it.
     """

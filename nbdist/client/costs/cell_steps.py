@@ -1,110 +1,75 @@
 """What training steps cost, below each cell that made some: `%distributed tflops on`; and `%distributed peak`.
 
-Owns when ranks and this process are measured, and how the line looks. What the figures mean: `nbdist.metrics.steps`.
+Owns when ranks and this process are measured, and how the line looks. `nbdist.metrics.steps` defines the figures.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist.client.session.observers import Observer, subscribe
 from nbdist.client.session.session import Session, rank_set_of
-from nbdist.errors import NbdistError
+from nbdist.client.session.task import Task
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.ranks import describe_ranks
 from nbdist.text import duration, flop_rate, percent, table
-from nbdist.wire.knowing import GetLap, Lap
 
 HERE = -1  # the notebook's own process, among ranks
-_ANSWER_LIMIT = 1.0  # seconds
 
 
-class CellSteps:
-    """Measures the steps of a notebook's cells, here and on ranks.
+class CellSteps(Observer):
+    """Measures the training steps of a notebook's cells, in its own process and on ranks.
 
     Args:
-        shell: The notebook's.
+        shell: The notebook's shell.
 
     Attributes:
-        on: Whether they are.
-        shown: Whether there is a line below cells that made some.
+        on: Whether steps are measured.
+        shown: Whether a line is shown below cells that made steps.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.on = self.shown = False
-        self._measured: set[int] = set()  # processes of ranks
         events: Any = shell.events
         events.register("pre_run_cell", self._before)
         events.register("post_run_cell", self._after)
+        subscribe(self)
 
-    def switch(self, on: bool, session: Session | None) -> None:
-        """Measure steps from now on and show a line below cells, or no longer.
+    def switch(self, on: bool, *, here: bool) -> None:
+        """Start or stop measuring steps and showing a line below cells.
 
         Args:
-            on: Whether.
-            session: Whose ranks; None: there are none, so this process is prepared at once.
+            on: Whether to start or stop.
+            here: Whether there are no ranks, so that the next cell trains in this process.
         """
         self.on = self.shown = on
-        if on and session is None:
+        if on and here:
             import torch  # noqa: F401 - so that the next cell, which may import it, is measured
         self._before()
-        if session is not None:
-            self.prepare(session)
 
-    def measure(self, session: Session | None) -> None:
-        """Measure steps from now on, without a line below cells: for those who show them in another way."""
+    def measure(self) -> None:
+        """Measure steps from now on, without a line below cells: for callers that show them in another way."""
         self.on = True
         self._before()
-        if session is not None:
-            self.prepare(session)
 
-    def prepare(self, session: Session, ranks: Sequence[int] | None = None) -> None:
-        """See to it that the ranks that wait for work are measured, or are not, as is wanted.
+    def cell_began(self, task: Task) -> None:
+        """Have ranks measure what runs the user's code. A launch has processes of its own, where nothing is shown."""
+        if self.on and task.kind in ("cell", "call"):
+            task.metered = msgspec.structs.replace(task.metered, steps=True)
 
-        Args:
-            ranks: Which are about to run something; None: all.
-        """
-        rank_set = rank_set_of(session)
-        living = rank_set.living()
-        wanted = living if ranks is None else [rank for rank in ranks if rank in living]
-        busy = rank_set.traffic.running(wanted)
-        pids = {info.rank: info.pid for info in session.ranks if info.rank in wanted and info.rank not in busy}
-        change = [rank for rank, pid in pids.items() if (pid in self._measured) != self.on]
-        if not change:
-            return
-
-        def switch(on: bool) -> None:  # inside, so that it travels by value and ranks need nothing of the client
-            from nbdist.metrics import steps
-            from nbdist.metrics.node import active_meter
-
-            (steps.start if on else active_meter.stop)()
-
-        with contextlib.suppress(NbdistError):  # the cell itself will say what is wrong with them
-            rank_set.set_up(switch, self.on, ranks=change)
-            found = {pids[rank] for rank in change}
-            self._measured = self._measured | found if self.on else self._measured - found
-
-    def of_ranks(self, session: Session, ranks: Sequence[int]) -> str:
-        """The line below a cell that has run on ranks; empty if it made no steps."""
+    def below(self, task: Task) -> str:
+        """Return the line below a cell that ran on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
-        rank_set = rank_set_of(session)
-        living = rank_set.living()
-        asked = [rank for rank in ranks if rank in living]
-        answered: set[int] = set()
-        found: dict[int, StepSample] = {}
-        with contextlib.suppress(NbdistError):
-            for rank, answer in rank_set.traffic.ask(asked, GetLap(), timeout=_ANSWER_LIMIT).items():
-                answered.add(rank)
-                if isinstance(answer, Lap) and answer.steps is not None:
-                    found[rank] = answer.steps
-        return render(found, missing=[rank for rank in ranks if rank not in answered])
+        found = {rank: reply.steps for rank, reply in sorted(task.replies.items()) if reply.steps is not None}
+        return render(found, missing=[rank for rank in task.ranks if rank not in task.replies])
 
     # --- the notebook's own process
 
@@ -119,21 +84,20 @@ class CellSteps:
     def _after(self, result: object) -> None:
         if not self.on:
             return
-        active_meter.end_lap()
-        lap = active_meter.last_lap()
+        lap = active_meter.end_lap()
         if self.shown and lap is not None and (line := render({HERE: lap})):
             print(line)
 
 
 def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> str:
-    """One line on the steps of a cell.
+    """Return one line about the steps of a cell.
 
     Args:
         samples: By rank, of the whole cell.
-        missing: Ranks of it that have not answered.
+        missing: Its ranks that have not answered.
 
     Returns:
-        Steps, time, what was worked on, TFLOPS, MFU, HFU, waiting, and what is not known and why; empty without steps.
+        Steps, time, units of work, TFLOPS, MFU, HFU, waiting, and what is unknown and why; empty without steps.
     """
     stepping = {rank: sample for rank, sample in samples.items() if sample.steps}
     if not stepping:
@@ -166,7 +130,7 @@ def _time(samples: Mapping[int, StepSample]) -> str:
 
 
 def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
-    """Samples or tokens of all ranks in a second; they go as fast as the slowest."""
+    """Return the samples or tokens per second of all ranks, which go as fast as the slowest."""
     kinds = {sample.unit for sample in samples.values()}
     if len(kinds) != 1 or not all(sample.units for sample in samples.values()):
         return []
@@ -206,12 +170,12 @@ def _shares(samples: Mapping[int, StepSample]) -> list[str]:
 
 
 def measure_peaks(session: Session | None, dtype: str | None, seconds: float) -> str:
-    """Measure what matrix products reach, on all ranks at once or here.
+    """Measure the best rate of matrix products, on all ranks at once or in this process.
 
     Args:
-        session: Whose ranks; None: this process, on its CPU unless it uses a GPU already.
-        dtype: As `nbdist.metrics.compute.matmul_rate.measure` takes it.
-        seconds: How long, about.
+        session: Whose ranks; None for this process, on its CPU unless it already uses a GPU.
+        dtype: As in `nbdist.metrics.compute.matmul_rate.measure`.
+        seconds: Approximate duration.
 
     Returns:
         A table.

@@ -1,7 +1,7 @@
-"""What has been seen so far: cells, looks at ranks, training steps, as tables and as lines in a file.
+"""What has been recorded so far: cells, samples of ranks, training steps, as tables and as lines in a file.
 
-Owns the columns, how much is kept, and the file. Looks are kept whenever somebody watches, which the panel does;
-`record` watches by itself. Cells that ran on ranks are always kept; while there are none, the notebook's own are.
+Owns the columns, how much is kept, and the file. Samples are kept whenever something samples ranks, as the panel does;
+`record` samples by itself. Cells that ran on ranks are always kept; without a session, the notebook's own cells are.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from nbdist.client.costs.monitor import Monitor
     from nbdist.client.session.task import Task
 
-_LOOKS = 600  # that are kept: ten minutes, of one a second
-_RANKS = 30_000  # in all looks together that are kept, about 60 MB: of 1,024 ranks that is 29 looks
+_LOOKS = 600  # that are kept: ten minutes of one per second
+_RANKS = 30_000  # in all kept samples together, about 60 MB: for 1,024 ranks that is 29 samples
 _CELLS = 10_000
 
 Row = dict[str, Any]
 
 
 class History(Observer):
-    """The notebook's record. `nbdist.history()` gives it.
+    """The notebook's record, returned by `nbdist.history()`.
 
-    Tables are pandas DataFrames where pandas is installed, else lists of dicts with the same columns. Bytes, seconds,
-    watts, degrees Celsius, FLOP/s in units of 10¹² (tflops), shares from 0 to 1; None or NaN where it is not known.
+    Tables are pandas DataFrames if pandas is installed, else lists of dicts with the same columns. Units: bytes, s,
+    W, degrees Celsius, 10¹² FLOP/s (tflops), shares from 0 to 1; None or NaN where unknown.
     """
 
     def __init__(self) -> None:
@@ -55,21 +55,21 @@ class History(Observer):
 
     @property
     def cells(self) -> Any:
-        """What ran on ranks: a row for each cell, call and launch, in the order of their ends.
+        """Return what ran on ranks: a row for each cell, call and launch, in the order in which they ended.
 
-        While there is no session, the notebook's own cells, from `%load_ext nbdist` on: their ranks are "-1".
+        Without a session, the notebook's own cells since `%load_ext nbdist`: their ranks are "-1".
 
-        Columns: at (seconds since 1970, of its beginning), cell, kind, ranks, seconds, status ("ok", "error", "died",
-        "interrupted", "running" where it was left to go on, "lost" with its session), code (its first line).
+        Columns: at (start, in seconds since 1970), cell, kind, ranks, seconds, status ("ok", "error", "died",
+        "interrupted", "running" if it was left running, "lost" with its session), code (its first line).
         """
         with self._lock:
             return _table(list(self._cells), _CELL_COLUMNS)
 
     @property
     def samples(self) -> Any:
-        """A row for each rank of each look. Rank -1 is the notebook's own process.
+        """Return a row for each rank in each sample. Rank -1 is the notebook's own process.
 
-        Columns: at, cell, generation, what `RankSample` has, what the driver tells of the rank's GPU (gpu_total,
+        Columns: at, cell, generation, the fields of `RankSample`, what the driver reports of the rank's GPU (gpu_total,
         gpu_used, non_torch, utilization, temperature, power, throttled), and its machine (node_memory_total,
         node_memory_used, node_cpu).
         """
@@ -78,30 +78,30 @@ class History(Observer):
 
     @property
     def steps(self) -> Any:
-        """A row for each rank of each look in which it had made steps since the one before.
+        """Return a row for each rank in each sample in which it had made steps since the sample before.
 
-        Columns: at, cell, generation, rank, what `StepSample` has, and tflops, mfu, hfu.
+        Columns: at, cell, generation, rank, the fields of `StepSample`, and tflops, mfu, hfu.
         """
         made = _Made()
         return _table([row for look in self.looks for row in _step_rows(look, made)], _STEP_COLUMNS)
 
     @property
     def looks(self) -> list[Sample]:
-        """The Samples that are kept, oldest first: the last 600, or fewer of more than 50 ranks."""
+        """Return the kept Samples, oldest first: the last 600, or fewer if there are more than 50 ranks."""
         with self._lock:
             return list(self._looks)
 
     # --- recording
 
     def record(self, path: str | Path | None = None, *, rate: float | None = None) -> History:
-        """Watch from now on, whether a panel is open or not, until `stop`. A new session is followed by itself.
+        """Sample from now on until `stop`, whether or not a panel is open. New sessions are included.
 
         Args:
-            path: A file to which every row is added as a line of JSON, with the name of its table under "table".
-            rate: Seconds between two looks, 0.25 to 60; None: as it is (1 at first).
+            path: A file to which every row is appended as a line of JSON, with the name of its table under "table".
+            rate: Seconds between two samples, 0.25 to 60; None to leave it (1 at first).
 
         Raises:
-            UsageError: The file can't be written, or the rate is out of bounds.
+            UsageError: The file can't be written, or the rate is out of range.
         """
         file = _File(Path(path)) if path is not None else None
         with self._lock:
@@ -118,14 +118,14 @@ class History(Observer):
         return self
 
     def stop(self) -> None:
-        """Watch no longer, and end the file. What has been seen is kept."""
+        """Stop sampling, and close the file. What has been recorded is kept."""
         with self._lock:
             self._recording, self._monitor = False, None
             self._unsubscribe()
             self._close_file()
 
     def clear(self) -> None:
-        """Forget what has been seen. The file is left alone."""
+        """Forget what has been recorded. The file is left alone."""
         with self._lock:
             self._cells.clear()
             self._looks.clear()
@@ -136,7 +136,7 @@ class History(Observer):
             self._file = None
 
     def _follow(self, rate: float | None = None) -> None:
-        """Watch the notebook's session, or its own process while there is none."""
+        """Sample the notebook's session, or its own process while there is none."""
         from nbdist.client.costs.monitor import Monitor
         from nbdist.client.session.session import living_session
 
@@ -150,22 +150,22 @@ class History(Observer):
         self._unsubscribe()
         self._monitor, self._unsubscribe = monitor, monitor.subscribe(lambda sample: None)
 
-    # --- what has been seen
+    # --- recording
 
     def cell_began(self, task: Task) -> None:
-        """Something is about to run on ranks, perhaps those of a new session."""
+        """Note that something is about to run on ranks, perhaps of a new session."""
         with self._lock:
             if self._recording:
                 self._follow()
 
     def cell_ended(self, task: Task) -> None:
-        """Something has run on ranks; what ran no code of the user's does not count."""
+        """Add what ran on ranks, unless it ran none of the user's code."""
         if task.runs_users_code:
             ranks = format_ranks(task.ranks)
             self._add_cell(_cell_row(task.started, task.number, task.kind, ranks, task.status, task.code))
 
     def end_own_cell(self, started: float, result: Any) -> None:
-        """A cell has run in the notebook's own process. One that leaves no trace in the notebook does not count."""
+        """Add a cell that ran in the notebook's own process, unless it leaves no trace in the notebook."""
         if result is None or result.execution_count is None:
             return
         error = result.error_before_exec or result.error_in_exec
@@ -178,7 +178,7 @@ class History(Observer):
             self._write("cells", [row])
 
     def ranks_looked_at(self, sample: Sample) -> None:
-        """Ranks have been looked at."""
+        """Add a sample of ranks."""
         with self._lock:
             self._looks.append(sample)
             ranks = sum(len(look.ranks) for look in self._looks) if len(sample.ranks) * _LOOKS > _RANKS else 0
@@ -211,7 +211,7 @@ class _File:
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UsageError(
-                f"the history can't be written to {path}: {error.strerror}. Name a file in a folder that is there, "
+                f"the history can't be written to {path}: {error.strerror}. Use a file in a folder that exists, "
                 "for example `nbdist.history(path='run.jsonl')`"
             ) from None
 
@@ -223,7 +223,7 @@ class _File:
             while lines:
                 lines = lines[os.write(self._descriptor, lines) :]
         except OSError as error:
-            self._why = f"not written to any more: {error.strerror}"
+            self._why = f"no longer written to: {error.strerror}"
             with contextlib.suppress(OSError):
                 print(f"nbdist: the history's file {self._path} is {self._why}", file=sys.stderr)
 
@@ -271,7 +271,7 @@ def _sample_rows(look: Sample) -> Iterator[Row]:
 
 
 class _Made:
-    """How many steps each rank had made when it was looked at last. Fresh ranks begin anew."""
+    """How many steps each rank had made at the last sample. Fresh ranks start again from 0."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[int, int], int] = {}
@@ -295,7 +295,7 @@ def _step_rows(look: Sample, made: _Made) -> Iterator[Row]:
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
-    """None also where a clock ran backwards."""
+    """Return part / whole; None also if a clock ran backwards."""
     if part is None or whole is None or not whole > 0:
         return None
     ratio = part / whole
@@ -314,26 +314,26 @@ of_notebook = History()
 
 
 def history(path: str | Path | None = None, *, rate: float | None = None) -> History:
-    """What has been seen in this notebook so far: `.cells`, `.samples`, `.steps`.
+    """Return what has been recorded in this notebook: `.cells`, `.samples`, `.steps`.
 
-    >>> nbdist.history(path="run.jsonl")  # from now on every row goes to the file, too
+    >>> nbdist.history(path="run.jsonl")  # from now on every row is also written to the file
     >>> nbdist.history().samples.groupby("rank")["peak"].max()
 
     Args:
-        path: As for `History.record`, which this then does.
-        rate: Likewise.
+        path: As in `History.record`, which is then called.
+        rate: As in `History.record`.
 
     Raises:
-        UsageError: As for `History.record`.
+        UsageError: As in `History.record`.
     """
     return of_notebook if path is None and rate is None else of_notebook.record(path, rate=rate)
 
 
 def watch_cells(shell: Any) -> None:
-    """Keep the cells of this notebook from now on that begin and end without a session."""
+    """Keep the cells of this notebook that start and end without a session, from now on."""
     from nbdist.client.session.session import living_session
 
-    began: list[float] = []  # of the cell that is running, and of those that it runs
+    began: list[float] = []  # of the running cell, and of those that it runs
 
     def begin(info: object) -> None:
         began.append(time.monotonic() if living_session() is None else math.inf)

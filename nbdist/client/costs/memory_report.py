@@ -1,4 +1,4 @@
-"""What a cell cost in memory, as a value, a line and a table. Pure: knows nothing of how it was measured."""
+"""What a cell cost in memory, as a value, a line and a table. Pure; independent of how it was measured."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from nbdist.text import duration, size, sizes, table
 HERE = -1  # the notebook's own process among ranks
 _WORTH_SAYING = 8 << 20  # bytes that malloc keeps
 _LEGEND = ": min / mean / max @rank"
-_FIGURE = 6  # characters of a number, so that lines below each other align
+_FIGURE = 6  # width of a number, so that lines align
 
 
 class CellCost(msgspec.Struct, frozen=True):
-    """What a cell cost, process by process.
+    """What a cell cost, per process.
 
     Attributes:
         seconds: Wall time of the whole cell.
-        usages: By rank; under -1 the notebook's own process, where the cell ran on no rank.
+        usages: By rank; -1 is the notebook's own process, if the cell ran on no rank.
         missing: Ranks without figures, and why.
         notebook: The notebook's own process, where the cell ran on ranks.
-        hint: What looks wrong with it; empty: nothing.
+        hint: What looks wrong with it; empty if nothing does.
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class CellCost(msgspec.Struct, frozen=True):
 
     @property
     def data(self) -> dict[str, Any]:
-        """All figures, in bytes and seconds, for JSON."""
+        """Return all figures, in bytes and seconds, for JSON."""
         here = self.usages.get(HERE, self.notebook)
         return {
             "seconds": self.seconds,
@@ -47,7 +47,7 @@ class CellCost(msgspec.Struct, frozen=True):
         }
 
     def then(self, later: CellCost) -> CellCost:
-        """This and what came later in the same cell."""
+        """Return the cost of this and of what came later in the same cell."""
         usages = dict(self.usages)
         for rank, usage in later.usages.items():
             usages[rank] = usages[rank].then(usage) if rank in usages else usage
@@ -56,7 +56,7 @@ class CellCost(msgspec.Struct, frozen=True):
         return CellCost(self.seconds + later.seconds, usages, missing)
 
     def growths(self) -> Iterator[tuple[int, str]]:
-        """What each process has more of now, in bytes and where, device caches aside."""
+        """Yield how much more each process holds now, in bytes, and where; without device caches."""
         for rank, usage in self.usages.items():
             who = "" if rank == HERE else f", rank {rank}"
             for kind, one in usage.kinds.items():
@@ -64,7 +64,7 @@ class CellCost(msgspec.Struct, frozen=True):
                     yield one.consumed, f"{kind}{who}"
 
     def render(self, mode: str) -> str:
-        """As text.
+        """Return the cost as text.
 
         Args:
             mode: "on" (a table) or "compact" (a line).
@@ -91,7 +91,7 @@ class CellCost(msgspec.Struct, frozen=True):
         return f"{table(rows, ('', f'consumed{_LEGEND}', f'peaked{_LEGEND}', f'used{_LEGEND}'))}\n{self._time()}"
 
     def _kinds(self) -> dict[str, dict[int, Usage]]:
-        """Each kind of memory by rank. Over ranks a rank's devices count together: most have one each."""
+        """Return each kind of memory by rank. A rank's devices are added up: most ranks have one."""
         found: dict[str, dict[int, Usage]] = {}
         for rank, usage in self.usages.items():
             for kind, one in usage.kinds.items():
@@ -152,7 +152,7 @@ def _largest(ranks: Mapping[int, Usage]) -> str:
 
 
 def _over(values: Mapping[int, int], *, signed: bool = False) -> str:
-    """Over ranks: "+1.0 / +1.5 / +2.0 MiB @3"; of one process its figure alone."""
+    """Return "+1.0 / +1.5 / +2.0 MiB @3" over ranks; for a single process just its figure."""
     if len(values) == 1:
         number, unit = sizes(list(values.values()), signed=signed)
         return f"{number:>{_FIGURE}} {unit}"

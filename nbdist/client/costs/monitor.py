@@ -1,7 +1,7 @@
-"""Looks at ranks and nodes again and again, while somebody watches: the panel, the history, a plot.
+"""Samples ranks and nodes periodically, while something subscribes: the panel, the history, a plot.
 
-Owns the thread that gathers Samples and hands them on. Without a session it looks at the notebook's own process.
-Nothing runs while nobody watches.
+Owns the thread that gathers Samples and delivers them. Without a session it samples the notebook's own process.
+Nothing runs without subscribers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from nbdist import shells
+from nbdist import limits, shells
 from nbdist.client.session import observers
 from nbdist.client.session.observers import Observer
 from nbdist.client.session.report import describe_death
@@ -35,8 +35,7 @@ from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Look, WatchNodes
 
 SLOWEST = 60.0  # seconds
-_ANSWER_LIMIT = 0.5  # seconds that ranks have to answer; one that does not is in a call that keeps Python from it
-_NODE_LIMIT = 0.5  # seconds that the first look waits for what its node has to tell
+_NODE_LIMIT = 0.5  # seconds that the first sample waits for its node's data
 
 Watcher = Callable[[Sample], None]
 
@@ -47,10 +46,10 @@ class Monitor(Observer):
     Use `Monitor.of`: there is one for each session.
 
     Args:
-        session: What to look at; None: this process.
+        session: What to sample; None for this process.
 
     Attributes:
-        latest: The newest look, None before the first.
+        latest: The newest Sample, None before the first.
     """
 
     _monitors: ClassVar[weakref.WeakKeyDictionary[Session, Monitor]] = weakref.WeakKeyDictionary()
@@ -62,19 +61,19 @@ class Monitor(Observer):
         self._watchers: dict[object, Watcher] = {}
         self._rate = 1.0
         self._paused = False
-        self._changes = 0  # of all that the thread should know at once
+        self._changes = 0  # count of changes that the thread must notice at once
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop_observing: Callable[[], None] = lambda: None
         self._nodes: dict[str, NodeSample] = {}
         self._places: dict[int, str] = {}  # of ranks: the names of their nodes
         self._node_known = threading.Event()
-        self._watched: tuple[float, list[RankInfo] | None] = 0.0, None  # what the nodes have been asked for
+        self._watched: tuple[float, list[RankInfo] | None] = 0.0, None  # what the nodes were asked for
         self._own_process: _OwnProcess | None = None
 
     @classmethod
     def of(cls, session: Session | None) -> Monitor:
-        """The monitor of a session; of this process for None."""
+        """Return the monitor of a session, or of this process for None."""
         if session is None:
             if cls._own is None:
                 cls._own = cls(None)
@@ -82,10 +81,10 @@ class Monitor(Observer):
         return cls._monitors.setdefault(session, cls(session))
 
     def subscribe(self, watcher: Watcher) -> Callable[[], None]:
-        """Call this with each Sample from now on, from the monitor's thread. One that raises is called no more.
+        """Call `watcher` with each Sample from now on, from the monitor's thread. One that raises is not called again.
 
         Returns:
-            What ends it.
+            A function that unsubscribes it.
         """
         key = object()
         with self._changing():
@@ -105,23 +104,23 @@ class Monitor(Observer):
 
     @property
     def rate(self) -> float:
-        """Seconds between two looks, 0.25 to 60.
+        """Seconds between two samples, 0.25 to 60.
 
         Raises:
-            UsageError: It is out of bounds.
+            UsageError: It is out of range.
         """
         return self._rate
 
     @rate.setter
     def rate(self, seconds: float) -> None:
         if not FASTEST <= seconds <= SLOWEST:
-            raise UsageError(f"it can't be looked at every {seconds:g} s: {FASTEST:g} to {SLOWEST:g} s, for example 1")
+            raise UsageError(f"rate must be {FASTEST:g} to {SLOWEST:g} seconds, got {seconds:g}")
         with self._changing():
             self._rate = seconds
 
     @property
     def paused(self) -> bool:
-        """Whether it rests although somebody watches."""
+        """Whether it is paused although something subscribes."""
         return self._paused
 
     @paused.setter
@@ -163,7 +162,7 @@ class Monitor(Observer):
         return None if session is None or session.closed else session
 
     def _watch_nodes(self, period: float) -> None:
-        """Have nodes looked at every so many seconds; 0: no longer. A fresh set of ranks has to be asked anew."""
+        """Have nodes sampled every `period` seconds; 0 to stop. A fresh set of ranks has to be asked again."""
         session = self._open_session()
         if self._session is not None and session is None:
             self._watched = 0.0, None
@@ -184,7 +183,7 @@ class Monitor(Observer):
             self._own_process.watch(period)
 
     def node_looked_at(self, traffic: Traffic, look: Look) -> None:
-        """A node of this session, or of another, has been looked at."""
+        """Handle a sample of a node, of this session or another."""
         session = self._open_session()
         if session is not None and rank_set_of(session).traffic is traffic:
             self._nodes[look.node.name] = look.node
@@ -216,7 +215,7 @@ class Monitor(Observer):
             return None
         rank_set = rank_set_of(session)
         living = rank_set.living()
-        answers = rank_set.traffic.ask(living, GetMetrics(), timeout=_ANSWER_LIMIT)
+        answers = rank_set.traffic.ask(living, GetMetrics(), timeout=limits.METRICS_ANSWER)
         running = rank_set.traffic.running(living)
         nodes = list(self._nodes.values())
         ranks = [
@@ -228,7 +227,7 @@ class Monitor(Observer):
         return Sample(at=time.time(), ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation)
 
     def _placed(self, rank: RankSample, nodes: list[NodeSample]) -> RankSample:
-        """The same on the node that it has named, if only in an earlier answer."""
+        """Return the rank placed on the node that it named, perhaps in an earlier answer."""
         if rank.node:
             self._places[rank.rank] = rank.node
             return rank
@@ -237,12 +236,12 @@ class Monitor(Observer):
 
 
 def _looked_at(info: RankInfo, answer: Metrics | NoAnswer | None, task: Task | None, died: Died | None) -> RankSample:
-    """A rank by all that is known of it: what it has told, what it runs, how it died."""
+    """Return a rank with everything known of it: its answer, what it runs, how it died."""
     found = RankSample(rank=info.rank, pid=info.pid, device=info.device)
     if died is not None:
         return msgspec.structs.replace(found, state="dead", doing=describe_death(died))
     if answer is None:
-        found = msgspec.structs.replace(found, why="it has not answered: a call keeps its Python from it")
+        found = msgspec.structs.replace(found, why="it has not answered: it is in a call that blocks Python")
     elif isinstance(answer, NoAnswer):
         found = msgspec.structs.replace(found, why=answer.why)
     else:
@@ -256,13 +255,13 @@ def _looked_at(info: RankInfo, answer: Metrics | NoAnswer | None, task: Task | N
 
 
 def _named(rank: RankSample, nodes: list[NodeSample]) -> RankSample:
-    """The same with its GPU named as its driver does."""
+    """Return the rank with its GPU named as by the driver."""
     gpu = gpu_of(rank.gpu, nodes)
     return rank if gpu is None else msgspec.structs.replace(rank, gpu=gpu.uuid)
 
 
 class _OwnProcess:
-    """The notebook's own process and its machine. Made in the thread that runs cells, and most often in a cell."""
+    """The notebook's own process and its machine. Created in the thread that runs cells, usually in a cell."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
@@ -277,7 +276,7 @@ class _OwnProcess:
     def watch(self, period: float) -> None:
         self._sampler.watch(period)
         if period:
-            waiting = select.poll()  # not select, which fails from 1,024 open files on
+            waiting = select.poll()  # not select, which fails with 1,024 or more open files
             waiting.register(self._sampler.wake, select.POLLIN)
             waiting.poll(_NODE_LIMIT * 1000)
 

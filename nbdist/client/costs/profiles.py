@@ -1,4 +1,4 @@
-"""`%%distributed --profile`: one trace of all ranks, and the table above it."""
+"""`%%distributed --profile`: one trace of all ranks, and the table shown with it."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ class CellProfile:
     """The profile of one cell.
 
     Args:
-        path: Where the trace goes; empty: a name with the cell's number, in the current folder.
-        number: The cell's.
+        path: The file for the trace; empty for a name with the cell's number, in the current folder.
+        number: The cell's number.
 
     Raises:
         UsageError: The file can't be written there.
 
     Attributes:
-        folder: Where ranks put their parts.
+        folder: The folder for the ranks' parts.
     """
 
     def __init__(self, path: str, number: int) -> None:
         self._target = Path(path or f"profile-cell{number}.json.gz").expanduser()
         if not self._target.name.endswith(_ENDINGS):
-            raise UsageError(f"--profile {path}: a trace's name ends in {' or '.join(_ENDINGS)}")
+            raise UsageError(f"--profile {path}: the name of a trace must end in {' or '.join(_ENDINGS)}")
         parent = self._target.resolve().parent
         if not parent.is_dir():
-            raise UsageError(f"--profile {path}: there is no folder {parent}; make it, or name another place")
+            raise UsageError(f"--profile {path}: there is no folder {parent}; create it, or choose another folder")
         self._folder = tempfile.TemporaryDirectory(prefix="nbdist-profile-")
         self.folder = self._folder.name
 
     def conclude(self, task: Task) -> str:
-        """Write the trace of the ranks that have ended, and say what they did.
+        """Write the trace of the ranks that have ended, and summarize it.
 
         Returns:
-            A table, and where the trace is.
+            A table, and the path of the trace.
         """
         with self._folder:
             summaries = [
@@ -65,7 +65,7 @@ class CellProfile:
 
 
 def render(summaries: Sequence[Summary]) -> str:
-    """Ranks and their shares, then the operations that took the most time."""
+    """Return the ranks and their shares, then the operations that took the most time."""
     rows = [
         (one.rank, duration(one.seconds), *map(percent, (one.busy, one.communication, one.idle)))
         for one in summaries

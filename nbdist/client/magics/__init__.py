@@ -1,1 +1,1 @@
-"""What is typed: magics, their lines, completion."""
+"""The user's commands: magics, their lines, completion."""

@@ -1,6 +1,6 @@
-"""Tab, Shift-Tab and `name?` for what lives on ranks and for the magics' own words, from any front end.
+"""Tab, Shift-Tab and `name?` for names on ranks and for the magics' own words, from any front end.
 
-Asks ranks, and answers at once: where they are busy or slow, the last known names serve. Runs nothing on them.
+Asks ranks, and answers at once: if they are busy or slow, the last known names are used. Runs nothing on them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from IPython.core import page
 from IPython.core.completer import Completion
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist import limits
 from nbdist.client.magics.magic_line import MagicParser
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import get_session, rank_set_of
@@ -20,7 +21,6 @@ from nbdist.errors import SessionClosed, UsageError
 from nbdist.ranks import ranks_among
 from nbdist.wire.knowing import Complete, Completions, Inspect, Inspection
 
-_PATIENCE = 0.15  # seconds that a rank may take to answer
 _KIND = "nbdist"
 _CELL_MAGIC = re.compile(r"\s*%%(distributed|dist|rank)\b([^\n]*)\n")
 _CELL_LINE = re.compile(r"\s*%%(distributed|dist|rank)\s+(.*)$")
@@ -29,15 +29,15 @@ _RANKS_FLAG = re.compile(r"(?:-r|--ranks)[=\s]*([\d,\s-]+)")
 
 
 class Words(Protocol):
-    """What completion has to know of the magics."""
+    """What completion needs from the magics."""
 
     @property
     def cell_parser(self) -> MagicParser:
-        """What `%%distributed` takes."""
+        """The arguments of `%%distributed`."""
 
     @property
     def verb_parsers(self) -> Mapping[str, MagicParser]:
-        """What each verb of `%distributed` takes."""
+        """The arguments of each verb of `%distributed`."""
 
     @property
     def auto(self) -> bool:
@@ -45,7 +45,7 @@ class Words(Protocol):
 
 
 def install_completion(shell: InteractiveShell, words: Words) -> None:
-    """Add it to a shell. Where the text is none of ours, the shell's own answers stay as they are."""
+    """Add completion to a shell. Elsewhere the shell's own completions are unchanged."""
     completer: Any = shell.Completer
     complete: Callable[[str, int], Iterator[Completion]] = completer.completions
     ours = _Completer(shell, words)
@@ -66,7 +66,7 @@ class _Completer:
         self._words = words
 
     def complete(self, text: str, offset: int) -> list[Completion] | None:
-        """What may stand before `offset`; None where the shell knows better."""
+        """Return the completions before `offset`; None if the shell knows better."""
         before = text[:offset]
         line = before.rsplit("\n", 1)[-1]
         if match := _VERB_LINE.match(line):
@@ -110,10 +110,10 @@ class _Inspector:
     def __init__(self, shell: InteractiveShell, words: Words) -> None:
         self._shell = shell
         self._words = words
-        self._on_ranks = False  # whether the cell that is looked at runs on ranks
+        self._on_ranks = False  # whether the inspected cell runs on ranks
 
     def install(self) -> None:
-        """Put it in front of the shell's own."""
+        """Install it in front of the shell's own."""
         shell: Any = self._shell
         inspect_mime, inspect = shell.object_inspect_mime, shell._inspect
 
@@ -138,7 +138,7 @@ class _Inspector:
             self._watch(kernel)
 
     def _watch(self, kernel: Any) -> None:
-        """Note which cell Shift-Tab is pressed in: the kernel hands only the name on."""
+        """Note which cell Shift-Tab is pressed in: the kernel passes only the name on."""
         do_inspect = kernel.do_inspect
 
         def inspect_in_cell(code: str, cursor_pos: int, *args: Any, **options: Any) -> Any:
@@ -152,7 +152,7 @@ class _Inspector:
 
 
 def _runs_on_ranks(text: str, before: str, auto: bool) -> tuple[int, str | None] | None:
-    """Where the code for ranks begins in a cell, and for which ranks it is; None if the cell runs in the notebook."""
+    """Return where a cell's code for ranks starts, and for which ranks; None if the cell runs in the notebook."""
     if magic := _CELL_MAGIC.match(text):
         if len(before) < magic.end():
             return None
@@ -166,11 +166,11 @@ def _runs_on_ranks(text: str, before: str, auto: bool) -> tuple[int, str | None]
 
 
 def _complete_on_ranks(rank_set: RankSet, code: str, start: int, ranks: str | None) -> list[Completion]:
-    """Ask the first of these ranks that lives and is idle; when none is, use the names that they last had."""
+    """Ask the first of these ranks that lives and is idle; if none is, use their last known names."""
     chosen = _chosen(rank_set, ranks)
     idle = next((rank for rank in chosen if not rank_set.traffic.running([rank])), None)
     if idle is not None:
-        answer = rank_set.traffic.ask([idle], Complete(code, len(code)), timeout=_PATIENCE).get(idle)
+        answer = rank_set.traffic.ask([idle], Complete(code, len(code)), timeout=limits.COMPLETION_ANSWER).get(idle)
         if isinstance(answer, Completions):
             return [
                 Completion(start + item.start, start + item.end, item.text, type=item.kind) for item in answer.matches
@@ -191,7 +191,7 @@ def _chosen(rank_set: RankSet, ranks: str | None) -> list[int]:
 
 
 def _inspect(name: str, detail: int) -> dict[str, Any] | None:
-    """The documentation of a name on ranks as MIME bundle; None if no rank has it."""
+    """Return the documentation of a name on ranks as a MIME bundle; None if no rank has it."""
     rank_set = _rank_set()
     root = name.split(".", maxsplit=1)[0]
     if rank_set is None or root not in _known_names(rank_set):
@@ -199,10 +199,10 @@ def _inspect(name: str, detail: int) -> dict[str, Any] | None:
     for rank in rank_set.living():
         if rank_set.traffic.running([rank]) or root not in rank_set.traffic.names.get(rank, []):
             continue
-        answer = rank_set.traffic.ask([rank], Inspect(name, detail), timeout=_PATIENCE).get(rank)
+        answer = rank_set.traffic.ask([rank], Inspect(name, detail), timeout=limits.COMPLETION_ANSWER).get(rank)
         if answer is not None:
             return answer.bundle if isinstance(answer, Inspection) else None
-    text = f"{root} lives on ranks, which are busy: its documentation is there when they are done"
+    text = f"{root} lives on ranks, which are busy: its documentation is available when they are done"
     return {"text/plain": text, "text/html": f"<pre>{text}</pre>"}
 
 

@@ -1,6 +1,6 @@
 """The verbs of `%distributed` about costs: memory, free, tflops, peak, panel and snapshot.
 
-Owns what they do and print. How they are typed: `parsers`; what is below cells: `cell_memory` and `costs`.
+Owns what they do and print. Their arguments are in `parsers`; what is shown below cells, in `cell_memory` and `costs`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class CostVerbs:
-    """What costs are shown in a notebook. Each verb works without a session too, but for `snapshot`.
+    """Shows costs in a notebook. Each verb except `snapshot` also works without a session.
 
     Args:
-        shell: The notebook's.
+        shell: The notebook's shell.
 
     Attributes:
         memory: Shows below cells what they cost in memory.
@@ -39,10 +39,10 @@ class CostVerbs:
         self.memory = CellMemory(shell)
         self.steps = CellSteps(shell)
         self._shell = shell
-        self._panel: Panel | None = None  # once one is asked for
+        self._panel: Panel | None = None  # once one is requested
 
     def switch_memory(self, arguments: argparse.Namespace) -> CellCost | None:
-        """`%distributed memory`: show what cells cost, or give what the last one cost."""
+        """Show what cells cost, or return what the last one cost (`%distributed memory`)."""
         if arguments.mode is None:
             print(f"memory is {self.memory.mode}")
             return self.memory.last
@@ -52,7 +52,7 @@ class CostVerbs:
         return None
 
     def free(self, arguments: argparse.Namespace) -> None:
-        """`%distributed free`: on all ranks, or in the notebook's own process."""
+        """Free memory on all ranks, or in the notebook's own process (`%distributed free`)."""
         session = living_session()
         freed: Mapping[Any, dict[str, int]]
         freed = session.free() if session is not None else {"notebook": _free_here(self._shell)}
@@ -69,9 +69,9 @@ class CostVerbs:
         print(table(rows, ("rank", "memory freed", "left", "GPU memory freed", "left")))
 
     def switch_steps(self, arguments: argparse.Namespace) -> None:
-        """`%distributed tflops`: show what training steps take, or say whether that is shown."""
+        """Show what training steps take, or report whether that is shown (`%distributed tflops`)."""
         if arguments.state is not None:
-            self.steps.switch(arguments.state == "on", living_session())
+            self.steps.switch(arguments.state == "on", here=living_session() is None)
         print(
             "below each cell that makes training steps: what they take"
             if self.steps.shown
@@ -79,16 +79,16 @@ class CostVerbs:
         )
 
     def measure_peak(self, arguments: argparse.Namespace) -> None:
-        """`%distributed peak`: the best rate of matrix products."""
+        """Measure the best rate of matrix products (`%distributed peak`)."""
         print(measure_peaks(living_session(), arguments.dtype, arguments.seconds))
 
     def show_panel(self, arguments: argparse.Namespace) -> None:
-        """`%distributed panel`: the same one again where it is still open."""
+        """Show the panel, reusing one that is still open (`%distributed panel`)."""
         from IPython.display import display
 
         from nbdist.panel import Panel
 
-        self.steps.measure(living_session())
+        self.steps.measure()
         if self._panel is None or self._panel.comm is None:  # or the page has closed it
             self._panel = Panel()
         if arguments.rate is not None:
@@ -99,20 +99,20 @@ class CostVerbs:
             display(self._panel)
 
     def snapshot(self, arguments: argparse.Namespace) -> None:
-        """`%distributed snapshot`: write them, or have ranks record allocations."""
+        """Write memory snapshots, or have ranks record allocations (`%distributed snapshot`)."""
         session = get_session()
         if arguments.record or arguments.stop:
             session.record_snapshots(0 if arguments.stop else arguments.events)
-            print("ranks remember no allocations any more" if arguments.stop else "ranks remember their allocations")
+            print("ranks no longer record allocations" if arguments.stop else "ranks record allocations")
             return
         for rank in ranks_among(arguments.ranks, len(session.ranks)) or rank_set_of(session).living():
             path = session.snapshot(rank)
             print(f"rank {rank}: {path} ({size(path.stat().st_size)})")
-        print("https://pytorch.org/memory_viz shows them")
+        print("open them at https://pytorch.org/memory_viz")
 
 
 def _free_here(shell: InteractiveShell) -> dict[str, int]:
-    """Like `Session.free`, for the notebook's own process."""
+    """Free memory in the notebook's own process, like `Session.free`."""
     before = host.anonymous_memory()
     device = shells.free_memory(shell)
     after = host.anonymous_memory()

@@ -1,4 +1,4 @@
-"""The magics: `%distributed`, `%%distributed` and their relatives. They read what was typed and call the session."""
+"""The magics: `%distributed`, `%%distributed` and their relatives. They parse the line and call the session."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from nbdist.text import counted, size, table
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """`%load_ext nbdist`: register the magics and warm up in the background."""
+    """Register the magics and warm up in the background (`%load_ext nbdist`)."""
     if shells.on_rank():
         raise UsageError("this is a rank: nbdist's magics live in the notebook, so load it in a local cell")
     if isinstance(shell.magics_manager.registry.get("DistributedMagics"), DistributedMagics):
@@ -61,13 +61,13 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 @magics_class
 class DistributedMagics(Magics):
-    """Everything that a user types."""
+    """All magics."""
 
     shell: InteractiveShell
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self._session: Session | None = None  # keeps a session alive that a magic has started
+        self._session: Session | None = None  # keeps alive a session started by a magic
         self._costs = CostVerbs(shell)
         self._router = CellRouter(shell)
         self._actions: dict[str, Callable[[argparse.Namespace], Any]] = {
@@ -106,12 +106,12 @@ class DistributedMagics(Magics):
 
     @line_cell_magic
     def dist(self, line: str, cell: str | None = None) -> Any:
-        """`%distributed` and `%%distributed` in short."""
+        """Run `%distributed` or `%%distributed` by its short name."""
         return self._respond(line, cell)
 
     @cell_magic
     def rank(self, line: str, cell: str) -> Any:
-        """`%%rank 0,2`: run a cell on these ranks."""
+        """Run a cell on the given ranks: `%%rank 0,2`."""
         ranks, *flags = re.split(r"\s+(?=-\D)", without_comment(line).strip(), maxsplit=1)
         if not ranks or ranks.startswith("-"):
             raise UsageError("%%rank needs ranks: `%%rank 0`, `%%rank 0,2-3`")
@@ -119,16 +119,14 @@ class DistributedMagics(Magics):
 
     @cell_magic
     def local(self, line: str, cell: str) -> None:
-        """Run a cell in the notebook itself, also while `%distributed auto on`."""
+        """Run a cell in the notebook itself, even with `%distributed auto on`."""
         if without_comment(line).strip():
-            raise UsageError(
-                f"%%local takes nothing, and {line.strip()!r} was given: `%%local` alone on the first line"
-            )
+            raise UsageError(f"%%local takes no arguments, got {line.strip()!r}: `%%local` alone on the first line")
         self.shell.run_cell(cell).raise_error()
 
     @cell_magic
     def memory(self, line: str, cell: str) -> None:
-        """`%%memory`: show what this cell costs in memory, also while `%distributed memory off`."""
+        """Show what this cell costs in memory, even with `%distributed memory off`."""
         self._costs.memory.show_this_cell(parse_mark(line))
         self.shell.run_cell(cell).raise_error()
 
@@ -151,7 +149,7 @@ class DistributedMagics(Magics):
         if arguments.tee and arguments.capture is None:
             raise UsageError("--tee shows what --capture keeps: `%%distributed --capture NAME --tee`")
         if arguments.background and arguments.profile is not None:
-            raise UsageError("--profile shows its table below the cell, so the cell can't run in the --background")
+            raise UsageError("--profile shows its table below the cell, so it can't be combined with --background")
         session = self._session_for_cell(arguments.auto)
         code, offset = _strip(cell, 0 if arguments.auto else 1)
         number = shells.cell_number()
@@ -163,24 +161,23 @@ class DistributedMagics(Magics):
         if arguments.background:
             handle = sessions.start_in_background(session, code, ranks, arguments.timeout, options)
             return self._keep(arguments.capture, handle)
-        self._costs.steps.prepare(session, ranks)
         profile = CellProfile(arguments.profile, number) if arguments.profile is not None else None
         if profile is not None:
             options = replace(options, profile=profile.folder)
         with contextlib.ExitStack() as afterwards, interruption.deferred():
             task = rank_set_of(session).submit("cell", code, ranks, options)
-            afterwards.callback(self._report, session, task, profile)
+            afterwards.callback(self._report, task, profile)
             self._keep(arguments.capture, task.result)
             task.wait(arguments.timeout)
         if arguments.auto and task.silent:
             print(f"ran on {describe_ranks(task.ranks)}")  # so that nobody takes it for a local cell
         return None
 
-    def _report(self, session: Session, task: Task, profile: CellProfile | None) -> None:
-        """Print below a cell what was to be measured of it."""
+    def _report(self, task: Task, profile: CellProfile | None) -> None:
+        """Print below a cell what was measured."""
         if profile is not None:
             print(profile.conclude(task))
-        if line := self._costs.steps.of_ranks(session, task.ranks):
+        if line := self._costs.steps.below(task):
             print(line)
 
     def _session_for_cell(self, auto: bool) -> Session:
@@ -211,11 +208,11 @@ class DistributedMagics(Magics):
         rows = [(f"%distributed {verb}", parser.description) for verb, parser in self.verb_parsers.items()]
         rows.append(("%%distributed", self.cell_parser.description))
         rows.append(("%%rank 0,2", "Run the cell on these ranks."))
-        rows.append(("%%local", "Run the cell in the notebook, also while `auto on`."))
+        rows.append(("%%local", "Run the cell in the notebook, even with `auto on`."))
         rows.append(("%%memory", "Show what the cell costs in memory; above any other magic."))
         words = table(rows, ("magic", "what it does"))
         flags = self.cell_parser.format_help()
-        more = "%dist and %%dist are the same. Each verb has --help: `%distributed start --help`."
+        more = "%dist and %%dist are short forms. Each verb has --help: `%distributed start --help`."
         return f"{words}\n\n{more}\n\n{flags}"
 
     def _start(self, arguments: argparse.Namespace) -> None:
@@ -224,9 +221,9 @@ class DistributedMagics(Magics):
             if not arguments.replace:
                 count = arguments.n or len(running.ranks)
                 raise UsageError(
-                    f"a session with {counted(len(running.ranks), 'rank')} is running already: "
-                    f"`%distributed restart -n {count}` for a fresh set, "
-                    "`%distributed start --replace ...` for one of another kind, or `%distributed stop`"
+                    f"a session with {counted(len(running.ranks), 'rank')} is already running: "
+                    f"`%distributed restart -n {count}` for fresh ranks, "
+                    "`%distributed start --replace ...` for a different session, or `%distributed stop`"
                 )
             running.close()
         progress = _Progress()
@@ -274,7 +271,7 @@ class DistributedMagics(Magics):
         ]
         print(table(rows, ("rank", "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
         if self._router.auto:
-            print("auto is on: every cell runs on all ranks (`%%local` for one that should not)")
+            print("auto is on: every cell runs on all ranks (`%%local` for an exception)")
 
     def _switch_auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":
@@ -328,7 +325,7 @@ class DistributedMagics(Magics):
     def _interrupt(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         if not session.interrupt(arguments.ranks, now=arguments.now):
-            print("nothing to interrupt: these ranks run nothing")
+            print("nothing to interrupt: these ranks are idle")
 
     def _stacks(self, arguments: argparse.Namespace) -> None:
         session = get_session()
@@ -337,7 +334,7 @@ class DistributedMagics(Magics):
 
 
 class _Progress:
-    """Says what a start is doing, when it takes long enough to wonder."""
+    """Reports what a start is doing, if it takes long."""
 
     def __call__(self, line: StartLine) -> None:
         if line.stage == "import":
@@ -353,7 +350,7 @@ class _Progress:
 
 
 def _strip(cell: str, above: int) -> tuple[str, int]:
-    """The cell without the blank lines at its top, and how many lines stand above it then."""
+    """Return the cell without leading blank lines, and the number of lines above it."""
     lines = cell.split("\n")
     blank = 0
     while blank < len(lines) - 1 and not lines[blank].strip():
@@ -362,11 +359,11 @@ def _strip(cell: str, above: int) -> tuple[str, int]:
 
 
 def _check_syntax(code: str, offset: int, number: int) -> None:
-    """Say a syntax error once, here, instead of on every rank."""
+    """Report a syntax error once, here, instead of on every rank."""
     try:
         source = "\n" * offset + TransformerManager().transform_cell(code)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks give them
+            warnings.simplefilter("ignore")  # the ranks issue them
             compile(source, f"Cell In[{number}]", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         text = "".join(traceback.format_exception_only(error)).rstrip()
@@ -374,14 +371,14 @@ def _check_syntax(code: str, offset: int, number: int) -> None:
 
 
 def _save(pieces: Iterable[str], path: str) -> int:
-    """Write text to a file as it comes, and return the bytes that were written."""
+    """Write text to a file as it arrives, and return the number of bytes written."""
     written = 0
     try:
         with open(path, "wb") as file:
             for piece in pieces:
                 written += file.write(piece.encode(errors="replace"))
     except OSError as error:
-        raise UsageError(f"can't write {path}: {error.strerror}; give --save another file") from None
+        raise UsageError(f"can't write {path}: {error.strerror}; use another file for --save") from None
     return written
 
 
@@ -393,7 +390,7 @@ def _show_log(pieces: Iterable[str], whole: int) -> None:
         length += len(piece)
         if length > FOLD_LIMIT:
             raise UsageError(
-                f"the log of this cell has {size(whole)}, too much for a page: "
+                f"the log of this cell has {size(whole)}, too much to show here: "
                 "`%distributed logs --save FILE`, or `--tail 100`"
             )
     publisher = Publisher(0)

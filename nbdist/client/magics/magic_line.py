@@ -1,4 +1,4 @@
-"""How magic lines are read: every wrong flag or value becomes one clear UsageError. Knows no session."""
+"""Parses magic lines: every wrong flag or value becomes one clear UsageError. Independent of sessions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(
 
 
 class HelpShown(Exception):
-    """`--help` was typed; the help is the text of this."""
+    """Raised for `--help`, with the help as its text."""
 
 
 class MagicParser(argparse.ArgumentParser):
-    """argparse for a line of a magic: raises instead of ending the process.
+    """argparse for a magic's line: raises instead of exiting the process.
 
     Args:
-        magic: As it is typed.
+        magic: The magic, as the user types it.
         description: What it does.
-        number: The flag that is meant where a number stands by itself; "": none.
+        number: The flag to suggest for a number without a flag; "" for none.
     """
 
     def __init__(self, magic: str, description: str, number: str = "") -> None:
@@ -35,10 +35,10 @@ class MagicParser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true", help="show this")
 
     def read(self, line: str) -> argparse.Namespace:
-        """The arguments in a line.
+        """Return the arguments in a line.
 
         Raises:
-            UsageError: Something in it is wrong.
+            UsageError: Something in it is invalid.
             HelpShown: It asks for help.
         """
         try:
@@ -57,7 +57,7 @@ class MagicParser(argparse.ArgumentParser):
         return arguments
 
     def suggest(self, typed: str) -> list[str]:
-        """What may stand at the end of a line that begins like this: flags, and the words that it chooses among."""
+        """Return completions for the end of a line: flags, and the allowed values."""
         words = typed.split()
         if words and not typed[-1].isspace():
             words.pop()
@@ -71,11 +71,11 @@ class MagicParser(argparse.ArgumentParser):
         return [*choices, *flags]
 
     def error(self, message: str) -> NoReturn:
-        """What argparse calls when a value is wrong."""
+        """Raise a UsageError; argparse calls this when a value is invalid."""
         raise UsageError(f"{self.prog}: {message}. `{self.prog} --help` shows what is allowed.")
 
     def _check_repeated(self, words: Sequence[str]) -> None:
-        """Of a flag that stands twice argparse would take the last, and say nothing."""
+        """Reject a flag given twice, of which argparse would silently take the last."""
         actions = [self._option_string_actions.get(word.split("=")[0]) for word in words if word.startswith("-")]
         for action in actions:
             if action is not None and actions.count(action) > 1:
@@ -96,45 +96,45 @@ class MagicParser(argparse.ArgumentParser):
 
 
 def without_comment(line: str) -> str:
-    """A line of a magic without the `# comment` at its end. A # inside a word or quotes begins none."""
+    """Return a magic's line without the `# comment` at its end. A # inside a word or quotes starts no comment."""
     comment = next((found for found in _QUOTED_OR_COMMENT.finditer(line) if found["comment"]), None)
     return line if comment is None else line[: comment.start()].rstrip()
 
 
 class _Help(argparse.HelpFormatter):
-    """As wide as the table of verbs, not as a terminal that is not there."""
+    """As wide as the table of verbs, not as a terminal that does not exist."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
 
 
 def count(text: str) -> int:
-    """A number of ranks."""
+    """Parse a number of ranks."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: give 1 or more, for example -n 2")
+        raise argparse.ArgumentTypeError(f"invalid number of ranks {text!r}: use 1 or more, for example -n 2")
     return int(text)
 
 
 def number(text: str) -> int:
-    """A number of something else: lines, or of a cell."""
+    """Parse another number: of lines, or of a cell."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number: give 1 or more")
+        raise argparse.ArgumentTypeError(f"invalid number {text!r}: use 1 or more")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A time span of more than nothing."""
+    """Parse a duration greater than 0."""
     value = _float(text)
     if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, more than 0, for example 60")
+        raise argparse.ArgumentTypeError(f"invalid duration {text!r}: use seconds, more than 0, for example 60")
     return value
 
 
 def seconds_or_none(text: str) -> float:
-    """A time span, 0 for none."""
+    """Parse a duration of 0 or more."""
     value = _float(text)
     if not 0 <= value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds: it is 0 or more, for example 60")
+        raise argparse.ArgumentTypeError(f"invalid duration {text!r}: use seconds, 0 or more, for example 60")
     return value
 
 
@@ -146,18 +146,18 @@ def _float(text: str) -> float:
 
 
 def item(text: str) -> str:
-    """A word of a list, in which commas may stand: `push x, y`."""
+    """Parse a word of a list that may contain commas: `push x, y`."""
     return text.rstrip(",") or text
 
 
 def variable(text: str) -> str:
-    """A Python name."""
+    """Parse a Python name."""
     if not text.isidentifier() or keyword.iskeyword(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a variable name")
     return text
 
 
 def suggest_verb(verb: str, verbs: Sequence[str]) -> str:
-    """What to say of a verb that does not exist."""
+    """Return the message for a verb that does not exist."""
     hint = did_you_mean(verb, verbs, "`%distributed {}`")
-    return f"%distributed has no verb {verb!r}{hint} Its verbs are {', '.join(verbs)}."
+    return f"%distributed has no verb {verb!r}{hint} Verbs are {', '.join(verbs)}."

@@ -1,4 +1,4 @@
-"""What each magic takes: its flags, their values and their words of help. Reads, and does nothing."""
+"""The arguments of each magic: flags, values and help. Parses only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbdist.text import split_commas
 
 
 def cell_parser() -> MagicParser:
-    """Reads the line of `%%distributed`."""
+    """Return the parser for `%%distributed`."""
     parser = MagicParser("%%distributed", "Run the cell on all ranks.", number="-r")
     _add_ranks(parser)
     parser.add_argument(
@@ -27,9 +27,9 @@ def cell_parser() -> MagicParser:
         type=seconds,
         default=1.0,
         metavar="S",
-        help="seconds that ranks may wait in a collective for one that has raised (default: 1)",
+        help="seconds that ranks may wait in a collective for one that raised (default: 1)",
     )
-    parser.add_argument("--quiet", "-q", action="store_true", help="show no output (errors are shown)")
+    parser.add_argument("--quiet", "-q", action="store_true", help="show errors only")
     parser.add_argument(
         "--capture",
         type=variable,
@@ -42,14 +42,14 @@ def cell_parser() -> MagicParser:
         nargs="?",
         const="",
         metavar="FILE",
-        help="write one trace of all ranks (FILE.json or FILE.json.gz), and show where the time went",
+        help="write one trace of all ranks (FILE.json or FILE.json.gz), and show where time was spent",
     )
     parser.add_argument("--auto", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def verb_parsers() -> dict[str, MagicParser]:
-    """Reads what stands behind each verb of `%distributed`, in the order in which the help lists them."""
+    """Return the parser for each verb of `%distributed`, in the order in which the help lists them."""
     return {
         "start": _start(),
         "stop": _stop(),
@@ -72,17 +72,17 @@ def verb_parsers() -> dict[str, MagicParser]:
 
 
 def _start() -> MagicParser:
-    parser = MagicParser("%distributed start", "Bring up ranks.", number="-n")
+    parser = MagicParser("%distributed start", "Start ranks.", number="-n")
     _add_group(parser)
     parser.add_argument(
-        "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: as many as ranks)"
+        "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"
     )
     parser.add_argument(
         "--backend", metavar="NAME", help="backend of the process group (default: nccl and gloo with GPUs, else gloo)"
     )
-    parser.add_argument("--no-init", action="store_true", help="don't call init_process_group: the cells will")
+    parser.add_argument("--no-init", action="store_true", help="don't call init_process_group; your cells call it")
     parser.add_argument(
-        "--timeout", type=seconds, metavar="S", help="seconds after which a collective gives up (default: 1800)"
+        "--timeout", type=seconds, metavar="S", help="seconds until a collective times out (default: 1800)"
     )
     parser.add_argument(
         "--linger",
@@ -94,9 +94,9 @@ def _start() -> MagicParser:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="put back what an interrupted step has moved: buffers (BatchNorm) and random numbers",
+        help="restore what an interrupted step changed: buffers (BatchNorm) and random numbers",
     )
-    parser.add_argument("--replace", action="store_true", help="stop the session that is running first")
+    parser.add_argument("--replace", action="store_true", help="stop the running session first")
     return parser
 
 
@@ -105,14 +105,14 @@ def _stop() -> MagicParser:
 
 
 def _restart() -> MagicParser:
-    what = "End the ranks and bring up a fresh set; their variables are lost."
+    what = "End the ranks and start fresh ones; their variables are lost."
     parser = MagicParser("%distributed restart", what, number="-n")
     _add_group(parser)
     return parser
 
 
 def _status() -> MagicParser:
-    return MagicParser("%distributed status", "Show every rank: what it is, has and does.")
+    return MagicParser("%distributed status", "Show every rank: its device, memory and what it runs.")
 
 
 def _auto() -> MagicParser:
@@ -130,19 +130,19 @@ def _push() -> MagicParser:
 
 def _pull() -> MagicParser:
     parser = MagicParser(
-        "%distributed pull", "Copy variables of ranks to the notebook: a list by rank; of one rank its bare value."
+        "%distributed pull", "Copy variables of ranks to the notebook: a list by rank, or the value of a single rank."
     )
     parser.add_argument("names", nargs="+", type=item, metavar="NAME")
     _add_ranks(parser)
-    parser.add_argument("--as", dest="target", type=variable, metavar="NAME", help="under another name")
+    parser.add_argument("--as", dest="target", type=variable, metavar="NAME", help="name in the notebook")
     return parser
 
 
 def _logs() -> MagicParser:
-    parser = MagicParser("%distributed logs", "Show all that a cell printed on ranks, the newest by default.")
+    parser = MagicParser("%distributed logs", "Show everything a cell printed on ranks, by default the newest cell.")
     _add_ranks(parser)
     parser.add_argument("--cell", type=number, metavar="N", help="the cell's number")
-    parser.add_argument("--tail", type=number, metavar="LINES", help="only the last lines of each rank")
+    parser.add_argument("--tail", type=number, metavar="LINES", help="only the last LINES lines of each rank")
     parser.add_argument("--save", metavar="FILE", help="write it to a file")
     return parser
 
@@ -157,14 +157,14 @@ def _memory() -> MagicParser:
 
 def _free() -> MagicParser:
     return MagicParser(
-        "%distributed free", "Free what only tracebacks, Out and caches keep alive: on all ranks, or here without any."
+        "%distributed free", "Free what only tracebacks, Out and caches keep alive: on all ranks, else in the notebook."
     )
 
 
 def _panel() -> MagicParser:
     parser = MagicParser("%distributed panel", "Show memory, speed and health of every rank, live.")
-    parser.add_argument("--rate", type=seconds, metavar="S", help="seconds between two looks (default: 1)")
-    parser.add_argument("--text", action="store_true", help="one look, as a table of text")
+    parser.add_argument("--rate", type=seconds, metavar="S", help="seconds between updates (default: 1)")
+    parser.add_argument("--text", action="store_true", help="print one text table")
     return parser
 
 
@@ -179,14 +179,14 @@ def _peak() -> MagicParser:
     parser.add_argument(
         "--dtype", choices=("fp32", "tf32", "fp16", "bf16"), help="(default: fp32 on a CPU, bf16 on a GPU)"
     )
-    parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="how long (default: 2)")
+    parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="duration (default: 2)")
     return parser
 
 
 def _interrupt() -> MagicParser:
     parser = MagicParser(
         "%distributed interrupt",
-        "Stop what ranks run: after the step they are in, if they train, else by KeyboardInterrupt.",
+        "Stop what ranks run: after the current step if they train, else by KeyboardInterrupt.",
     )
     _add_ranks(parser)
     parser.add_argument("--now", action="store_true", help="don't wait for the step, or for a collective to end")
@@ -197,23 +197,23 @@ def _snapshot() -> MagicParser:
     parser = MagicParser("%distributed snapshot", "Write torch's snapshot of the device memory, a file for each rank.")
     _add_ranks(parser)
     parser.add_argument(
-        "--record", action="store_true", help="from now on remember allocations, so that snapshots show who made them"
+        "--record", action="store_true", help="record allocations from now on, so that snapshots show their stacks"
     )
-    parser.add_argument("--stop", action="store_true", help="remember them no longer")
+    parser.add_argument("--stop", action="store_true", help="stop recording")
     parser.add_argument(
         "--events",
         type=number,
         default=EVENTS,
         metavar="N",
-        help=f"how many each rank remembers (default: {EVENTS:,}, about 1 KB each)",
+        help=f"how many each rank keeps (default: {EVENTS:,}, about 1 KB each)",
     )
     return parser
 
 
 def _stacks() -> MagicParser:
-    parser = MagicParser("%distributed stacks", "Show where the ranks are: their stacks, equal ones together.")
+    parser = MagicParser("%distributed stacks", "Show where the ranks are: their stacks, equal ones grouped.")
     _add_ranks(parser)
-    parser.add_argument("--native", action="store_true", help="with the frames of C code, by py-spy")
+    parser.add_argument("--native", action="store_true", help="include frames of C code (needs py-spy)")
     return parser
 
 

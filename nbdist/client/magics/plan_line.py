@@ -1,4 +1,4 @@
-"""How `%distributed plan` is typed: the flag of each setting, both ways. Knows no session."""
+"""How `%distributed plan` is parsed: the flag of each setting, in both directions. Independent of sessions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _STRATEGIES = (*STRATEGIES, "auto")
 
 
 def plan_parser() -> MagicParser:
-    """Reads `%distributed plan`. Only the settings that were typed are in what it gives."""
-    parser = _PlanParser("%distributed plan", "Show the plan, or change what is named in it.")
+    """Return the parser for `%distributed plan`. Its result holds only the settings that were given."""
+    parser = _PlanParser("%distributed plan", "Show the plan, or change the given settings.")
     parser.formatter_class = _Help
     parser.usage = "%(prog)s [none | ddp | fsdp | hsdp | auto] [SETTING ...]"
     parser.add_argument(
@@ -27,9 +27,9 @@ def plan_parser() -> MagicParser:
         nargs="?",
         type=_strategy,
         choices=_STRATEGIES,
-        help="how models are spread; auto: propose the first that fits the memory",
+        help="how models are distributed; auto: propose the first that fits the memory",
     )
-    parser.add_argument("--reset", action="store_true", help="begin from the default plan")
+    parser.add_argument("--reset", action="store_true", help="start from the default plan")
     parser.add_argument("--model", metavar="NAME", help="auto: the model, a variable of rank 0")
     parser.add_argument("--batch", metavar="NAME", help="auto: a micro-batch, a variable of rank 0")
     flagged = {name: setting for name, setting in SETTINGS.items() if setting.group}
@@ -43,10 +43,10 @@ def plan_parser() -> MagicParser:
 
 
 class _PlanParser(MagicParser):
-    """A strategy behind a setting whose value may be left out is the strategy: `--compile fsdp`."""
+    """Treats a strategy after a setting with an optional value as the strategy: `--compile fsdp`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse does, which would take the strategy for the setting's value."""
+        """Parse like argparse, which would take the strategy for the setting's value."""
         words = list(args)
         for number, word in enumerate(words[:-1]):
             if isinstance(self._option_string_actions.get(word), _Way) and words[number + 1] in _STRATEGIES:
@@ -54,7 +54,7 @@ class _PlanParser(MagicParser):
         return super().parse_known_args(words, namespace)
 
     def suggest(self, typed: str) -> list[str]:
-        """The ways of a setting first, where one may follow."""
+        """Return the values of a setting first, where one may follow."""
         words = typed.split() if typed[-1:].isspace() else typed.split()[:-1]
         is_open = bool(words) and isinstance(self._option_string_actions.get(words[-1]), _Way)
         ways = _ways(self._option_string_actions[words[-1]].dest) if is_open else ()
@@ -113,13 +113,13 @@ class _Way(argparse.Action):
         if values in (None, "on"):
             setattr(namespace, self.dest, not is_off)
         elif is_off:
-            parser.error(f"{option_string} takes no value, and {values!r} follows it")
+            parser.error(f"{option_string} takes no value, got {values!r}")
         else:
             setattr(namespace, self.dest, SETTINGS[self.dest].kind.refined(self.dest, values))
 
 
 class _Options(argparse.Action):
-    """NAME=VALUE words; "none" for none of them."""
+    """NAME=VALUE words, or "none"."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, dict(_option(parser, word) for word in values if values != ["none"]))
@@ -128,7 +128,7 @@ class _Options(argparse.Action):
 def _option(parser: argparse.ArgumentParser, word: str) -> tuple[str, Any]:
     name, separator, value = word.partition("=")
     if not separator:
-        parser.error(f"{word!r} is not an option: write NAME=VALUE, for example matrix_approximation_rank=2")
+        parser.error(f"invalid option {word!r}: write NAME=VALUE, for example matrix_approximation_rank=2")
     switches = {"true": True, "on": True, "false": False, "off": False}
     return name, switches.get(value.lower(), _number(value))
 
@@ -151,7 +151,7 @@ def _strategy(text: str) -> str:
 
 
 def _number(text: str) -> int | float | str | None:
-    """A number or None; anything else is for the plan to refuse."""
+    """Parse a number or None; the plan rejects anything else."""
     if text == "none":
         return None
     for kind in (int, float):
@@ -168,7 +168,7 @@ def _classes(text: str) -> str | tuple[str, ...] | None:
 
 
 def named_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were typed, with their values."""
+    """Return the settings that were given, with their values."""
     typed = {name: value for name, value in vars(arguments).items() if name in SETTINGS}
     if typed["strategy"] in (None, "auto"):
         del typed["strategy"]
@@ -176,7 +176,7 @@ def named_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def flags(before: Plan, after: Plan) -> str:
-    """What to type to get from one plan to the other."""
+    """Return the flags that change one plan to the other."""
     words: list[str] = [] if before.strategy == after.strategy else [after.strategy]
     for name, setting in SETTINGS.items():
         value = getattr(after, name)

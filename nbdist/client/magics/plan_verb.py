@@ -1,4 +1,4 @@
-"""The plan of a session: `%distributed plan` reads, shows, changes and proposes it. Knows no model."""
+"""The plan of a session: `%distributed plan` reads, shows, changes and proposes it. Independent of models."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from nbdist.plan import Plan
 from nbdist.planning.rules import with_parts_dropped
 from nbdist.text import percent, size, table
 
-_WORTH_A_WORD = 1 << 30  # bytes that others hold of a GPU: what ranks hold beside torch is only known about
+_WORTH_A_WORD = 1 << 30  # GPU bytes held by others; how much ranks hold outside of torch is not known exactly
 _KEPT_BY_MODELS = "Models that were prepared earlier keep the old plan: prepare them again to use this one."
 
 
 def do(session: Session | None, arguments: argparse.Namespace) -> str:
-    """What `%distributed plan` does.
+    """Carry out `%distributed plan`.
 
     Args:
-        session: The one whose ranks are to follow the plan; None: none is running.
+        session: The session whose ranks follow the plan; None if none is running.
 
     Returns:
-        What it has to say.
+        The text to show.
     """
     auto = arguments.strategy == "auto"
     if auto != bool(arguments.model and arguments.batch) or (not auto and (arguments.model or arguments.batch)):
         raise UsageError(
-            "`%distributed plan auto` needs a model and a batch, and only it does; they are variables of rank 0: "
+            "--model and --batch belong to `%distributed plan auto`, which needs both; they name variables of rank 0: "
             "`%distributed plan auto --model model --batch batch`"
         )
     before = _current(session)
@@ -53,7 +53,7 @@ def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
 
 def _describe(session: Session | None, plan: Plan) -> str:
     if session is None:
-        return f"{plan.table()}\nNo session is running: the next start takes this plan."
+        return f"{plan.table()}\nNo session is running: the next one will use this plan."
     return plan.table(world_size=len(session.ranks), device=session.ranks[0].device)
 
 
@@ -61,10 +61,10 @@ def _change(session: Session | None, before: Plan, after: Plan) -> str:
     difference = before.diff(after)
     if session is None:
         session_plan.keep(after)
-        return "\n".join([*difference, "Kept for the next start: no session is running."])
+        return "\n".join([*difference, "No session is running: the next one will use this plan."])
     session.set_plan(after)
     if not difference:
-        return "The plan is that already."
+        return "No change: this is already the plan."
     return "\n".join([*difference, _KEPT_BY_MODELS])
 
 
@@ -76,16 +76,16 @@ def _propose(session: Session | None, plan: Plan, arguments: argparse.Namespace)
     if found["taken"] > _WORTH_A_WORD:
         shown += f"\nOther processes hold {size(found['taken'])} of the GPU: `nvidia-smi` lists them."
     if found["plan"] is None:
-        return f"{shown}\nNone of them fits: take more ranks, a smaller batch, or --precision bf16."
+        return f"{shown}\nNone of them fits: use more ranks, a smaller batch, or --precision bf16."
     proposed = Plan.from_json(found["plan"])
-    why = "the first that fits with a tenth to spare, in the order of what they cost in speed"
+    why = "the fastest that fits with 10 % of the memory to spare"
     words = flags(session.plan, proposed)
-    take = f"`%distributed plan {words}` takes it." if words else "It is the plan already."
-    return f"{shown}\nProposed is {found['tried'][-1][0]}: {why}.\n{take}"
+    take = f"`%distributed plan {words}` applies it." if words else "This is already the plan."
+    return f"{shown}\nProposed: {found['tried'][-1][0]}, {why}.\n{take}"
 
 
 def _ask_for_proposal(session: Session, plan: Plan, model: str, batch: str) -> dict[str, Any]:
-    """Have rank 0 estimate its variables, where they are."""
+    """Have rank 0 estimate its own variables."""
     from nbdist.train.estimate.propose import propose_variables
 
     world_size = len(session.ranks)

@@ -1,6 +1,6 @@
-"""Which cells run where: `auto on` puts a magic on top of them, `%%local` and `%%memory` are taken off.
+"""Routes cells: `auto on` adds a magic on top of them; `%%local` and `%%memory` are removed.
 
-Owns what happens to a cell's text before IPython reads it. Knows no session.
+Owns changes to a cell's text before IPython reads it. Independent of sessions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CellRouter:
     """Sees every cell before IPython does.
 
     Args:
-        shell: The notebook's.
+        shell: The notebook's shell.
 
     Attributes:
         auto: Whether cells run on all ranks.
@@ -34,7 +34,7 @@ class CellRouter:
     def __init__(self, shell: InteractiveShell) -> None:
         self.auto = False
         self._shell = shell
-        self._running = 0  # cells, one inside the other
+        self._running = 0  # nested cells
 
     def install(self) -> None:
         """See every cell from now on."""
@@ -43,7 +43,7 @@ class CellRouter:
         is_complete = manager.check_complete
 
         def check_complete(cell: str) -> Any:
-            """With `auto on` a terminal must not wait for the blank line that ends a cell magic."""
+            """Keep a terminal from waiting for the blank line that ends a cell magic (with `auto on`)."""
             self._enter_cell()
             try:
                 return is_complete(cell)
@@ -61,9 +61,9 @@ class CellRouter:
         self._running = max(0, self._running - 1)
 
     def _route(self, lines: list[str]) -> list[str]:
-        """Input transformer: `%%memory` and `%%local` are taken off, and with `auto on` others get a magic on top.
+        """Remove `%%memory` and `%%local`, and with `auto on` put a magic on top of other cells; an input transformer.
 
-        What a running cell has IPython transform (`%time expression`, `%run`) is left as it is.
+        What a running cell asks IPython to transform (`%time expression`, `%run`) is left as it is.
         """
         lines = lines if self._running else strip_mark(lines)
         first = next((at for at, line in enumerate(lines) if line.strip()), None)

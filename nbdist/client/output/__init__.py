@@ -1,1 +1,1 @@
-"""What ranks print and show, merged and drawn below the cell."""
+"""What ranks print and display, merged and shown below the cell."""

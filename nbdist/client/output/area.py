@@ -1,6 +1,6 @@
-"""What stands below a cell, by rank, so that one rank's `clear_output` takes away its own and nobody else's.
+"""The output below a cell, by rank, so that one rank's `clear_output` removes only its own output.
 
-Knows the merger's emissions; knows nothing of how they are published.
+Handles the merger's emissions; independent of how they are published.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nbdist.client.output.page import Shown, Text
 from nbdist.ranks import format_ranks, parse_ranks
 from nbdist.wire.output import Display
 
-_LIMIT = 1_000_000  # characters kept; what is older goes with the next clear_output of any rank
+_LIMIT = 1_000_000  # maximum characters kept; older ones go with the next clear_output of any rank
 _PREFIX = re.compile(r"\[([0-9,-]+)\] ")
 
 
@@ -34,7 +34,7 @@ class Area:
         self._clearing: set[int] = set()
 
     def add(self, emission: Text | Shown) -> None:
-        """Something has been shown."""
+        """Record something that was shown."""
         if isinstance(emission, Shown) and emission.item.kind == "update":
             self._update(emission.item)
             return
@@ -44,14 +44,14 @@ class Area:
             self._size -= _size(self._entries.popleft())
 
     def ask_clear(self, ranks: Iterable[int]) -> None:
-        """These ranks want their output to go when the next comes, as `clear_output(wait=True)` has it."""
+        """Clear the output of these ranks when the next output comes, like `clear_output(wait=True)`."""
         self._clearing.update(ranks)
 
     def clear(self) -> list[Text | Shown] | None:
-        """Do what was asked for.
+        """Carry out the requested clearing.
 
         Returns:
-            What of the other ranks has to be shown again once the page is empty; None: nothing is to be cleared.
+            Output of the other ranks to show again once the page is empty; None if nothing was to be cleared.
         """
         if not self._clearing:
             return None
@@ -93,7 +93,7 @@ class Area:
 
 
 def _settled(text: str) -> list[str]:
-    """Lines as they stand after their carriage returns."""
+    """Return the lines as they look after their carriage returns."""
     return [line.rstrip("\r").rpartition("\r")[2] + "\n" for line in text.split("\n")]
 
 

@@ -1,6 +1,6 @@
-"""What a line that rewrites itself by carriage returns shows, and how one bar on several ranks becomes one.
+"""What a line with carriage returns shows, and how one progress bar on several ranks becomes one.
 
-Knows nothing of queues, of the notebook, or of time beyond the moment that a `Tail` carries.
+Independent of queues, of the notebook, and of time except for the moment stored in a `Tail`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Literal, TypeAlias
 
 _Shape: TypeAlias = Literal["plain", "bar", "blank"]
 
-_LONGEST_BAR = 4096  # characters; what is longer is data that happens to hold a carriage return
+_LONGEST_BAR = 4096  # characters; longer text is data that happens to contain a carriage return
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# The start of what tqdm ends its bars with: [00:03<00:06, 10.01it/s, loss=0.5]
+# How tqdm's bars end: [00:03<00:06, 10.01it/s, loss=0.5]
 _TIMES = re.compile(r"\[\d+(?::\d\d)+(?=[<,\]])")
 _TIMES_TO_END = re.compile(_TIMES.pattern + r".*\]\s*$")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s?%")
 _FRACTION = re.compile(r"(\d+(?:\.\d+)?)[kMGT]?\s?/\s?(\d+(?:\.\d+)?)[kMGT]?")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
-# What differs between the states of one bar: numbers with exponent and unit prefix, and the bar's drawing.
+# What differs between the states of one bar: numbers with exponents and unit prefixes, and the drawn bar.
 _CHANGING = re.compile(
     r"\d[\d.,:]*(?:e[-+]?\d+)?(?:[kMGT]i?(?=B?\b))?|[\s#=>.+\-?\u2580-\u259f\u2800-\u28ff]|\b(?:nan|inf)\b"
 )
 
 
 class Tail:
-    """The beginning of a line whose newline has not come yet, in linear time however it is cut.
+    """The start of a line whose newline has not arrived yet, in linear time however it is cut.
 
     Attributes:
-        came: When its first character came, in seconds of the caller's clock.
+        came: When its first character arrived, in seconds of the caller's clock.
         size: Characters kept.
-        returned: Whether it holds a carriage return.
+        returned: Whether it contains a carriage return.
     """
 
     __slots__ = ("_look", "_pieces", "came", "returned", "size")
@@ -55,32 +55,32 @@ class Tail:
             self.returned = True
 
     def raw(self) -> str:
-        """The text as it was printed, less the states of a bar that can't matter any more."""
+        """Return the text as printed, without states of a bar that no longer matter."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def text(self) -> str:
-        """The text that stands there now."""
+        """Return the text that is visible now."""
         return last_state(self.raw())[0] if self.returned else self.raw()
 
     def equals(self, other: Tail) -> bool:
-        """Whether the same was printed."""
+        """Return whether the same was printed."""
         return self is other or (self.size == other.size and self.raw() == other.raw())
 
     @property
     def shape(self) -> _Shape:
-        """A plain text, a line that rewrites itself, or one that has wiped itself out."""
+        """Return the kind of text: plain, a line that rewrites itself, or one that has wiped itself out."""
         return self._seen()[0]
 
     @property
     def state(self) -> str:
-        """What a bar shows now."""
+        """Return what a bar shows now."""
         return self._seen()[1]
 
     @property
     def signature(self) -> str:
-        """What all states of a bar, on all ranks, have in common."""
+        """Return what all states of a bar, on all ranks, have in common."""
         return self._seen()[2]
 
     def _seen(self) -> tuple[_Shape, str, str]:
@@ -109,11 +109,11 @@ def _last_two_states(raw: str) -> str:
 
 
 def last_state(raw: str) -> tuple[str, bool]:
-    """What stands on a line after its carriage returns.
+    """Return what is visible on a line after its carriage returns.
 
     Returns:
-        The text after the last carriage return that something follows; and whether it rewrote what stood
-        there before. After blanks it did not: a bar was wiped out, and this is a text of its own.
+        The text after the last carriage return that is followed by something, and whether it rewrote the text before.
+        After blanks it did not: a bar was wiped out, and this is a new text.
     """
     before, returned, state = raw.rstrip("\r").rpartition("\r")
     if not returned:
@@ -123,7 +123,7 @@ def last_state(raw: str) -> tuple[str, bool]:
 
 
 def settle(line: str) -> tuple[str, str | None]:
-    r"""What remains of a complete line (given without its newline) that may hold carriage returns.
+    r"""Return what remains of a complete line (given without its newline) that may contain carriage returns.
 
     Returns:
         The text; and its signature when it is the last state of a bar, to be merged with other ranks'.
@@ -139,7 +139,7 @@ def settle(line: str) -> tuple[str, str | None]:
 
 
 def _is_bar(state: str) -> bool:
-    """Whether this is a bar and nothing else, so that one rank's may stand for those of others."""
+    """Return whether this is only a bar, so that one rank's may represent those of others."""
     text = _CODES.sub("", state)
     if _TIMES.search(text):
         return _TIMES_TO_END.search(text) is not None
@@ -147,13 +147,13 @@ def _is_bar(state: str) -> bool:
 
 
 def signature(state: str) -> str:
-    """What is left of a bar without its numbers, its blocks and tqdm's bracket of times and values."""
+    """Return a bar without its numbers, its blocks and tqdm's bracket of times and values."""
     text = _TIMES_TO_END.sub("", _CODES.sub("", state))
     return _CHANGING.sub("", text)
 
 
 def summary(states: Mapping[int, str]) -> str:
-    """One line for the same bar on several ranks.
+    """Return one line for the same bar on several ranks.
 
     Args:
         states: What the bar shows, by rank; at least one.

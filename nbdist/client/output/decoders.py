@@ -1,4 +1,4 @@
-"""Bytes that ranks print, as text. Knows nothing of where it goes."""
+"""Bytes that ranks print, decoded as text. Independent of where the text goes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Decoders:
         self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
 
     def decode(self, rank: int, stream: int, data: bytes, final: bool = False) -> str:
-        """The text in these bytes, as far as its characters are complete."""
+        """Return the text in these bytes, up to the last complete character."""
         decoder = self._decoders.get((rank, stream))
         if decoder is None:
             if not data:

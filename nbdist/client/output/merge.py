@@ -1,7 +1,7 @@
-"""The output of N ranks as one plain text: equal lines once, each named by its ranks, nothing lost or split.
+"""The output of N ranks as one plain text: equal lines once, each labeled with its ranks, nothing lost or split.
 
 Owns the order in which lines, rich items and progress bars go out.
-Knows nothing of clocks, sockets, threads or the notebook: the time is passed in, texts are handed back.
+Independent of clocks, sockets, threads and the notebook: time is passed in, texts are returned.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from nbdist.client.output.bars import Tail, settle, summary
 from nbdist.client.output.page import Page, Shown, Stream, Text, prefix
 
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
-_BATCH = 256  # lines released at once: bounds what a difference near the start of long chunks costs
+_BATCH = 256  # lines released at once: bounds the cost of a difference near the start of long chunks
 
 _Kind: TypeAlias = Literal["stdout", "stderr", "item", "bar"]
-_Entry: TypeAlias = tuple[_Kind, Any]  # kind and key: what has to be equal for ranks to share a line
+_Entry: TypeAlias = tuple[_Kind, Any]  # kind and key: must be equal for ranks to share a line
 _Bar: TypeAlias = tuple[Stream, str]  # stream and signature: what makes bars of several ranks the same bar
 
 
 class Merger:
     """Merges what ranks print into one text for the notebook.
 
-    A line goes out at once when all ranks that still print have it, or when it stands before a line that all
-    of them have; otherwise `window` seconds after it came, with whoever has it first in line. What has gone
-    out stays. Lines of one rank keep their order on each stream and around rich items; stdout and stderr are
+    A line goes out at once when all ranks that still print have it, or when it precedes a line that all of them
+    have; otherwise `window` seconds after it came, with all ranks for which it is next. Output is never taken
+    back. Lines of one rank keep their order on each stream and around rich items; stdout and stderr are
     ordered by when their lines were completed.
 
     The same progress bar on several ranks is one line that shows the rank furthest behind; a rank whose bar
-    has ended before that of the others goes on printing above it.
+    has ended before the others' continues to print above it.
 
     Feed it, then `poll`; with no new input, poll again at `deadline`.
 
@@ -56,10 +56,10 @@ class Merger:
         """Take what a rank printed, cut anywhere.
 
         Args:
-            rank: Who printed it.
-            stream: Where to.
-            text: What: any number of lines, also the beginning or the end of one.
-            now: Seconds of a clock that never goes back; the same clock for all calls.
+            rank: The rank that printed it.
+            stream: Its stream.
+            text: Any number of lines, possibly starting or ending within one.
+            now: Seconds of a monotonic clock; the same clock for all calls.
         """
         lines = text.split("\n")
         rest = lines.pop()
@@ -78,9 +78,9 @@ class Merger:
         """Take a rich item of a rank, which ends the rank's open line and goes out after it.
 
         Args:
-            rank: Who made it.
+            rank: The rank that made it.
             key: Items of several ranks with equal keys go out once, as the lowest rank's item.
-            item: Handed back in `Shown`, never looked into.
+            item: Returned in `Shown`, never inspected.
             now: Seconds of the caller's clock.
         """
         for stream in _STREAMS:
@@ -90,18 +90,18 @@ class Merger:
         self._queues[rank].append(_Run("item", [key], now, payload=item))
 
     def finish(self, rank: int, now: float) -> None:
-        """Take note that a rank sends nothing more: its open line is complete, and no line waits for it."""
+        """Note that a rank sends nothing more: its open line is complete, and no line waits for it."""
         for stream in _STREAMS:
             self._end_tail(rank, stream, now)
         self._active.discard(rank)
 
     def poll(self, now: float) -> list[Text | Shown]:
-        """What may go out now, in order."""
+        """Return what may go out now, in order."""
         self._emit(now, everything=False)
         return self._page.take()
 
     def flush(self, now: float) -> list[Text | Shown]:
-        """All that is left, in order; the cursor is at the start of a line afterwards."""
+        """Return all that is left, in order; the cursor is at the start of a line afterwards."""
         for rank, stream in list(self._tails):
             self._end_tail(rank, stream, now)
         self._emit(now, everything=True)
@@ -109,9 +109,9 @@ class Merger:
         return self._page.take()
 
     def deadline(self) -> float | None:
-        """When the next `poll` gives something if nothing new comes, in seconds of the caller's clock.
+        """Return when the next `poll` returns something if nothing new comes, in seconds of the caller's clock.
 
-        To be asked after `poll`. None: nothing waits.
+        Call it after `poll`. None if nothing waits.
         """
         times = [queue[0].came + self._window for queue in self._queues.values() if queue]
         if not self._tails:
@@ -152,7 +152,7 @@ class Merger:
             self._append_lines(rank, stream, [tail.raw()], now, returned=tail.returned)
 
     def _is_next(self, rank: int, stream: Stream) -> bool:
-        """Whether nothing waits that has to go out before the rank's incomplete line."""
+        """Return whether nothing waits that must go out before the rank's incomplete line."""
         return not any(run.kind == "item" or run.stream == stream for run in self._queues[rank])
 
     def _visible_tails(self, shape: Literal["plain", "bar"]) -> Iterator[tuple[int, Stream, Tail]]:
@@ -171,7 +171,7 @@ class Merger:
     # Complete lines and rich items.
 
     def _step(self, now: float, *, everything: bool) -> bool:
-        """Let out what may go next; False when all that is left has to wait."""
+        """Release what may go next; False if everything left has to wait."""
         if self._bars_queued:
             self._set_ended_bars_aside()
         groups: dict[_Entry, list[int]] = {}
@@ -193,7 +193,7 @@ class Merger:
         return 0 < len(self._active) <= len(ranks) and self._active.issubset(ranks)
 
     def _keys_to_release(self, entry: _Entry, ranks: list[int], groups: Mapping[_Entry, list[int]]) -> list[Any]:
-        """What these ranks have in common, up to where a rank that has finished still has the same behind others."""
+        """Return what these ranks have in common, up to where a finished rank has the same after others."""
         keys = self._common_keys(ranks)
         if len(groups) == 1:
             return keys
@@ -201,7 +201,7 @@ class Merger:
         return self._waiting.only_with(len(ranks), entry[0], keys)
 
     def _ready(self, groups: Mapping[_Entry, list[int]], now: float, *, everything: bool) -> list[_Entry]:
-        """Those of the first entries that need not wait any longer."""
+        """Return the first entries that need not wait any longer."""
         if everything or not self._active:
             return list(groups)
         anchor = self._anchor(groups)
@@ -213,7 +213,7 @@ class Merger:
         ]
 
     def _anchor(self, groups: Mapping[_Entry, list[int]]) -> _Entry | None:
-        """A first entry that all active ranks have: what some of them have before it waits for nobody."""
+        """Return a first entry that all active ranks have: what some of them have before it waits for no other rank."""
         if not all(self._queues[rank] for rank in self._active):
             return None
         self._index()
@@ -221,7 +221,7 @@ class Merger:
         return max(shared, key=lambda entry: len(groups[entry]), default=None)
 
     def _release_some(self, ready: Sequence[_Entry], groups: Mapping[_Entry, list[int]]) -> None:
-        """Let out first what no other rank will come to, so that the others' equal lines can still meet."""
+        """Release first what no other rank will reach, so that the others' equal lines can still meet."""
         self._index()
 
         def age(entry: _Entry) -> float:
@@ -244,7 +244,7 @@ class Merger:
                 run.indexed = True
 
     def _common_keys(self, ranks: Sequence[int]) -> list[Any]:
-        """What the ranks have in common from their first entry on, at most `_BATCH` entries."""
+        """Return what the ranks have in common from their first entry on, at most `_BATCH` entries."""
         run, *others = (self._queues[rank][0] for rank in ranks)
         size = 8 if others else _BATCH  # grows while all are equal
         keys = run.keys[run.start : run.start + size]
@@ -257,7 +257,7 @@ class Merger:
         return keys
 
     def _release(self, ranks: Sequence[int], keys: list[Any]) -> None:
-        """Take the first entries of these ranks, which are the same on all of them, and write them."""
+        """Write the first entries of these ranks, which are the same on all of them, and remove them."""
         runs = {rank: self._queues[rank][0] for rank in ranks}
         for rank in ranks:
             self._advance(rank, len(keys))
@@ -285,7 +285,7 @@ class Merger:
     # Incomplete lines.
 
     def _continue_line(self) -> None:
-        """Go on with the open line where it stands, when all its ranks go on with it in the same way."""
+        """Continue the open line if all its ranks continue it in the same way."""
         line = self._page.open
         if line is None or not line.ranks:
             return
@@ -306,7 +306,7 @@ class Merger:
         return "\r" in tail.raw().rstrip("\r")
 
     def _next_lines(self, ranks: Sequence[int], stream: Stream) -> str | None:
-        """The rest of the open line, complete and equal on all its ranks."""
+        """Return the rest of the open line, complete and equal on all its ranks."""
         queues = [self._queues[rank] for rank in ranks]
         if not all(queue and queue[0].kind == stream for queue in queues):
             return None
@@ -314,7 +314,7 @@ class Merger:
         return line if all(queue[0].key == line for queue in queues) else None
 
     def _next_text(self, ranks: Sequence[int], stream: Stream) -> str:
-        """More of the open line, still incomplete and equal on all its ranks, taken from their tails."""
+        """Return more of the open line, still incomplete and equal on all its ranks, taken from their tails."""
         tails = [self._tails.get((rank, stream)) for rank in ranks if self._is_next(rank, stream)]
         first = tails[0] if tails else None
         if first is None or len(tails) < len(ranks):
@@ -344,7 +344,7 @@ class Merger:
     # Progress bars.
 
     def _set_ended_bars_aside(self) -> None:
-        """Let ranks whose bar has ended go on, while other ranks have the same bar still running."""
+        """Let ranks whose bar has ended continue while the same bar still runs on other ranks."""
         for rank, queue in self._queues.items():
             while queue and queue[0].kind == "bar":
                 bar: _Bar = queue[0].key
@@ -354,7 +354,7 @@ class Merger:
                 self._advance(rank, 1)
 
     def _runs(self, bar: _Bar, *, but: int | None = None) -> bool:
-        """Whether a rank shows this bar on its incomplete line, and not because it has begun the next one."""
+        """Return whether a rank shows this bar on its incomplete line, and has not just begun the next one."""
         ended = self._ended.get(bar, ())
         return any(
             tail.shape == "bar" and (stream, tail.signature) == bar and rank not in ended and rank != but
@@ -362,7 +362,7 @@ class Merger:
         )
 
     def _end_abandoned_bars(self) -> None:
-        """End bars that the ranks which have not ended them show no longer."""
+        """End bars that are no longer shown by the ranks that have not ended them."""
         for bar in list(self._ended):
             runs = (run for queue in self._queues.values() for run in queue)
             if not self._runs(bar) and not any(run.kind == "bar" and run.key == bar for run in runs):
@@ -370,7 +370,7 @@ class Merger:
 
     def _end_bar(self, bar: _Bar, states: dict[int, str]) -> None:
         before = self._ended.pop(bar, {})
-        if before.keys() & states.keys():  # the same ranks have ended it twice: two bars, one after the other
+        if before.keys() & states.keys():  # the same ranks ended it twice: two bars, one after the other
             self._end_bar(bar, before)
             before = {}
         states = before | states
@@ -379,7 +379,7 @@ class Merger:
     def _draw_bars(self, now: float) -> None:
         if not self._tails and self._page.open is None:
             return
-        idle = not any(self._queues.values())  # otherwise what waits there takes the place of the bar
+        idle = not any(self._queues.values())  # otherwise what waits there replaces the bar
         for stream in _STREAMS:
             if idle and not self._next_drawing(stream)[1]:
                 self._page.wipe(stream)
@@ -390,7 +390,7 @@ class Merger:
                 self._drawn_at[stream] = now
 
     def _next_drawing(self, stream: Stream) -> tuple[float | None, str]:
-        """When the progress line of a stream has to be drawn anew, if at all; and what it has to show."""
+        """Return when the progress line of a stream must be redrawn, if at all, and its text."""
         bars: dict[str, dict[int, str]] = {}
         due = self._drawn_at.get(stream, float("-inf")) + self._page.pause(stream)
         waited = float("inf")
@@ -409,7 +409,7 @@ class Merger:
 
 @dataclass(slots=True)
 class _Run:
-    """What came together from one rank: lines of one stream, a rich item, or the last state of a bar."""
+    """What arrived together from one rank: lines of one stream, a rich item, or the last state of a bar."""
 
     kind: _Kind
     keys: list[Any]
@@ -424,13 +424,13 @@ class _Run:
 
     @property
     def stream(self) -> Stream:
-        """Where the lines or the bar belong; not asked of items."""
+        """The stream of the lines or the bar; not used for items."""
         stream: Stream = self.keys[0][0] if self.kind == "bar" else self.kind  # type: ignore[assignment]
         return stream
 
 
 class _Waiting:
-    """Which ranks have which entries waiting, wherever in their queues."""
+    """Which ranks have which entries waiting, anywhere in their queues."""
 
     def __init__(self) -> None:
         self._held: defaultdict[tuple[int, _Kind], Counter[Any]] = defaultdict(Counter)  # key -> how often
@@ -458,7 +458,7 @@ class _Waiting:
         return self._ranks[kind].get(key, 0)
 
     def only_with(self, count: int, kind: _Kind, keys: list[Any]) -> list[Any]:
-        """The keys before the first one that another number of ranks has."""
+        """Return the keys before the first one that a different number of ranks has."""
         ranks = self._ranks[kind]
         return keys[: next((i for i, key in enumerate(keys) if ranks[key] != count), len(keys))]
 
@@ -472,7 +472,7 @@ class _Waiting:
 
 
 def _equal_at_start(keys: list[Any], others: Iterable[list[Any]]) -> int:
-    """How many items all of these lists begin with in common."""
+    """Return how many items all these lists have in common at their start."""
     for other in others:
         if other != keys:
             pairs = zip(keys, other, strict=False)

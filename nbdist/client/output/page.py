@@ -1,7 +1,7 @@
 """What merged output becomes: the texts and rich items for the notebook, and the state of the cell's last line.
 
-Owns how a line is named by its ranks, and how a progress line makes way for others. Knows nothing of what is to be
-written when: that is the merger's.
+Owns how a line is labeled with its ranks, and how a progress line makes way for others. What is written when is up to
+the merger.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from nbdist.ranks import format_ranks
 
 Stream = Literal["stdout", "stderr"]
 
-_REDRAW = 0.1  # seconds between two drawings of the progress line
-_REDRAW_BELOW = 1.0  # the same when each drawing leaves a line behind: bars on stdout and stderr in turn
+_REDRAW = 0.1  # seconds between redraws of the progress line
+_REDRAW_BELOW = 1.0  # the same if each redraw leaves a line behind: bars on stdout and stderr in turn
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text to be written to a stream of the notebook as it is."""
+    """Text to write to a stream of the notebook unchanged."""
 
     stream: Stream
     text: str
@@ -45,11 +45,11 @@ class Line:
 
 
 class Page:
-    """What has been written and not taken yet, and the state of the last line.
+    """What was written and not taken yet, and the state of the last line.
 
     Attributes:
-        open: The last line while the cursor stands in it.
-        drawn: Progress lines that nothing but other progress lines has been written after, by stream.
+        open: The last line while the cursor is in it.
+        drawn: Progress lines followed only by other progress lines, by stream.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Page:
         self._stream: Stream = "stdout"
 
     def take(self) -> list[Text | Shown]:
-        """What has been written since the last time."""
+        """Return what has been written since the last call."""
         self._join()
         taken, self._taken = self._taken, []
         return taken
@@ -84,17 +84,17 @@ class Page:
         self.continue_line(prefix(ranks) + text)
 
     def continue_line(self, text: str) -> None:
-        """Go on in the open line."""
+        """Continue the open line."""
         if self.open:
             self._write(self.open.stream, text)
             self.open.width += len(text)
 
     def end_line(self) -> None:
-        """Bring the cursor to the start of a line; a progress line is wiped."""
+        """Move the cursor to the start of a line; a progress line is wiped."""
         self._make_way(self.open.stream if self.open else None)
 
     def give_up_line(self) -> None:
-        """Make way for what is printed over the open line: there if it is one rank's, else below it."""
+        """Make way for output over the open line: within it if it is one rank's, else below it."""
         if self.open and len(self.open.ranks) == 1:
             self.open.ranks = ()
         else:
@@ -112,23 +112,23 @@ class Page:
         self.drawn[stream] = line
 
     def wipe(self, stream: Stream) -> None:
-        """Take away the progress line of a stream, if it is the open line."""
+        """Remove the progress line of a stream if it is the open line."""
         if self.open and self.open.stream == stream and not self.open.ranks:
             self.end_line()
 
     def pause(self, stream: Stream) -> float:
-        """Seconds between two drawings of a progress line."""
+        """Return the seconds between redraws of a progress line."""
         in_the_way = self.open and not self.open.ranks and self.open.stream != stream
         return _REDRAW_BELOW if in_the_way else _REDRAW
 
     def _make_way(self, stream: Stream | None) -> None:
-        """Bring the cursor to the start of a line, to write to a stream or to show an item (None)."""
+        """Move the cursor to the start of a line, to write to a stream or to show an item (None)."""
         self.drawn.clear()
         line, self.open = self.open, None
         if line is None:
             return
         if line.stream == stream and not line.ranks:
-            self._write(stream, "\r" + " " * line.width + "\r")  # the bar will be drawn again, below
+            self._write(stream, "\r" + " " * line.width + "\r")  # the bar will be redrawn below
         else:
             self._write(line.stream, "\n")
 
@@ -146,5 +146,5 @@ class Page:
 
 @lru_cache(maxsize=1024)
 def prefix(ranks: tuple[int, ...]) -> str:
-    """How a line is named by its ranks."""
+    """Return the label of a line, which names its ranks."""
     return f"[{format_ranks(ranks)}] "

@@ -1,6 +1,6 @@
-"""Puts text and rich items into the notebook: in order, no faster than its server takes them, and never too much of it.
+"""Puts text and rich items into the notebook: in order, no faster than its server accepts them, and never too much.
 
-Knows IPython's way to publish; knows nothing of ranks.
+Uses IPython's publishing; independent of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from nbdist import shells
 from nbdist.text import size
 
-FOLD_LIMIT = 8_000_000  # characters of a cell that are shown whole
+FOLD_LIMIT = 8_000_000  # characters of a cell that are shown in full
 FOLD_TAIL = 1_000_000
 _HURRIED_TAIL = 200_000
 
@@ -28,18 +28,18 @@ _RATE_BYTES_HURRIED = 2_800_000
 _RATE_MESSAGES = 1_500
 _TEXT_GAP = 0.02
 _CHUNK = 200_000
-_ENVELOPE = 1_000  # bytes of a message that are not its text
-_CROWD = 200  # items that wait
-_BULK = 100  # texts that wait: stdout and stderr then go out in larger pieces, each in its own order
+_ENVELOPE = 1_000  # bytes of a message besides its text
+_CROWD = 200  # waiting items
+_BULK = 100  # waiting texts: stdout and stderr then go out in larger pieces, each in its own order
 
 Kind: TypeAlias = Literal["display", "update", "clear"]
 
 
 class Pace:
-    """How fast the cells of one kernel may publish, all together.
+    """How fast all cells of one kernel together may publish.
 
     Args:
-        clock: Seconds that never go back.
+        clock: A monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,7 +50,7 @@ class Pace:
         self._last_text = float("-inf")
 
     def wait(self, text: bool, hurried: bool) -> float:
-        """Seconds until the next message may go out."""
+        """Return the seconds until the next message may go out."""
         with self._lock:
             now = self._clock()
             while self._recent and now - self._recent[0][0] > _RATE_WINDOW:
@@ -62,7 +62,7 @@ class Pace:
             return max(0.0, wait)
 
     def note(self, text: bool, length: int) -> None:
-        """Take note of a message that goes out. The server counts the bytes of text only."""
+        """Count a message that goes out. The server counts only the bytes of text."""
         with self._lock:
             now = self._clock()
             if text:
@@ -75,7 +75,7 @@ _pace = Pace()
 
 
 def _pace_of_server() -> Pace | None:
-    """The pace to keep when a Jupyter server stands between this kernel and the page."""
+    """Return the pace to keep if a Jupyter server is between this kernel and the page."""
     return _pace if "JPY_SESSION_NAME" in os.environ else None
 
 
@@ -83,14 +83,14 @@ class Publisher:
     """The output area of one cell.
 
     Args:
-        cell: The cell's number, for the line that stands where text was folded.
-        pace: How fast it may publish; None: at once.
+        cell: The cell's number, for the line shown where text was folded.
+        pace: How fast it may publish; None for no limit.
     """
 
     def __init__(self, cell: int, pace: Pace | None = None) -> None:
         self._cell = cell
         self._pace = pace or _pace_of_server()
-        # As they are when the cell starts: another cell may have redirected them when this one prints late.
+        # As they are when the cell starts: another cell may have redirected them by the time this one prints late.
         self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
         self._queue: deque[tuple[str, Any]] = deque()
         self._size = 0
@@ -103,7 +103,7 @@ class Publisher:
         self._finished = False
 
     def text(self, stream: str, text: str) -> None:
-        """Text for "stdout" or "stderr"."""
+        """Add text for "stdout" or "stderr"."""
         room = max(0, FOLD_LIMIT - self._size)
         if self._folded or len(text) > room:
             end = 0 if self._folded else text.rfind("\n", 0, room) + 1 or room
@@ -113,12 +113,12 @@ class Publisher:
             self._enqueue(stream, text)
 
     def item(self, kind: Kind, data: dict[str, Any], metadata: dict[str, Any], display_id: str = "") -> None:
-        """A rich item."""
+        """Add a rich item."""
         self._queue.append(("item", (kind, data, metadata, display_id)))
 
     def clear(self, wait: bool) -> None:
-        """Empty the output area: now, or as soon as the next item or text comes."""
-        # What waits would be gone at once; updates may be meant for another cell's output.
+        """Empty the output area: now, or when the next item or text comes."""
+        # Waiting output would be cleared at once; updates may be meant for another cell's output.
         self._queue = deque(each for each in self._queue if each[0] == "item" and each[1][0] == "update")
         self._tail.clear()
         self._size = self._folded = self._tail_size = 0
@@ -132,21 +132,21 @@ class Publisher:
 
     @property
     def crowded(self) -> bool:
-        """Whether more items wait than it should be given."""
+        """Whether more items wait than is good."""
         return len(self._queue) > _CROWD and self._queue[0][0] == "item"
 
     def due(self) -> float | None:
-        """Seconds until `pump` has something to do."""
+        """Return the seconds until `pump` has something to do."""
         return self._wait() if self._queue else None
 
     def complete(self) -> None:
-        """Publish all of what waits, however long the page takes for it. In a thread that may sleep."""
+        """Publish everything that waits, however long the page takes. Call it in a thread that may sleep."""
         while (due := self.due()) is not None:
             time.sleep(due)
             self.pump()
 
     def finish(self) -> None:
-        """The cell is over: unfold its last part. What comes after that is shown as long as there is room."""
+        """End the cell: unfold its last part. What comes after that is shown as long as there is room."""
         if self._hurried:
             self.hurry()
         self._finished = True
@@ -161,7 +161,7 @@ class Publisher:
         self._folded = self._tail_size = 0
 
     def hurry(self) -> None:
-        """The user wants the notebook back: fold what waits, now and at the end, if the page would take long for it."""
+        """Fold what waits, now and at the end, if the page would take long for it: the user wants the notebook back."""
         self._hurried = True
         if self._pace is None or self._waiting() + self._tail_size <= _HURRIED_TAIL:
             return
@@ -177,7 +177,7 @@ class Publisher:
             self._fold(stream, text)
 
     def abandon(self) -> None:
-        """Show no more of the text that waits."""
+        """Stop showing the text that waits."""
         hidden = self._waiting()
         self._queue = deque(each for each in self._queue if each[0] == "item")
         self._hurried = True
@@ -194,7 +194,7 @@ class Publisher:
         self._enqueue("stdout", "\n" * self._open + f"… {line} …\n")
 
     def _note(self, hidden: int) -> str:
-        return f"{size(hidden)} are not shown here; `%distributed logs --cell {self._cell}` has all of it"
+        return f"{size(hidden)} not shown here; `%distributed logs --cell {self._cell}` has everything"
 
     def _waiting(self) -> int:
         return sum(len(content) for kind, content in self._queue if kind != "item")
@@ -202,7 +202,7 @@ class Publisher:
     def _fold(self, stream: str, text: str) -> None:
         if self._finished:
             if not self._folded:
-                self._say(f"`%distributed logs --cell {self._cell}` has what this cell prints from here on")
+                self._say(f"`%distributed logs --cell {self._cell}` has the rest of this cell's output")
             self._folded += len(text)
             return
         self._folded += len(text)
@@ -223,7 +223,7 @@ class Publisher:
             self._shorten_tail(end)
 
     def _wait(self) -> float:
-        """Seconds until the first in the queue may go out."""
+        """Return the seconds until the first in the queue may go out."""
         return 0.0 if self._pace is None else self._pace.wait(self._queue[0][0] != "item", self._hurried)
 
     def _publish_next(self) -> None:
@@ -240,7 +240,7 @@ class Publisher:
         self._streams[kind].flush()
 
     def _gather(self, stream: str, text: str) -> str:
-        """One message's worth of text."""
+        """Return one message's worth of text."""
         texts, length = [text], len(text)
         others: list[tuple[str, Any]] = []
         wanted = {"stdout", "stderr"} if len(self._queue) > _BULK else {stream}
@@ -264,12 +264,12 @@ class Publisher:
 
 
 def _encoded_size(text: str) -> int:
-    """Bytes of the message that carries it."""
+    """Return the size in bytes of the message that carries the text."""
     return len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + _ENVELOPE
 
 
 def can_update() -> bool:
-    """Whether what has been shown can be replaced: a notebook can, a terminal can't."""
+    """Return whether shown output can be replaced: in a notebook yes, in a terminal no."""
     return shells.in_kernel()
 
 

@@ -1,6 +1,6 @@
 """What one cell shows: the ranks' text merged, their displays grouped and labeled, their last values in one output.
 
-Knows what ranks send; knows nothing of cells' ends, errors or interrupts.
+Handles what ranks send; independent of how cells end, of errors and of interrupts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from nbdist.client.output.publisher import Kind, Publisher, can_update
 from nbdist.ranks import format_ranks
 from nbdist.wire.output import STDERR, STDOUT, Display, Output
 
-_RESULTS_WAIT = 0.2  # seconds that the first last value waits for the others'
+_RESULTS_WAIT = 0.2  # seconds that the first last value waits for the others
 
 
 class Screen:
-    """The output of a cell, from what its ranks send.
+    """The output of a cell, made from what its ranks send.
 
     Used by one thread at a time.
 
     Args:
-        ranks: Where the cell runs.
-        publisher: Where it is shown.
-        key: A name that no other cell has.
+        ranks: The ranks that run the cell.
+        publisher: Where to show the output.
+        key: A name that is unique to this cell.
     """
 
     def __init__(self, ranks: list[int], publisher: Publisher, key: str) -> None:
@@ -38,14 +38,14 @@ class Screen:
         self._area = Area(ranks)
         self._results_id = f"nbdist-results-{key}"
         self._results: dict[int, Display] = {}  # last values that are plain text, by rank
-        self._rich_results: dict[int, Display] = {}  # others, not shown yet
+        self._rich_results: dict[int, Display] = {}  # other last values, not shown yet
         self._results_due: float | None = None
         self._results_shown = False
         self._key = key
-        self._topics: set[str] = set()  # that have a line on the page
+        self._topics: set[str] = set()  # topics that have a line on the page
 
     def print(self, event: Output, now: float) -> None:
-        """Take bytes that a rank has printed."""
+        """Take bytes that a rank printed."""
         self._feed(event.rank, event.stream, event.data, now)
 
     def display(self, event: Display, now: float) -> None:
@@ -57,12 +57,12 @@ class Screen:
                 self._results_due = now + _RESULTS_WAIT
             return
         key: object = (event.kind, repr(event.data), repr(event.metadata), event.wait)
-        if event.display_id:  # each rank's has its own place on the page
+        if event.display_id:  # each rank's display has its own place on the page
             key = (event.rank, event.sequence)
         self._merger.put(event.rank, key, event, now)
 
     def end_rank(self, rank: int, now: float) -> None:
-        """The rank has ended its part of the cell."""
+        """Note that the rank has ended its part of the cell."""
         for stream in (STDOUT, STDERR):
             self._feed(rank, stream, b"", now, final=True)
         self._merger.finish(rank, now)
@@ -80,25 +80,25 @@ class Screen:
         return self._publisher.crowded
 
     def due(self, now: float) -> float | None:
-        """Seconds until `poll` has something to do even if nothing new comes. To be asked after `poll`."""
+        """Return the seconds until `poll` has something to do even if nothing new comes. Call it after `poll`."""
         times = [at - now for at in (self._merger.deadline(), self._results_due) if at is not None]
         if (due := self._publisher.due()) is not None:
             times.append(due)
         return max(0.0, min(times)) if times else None
 
     def say(self, text: str) -> None:
-        """A line of nbdist's own, among the output."""
+        """Show a line of nbdist's own, among the output."""
         self._emit(self._merger.flush(time.monotonic()))
         self._emit([Text("stderr", f"nbdist: {text}\n")])
         self._publisher.pump()
 
     def remark(self, text: str, topic: str, *, same: bool = False) -> None:
-        """A line of nbdist's own that takes the place of the last one of its topic.
+        """Show a line of nbdist's own that replaces the last one of its topic.
 
         Args:
-            text: What it says.
+            text: The line.
             topic: A name for all lines of which only the last counts.
-            same: Whether it says what the last one said, with newer figures: no news where lines can't be replaced.
+            same: Whether it repeats the last line with newer figures, and so isn't shown where lines can't be replaced.
         """
         if not can_update():
             if not same:
@@ -114,7 +114,7 @@ class Screen:
         self._publisher.pump()
 
     def finish(self, now: float) -> None:
-        """The cell is over: show what still waits for other ranks, or was folded."""
+        """Show what still waits for other ranks, or was folded: the cell is over."""
         self._emit(self._merger.flush(now))
         if self._results_due is not None:
             self._show_results()
@@ -122,11 +122,11 @@ class Screen:
         self._publisher.pump()
 
     def hurry(self) -> None:
-        """The user has interrupted: don't make them wait for a page that is slower than the ranks."""
+        """Fold what waits if the page is slower than the ranks: the user has interrupted."""
         self._publisher.hurry()
 
     def abandon(self) -> None:
-        """The user has interrupted again: show no more of what waits."""
+        """Show no more of what waits: the user has interrupted again."""
         self._publisher.abandon()
 
     def _feed(self, rank: int, stream: int, data: bytes, now: float, *, final: bool = False) -> None:
@@ -148,7 +148,7 @@ class Screen:
             self._publish(emission)
 
     def _clear(self, *, wait: bool) -> None:
-        """Do what ranks have asked for by `clear_output`: take away what is theirs."""
+        """Remove the output that ranks asked to clear with `clear_output`."""
         kept = self._area.clear()
         if kept is None:
             return
@@ -182,7 +182,7 @@ class Screen:
         self._publisher.item("display", item.data, item.metadata, display_id)
 
     def _show_results(self) -> None:
-        """The last values of all ranks, as one output; those that come late are added to it."""
+        """Show the last values of all ranks as one output; late ones are added to it."""
         self._results_due = None
         self._clear(wait=True)
         if self._results:
@@ -196,7 +196,7 @@ class Screen:
 
 
 def _grouped(items: dict[int, Display]) -> list[tuple[tuple[int, ...], Display]]:
-    """Equal items once, with the ranks that have them."""
+    """Return equal items once, with the ranks that have them."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(items):
         groups.setdefault(repr(items[rank].data), []).append(rank)

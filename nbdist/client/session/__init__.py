@@ -1,1 +1,1 @@
-"""Ranks at work for a notebook: the session, its cells, and what travels to and from the controller."""
+"""Ranks at work for a notebook: the session, its cells, and the messages to and from the controller."""

@@ -1,4 +1,4 @@
-"""The answers of several ranks to one question, as they come."""
+"""The answers of several ranks to one question, as they arrive."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nbdist.wire.questions import Answer
 def gather(
     answers: queue.SimpleQueue[Answer], request: int, question: Question[A], count: int, timeout: float
 ) -> dict[int, A | NoAnswer]:
-    """Take answers until all are there, or the time is over.
+    """Take answers until all have arrived, or the time is over.
 
     Args:
-        answers: Where they come; also those that are too late for another question.
+        answers: The queue in which they arrive; also late answers to other questions.
         request: The question's number.
         count: How many ranks were asked.
         timeout: Seconds.
 
     Returns:
-        Those that came, by rank.
+        The answers that arrived, by rank.
     """
     deadline = time.monotonic() + timeout
     gathered: dict[int, A | NoAnswer] = {}

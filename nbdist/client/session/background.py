@@ -1,4 +1,4 @@
-"""The handle of a cell that runs while the notebook goes on: `%%distributed --background`."""
+"""The handle of a cell that runs in the background: `%%distributed --background`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from nbdist.ranks import describe_ranks
 
 
 class BackgroundCell:
-    """A cell that runs while the notebook goes on: `%%distributed --background`.
+    """A cell that runs in the background: `%%distributed --background`.
 
     Its output appears below the cell that started it.
 
     Args:
-        task: What runs.
+        task: Its task.
         timeout: Seconds after which its ranks are interrupted.
-        keeps: What must live as long as it runs.
+        keeps: An object to keep alive while it runs.
     """
 
     def __init__(self, task: Task, timeout: float | None, keeps: object) -> None:
@@ -44,7 +44,7 @@ class BackgroundCell:
         """Wait for the end.
 
         Args:
-            timeout: Seconds to wait at most; the cell goes on after that.
+            timeout: Maximum seconds to wait; the cell keeps running after that.
 
         Returns:
             The results by rank.
@@ -63,7 +63,7 @@ class BackgroundCell:
         return self._task.result
 
     def interrupt(self, *, now: bool = False) -> None:
-        """Stop its ranks: after the step they are in, if they train. Asked once more, or with `now`: at once."""
+        """Stop its ranks, after the current step if they train. A second call, or `now`, stops them at once."""
         self._task.interrupt(now=now)
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class BackgroundCell:
 
 
 def _await(task: Task, timeout: float | None, keeps: object) -> None:
-    """In the thread of a background cell."""
+    """Wait for the cell, in its background thread."""
     try:
         task.wait(timeout)
     except (NbdistError, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""A call of a function on ranks, as a parcel: with the notebook's cells that its tracebacks will want to show."""
+"""A function call on ranks, packed with the notebook cells that its tracebacks will show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbdist import shells, transfer
 from nbdist.errors import TransferError
 from nbdist.wire.cells import Reply
 
-_SOURCES_LIMIT = 1 << 20  # characters of cells that go along
+_SOURCES_LIMIT = 1 << 20  # characters of cells that are included
 
 Source = tuple[str, int, str]
 
@@ -20,17 +20,17 @@ Source = tuple[str, int, str]
 def pack(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str, cuda: bool = True
 ) -> transfer.Packed:
-    """Make a parcel of a call.
+    """Pack a call.
 
     Args:
-        function: What to call. It travels by value, as do its arguments.
+        function: The function. It is sent by value, as are its arguments.
         args: Its arguments.
-        kwargs: Its arguments by name.
-        name: What errors call the function.
-        cuda: Whether tensors on GPUs may travel; they arrive on the CPU.
+        kwargs: Its keyword arguments.
+        name: The function's name in errors.
+        cuda: Whether tensors on GPUs may be sent; they arrive on the CPU.
 
     Raises:
-        TransferError: Something can't travel; the text names it.
+        TransferError: Something can't be sent; the text names it.
     """
     call = (function, tuple(args), dict(kwargs), sources(function))
     try:
@@ -45,7 +45,7 @@ def pack(
 
 
 def value(reply: Reply) -> Any:
-    """What a rank has sent back.
+    """Return what a rank has sent back.
 
     Raises:
         TransferError: It can't be rebuilt here.
@@ -54,7 +54,7 @@ def value(reply: Reply) -> Any:
 
 
 def value_or_reason(reply: Reply) -> Any:
-    """What a rank has sent back, or the reason, if it can't be rebuilt here."""
+    """Return what a rank has sent back, or the reason why it can't be rebuilt here."""
     try:
         return value(reply)
     except TransferError as error:
@@ -62,7 +62,7 @@ def value_or_reason(reply: Reply) -> Any:
 
 
 def sources(function: Callable[..., Any]) -> list[Source]:
-    """File name, number and text of the notebook's cells, those of the function first, then the newest."""
+    """Return file name, number and text of the notebook's cells: the function's first, then the newest."""
     numbers = shells.cell_files()
     own = getattr(getattr(function, "__code__", None), "co_filename", "")
     files = sorted(numbers, key=lambda file: (file == own, numbers[file]), reverse=True)

@@ -1,4 +1,4 @@
-"""How a cell runs on ranks, and what becomes of its output."""
+"""How a cell runs on ranks, and what happens to its output."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CellOptions:
-    """What is the same on all ranks of a cell.
+    """The options that are the same on all ranks of a cell.
 
     Attributes:
-        number: The cell's in the notebook; 0: that of the one that is running.
+        number: The cell's number in the notebook; 0 for the running cell's.
         offset: Lines of the notebook's cell above the code.
-        grace: Seconds that ranks may wait in a collective for one that has raised; then they are freed.
-        show: Whether output goes to the notebook.
+        grace: Seconds that ranks may wait in a collective for one that raised; then they are freed.
+        show: Whether output is shown in the notebook.
         keep: Whether output is kept in the task's result.
-        profile: The folder for the ranks' traces; empty: they are not profiled.
+        profile: The folder for the ranks' traces; empty for no profile.
     """
 
     number: int = 0

@@ -1,6 +1,6 @@
-"""The kernel's connection to its controller: starting that process, sending to it, and the one thread that listens.
+"""The kernel's connection to its controller: starts that process, sends to it, and runs the thread that listens.
 
-Knows the process and the sockets; knows nothing of what the messages mean.
+Handles the process and the sockets; independent of what the messages mean.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Connection:
     """A controller process and this kernel's lanes to it.
 
     Args:
-        patient: Whether nobody waits for it yet; its template then leaves the cores to others.
+        patient: Whether nothing waits for it yet; its template then yields the cores to others.
 
     `on_message` is called from the listening thread for each message, and with `Broken` when the controller has ended.
     """
@@ -60,23 +60,23 @@ class Connection:
             )
         setup = ControllerSetup(kernel=os.getpid(), runtime_folder=jupyter_runtime_dir())
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `open` will tell
+        with contextlib.suppress(BrokenPipeError):  # `open` will report it
             self._process.stdin.write(encode_line(setup))
             self._process.stdin.close()
 
     @property
     def alive(self) -> bool:
-        """Whether the controller runs, and is this process's (not that of a process it was forked from)."""
+        """Whether the controller runs and belongs to this process (not to one that this process was forked from)."""
         return self._process.poll() is None and os.getpid() == self.pid
 
     def open(self, heed: Callable[[], None]) -> None:
-        """Connect, once the controller listens.
+        """Connect once the controller listens.
 
         Args:
-            heed: Called now and then while it comes up; it may raise.
+            heed: Called repeatedly while the controller starts; it may raise.
 
         Raises:
-            SessionBroken: The controller did not come up.
+            SessionBroken: The controller did not start.
         """
         if self._commands is not None:
             return
@@ -105,7 +105,7 @@ class Connection:
         self._thread.start()
 
     def _first_line(self, heed: Callable[[], None]) -> bytes:
-        """What the controller says when it is up; nothing if it has ended."""
+        """Return the controller's first line; empty if it has ended."""
         assert self._process.stdout is not None
         waiting = select.poll()
         waiting.register(self._process.stdout, select.POLLIN)
@@ -126,12 +126,12 @@ class Connection:
                 self._commands.send(encode(message))
 
     def close(self) -> None:
-        """End the controller and everything that it has started."""
+        """End the controller and everything it started."""
         if os.getpid() != self.pid or self._closing:
             return
         self._closing = True
         if self._commands is None:
-            self._process.terminate()  # not even connected: its agent sees it go and cleans up
+            self._process.terminate()  # not even connected: its agent notices its end and cleans up
         else:
             self.send(Shutdown())
         try:
@@ -145,7 +145,7 @@ class Connection:
             self._thread.join(_END_LIMIT)
 
     def let_go(self) -> None:
-        """End the controller, whose agent then ends the ranks. Waits for nothing, so that a finalizer may call it."""
+        """End the controller, whose agent then ends the ranks. Doesn't wait, so that a finalizer may call it."""
         self._process.terminate()
 
     def _listen(self, events: zmq.Socket[bytes], end: int) -> None:
@@ -154,7 +154,7 @@ class Connection:
         poller.register(end, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            # What the controller said last may arrive a moment after its end.
+            # The controller's last messages may arrive a moment after its end.
             if events in ready or (end in ready and events.poll(_LAST_WORDS_MS)):
                 for frame in events.recv_multipart():
                     self._handle(frame)
@@ -163,14 +163,14 @@ class Connection:
         os.close(end)
         self._disconnect(events)
         if not self._closing:
-            self.key_file.unlink(missing_ok=True)  # if its agent could not
+            self.key_file.unlink(missing_ok=True)  # in case its agent could not
             how = f"(pid {self._process.pid}) has ended: {describe_exit(self._process.wait())}; all ranks ended with it"
             self.on_message(Broken(f"the session's controller {how}. `%distributed start` starts a new one."))
 
     def _handle(self, frame: bytes) -> None:
         try:
             self.on_message(decode(frame))
-        except Exception:  # one bad message must not keep the session from hearing all that follow
+        except Exception:  # one bad message must not keep the session from receiving the ones that follow
             traceback.print_exc()
 
     def _disconnect(self, events: zmq.Socket[bytes]) -> None:
@@ -183,10 +183,10 @@ class Connection:
 
 
 def _check_system() -> None:
-    """Processes are watched by pidfd.
+    """Check that processes can be watched by pidfd.
 
     Raises:
-        SessionBroken: This system has none.
+        SessionBroken: This system doesn't support it.
         OSError: No file handle is left.
     """
     try:
@@ -202,7 +202,7 @@ def _check_system() -> None:
 
 @contextlib.contextmanager
 def _explaining() -> Iterator[None]:
-    """What the system refuses becomes a message of ours."""
+    """Turn what the system refuses into a message of ours."""
     try:
         yield
     except (OSError, zmq.ZMQError) as error:

@@ -1,4 +1,4 @@
-"""Ctrl-C: in words, and where it must not strike in the middle."""
+"""Ctrl-C: its message, and sections that it must not interrupt."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-HEED = 0.2  # seconds that a wait may last, as a Ctrl-C that comes just before it does not end it
+HEED = 0.2  # maximum seconds of a wait, because a Ctrl-C just before it does not end it
 
 
 def interruption(text: str, *details: str) -> KeyboardInterrupt:
-    """KeyboardInterrupt that the notebook shows as one line, and lines of details, instead of frames of ours."""
+    """Return a KeyboardInterrupt that the notebook shows as one line and details, without our frames."""
     made = KeyboardInterrupt(text)
     lines = [f"KeyboardInterrupt: {text}", *details]
     made._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
@@ -21,10 +21,10 @@ def interruption(text: str, *details: str) -> KeyboardInterrupt:
 
 @contextlib.contextmanager
 def events(put: Callable[[Any], None]) -> Iterator[None]:
-    """Ctrl-C in the body becomes an event, so that it never strikes in the middle of our own work.
+    """Turn Ctrl-C in the body into an event, so that it never interrupts our own work.
 
     Args:
-        put: Called with `KeyboardInterrupt`, the class, at each Ctrl-C; also for those that `deferred` has kept so far.
+        put: Called with the class `KeyboardInterrupt` at each Ctrl-C, including those that `deferred` has kept.
     """
     with _handled(lambda signum, frame: put(KeyboardInterrupt)) as before:
         if isinstance(before, _Deferral):
@@ -34,13 +34,13 @@ def events(put: Callable[[Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Ctrl-C in the body comes at its end, or goes to `events` in the body; the rest of the body has to be short."""
+    """Delay Ctrl-C to the end of the body, or pass it to `events` in the body; the rest of the body must be short."""
     deferral = _Deferral()
     try:
         with _handled(deferral):
             yield
     except KeyboardInterrupt:
-        raise  # which is all that another Ctrl-C could ask for
+        raise  # which is all that another Ctrl-C could achieve
     except BaseException:
         deferral.strike()
         raise
@@ -48,7 +48,7 @@ def deferred() -> Iterator[None]:
 
 
 class _Deferral:
-    """A handler of Ctrl-C that counts."""
+    """A Ctrl-C handler that counts."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -68,8 +68,8 @@ class _Deferral:
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, Any], Any]) -> Iterator[Any]:
-    """Ctrl-C calls this in the body, which is given the handler before it."""
-    if threading.current_thread() is not threading.main_thread():  # others get none
+    """Have Ctrl-C call `handler` in the body, which is given the previous handler."""
+    if threading.current_thread() is not threading.main_thread():  # other threads don't get Ctrl-C
         yield None
         return
     before = signal.signal(signal.SIGINT, handler)

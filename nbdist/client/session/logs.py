@@ -1,4 +1,4 @@
-"""What cells printed, from the controller's output log: part by part, so that no more than a part is in memory."""
+"""What cells printed, read from the controller's output log part by part, so that only one part is in memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class CellLog:
     """The log of one cell.
 
     Args:
-        ask: Asks the controller: takes the fields of a ReadLog but for its number.
-        cell: Which: its number in the notebook, or its result; None: the newest that printed.
+        ask: Asks the controller: takes the fields of a ReadLog except its number.
+        cell: The cell's number in the notebook, or its result; None for the newest that printed.
 
     Attributes:
-        size: Bytes that all ranks have in it.
+        size: Its bytes, over all ranks.
 
     Raises:
         UsageError: That cell printed nothing, or the log no longer has it.
@@ -41,17 +41,17 @@ class CellLog:
         self._dropped, self._missing = part.dropped, part.missing
 
     def read(self, ranks: Sequence[int], position: int = 0) -> Iterator[tuple[int, str]]:
-        """What these ranks printed (stdout and stderr), in the order in which it came: rank and text."""
+        """Yield what these ranks printed (stdout and stderr), in order: rank and text."""
         decoders = Decoders()
         for _, part in self._parts(ranks, position):
             for rank, stream, data in part.records:
                 yield rank, decoders.decode(rank, stream, data)
 
     def lines(self, ranks: Sequence[int], tail: int | None = None) -> Iterator[str]:
-        """The same rank by rank, with the rank's number in front of each line, in pieces of any size.
+        """Yield the same rank by rank, with the rank's number before each line, in pieces of any size.
 
         Args:
-            tail: Only so many of the last lines of each rank.
+            tail: Only this many of the last lines of each rank.
         """
         starts = self._find_tails(ranks, tail) if tail is not None else {}
         for rank in ranks:
@@ -60,7 +60,7 @@ class CellLog:
             yield from _with_prefix(rank, _without_first_lines(texts, skip))
 
     def explain_gaps(self) -> str:
-        """What the log does not have of this cell, as far as it has been read; "": nothing."""
+        """Return what the log does not have of this cell, as far as it has been read; "" if nothing is missing."""
         clauses = []
         if self._dropped:
             clauses.append(f"the first {size(self._dropped)} that {self._name} printed made room for newer output")
@@ -69,7 +69,7 @@ class CellLog:
         return "; ".join(clauses)
 
     def _parts(self, ranks: Sequence[int], start: int = 0) -> Iterator[tuple[int, LogPart]]:
-        """Each part with its position."""
+        """Yield each part with its position."""
         position: int | None = start
         while position is not None:
             part = self._ask(serials=self._serials, ranks=list(ranks), position=position)
@@ -78,7 +78,7 @@ class CellLog:
             position = part.next
 
     def _find_tails(self, ranks: Sequence[int], lines: int) -> dict[int, tuple[int, int]]:
-        """Where each rank's last lines begin: a position, and how many lines are to be left out from there on."""
+        """Return where each rank's last lines begin: a position, and the number of lines to skip from there."""
         counts = {rank: _LineCount() for rank in ranks}
         for position, part in self._parts(ranks):
             for rank, _, data in part.records:
@@ -89,9 +89,9 @@ class CellLog:
 
 @dataclass
 class _LineCount:
-    """Lines of a rank so far.
+    """The lines of a rank so far.
 
-    marks: positions of parts, and how many lines stand before each. open: whether the last line has no end yet.
+    marks: positions of parts, and the number of lines before each. open: whether the last line is incomplete.
     """
 
     ends: int = 0
@@ -125,9 +125,9 @@ def _without_first_lines(texts: Iterable[str], count: int) -> Iterator[str]:
 
 
 def _with_prefix(rank: int, texts: Iterable[str]) -> Iterator[str]:
-    """A rank's text with its number in front of each line; the last line always has an end."""
+    """Yield a rank's text with its number before each line; the last line always ends with a newline."""
     prefix = f"[{rank}] "
-    fresh = True  # at the beginning of a line
+    fresh = True  # at the start of a line
     for text in texts:
         if not text:
             continue
@@ -143,4 +143,4 @@ def _explain_nothing(cell: int | CellResult | None) -> str:
     if cell is None:
         return "no cell has printed anything on ranks yet: the log is empty"
     name = f"cell {cell}" if isinstance(cell, int) else "this cell"
-    return f"{name} printed nothing on ranks, or the log has it no longer; `%distributed logs` shows the newest"
+    return f"{name} printed nothing on ranks, or the log no longer has it; `%distributed logs` shows the newest"

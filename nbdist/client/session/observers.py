@@ -1,6 +1,6 @@
-"""Who wants to know what happens on the ranks of this notebook: what runs there, and what looks at them find.
+"""Observers of what happens on the ranks of this notebook: what runs there, and samples of ranks and nodes.
 
-Knows nothing of those who ask. They are called in the thread in which it happens; one that raises has its traceback
+Independent of the observers. They are called in the thread in which it happens; if one raises, its traceback is
 printed, and the cell goes on.
 """
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """What to override: each method does nothing here. The set of ranks may be any that this notebook has."""
+    """Override any of these methods; each does nothing here. The set of ranks may be any of this notebook's."""
 
     def cell_began(self, task: Task) -> None:
-        """A task is about to be sent to its ranks, which are free for it."""
+        """Handle a task that is about to be sent to its ranks, which are free for it."""
 
     def cell_ended(self, task: Task) -> None:
-        """Every rank has ended its part of a task, or nobody waits for it any more. In the task's own thread."""
+        """Handle the end of a task on every rank, or that nobody waits for it any more. In the task's own thread."""
 
     def node_looked_at(self, traffic: Traffic, look: Look) -> None:
-        """The agent of a node has looked at it. In the listening thread."""
+        """Handle a sample of a node from its agent. In the listening thread."""
 
     def ranks_looked_at(self, sample: Sample) -> None:
-        """Ranks, or the notebook's own process, have been looked at. In the thread of whoever looks."""
+        """Handle a sample of ranks, or of the notebook's own process. In the sampling thread."""
 
 
 _observers: list[Observer] = []
 
 
 def subscribe(observer: Observer) -> Callable[[], None]:
-    """Have an observer called from now on.
+    """Call an observer from now on.
 
     Returns:
-        What ends it.
+        A function that unsubscribes it.
     """
     _observers.append(observer)
 
@@ -53,7 +53,7 @@ def subscribe(observer: Observer) -> Callable[[], None]:
 
 
 def cell_began(task: Task) -> None:
-    """Call all observers, as the others below do."""
+    """Call all observers, like the functions below."""
     _call(lambda observer: observer.cell_began(task))
 
 

@@ -1,7 +1,7 @@
-"""A set of ranks, from the notebook's side: how it comes up, takes work and ends.
+"""A set of ranks, from the notebook's side: how it starts, takes work and ends.
 
-What sessions and launches have in common. Owns the controller that is kept warm for the next of them. Knows nothing of
-processes or sockets; `traffic` knows which rank runs what.
+The part that sessions and launches share. Owns the controller that is kept warm for the next of them. Independent of
+processes and sockets; `traffic` tracks which rank runs what.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _SURVIVORS_LIMIT = 2.0
 _SHOWN = CellOptions(show=True)
 _INTERRUPTED = "the start was interrupted, and no rank is left"
 
-Ranks = Iterable[int] | int | str | None  # which: some, one, "0,2-3"; None: all
+Ranks = Iterable[int] | int | str | None  # some, one, "0,2-3"; None for all
 
 _idle: Connection | None = None
 
 
 def prewarm() -> None:
-    """Start a controller with its agent and template, if none is there, so that the next session starts at once.
+    """Start a controller with its agent and template, unless there is one, so that the next session starts at once.
 
-    Not with NBDIST_PREWARM=0.
+    Does nothing with NBDIST_PREWARM=0.
     """
     global _idle
     if is_on("NBDIST_PREWARM", default=True) and (_idle is None or not _idle.alive):
-        with contextlib.suppress(SessionBroken):  # `start` will tell
+        with contextlib.suppress(SessionBroken):  # `start` will report it
             _idle = Connection(patient=True)
 
 
@@ -71,7 +71,7 @@ def _close_all() -> None:
 
 @dataclass(frozen=True)
 class _Errand:
-    """What the thread that starts the ranks is to do meanwhile."""
+    """Work for the thread that starts the ranks to do meanwhile."""
 
     run: Callable[[], None]
 
@@ -83,12 +83,12 @@ class RankSet:
         linger: Seconds that the ranks outlive a kernel that was killed.
 
     Attributes:
-        ranks: What each rank is.
+        ranks: Each rank's number, process and device.
         backend: Backend of the process group; "none" without one.
         closed: Whether it has no ranks.
         broken: Why it is closed, if nobody closed it.
         started_in: Seconds that the last start took.
-        traffic: Which rank runs what; for the parts of the client.
+        traffic: Which rank runs what; for other parts of the client.
     """
 
     instances: ClassVar[weakref.WeakSet[RankSet]] = weakref.WeakSet()
@@ -109,14 +109,14 @@ class RankSet:
     # --- life
 
     def start(self, options: StartOptions, progress: Callable[[StartLine], None] = lambda line: None) -> None:
-        """Bring up ranks, for the first time or in place of those that there were.
+        """Start ranks, for the first time or in place of the present ones.
 
         Args:
             options: What to start.
             progress: Called with a line of text while the ranks start.
 
         Raises:
-            SessionBroken: They could not be brought up; nothing of them is left.
+            SessionBroken: They could not be started; none is left.
             PortTaken: The port of their rendezvous store is taken.
         """
         if self.broken and not self._parked:
@@ -132,7 +132,7 @@ class RankSet:
         """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.
 
         Args:
-            grace: Seconds that ranks which are still at work have to end by themselves.
+            grace: Seconds for ranks that are still working to end by themselves.
         """
         if self.closed:
             return
@@ -152,7 +152,7 @@ class RankSet:
         self._park()
 
     def __del__(self) -> None:
-        """Nobody can give them work any more, so they end. Called in any thread, at any moment."""
+        """End the ranks, which can't be given work any more. Called in any thread, at any moment."""
         if not self.closed and self.owned:
             self._connection.let_go()
 
@@ -163,16 +163,16 @@ class RankSet:
 
     @property
     def generation(self) -> int:
-        """How often the process groups have been renewed since the start, and one."""
+        """One more than the number of times the process groups have been renewed since the start."""
         return self.traffic.generation
 
     def _forget(self) -> None:
-        """The kernel ends: nobody waits for the ranks any more."""
+        """Forget the ranks: the kernel is ending."""
         self.closed = True
         self._connection.close()
 
     def _connect(self) -> None:
-        """Take the idle controller, if there is one, else start one."""
+        """Use the idle controller if there is one, else start one."""
         global _idle
         taken, _idle = (_idle, None) if _idle is not None and _idle.alive else (None, _idle)
         self._connection, self._parked = taken or Connection(), False
@@ -200,9 +200,9 @@ class RankSet:
                 started = self._await_life((Started, StartFailed), None, progress)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
-                why = "the start was interrupted; `%distributed start` starts a new one"
+                why = "the start was interrupted; `%distributed start` starts a new session"
                 self.broken = why if interrupted else str(error) or type(error).__name__
-                self._connection.close()  # and with it whatever has come up
+                self._connection.close()  # and with it whatever has started
                 raise
         if isinstance(started, StartFailed):
             self.broken = started.text
@@ -220,12 +220,12 @@ class RankSet:
             progress(StartLine(remark))
 
     def _on_devices(self, options: StartOptions) -> str:
-        """What is to be said of the devices that the ranks have got; empty: they have what there is."""
+        """Return a note on the devices that the ranks use; empty if nothing is unusual."""
         gpus = options.gpus or []
         if gpus and all(info.device == "cpu" for info in self.ranks):
             return "this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs"
         if gpus and len(gpus) < options.count:
-            so = "" if "nccl" in self.backend else "so "  # it was asked for
+            so = "" if "nccl" in self.backend else "so "  # it was requested
             return f"{options.count} ranks share {counted(len(gpus), 'GPU')}, {so}their group uses {self.backend}"
         if not gpus and (files := unusable_gpus(options.environment)):
             return (
@@ -240,7 +240,7 @@ class RankSet:
         limit: float | None,
         progress: Callable[[StartLine], None] = lambda line: None,
     ) -> Message:
-        """Wait for a message about the session's life. The controller bounds how long a start may take."""
+        """Wait for a message about the session's life. The controller limits how long a start may take."""
         deadline = None if limit is None else time.monotonic() + limit
         while True:
             left = interruption.HEED if deadline is None else deadline - time.monotonic()
@@ -268,13 +268,13 @@ class RankSet:
         self._life.put(_Errand(run))
 
     def _heed(self) -> None:
-        """Hear a Ctrl-C while the controller comes up."""
+        """Handle a Ctrl-C while the controller starts."""
         with contextlib.suppress(queue.Empty):
             if self._life.get_nowait() is KeyboardInterrupt:
                 raise interruption.interruption(_INTERRUPTED)
 
     def _on_life(self, message: Message) -> None:
-        """From the listening thread: what happens to the session as a whole."""
+        """Handle a message about the session as a whole, in the listening thread."""
         if isinstance(message, Broken) and not self.broken:
             if not self.closed and not self.traffic.running(info.rank for info in self.ranks):
                 self.traffic.notify(Notice(message.text))
@@ -283,10 +283,10 @@ class RankSet:
         self._life.put(message)
 
     def check_open(self) -> None:
-        """Raise what keeps them from any work.
+        """Raise an error if the ranks can't take any work.
 
         Raises:
-            SessionBroken: A process that they can't do without has ended.
+            SessionBroken: A process that they need has ended.
             SessionClosed: They were stopped.
         """
         if self.broken:
@@ -299,7 +299,7 @@ class RankSet:
     # --- work
 
     def living(self) -> list[int]:
-        """Ranks that have not died."""
+        """Return the ranks that have not died."""
         return [info.rank for info in self.ranks if info.rank not in self.traffic.dead]
 
     def submit(
@@ -310,21 +310,21 @@ class RankSet:
         options: CellOptions = _SHOWN,
         payload: bytes = b"",
     ) -> Task:
-        """Send an Execute, once nothing speaks against it.
+        """Send an Execute, after checking that the ranks can take it.
 
         Args:
-            kind: Of the Execute.
+            kind: The kind of Execute.
             code: What to run, or a name for it.
-            ranks: Where; None: on all.
-            options: How.
-            payload: The parcel that goes along.
+            ranks: The ranks; None for all.
+            options: Its options.
+            payload: The parcel to send with it.
 
         Raises:
-            UsageError: Something is wrong with them.
-            SessionBusy: One of these ranks is running something else.
+            UsageError: An argument is invalid.
+            SessionBusy: One of these ranks runs something else.
         """
         if not isinstance(code, str):
-            raise UsageError(f"code is a text, and {type(code).__name__} was given: `session.run('print(rank)')`")
+            raise UsageError(f"code must be a str, not {type(code).__name__}: `session.run('print(rank)')`")
         check_seconds("grace", options.grace, optional=False)
         chosen = self.choose(ranks)
         task = Task(self.traffic, next(self._serials), chosen, code, options, kind)
@@ -352,7 +352,7 @@ class RankSet:
         return task
 
     def _assign(self, task: Task) -> dict[int, Task]:
-        """Let a task have its ranks. Survivors of a death get a moment to end what they were running."""
+        """Assign a task its ranks. Survivors of a death get a moment to end what they were running."""
         others = self.traffic.assign(task)
         if not others or not all(other.bereaved for other in others.values()):
             return others
@@ -360,7 +360,7 @@ class RankSet:
         return self.traffic.assign(task)
 
     def choose(self, ranks: Ranks, living: bool = True) -> list[int]:
-        """The ranks meant, checked.
+        """Return the requested ranks, checked.
 
         Raises:
             UsageError: One of them does not exist, or is dead.
@@ -379,34 +379,29 @@ class RankSet:
         dead = [rank for rank in chosen if rank in self.traffic.dead]
         if dead and living:
             alive = format_ranks(self.living())
-            others = f"`-r {alive}` uses the living, " if alive else ""
+            others = f"`-r {alive}` uses the others, " if alive else ""
             how = "; ".join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))
-            raise UsageError(
-                f"{describe_ranks(dead)} died ({how}): {others}`%distributed restart` brings up a fresh set"
-            )
+            raise UsageError(f"{describe_ranks(dead)} died ({how}): {others}`%distributed restart` starts fresh ranks")
         return chosen
 
     def _busy(self, others: Mapping[int, Task]) -> SessionBusy:
-        """The error that says what these ranks run, and where they are."""
+        """Return an error that names what these ranks run, and where they are."""
         ranks = sorted(others)
         lines = self.traffic.ask(ranks, GetStack(), timeout=0.3)
-        where = [
-            f"\n  rank {rank}: {line_of(lines.get(rank)) or 'in a call that does not let Python answer'}"
-            for rank in ranks
-        ]
+        where = [f"\n  rank {rank}: {line_of(lines.get(rank)) or 'in a call that blocks Python'}" for rank in ranks]
         return SessionBusy(
             f"{describe_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still running "
             f"{others[ranks[0]].describe()}{''.join(where[:8])}\n"
-            "Wait for it, `%distributed interrupt`, or as the last resort `%distributed restart`."
+            "Wait for it, `%distributed interrupt`, or as a last resort `%distributed restart`."
         )
 
     def call(
         self, kind: Kind, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Ranks
     ) -> list[Any]:
-        """Call a function on ranks, which travels by value, and take what it returns, in the order of the ranks.
+        """Call a function, sent by value, on ranks and return its values in the order of the ranks.
 
         Raises:
-            TransferError: Something can't travel; the text names it.
+            TransferError: Something can't be sent; the text names it.
             RankError: A rank raised.
         """
         if not callable(function):
@@ -418,18 +413,18 @@ class RankSet:
                 return self.fetch(self.submit(kind, name, ranks, payload=payload))
 
     def set_up(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None) -> list[Any]:
-        """Like `call`, for what nbdist does on its own account: no cost of the user's, and no part of the history."""
+        """Call a function on nbdist's own account, like `call`: not counted in the user's costs or history."""
         return self.call("setup", function, args, {}, ranks)
 
     def collect(self, task: Task, read: Callable[[Reply], Any] = calls.value) -> list[Any]:
-        """The values that ranks have sent, in the order of the ranks, as `read` finds them in the replies."""
+        """Return the values that ranks have sent, in the order of the ranks, as `read` finds them in the replies."""
         try:
             return [read(task.replies[rank]) for rank in task.ranks]
         finally:
             self._release(task)
 
     def fetch(self, task: Task) -> list[Any]:
-        """Wait for a task, and take the values that its ranks send, in their order."""
+        """Wait for a task, and return the values that its ranks send, in their order."""
         try:
             task.wait()
         except BaseException:
@@ -438,12 +433,12 @@ class RankSet:
         return self.collect(task)
 
     def _release(self, task: Task) -> None:
-        """Ranks let go of what they have packed for a task."""
+        """Have ranks free what they have packed for a task."""
         self.traffic.send(Ask(0, task.ranks, Release(task.serial)))
 
 
 def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:
-    """The same method, as long as somebody else holds its object."""
+    """Return the method, bound only as long as someone else holds its object."""
     held = weakref.WeakMethod(method)
 
     def call(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""From what ranks replied to one error that names the first cause first. Pure."""
+"""Turns the ranks' replies into one error that names the first cause first. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from nbdist.wire.life import Died
 
 _PLACE = re.compile(r"Cell In\[(\d+)\], line (\d+)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_LAST_WORDS = 20  # lines of a dead rank's stderr that are shown
-_LINE_LIMIT = 300  # characters of a message that one line shows
-_TRACEBACK_LIMIT = 20_000  # characters of a traceback that are shown
+_LAST_WORDS = 20  # lines of a dead rank's stderr to show
+_LINE_LIMIT = 300  # characters of a message to show on one line
+_TRACEBACK_LIMIT = 20_000  # characters of a traceback to show
 
 
 def from_reply(reply: Reply) -> RankFailure | None:
-    """The failure in a reply, if there is one."""
+    """Return the failure in a reply, if there is one."""
     failure = reply.failure
     if failure is None:
         return None
@@ -37,7 +37,7 @@ def from_reply(reply: Reply) -> RankFailure | None:
 
 
 def from_death(died: Died, running: str) -> RankFailure:
-    """The failure that a death is.
+    """Return a death as a failure.
 
     Args:
         running: What the rank was running, in words.
@@ -48,20 +48,20 @@ def from_death(died: Died, running: str) -> RankFailure:
 
 
 def describe_death(died: Died) -> str:
-    """How a rank ended, in words; the same for all ranks that ended with another process."""
+    """Describe how a rank ended; the same for all ranks that ended with another process."""
     return died.cause or f"{describe_exit(died.code)}, pid {died.pid}"
 
 
 def build(
     failures: Iterable[RankFailure], finished: Sequence[int] = (), *, recovered: str = "", launch: bool = False
 ) -> RankError:
-    """One error for all failures of a cell.
+    """Return one error for all failures of a cell.
 
     Args:
-        failures: At least one.
-        finished: Ranks that ended well.
-        recovered: What was put in order afterwards, in words.
-        launch: Whether the ranks have ended with it, so that there is nothing to do with them.
+        failures: The failures, at least one.
+        finished: Ranks that finished well.
+        recovered: What was repaired afterwards, in words.
+        launch: Whether the ranks have ended with it, so that they can't be used any more.
     """
     ordered = sorted(failures, key=_causality)
     first = ordered[0]
@@ -82,13 +82,13 @@ def build(
 
 
 def _causality(failure: RankFailure) -> tuple[int, float]:
-    """Deaths and own exceptions by time, then what follows from them, then what was only interrupted or goes on."""
+    """Return a sort key: deaths and own exceptions by time, then what follows from them, then interrupted ones."""
     order = {"interrupted": 2, "running": 3, "ended": 4}.get(failure.kind, 0)
     return (1 if order == 0 and follows(failure) else order), failure.when
 
 
 def follows(failure: RankFailure) -> bool:
-    """Whether it is what a rank sees when another has failed or gone."""
+    """Return whether this is what a rank sees when another has failed or gone."""
     return failure.kind == "raised" and failure.lost_peer
 
 
@@ -99,7 +99,7 @@ def _signature(failure: RankFailure) -> tuple[object, ...]:
 
 
 def _place(failure: RankFailure) -> str:
-    """Where in the user's cells it was raised: " (cell 7 line 4)"; empty where that is not known."""
+    """Return where in the user's cells it was raised: " (cell 7 line 4)"; empty if unknown."""
     places = _PLACE.findall(_ANSI.sub("", failure.traceback)) if failure.kind == "raised" else []
     return f" (cell {places[-1][0]} line {places[-1][1]})" if places else ""
 
@@ -124,7 +124,7 @@ def _details(first: RankFailure) -> list[str]:
 
 
 def _last_words(stderr: str) -> list[str]:
-    """The last lines; of a crash that Python has described, where it was: the innermost frames."""
+    """Return the last lines; for a crash that Python has described, its location: the innermost frames."""
     lines = stderr.rstrip().splitlines()
     crash = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error:")), None)
     if crash is None:
@@ -136,12 +136,12 @@ def _last_words(stderr: str) -> list[str]:
 
 
 def _fold(text: str, rank: int) -> str:
-    """The text without its middle, where it is too long for a page."""
+    """Return the text without its middle if it is too long to show."""
     hidden = len(text) - _TRACEBACK_LIMIT
     if hidden <= 0:
         return text
     half = _TRACEBACK_LIMIT // 2
-    note = f"… {hidden:,} characters are left out here; `error.failures[{rank}].traceback` of this RankError has all …"
+    note = f"… {hidden:,} characters omitted here; `error.failures[{rank}].traceback` of this RankError has all …"
     return f"{text[:half]}\n{note}\n{text[-half:]}"
 
 
@@ -177,7 +177,7 @@ def _advice(first: RankFailure, failures: Sequence[RankFailure], finished: Seque
     dead = {failure.rank for failure in failures if failure.kind == "died"}
     if dead:
         living = sorted({failure.rank for failure in failures} - dead | set(finished))
-        advice = "`%distributed restart` brings up a fresh set of ranks."
+        advice = "`%distributed restart` starts fresh ranks."
         if living:
             whose = "its" if len(living) == 1 else "their"
             advice += f" {describe_ranks(living).capitalize()} kept {whose} variables: "
@@ -189,6 +189,6 @@ def _advice(first: RankFailure, failures: Sequence[RankFailure], finished: Seque
         return [
             f"Until {they_are} done, {describe_ranks(running)} can't take another cell; "
             f"`%distributed status` shows where {they_are}.",
-            f"`%distributed interrupt` asks {them} again, `%distributed restart` brings up a fresh set.",
+            f"`%distributed interrupt` asks {them} again, `%distributed restart` starts fresh ranks.",
         ]
     return []

@@ -1,4 +1,4 @@
-"""What a cell left behind, rank by rank: the values that captures, `Session.run` and background handles give."""
+"""What a cell left behind, rank by rank: the value of captures, `Session.run` and background handles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbdist.ranks import format_ranks
 from nbdist.text import size
 from nbdist.wire.output import STDERR, STDOUT
 
-KEPT = 64 << 20  # bytes of what a rank printed that are kept here, and as many of its displays; the log has all text
+KEPT = 64 << 20  # bytes of a rank's printed output kept here, and as many of its displays; the log has all text
 
 
 class RankResult:
@@ -19,10 +19,10 @@ class RankResult:
 
     Attributes:
         rank: The rank.
-        stdout: All that was printed, exact; of more than 64 MiB the newest, below a line that says how much is missing.
+        stdout: Everything printed, exact; beyond 64 MiB the newest part, below a line that gives the missing amount.
         stderr: Likewise.
-        truncated: Bytes that were printed to both and are no longer here. `session.logs(cell=result)` has them.
-        outputs: MIME bundles of displays and of the last value, in order; of more than 64 MiB likewise the newest.
+        truncated: Bytes printed to both that are no longer here. `session.logs(cell=result)` has them.
+        outputs: MIME bundles of displays and of the last value, in order; beyond 64 MiB likewise the newest.
         result: The text of the last expression's value, or None.
         error: What went wrong, or None.
     """
@@ -52,7 +52,7 @@ class RankResult:
         """What was shown so far, as MIME bundles."""
         bundles = [data for data, _ in list(self._shown)]
         if self._shown_dropped:
-            bundles.insert(0, {"text/plain": f"… {self._shown_dropped:,} displays before these are not kept here …"})
+            bundles.insert(0, {"text/plain": f"… {self._shown_dropped:,} earlier displays are not kept here …"})
         return bundles
 
     @property
@@ -70,7 +70,7 @@ class RankResult:
             self._dropped[of] += len(oldest)
 
     def show(self, data: dict[str, Any], size: int) -> None:
-        """Add what the rank has shown: a bundle that takes so many bytes."""
+        """Add a bundle that the rank has shown, and its size in bytes."""
         self._shown.append((data, size))
         self._shown_size += size
         while self._shown_size > KEPT and len(self._shown) > 1:

@@ -1,6 +1,6 @@
-"""A session, from the notebook's side: what can be asked of its ranks.
+"""A session, from the notebook's side: the requests that its ranks accept.
 
-The Python API behind the magics. Knows nothing of processes or sockets; its set of ranks knows how they come and go.
+The Python API behind the magics. Independent of processes and sockets; its set of ranks handles how they start and end.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _sessions: list[weakref.ref[Session]] = []  # of this notebook, the newest last
 
 
 def get_session() -> Session:
-    """The session of this notebook.
+    """Return the session of this notebook.
 
     Raises:
         SessionClosed: There is none.
-        SessionBroken: A process that it can't do without has ended. `restart()` of the Session works.
+        SessionBroken: A process that it needs has ended. `restart()` of the Session works.
     """
     session = current_session()
     if session is not None and session.broken:
@@ -69,48 +69,48 @@ def get_session() -> Session:
 
 
 def current_session() -> Session | None:
-    """The newest session of this notebook that has not been closed, else the newest."""
+    """Return the newest session of this notebook that has not been closed, else the newest."""
     known = _known_sessions()
     going = [session for session in known if not session.closed or session.broken]
     return going[-1] if going else known[-1] if known else None
 
 
 def living_session() -> Session | None:
-    """The session of this notebook, if it has one that has not ended."""
+    """Return the session of this notebook, if it has one that has not ended."""
     session = current_session()
     return None if session is None or session.closed else session
 
 
 def session_to_restart() -> Session:
-    """Like `get_session`, but one that broke will do."""
+    """Return the session like `get_session`, but also one that broke."""
     session = current_session()
     return session if session is not None and session.broken else get_session()
 
 
 class Session:
-    r"""Ranks that wait for work. As a context manager it stops them at the end.
+    r"""Ranks that wait for work. As a context manager, it stops them at the end.
 
     >>> with nbdist.Session(2) as session:
     ...     session.run("print(rank)")[1].stdout
     '1\n'
 
     Args:
-        num_processes: Number of ranks; None: one for each GPU of this machine.
-        gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them: [0, 2], "0,2"; None: all, as far as ranks need them.
-        backend: Backend of the process group ("gloo", "nccl", ...); None: the right one for the devices.
+        num_processes: Number of ranks; None for one per GPU of this machine.
+        gpus: Which GPUs, as in CUDA_VISIBLE_DEVICES: [0, 2], "0,2"; None for all, as far as ranks need them.
+        backend: Backend of the process group ("gloo", "nccl", ...); None for the right one for the devices.
         init: Whether to make the process group at all.
-        timeout: Seconds after which a collective gives up; None: torch's default of 30 minutes.
+        timeout: Seconds until a collective times out; None for torch's default of 30 minutes.
         linger: Seconds that the ranks outlive a kernel that was killed.
-        exact: Whether an interrupted step's buffers (BatchNorm) and random numbers are put back, so that a run that
-            was interrupted equals one that was not. Costs a copy of them after each step.
-        replace: Whether it takes the place of the sessions that this notebook has; they are stopped, and that is said.
+        exact: Whether to restore an interrupted step's buffers (BatchNorm) and random numbers, so that an interrupted
+                run equals one that was not. Costs a copy of them after each step.
+        replace: Whether to stop this notebook's other sessions first; a message reports it.
         progress: Called with a line of text while the ranks start.
 
     A session ends when nothing refers to it any more.
 
     Raises:
-        UsageError: An argument is wrong; nothing has been started or stopped.
-        SessionBroken: The ranks could not be brought up; nothing of them is left.
+        UsageError: An argument is invalid; nothing has been started or stopped.
+        SessionBroken: The ranks could not be started; none is left.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Session:
     def restart(
         self, num_processes: int | None = None, *, progress: Callable[[StartLine], None] = lambda line: None
     ) -> None:
-        """End the ranks and bring up a fresh set, with an environment as it is now. Variables on ranks are lost.
+        """End the ranks and start fresh ones, with the environment as it is now. Variables on ranks are lost.
 
         Args:
-            num_processes: Number of ranks; None: as many as before.
+            num_processes: Number of ranks; None for as many as before.
         """
         self._rank_set.start(self._plan.carry(self._arguments.options(num_processes or len(self.ranks))), progress)
 
@@ -151,7 +151,7 @@ class Session:
         """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.
 
         Args:
-            grace: Seconds that ranks which are still at work have to end by themselves.
+            grace: Seconds for ranks that are still working to end by themselves.
         """
         self._rank_set.close(grace)
 
@@ -169,7 +169,7 @@ class Session:
 
     @property
     def ranks(self) -> list[RankInfo]:
-        """What each rank is: its number, process and device."""
+        """Each rank's number, process and device."""
         return self._rank_set.ranks
 
     @property
@@ -193,7 +193,7 @@ class Session:
         return self._plan.current
 
     def set_plan(self, plan: Plan) -> None:
-        """Have what the ranks prepare from now on follow a plan; what is prepared already keeps its own.
+        """Have everything that ranks prepare from now on follow a plan; what is prepared already keeps its own.
 
         Raises:
             UsageError: These ranks can't follow it; nothing has changed anywhere.
@@ -217,10 +217,10 @@ class Session:
         """Run code in the shells of ranks.
 
         Args:
-            code: What a `%%distributed` cell may hold.
-            ranks: Where: one, some, or "0,2-3"; None: on all. The same for all methods that take ranks.
+            code: The code, as in a `%%distributed` cell.
+            ranks: The ranks: one, some, or "0,2-3"; None for all. The same for all methods that take ranks.
             timeout: Seconds after which the ranks are interrupted.
-            grace: Seconds that ranks may wait in a collective for one that has raised; then they are freed.
+            grace: Seconds that ranks may wait in a collective for one that raised; then they are freed.
             show: Whether to show the output as well.
 
         Returns:
@@ -228,7 +228,7 @@ class Session:
 
         Raises:
             RankError: A rank raised; the first cause first. RankDied, RankTimeout likewise.
-            SessionBusy: One of these ranks is running something else.
+            SessionBusy: One of these ranks runs something else.
         """
         check_seconds("timeout", timeout)
         options = CellOptions(grace=grace, show=show, keep=True)
@@ -246,17 +246,17 @@ class Session:
         grace: float = 1.0,
         show: bool = True,
     ) -> BackgroundCell:
-        """Like `run`, but returns at once with a handle: `.done`, `.wait()`, `.output`, `.interrupt()`."""
+        """Run code like `run`, but return at once with a handle: `.done`, `.wait()`, `.output`, `.interrupt()`."""
         return start_in_background(self, code, ranks, timeout, CellOptions(grace=grace, show=show, keep=True))
 
     def call(self, function: Callable[..., Any], *args: Any, ranks: Ranks = None, **kwargs: Any) -> list[Any]:
-        """Call a function on ranks. It travels by value, as do its arguments and what it returns.
+        """Call a function on ranks. The function, its arguments and its return value are sent by value.
 
         Returns:
             The return values, in the order of the ranks.
 
         Raises:
-            TransferError: Something can't travel; the text names it.
+            TransferError: Something can't be sent; the text names it.
             RankError: A rank raised.
         """
         return self._rank_set.call("call", function, args, kwargs, ranks)
@@ -266,10 +266,10 @@ class Session:
 
         Raises:
             UsageError: A name is not a variable name.
-            TransferError: A value can't travel; the text names the part that can't.
+            TransferError: A value can't be sent; the text names the part that can't.
         """
         if not isinstance(values, Mapping):
-            raise UsageError(f"push takes names and values, not a {type(values).__name__}: `session.push({{'x': x}})`")
+            raise UsageError(f"push takes a dict, not {type(values).__name__}: `session.push({{'x': x}})`")
         for name in values:
             if not isinstance(name, str) or not name.isidentifier():
                 raise UsageError(f"{name!r} is not a variable name: `session.push({{'x': x}})`")
@@ -284,7 +284,7 @@ class Session:
 
         Args:
             name: The variable.
-            ranks: Which ranks; None: all; a single number gives that rank's bare value.
+            ranks: The ranks; None for all; a single number gives that rank's value itself.
 
         Returns:
             The values, in the order of the ranks.
@@ -305,7 +305,7 @@ class Session:
         """Free what only tracebacks, `Out` and caches keep alive, on all ranks.
 
         Returns:
-            By rank, in bytes: "private" (freed of what only its process uses), "device" (GPU memory that torch gave
+            By rank, in bytes: "private" (freed memory used only by its process), "device" (GPU memory that torch gave
             back), and what is left of both: "private_left", "device_left" (reserved by torch).
         """
         with interruption.deferred():
@@ -314,10 +314,10 @@ class Session:
         return {rank: msgspec.msgpack.decode(task.replies[rank].payload) for rank in task.ranks}
 
     def record_snapshots(self, events: int = memory_snapshot.EVENTS) -> None:
-        """Let ranks remember allocations and frees of device memory from now on, for `snapshot`.
+        """Record allocations and frees of device memory on ranks from now on, for `snapshot`.
 
         Args:
-            events: How many each rank keeps; 0 ends it.
+            events: How many each rank keeps; 0 stops recording.
 
         Raises:
             UsageError: No rank has a GPU.
@@ -330,15 +330,15 @@ class Session:
         """Write torch's memory snapshot of a rank, for https://pytorch.org/memory_viz.
 
         Args:
-            rank: Which.
-            path: The file; None: `snapshot-rank0.pickle` in the notebook's folder.
+            rank: The rank.
+            path: The file; None for `snapshot-rank0.pickle` in the notebook's folder.
 
         Returns:
             The file.
 
         Raises:
             UsageError: The rank has no GPU.
-            RankError: This torch can't.
+            RankError: This torch doesn't support it.
         """
         self._check_gpus([rank])
         target = Path(path or f"snapshot-rank{rank}.pickle").expanduser().resolve()
@@ -350,11 +350,11 @@ class Session:
             raise UsageError(memory_snapshot.NO_GPU)
 
     def interrupt(self, ranks: Ranks = None, *, now: bool = False) -> bool:
-        """Stop what ranks run: after the step they are in, if they train. Asked once more: at once.
+        """Stop what ranks run, after the current step if they train. A second call stops them at once.
 
         Args:
-            ranks: Which; None: all.
-            now: Without waiting for the end of a step, or for a rank to leave a collective by itself.
+            ranks: The ranks; None for all.
+            now: Don't wait for the end of a step, or for a rank to leave a collective by itself.
 
         Returns:
             Whether any of them ran something.
@@ -366,32 +366,32 @@ class Session:
         return bool(tasks)
 
     def status(self) -> list[dict[str, Any]]:
-        """What every rank is, has and does: rank, pid, device, state, generation, memory (bytes), doing."""
+        """Return a row for every rank: rank, pid, device, state, generation, memory (bytes), doing."""
         return status_of(self._rank_set)
 
     def stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, str]:
-        """Where the main threads of ranks are, at any time: the whole stack from the user's cell inwards.
+        """Return where the main threads of ranks are: the whole stack from the user's cell inwards.
 
         Args:
-            ranks: Which; None: all that live.
-            native: Whether to show the frames of C code too, by py-spy.
+            ranks: The ranks; None for all that live.
+            native: Whether to include the frames of C code, using py-spy.
 
         Returns:
-            The stacks by rank, a line for each call; "idle" for a rank that runs nothing.
+            The stacks by rank, a line per call; "idle" for a rank that runs nothing.
 
         Raises:
-            UsageError: `native`, and py-spy is not installed or the system does not let it look.
+            UsageError: `native`, and py-spy is not installed or the system does not allow it.
         """
         return {rank: str(found) for rank, found in look_at_stacks(self._rank_set, ranks, native=native).items()}
 
     def logs(self, ranks: Ranks = None, cell: int | CellResult | None = None) -> dict[int, str]:
-        """All that a cell printed (stdout and stderr), by rank. A warning tells what the log could not keep.
+        """Return everything a cell printed (stdout and stderr), by rank. Warns about what the log could not keep.
 
         Args:
-            cell: Its number in the notebook, or its result; None: the newest that printed.
+            cell: Its number in the notebook, or its result; None for the newest that printed.
 
         Raises:
-            UsageError: That cell printed nothing, or the log has it no longer.
+            UsageError: That cell printed nothing, or the log no longer has it.
         """
         chosen = self._rank_set.choose(ranks, living=False)
         log = CellLog(self._rank_set.traffic.read_log, cell)
@@ -404,25 +404,25 @@ class Session:
 
 
 def rank_set_of(session: Session) -> RankSet:
-    """The ranks of a session, for the parts of the client that need more of them than a user does."""
+    """Return the ranks of a session, for parts of the client that need more of them than a user does."""
     return session._rank_set
 
 
 def start_in_background(
     session: Session, code: str, ranks: Ranks, timeout: float | None, options: CellOptions
 ) -> BackgroundCell:
-    """Run code while the notebook goes on. The session is kept until the cell has ended."""
+    """Run code in the background. The session is kept until the cell has ended."""
     check_seconds("timeout", timeout)
     return BackgroundCell(session._rank_set.submit("cell", code, ranks, options), timeout, session)
 
 
 def _known_sessions() -> list[Session]:
-    """Those that somebody still holds, the newest last."""
+    """Return the sessions that are still referenced, the newest last."""
     return [session for known in _sessions if (session := known()) is not None]
 
 
 def _stop_others() -> None:
-    """Stop the sessions that a new one takes the place of."""
+    """Stop the sessions that a new one replaces."""
     for session in _known_sessions():
         if not session.closed and session._rank_set.owned:
             session.close()
@@ -436,13 +436,13 @@ def _stop_others() -> None:
 
 
 def _refuse_on_ranks() -> None:
-    """Each rank would have ranks of its own."""
+    """Raise an error on a rank, where each rank would start ranks of its own."""
     if shells.on_rank():
-        raise UsageError(f"this is rank {os.environ.get('RANK')} already: start sessions in the notebook, not on ranks")
+        raise UsageError(f"this is rank {os.environ.get('RANK')}: start sessions in the notebook, not on ranks")
 
 
 def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:
-    """All values in one parcel, so that tensors which share memory still do; an error names the variable."""
+    """Pack all values in one parcel, so that tensors that share memory still do; an error names the variable."""
     try:
         return transfer.pack(dict(values), name=next(iter(values)) if len(values) == 1 else "values")
     except TransferError:
@@ -465,13 +465,13 @@ def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int
         verb = "has" if len(have) == 1 else "have"
         text += f" ({describe_ranks(have)} {verb}: `%distributed pull {name} -r {format_ranks(have)}`)"
     if close := nearest(name, {known for rank in missing for known in names.get(rank, [])}, 3):
-        text += f"; names like it: {', '.join(sorted(close))}"
+        text += f"; similar names: {', '.join(sorted(close))}"
     elif not have:
-        text += ": define it in a `%%distributed` cell first"
+        text += "; define it in a `%%distributed` cell first"
     return UsageError(text)
 
 
 def _lacks(known: Sequence[str], expression: str) -> bool:
-    """Whether an expression uses a name that is not among the known ones; else what it calls has raised."""
+    """Return whether an expression uses an unknown name; otherwise what it calls has raised."""
     used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
     return not used <= {*known, *vars(builtins)}

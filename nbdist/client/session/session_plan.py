@@ -1,4 +1,4 @@
-"""The plan that the ranks of a session follow: the one that was chosen in this notebook, else the environment's."""
+"""The plan that the ranks of a session follow: the one chosen in this notebook, else the environment's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nbdist.planning.variables import NAMES
 from nbdist.train.follow import follow
 from nbdist.wire.life import RankInfo, StartOptions
 
-_kept: Plan | None = None  # what was typed, for the sessions that are yet to start
+_kept: Plan | None = None  # the chosen plan, for sessions that start later
 
 
 class SessionPlan:
-    """What the ranks of one session are to follow.
+    """The plan that the ranks of one session follow.
 
     Attributes:
         current: The plan.
@@ -28,21 +28,21 @@ class SessionPlan:
         self.current = Plan()
 
     def carry(self, options: StartOptions) -> StartOptions:
-        """Put the plan into what ranks are started with: the one that was chosen, else the one in the environment.
+        """Put the plan into the start options: the chosen one, else the one in the environment.
 
         Raises:
-            UsageError: NBDIST_PLAN holds no plan, or such ranks can't follow it.
+            UsageError: NBDIST_PLAN holds no plan, or these ranks can't follow it.
         """
         plan = self._chosen or Plan.from_environment()
         device = "cuda" if options.gpus else "cpu"
         try:
             plan.check(world_size=options.count, backend=_expected_backend(options), device=device)
         except UsageError as error:
-            way_out = "`%distributed plan` shows the plan, `%distributed plan --reset` begins with a new one"
+            way_out = "`%distributed plan` shows the plan, `%distributed plan --reset` starts from the default plan"
             raise UsageError(f"these ranks can't follow the notebook's plan: {error}. {way_out}") from None
         self.current = plan
         variables = plan.environment(world_size=options.count, device=device)
-        if self._chosen is None:  # nobody has chosen: what the notebook says itself counts more
+        if self._chosen is None:  # nothing was chosen: the notebook's own variables take precedence
             return msgspec.structs.replace(options, environment=variables | options.environment)
         kept = {name: value for name, value in options.environment.items() if name not in NAMES}
         environment = kept | variables | {PLAN_VARIABLE: plan.to_json()}
@@ -53,9 +53,9 @@ class SessionPlan:
 
         Args:
             plan: The plan.
-            ranks: All of them.
-            backend: Of their process group.
-            set_up: Calls a function with its arguments on those that live.
+            ranks: All ranks.
+            backend: The backend of their process group.
+            set_up: Calls a function with its arguments on the living ranks.
 
         Raises:
             UsageError: These ranks can't follow it; nothing has changed anywhere.
@@ -69,7 +69,7 @@ class SessionPlan:
 
 
 def kept() -> Plan:
-    """The plan of sessions that start later in this notebook.
+    """Return the plan of sessions that start later in this notebook.
 
     Raises:
         UsageError: NBDIST_PLAN holds no plan.
@@ -80,22 +80,22 @@ def kept() -> Plan:
 def keep(plan: Plan) -> None:
     """Keep a plan for sessions that start later in this notebook."""
     global _kept
-    plan.to_json()  # a session could not carry it
+    plan.to_json()  # otherwise a session could not send it
     _kept = plan
 
 
 def for_launch(environment: Mapping[str, str], precision: str) -> dict[str, str]:
-    """The variable by which ranks of a launch follow the plan: the one that was typed, else that of the environment.
+    """Return the variable that gives the ranks of a launch their plan: the chosen one, else the environment's.
 
     Args:
-        environment: What the ranks are started with.
-        precision: What the launch asks for; "no": the plan's.
+        environment: The environment of the ranks.
+        precision: The precision that the launch asks for; "no" for the plan's.
 
     Raises:
         UsageError: NBDIST_PLAN holds no plan, or the plan can't have this precision.
     """
     if _kept is None and not environment.get(PLAN_VARIABLE):
-        return {}  # ranks find the precision where launchers say it
+        return {}  # ranks find the precision where launchers set it
     plan = kept()
     if precision != "no":
         plan = plan.replace(precision=precision)

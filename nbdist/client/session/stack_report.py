@@ -1,6 +1,6 @@
-"""The stacks of ranks as people read them: equal ones together; by py-spy with the frames of C code too.
+"""The stacks of ranks as text: equal ones grouped; with the frames of C code, by py-spy.
 
-Knows what ranks answer and what py-spy prints; knows no session.
+Handles what ranks answer and what py-spy prints; independent of sessions.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _REFUSED = re.compile(r"permission denied|operation not permitted", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Stack:
-    """Where the main thread of one rank is.
+    """The location of one rank's main thread.
 
     Attributes:
-        lines: A line for each call, the outermost first; none when the rank runs nothing, or did not answer.
-        cell: What it runs, in words; "" for nothing.
-        collective: What of torch.distributed it is in, "" for nothing.
+        lines: A line per call, the outermost first; empty when the rank runs nothing, or did not answer.
+        cell: The cell it runs, in words; "" for none.
+        collective: The torch.distributed call it is in, "" for none.
         still: Seconds since it was first seen exactly there.
-        note: What there is to say instead of lines.
-        busy: Whether it runs something, as far as that is known.
+        note: Text to show instead of lines.
+        busy: Whether it runs something, as far as is known.
     """
 
     lines: tuple[str, ...] = ()
@@ -54,19 +54,19 @@ class Stack:
 
 
 def line_of(answer: ThreadStack | NoAnswer | None) -> str:
-    """Where a rank is, in words; "" if that is not known, or it runs nothing."""
+    """Describe where a rank is; "" if that is unknown, or it runs nothing."""
     return answer.line if isinstance(answer, ThreadStack) else ""
 
 
 def stack_of(answer: ThreadStack | NoAnswer | None, cell: str) -> Stack:
-    """What a rank has answered when it was asked for its stack.
+    """Return the stack from a rank's answer.
 
     Args:
-        answer: None: it has not.
-        cell: What it runs, in words; "" for nothing.
+        answer: The answer; None if there is none.
+        cell: The cell it runs, in words; "" for none.
     """
     if answer is None:
-        return Stack(cell=cell, note="in a call that does not let Python answer; `--native` shows it")
+        return Stack(cell=cell, note="in a call that blocks Python; `--native` shows it")
     if isinstance(answer, NoAnswer) or not answer.running:
         return Stack(note="idle", busy=False)
     lines = tuple(answer.stack.splitlines())
@@ -74,7 +74,7 @@ def stack_of(answer: ThreadStack | NoAnswer | None, cell: str) -> Stack:
 
 
 def render(stacks: Mapping[int, Stack]) -> str:
-    """All stacks, equal ones once, each under a line that says whose it is."""
+    """Return all stacks as text, equal ones once, each below a line that names its ranks."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank in sorted(stacks):
         stack = stacks[rank]
@@ -100,18 +100,18 @@ def _wait(stacks: list[Stack]) -> str:
 
 
 def with_native_frames(stacks: Mapping[int, Stack], pids: Mapping[int, int]) -> dict[int, Stack]:
-    """The same stacks as py-spy sees them.
+    """Return the same stacks as seen by py-spy.
 
     Args:
-        stacks: What ranks have answered.
+        stacks: The ranks' answers.
         pids: Their processes.
 
     Raises:
-        UsageError: py-spy is not installed, or can't look at them.
+        UsageError: py-spy is not installed, or can't inspect the ranks.
     """
     program = shutil.which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if program is None:
-        raise UsageError("--native needs py-spy: `%pip install py-spy`, then the same again")
+        raise UsageError("--native needs py-spy: `%pip install py-spy`, then run this again")
     busy = [rank for rank, stack in stacks.items() if stack.busy]
     with ThreadPoolExecutor() as pool:
         dumps = dict(zip(busy, pool.map(lambda rank: _dump(program, rank, pids[rank]), busy), strict=True))
@@ -127,25 +127,25 @@ def _dump(program: str, rank: int, pid: int) -> tuple[str, ...]:
         done = subprocess.run(command, check=False, timeout=_DUMP_LIMIT, **keywords)
     except subprocess.TimeoutExpired:
         raise UsageError(
-            f"py-spy has not seen rank {rank} in {_DUMP_LIMIT:.0f} s: `%distributed stacks` without --native"
+            f"py-spy did not finish rank {rank} within {_DUMP_LIMIT:.0f} s: use `%distributed stacks` without --native"
         ) from None
     if _REFUSED.search(done.stderr):
         raise UsageError(
-            "this system does not let py-spy look at the ranks. Allow it (`sudo sysctl kernel.yama.ptrace_scope=0`; in "
+            "this system does not let py-spy inspect the ranks. Allow it (`sudo sysctl kernel.yama.ptrace_scope=0`; in "
             "a container `--cap-add=SYS_PTRACE`), or use `%distributed stacks` without --native, which needs no "
             "permission"
         )
-    found = _MAIN_THREAD.search(_COLOURS.sub("", done.stdout))  # a notebook's environment asks for them
+    found = _MAIN_THREAD.search(_COLOURS.sub("", done.stdout))  # a notebook's environment asks for colors
     if done.returncode or found is None:
-        what = next((line for line in done.stderr.splitlines() if line.strip()), "it does not say why")
+        what = next((line for line in done.stderr.splitlines() if line.strip()), "it gave no reason")
         raise UsageError(
-            f"py-spy can't look at rank {rank} (pid {pid}): {what}. `%distributed stacks` without --native works"
+            f"py-spy can't inspect rank {rank} (pid {pid}): {what}. `%distributed stacks` without --native works"
         )
     return _from_cell([line.strip() for line in reversed(found[1].splitlines())])
 
 
 def _from_cell(frames: list[str]) -> tuple[str, ...]:
-    """py-spy's frames, the outermost first, from the user's cell inwards and in our words."""
+    """Return py-spy's frames, the outermost first, from the user's cell inwards and in our words."""
     start = next((at for at, frame in enumerate(frames) if _IN_CELL.match(frame)), 0)
     return tuple(_frame(frame) for frame in frames[start:])
 

@@ -1,4 +1,4 @@
-"""What a start asks for: the user's arguments, checked, and the notebook's state at that moment."""
+"""The options of a start: the user's arguments, checked, and the notebook's state at that moment."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nbdist.text import counted, did_you_mean, split_commas
 from nbdist.wire.life import PATIENCE_VARIABLE, StartOptions
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
-SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL, from 2.30 on, takes several ranks on one GPU
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets NCCL 2.30 or newer put several ranks on one GPU
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a Session that count for each of its starts. They mean what they mean there."""
+    """The arguments of a Session that apply to each of its starts, with the same meaning."""
 
     gpus: Sequence[int | str] | int | str | None
     backend: str | None
@@ -33,17 +33,17 @@ class Arguments:
     exact: bool = False
 
     def options(self, count: int | None) -> StartOptions:
-        """What to ask for.
+        """Return the start options.
 
         Args:
-            count: Number of ranks; None: one for each GPU.
+            count: Number of ranks; None for one per GPU.
 
         Raises:
-            UsageError: Something is wrong with them.
+            UsageError: An argument is invalid.
         """
         gpus = _choose_gpus(self.gpus)
         if count is None and not gpus:
-            raise UsageError("this machine has no GPU, so say how many ranks you want: `%distributed start -n 2`")
+            raise UsageError("this machine has no GPU, so give the number of ranks: `%distributed start -n 2`")
         if count is None:
             count = len(gpus)
         check_whole("the number of ranks", count, 1, "%distributed start -n 2")
@@ -67,7 +67,7 @@ class Arguments:
 
 
 def _patience() -> float:
-    """Seconds that a start may go without progress.
+    """Return the seconds that a start may go without progress.
 
     Raises:
         UsageError: The environment variable holds something else.
@@ -94,9 +94,9 @@ def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:
             chosen.append(name)
         else:
             have = ", ".join(map(str, range(len(visible)))) or "none"
-            raise UsageError(f"GPU {name} isn't on this machine: it has {have}. Name others, or leave gpus out")
+            raise UsageError(f"GPU {name} isn't on this machine: it has {have}. Choose others, or omit gpus")
     if len(set(chosen)) < len(chosen):
-        raise UsageError("gpus names a GPU twice: name each once. More ranks than GPUs share them")
+        raise UsageError("gpus names a GPU twice: name each once. If there are more ranks than GPUs, ranks share them")
     return chosen
 
 
@@ -104,7 +104,7 @@ def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None
     if backend is None:
         return
     if not isinstance(backend, str):
-        raise UsageError(f"backend is a name, not {backend!r}: `backend='gloo'`")
+        raise UsageError(f"backend must be a str, not {backend!r}: `backend='gloo'`")
     if backend not in _BACKENDS:
         hint = did_you_mean(backend, _BACKENDS, "`--backend {}`")
         raise UsageError(f"backend {backend!r} is unknown{hint} Allowed are {', '.join(_BACKENDS)}")
@@ -118,7 +118,7 @@ def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None
 
 
 def _arguments() -> list[str]:
-    """Return `sys.argv` for ranks: the notebook's, without the kernel's own arguments, which no script knows."""
+    """Return `sys.argv` for ranks: the notebook's, without the kernel's own arguments, which scripts don't expect."""
     given = sys.argv[1:]
     if shells.current() is not None and given and sys.orig_argv[-len(given) :] == given:
         return sys.argv[:1]
@@ -135,7 +135,7 @@ def _current_folder() -> str:
 
 
 def _open_files(count: int) -> int:
-    """How many files a rank may open: as many as the notebook, and at least what the ranks' own connections need."""
+    """Return how many files a rank may open: as many as the notebook, and at least what its connections need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 40 + 6 * count
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -147,7 +147,7 @@ def _open_files(count: int) -> int:
 
 
 def _umask() -> int:
-    with contextlib.suppress(OSError):  # no file handle is left: the start is about to fail, with better words
+    with contextlib.suppress(OSError):  # no file handle is left: the start is about to fail with a better message
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)

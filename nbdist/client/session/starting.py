@@ -1,4 +1,4 @@
-"""What a start reports while it lasts, and why it failed: the text for people, and the fields that code goes by."""
+"""What a start reports while it runs, and why it failed: text for people, and fields for code."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class StartLine(str):
     """A line of text from a start.
 
     Attributes:
-        stage: What the start was doing; "note": it is done, and this is worth knowing.
+        stage: What the start was doing; "note" for a note when it is done.
     """
 
     stage: Stage | Literal["note"]
 
     def __new__(cls, text: str, stage: Stage | Literal["note"] = "note") -> StartLine:
-        """The line; a `str` takes its text here."""
+        """Create the line; a `str` takes its text here."""
         line = super().__new__(cls, text)
         line.stage = stage
         return line
 
 
 class PortTaken(SessionBroken):
-    """The port that was named for the rendezvous store is taken; no rank is left."""
+    """The port given for the rendezvous store is taken; no rank is left."""

@@ -1,7 +1,7 @@
-"""One Execute on its way: gathers what ranks send, shows it, handles interrupts, and ends with results or one error.
+"""One Execute in progress: gathers what ranks send, shows it, handles interrupts, and ends with results or one error.
 
-Runs in the thread of the cell that started it (a background cell has a thread of its own). Knows nothing of the wire
-but the messages; the traffic sends for it.
+Runs in the thread of the cell that started it (a background cell has its own). Independent of the wire except for the
+messages; the traffic sends for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from nbdist import shells
+from nbdist import limits, shells
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.session import interruption, observers, report
@@ -24,31 +24,23 @@ from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
 from nbdist.ranks import describe_ranks
-from nbdist.wire.cells import Interrupt, Kind, Recovered, Remark, Reply, Returned
+from nbdist.wire.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died
 from nbdist.wire.message import Message
 from nbdist.wire.output import Display, Notice, Output, WidgetMessage
 from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.stopping import GetStack
 
-_EXPLAIN_AFTER = 1.0  # seconds that ranks may take after an interrupt or another rank's failure, until it is explained
-# A death is an error on screen within 0.5 s: the time that survivors have to stop, and then to say where they are.
-_TAKE = 0.01  # seconds for which what has come is taken before it is shown
-_DEATH_GRACE = 0.3
-_DEATH_ANSWER = 0.1
-# A launch's ranks end with it: one that fails ends the others, as with torchrun, and Ctrl-C leaves nothing after 1 s.
-_LAUNCH_GRACE = 1.0
-_ELSEWHERE_GRACE = 0.5  # seconds that ranks have to stop when one of another node has failed
-_LAUNCH_PATIENCE = 0.4  # seconds after an interrupt until a rank that is still at it counts as stuck
-_TIMEOUT_GRACE = 4.0  # seconds that ranks have to stop after --timeout
-_FORCE_GRACE = 2.0  # seconds that ranks have after the second Ctrl-C, before the notebook is given back without them
+_EXPLAIN_AFTER = 1.0  # seconds after an interrupt or another rank's failure until a rank that still runs is explained
+_TAKE = 0.01  # seconds for which arriving messages are taken before they are shown
+_ELSEWHERE_GRACE = 0.5  # seconds for ranks to stop when one on another node has failed
 
 
 class Carrier(Protocol):
-    """What carries a task's messages: the `Traffic` of a session, or what a launch has in its place.
+    """Carries a task's messages: the `Traffic` of a session, or its counterpart in a launch.
 
     Attributes:
-        key: A name that no other has.
+        key: A unique name.
     """
 
     key: str
@@ -58,33 +50,33 @@ class Carrier(Protocol):
         """Send a message to the ranks."""
 
     def ask(self, ranks: Sequence[int], question: Question[A], *, timeout: float) -> dict[int, A | NoAnswer]:
-        """What the ranks have answered within `timeout` seconds."""
+        """Ask the ranks, and return the answers that arrive within `timeout` seconds."""
 
     def pay(self, rank: int, size: int) -> None:
-        """Output of a rank has been taken."""
+        """Note that output of a rank has been taken."""
 
     def pay_item(self, item: Display | WidgetMessage) -> None:
-        """A rich item of a rank has been taken."""
+        """Note that a rich item of a rank has been taken."""
 
     def put_late(self, task: Task | None, message: Message) -> None:
         """Have a message handled that came after the end of its task."""
 
 
 class Task:
-    """What one Execute has become so far.
+    """The state of one Execute.
 
     Args:
-        traffic: What sends for it.
+        traffic: Sends its messages.
         serial: Its number on the wire.
-        ranks: Where it runs.
-        code: What it runs, for messages.
-        options: How.
-        kind: Of the Execute. The ranks of a "launch" live for this task only, so that the first failure ends it.
+        ranks: The ranks it runs on.
+        code: Its code, for messages.
+        options: Its options.
+        kind: The kind of Execute. The ranks of a "launch" live only for this task, so the first failure ends it.
 
     Attributes:
-        recovered: What was put in order after it had failed.
-        waits: What ranks wait in, and for whom, of those that have not moved for seconds.
-        metered: Whether its ranks measure what it costs in memory. For an observer to set when the task begins.
+        recovered: What was repaired after it failed.
+        waits: What ranks that have not moved for seconds wait in, and for which ranks.
+        metered: What its ranks measure of it. Set by observers when the task begins.
     """
 
     def __init__(
@@ -112,7 +104,7 @@ class Task:
         self._launch = kind == "launch"
         self.recovered: Recovered | None = None
         self.waits: dict[int, str] = {}
-        self.metered = False
+        self.metered = Metered()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
         self._unpaid: list[Display] = []
@@ -128,7 +120,7 @@ class Task:
     # --- from the listening thread
 
     def put(self, message: object) -> bool:
-        """Hand over a message for this task. False: it is over, and `show_late` is for what comes now."""
+        """Hand over a message for this task. False if it is over: pass the message to `show_late` instead."""
         with self._lock:
             if not self._closed:
                 self._events.put(message)
@@ -137,14 +129,14 @@ class Task:
     # --- in the task's own thread
 
     def wait(self, timeout: float | None = None) -> None:
-        """Work until every rank has ended its part, or the user wants the notebook back.
+        """Run until every rank has ended its part, or the user wants the notebook back.
 
         Args:
             timeout: Seconds after which the ranks are interrupted.
 
         Raises:
             RankError: A rank raised, died, or was still running in the end.
-            KeyboardInterrupt: The user interrupted, and the ranks did.
+            KeyboardInterrupt: The user interrupted, and the ranks stopped.
             SessionBroken: The session has ended meanwhile.
         """
         deadline = None if timeout is None else self.started + timeout
@@ -169,12 +161,12 @@ class Task:
 
     @property
     def runs_users_code(self) -> bool:
-        """Whether it costs the user something: code of a cell, or a function."""
+        """Whether it runs the user's code: a cell, or a function."""
         return self.kind in ("cell", "call", "launch")
 
     @property
     def status(self) -> str:
-        """What has become of it: "ok", "error", "died", "interrupted", "running" as long as a rank is at it, "lost"."""
+        """Its state: "ok", "error", "died", "interrupted", "running" as long as a rank still runs it, "lost"."""
         kinds = {failure.kind for failure in self.failures.values()}
         if self._broken is not None:
             return "lost"
@@ -188,22 +180,22 @@ class Task:
         return any(failure.kind == "died" for failure in self.failures.values())
 
     def interrupt(self, ranks: Iterable[int] | None = None, *, now: bool = False) -> None:
-        """Stop the ranks that are still at it; when asked once more: at once.
+        """Stop the ranks that still run it; a second call stops them at once.
 
         Args:
-            ranks: Which of them; None: all.
-            now: Without waiting for the end of a step, or for a rank to leave a collective by itself.
+            ranks: Which of them; None for all.
+            now: Don't wait for the end of a step, or for a rank to leave a collective by itself.
         """
         chosen = self._left if ranks is None else self._left & set(ranks)
-        patience = _LAUNCH_PATIENCE if self._launch else None
+        patience = limits.LAUNCH_PATIENCE if self._launch else None
         self._traffic.send(Interrupt(self.serial, sorted(chosen), now, patience))
 
     def others_returned(self, ranks: Sequence[int]) -> None:
-        """Ranks of other nodes have finished the same launch. From any thread."""
+        """Note that ranks on other nodes have finished the same launch. From any thread."""
         self._traffic.send(Returned(self.serial, list(ranks)))
 
     def fail(self, failure: RankFailure) -> None:
-        """A rank of another node has failed, and these ranks end with it. From any thread."""
+        """End these ranks because one on another node has failed. From any thread."""
         if self.put(failure):
             self.interrupt(now=True)
 
@@ -213,7 +205,7 @@ class Task:
         return self._interrupts > 0
 
     def describe(self) -> str:
-        """In words, what this is and since when."""
+        """Describe what this is and how long it has run."""
         what = self.code if self._launch else f"cell {self.number}"
         return f"{what} ({time.monotonic() - self.started:.0f} s)"
 
@@ -225,7 +217,7 @@ class Task:
         return max(0.0, min([*dues, interruption.HEED]))
 
     def _take(self, patience: float) -> None:
-        """Handle what has come within `patience` seconds, and show what may be shown."""
+        """Handle what has arrived within `patience` seconds, and show what may be shown."""
         credits: dict[int, int] = {}
         with contextlib.suppress(queue.Empty):
             self._handle(self._events.get(timeout=patience), credits)
@@ -251,7 +243,7 @@ class Task:
             self.result[event.rank].result = event.result
         elif isinstance(event, Died):
             self._end_rank(event.rank, report.from_death(event, self._running()), now)
-            self._give_up_at = now + _DEATH_GRACE
+            self._give_up_at = now + limits.DEATH_GRACE
         elif isinstance(event, RankFailure):
             self.failures.setdefault(event.rank, event)
             self._give_up_at = now + _ELSEWHERE_GRACE
@@ -277,7 +269,7 @@ class Task:
             return
         self.failures[rank] = self.result[rank].error = failure
         if self._launch and failure.kind == "raised" and self._give_up_at is None:
-            self._give_up_at = now + _LAUNCH_GRACE
+            self._give_up_at = now + limits.LAUNCH_GRACE
         elif self._explain_at is None and failure.kind == "raised" and self._left:
             self._explain_at = now + self._options.grace + _EXPLAIN_AFTER
 
@@ -289,7 +281,7 @@ class Task:
         return self._screen is None or self._screen.silent
 
     def say(self, text: str) -> None:
-        """A line of nbdist's own, among the output. In the task's thread, or once the task is over."""
+        """Show a line of nbdist's own, among the output. In the task's thread, or once the task is over."""
         if self._closed:
             self._traffic.put_late(self, Notice(text))
         elif self._screen is not None:
@@ -309,7 +301,7 @@ class Task:
         """Show what came after the end. In the thread for late output, with this task's context.
 
         Args:
-            message: What came; None: only look whether something is due.
+            message: The message; None to only check whether something is due.
 
         Returns:
             Seconds until it should be called again.
@@ -321,7 +313,7 @@ class Task:
             return None
         try:
             self._draw_late(self._screen, message, now)
-        except Exception:  # the cell had redirected its output to a stream that is closed now
+        except Exception:  # the cell had redirected its output to a stream that is now closed
             self._screen = self._new_screen()
             self._draw_late(self._screen, message, now)
         finally:
@@ -338,7 +330,7 @@ class Task:
         screen.poll(now)
 
     def _new_screen(self) -> Screen:
-        """A screen that prints where the notebook prints now."""
+        """Return a screen that prints where the notebook prints now."""
         return Screen(self.ranks, Publisher(self.number), f"{self._traffic.key}-{self.serial}")
 
     def _show(self, event: Output | Display, now: float) -> None:
@@ -366,7 +358,7 @@ class Task:
         if self._screen is None:
             return
         self._screen.finish(time.monotonic())
-        while (due := self._screen.due(time.monotonic())) is not None:  # the page takes only so much a second
+        while (due := self._screen.due(time.monotonic())) is not None:  # the page takes only so much per second
             with contextlib.suppress(queue.Empty):
                 event = self._events.get(timeout=due)
                 if event is KeyboardInterrupt:
@@ -378,7 +370,7 @@ class Task:
             self._pay_items()
 
     def close(self) -> None:
-        """From now on what comes is late; so is what came while the rest was shown."""
+        """Treat what comes from now on as late, including what came while the rest was shown."""
         with self._lock:
             self._closed = True
         with contextlib.suppress(queue.Empty):
@@ -390,7 +382,7 @@ class Task:
             else:
                 self._traffic.put_late(self, event)
 
-    # --- when things go wrong
+    # --- failures
 
     def _interrupted(self, now: float) -> None:
         self._interrupts += 1
@@ -401,16 +393,16 @@ class Task:
             self._explain_at = now + _EXPLAIN_AFTER
         elif self._interrupts == 2:
             self.interrupt(now=True)
-            self._give_up_at = now + (_LAUNCH_PATIENCE if self._launch else _FORCE_GRACE)
+            self._give_up_at = now + (limits.LAUNCH_PATIENCE if self._launch else limits.FORCE_GRACE)
         else:
             self._give_up_at = now
 
     def _time_out(self, now: float) -> None:
         self.interrupt()
-        self._give_up_at = now + _TIMEOUT_GRACE
+        self._give_up_at = now + limits.TIMEOUT_GRACE
 
     def _explain(self) -> None:
-        """Say who is still at it, where, and what the user can do."""
+        """Report which ranks still run, where, and what the user can do."""
         self._explain_at = None
         lines = [f"rank {rank} is in {line}" for rank, line in self._lines().items() if line]
         where = ("; " + "; ".join(lines[:4])) if lines else ""
@@ -425,7 +417,7 @@ class Task:
         first = self.failures[failed[0]]
         self.say(
             f"{describe_ranks(failed)} raised {first.name}: {first.text.splitlines()[0] if first.text else ''}\n"
-            f"nbdist: {who} still run{where}. Interrupt the kernel to stop them."
+            f"nbdist: {who} still running{where}. Interrupt the kernel to stop them."
         )
 
     def _lines(self, limit: float = 0.3) -> dict[int, str]:
@@ -439,7 +431,7 @@ class Task:
         return f", while it ran cell {self.number}: {line.strip()[:60]}" if line else ""
 
     def _conclude(self, timed_out: float | None) -> None:
-        """End with the results, or raise what there is to raise."""
+        """Return the results, or raise the error."""
         if self._broken is not None:
             raise SessionBroken(self._broken)
         if self._left:
@@ -461,18 +453,18 @@ class Task:
         raise error
 
     def _heed_late_interrupt(self) -> None:
-        """An interrupt that came when the ranks had finished is for what would run next: a loop, or Run All."""
+        """Raise an interrupt that came after the ranks had finished: it is meant for what would run next."""
         if self._interrupts:
             kept = "they have ended" if self._launch else "their variables are kept"
-            raise interruption.interruption(f"{describe_ranks(self.ranks)} had finished this cell already; {kept}")
+            raise interruption.interruption(f"{describe_ranks(self.ranks)} had already finished this cell; {kept}")
 
     def _note_running(self) -> None:
         kind = "ended" if self._launch and self.failures else "running"
         if self._launch and self._interrupts:  # they end with the launch
             kind = "interrupted"
-        lines = self._lines(_DEATH_ANSWER if self.bereaved else 0.3)
+        lines = self._lines(limits.DEATH_ANSWER if self.bereaved else 0.3)
         for rank in self._left:
-            text = f"in {lines[rank]}" if lines.get(rank) else "in a call that does not let Python answer"
+            text = f"in {lines[rank]}" if lines.get(rank) else "in a call that blocks Python"
             where = f"  {text}" if kind == "interrupted" else ""
             failure = RankFailure(rank, kind, "RankTimeout", text, where, time.monotonic())
             self.failures[rank] = self.result[rank].error = failure
@@ -486,7 +478,7 @@ def _draw(screen: Screen, event: Output | Display, now: float) -> None:
 
 
 def _interruption(error: RankError, step: int, *, launch: bool) -> KeyboardInterrupt:
-    """KeyboardInterrupt as the notebook shows it: one line, and where the ranks were.
+    """Return the KeyboardInterrupt as the notebook shows it: one line, and where the ranks were.
 
     Args:
         step: The step after which all ranks stopped together, 0 for none.

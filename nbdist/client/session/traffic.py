@@ -1,6 +1,6 @@
-"""What goes between this kernel and the ranks of one session: which rank runs what, and whose each message is.
+"""Messages between this kernel and the ranks of one session: which rank runs what, and where each message belongs.
 
-Owns the listening thread's side of a session and the thread for late output. Knows nothing of how ranks come and go.
+Owns the listening thread's side of a session and the thread for late output. Independent of how ranks start and end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, ask
 
 _ANSWER_LIMIT = 5.0
-_LATE_LIMIT = 1.0  # seconds that the page has to take the last of what came late
+_LATE_LIMIT = 1.0  # seconds for the page to take the last late output
 
 _Told = TypeVar("_Told", LogPart, Status)
 
@@ -42,10 +42,10 @@ class Traffic:
         on_life: Called from the listening thread with each message about the session's life.
 
     Attributes:
-        key: A name that no other session has.
+        key: A unique name.
         names: The variables on each rank, as far as is known.
-        dead: How ranks have died.
-        generation: Of the process groups: how often they have been renewed, and one.
+        dead: How ranks died.
+        generation: Of the process groups: one more than the number of times they have been renewed.
     """
 
     def __init__(self, on_life: Callable[[Message], None]) -> None:
@@ -58,7 +58,7 @@ class Traffic:
         self._connection: Connection | None = None
         self._requests = itertools.count(1)
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
-        self._told: dict[int, queue.SimpleQueue[LogPart | Status]] = {}  # by the controller itself
+        self._told: dict[int, queue.SimpleQueue[LogPart | Status]] = {}  # answers of the controller itself
         self._running: dict[int, Task] = {}
         self._latest: dict[int, Task] = {}
         self._untold: list[Notice] = []
@@ -69,12 +69,12 @@ class Traffic:
         self._freed = threading.Condition(self._lock)
 
     def attach(self, connection: Connection) -> None:
-        """Speak through this connection from now on."""
+        """Send through this connection from now on."""
         self._connection = connection
         connection.on_message = self._on_message
 
     def begin(self) -> None:
-        """A fresh set of ranks is up: nothing of the last one counts for it."""
+        """Start with a fresh set of ranks, to which nothing of the last one applies."""
         self.names, self.dead, self._owed = {}, {}, {}
         self.generation = 1
         self._untold.clear()
@@ -88,10 +88,10 @@ class Traffic:
         self._connection.send(message)
 
     def assign(self, task: Task) -> dict[int, Task]:
-        """Let a task have its ranks, if they are free.
+        """Assign a task its ranks, if they are free.
 
         Returns:
-            What else runs on them, by rank; the task then has none.
+            The other tasks that run on them, by rank; if there are any, nothing is assigned.
         """
         with self._lock:
             others = {rank: self._running[rank] for rank in task.ranks if rank in self._running}
@@ -114,18 +114,18 @@ class Traffic:
         task.close()
 
     def wait_free(self, ranks: Iterable[int], limit: float) -> None:
-        """Wait until none of these ranks runs anything, `limit` seconds at most."""
+        """Wait until none of these ranks runs anything, at most `limit` seconds."""
         chosen = set(ranks)
         with self._freed:
             self._freed.wait_for(lambda: not chosen & self._running.keys(), limit)
 
     def running(self, ranks: Iterable[int]) -> dict[int, Task]:
-        """What these ranks run, without those that run nothing."""
+        """Return what these ranks run, without those that run nothing."""
         with self._lock:
             return {rank: self._running[rank] for rank in ranks if rank in self._running}
 
     def release(self, text: str) -> None:
-        """End all that waits for ranks: they have gone, and why."""
+        """End everything that waits for ranks, because they are gone; `text` is the reason."""
         self.widgets.close()
         with self._lock:
             tasks, self._running = set(self._running.values()), {}
@@ -134,7 +134,7 @@ class Traffic:
             task.put(Broken(text))
 
     def pay(self, rank: int, size: int) -> None:
-        """Output of a rank has been taken; tell its agent now and then."""
+        """Note that output of a rank has been taken; credit its agent now and then."""
         with self._lock:
             owed = self._owed[rank] = self._owed.get(rank, 0) + size
             if owed < OUTPUT_CREDIT:
@@ -143,7 +143,7 @@ class Traffic:
         self.send(Credit(rank, owed))
 
     def pay_item(self, item: Display | WidgetMessage) -> None:
-        """A rich item of a rank has been taken."""
+        """Note that a rich item of a rank has been taken."""
         if item.size:
             self.send(Credit(item.rank, item.size, items=True))
 
@@ -151,10 +151,10 @@ class Traffic:
         """Ask the control threads of ranks.
 
         Args:
-            timeout: Seconds to wait at most.
+            timeout: Maximum seconds to wait.
 
         Returns:
-            The answers that came, by rank.
+            The answers that arrived, by rank.
         """
         request = next(self._requests)
         answers = self._answers[request] = queue.SimpleQueue()
@@ -165,10 +165,10 @@ class Traffic:
             del self._answers[request]
 
     def status(self) -> list[RankStatus]:
-        """What the controller knows of the ranks.
+        """Ask the controller for the state of the ranks.
 
         Raises:
-            SessionBroken: It does not answer.
+            SessionBroken: The controller does not answer.
         """
         answer = self._ask_controller(GetStatus(next(self._requests)), Status)
         if answer is None:
@@ -178,10 +178,10 @@ class Traffic:
         return answer.ranks
 
     def read_log(self, **question: Any) -> LogPart:
-        """Some of what was printed; the arguments are the fields of a ReadLog.
+        """Read part of what was printed; the arguments are the fields of a ReadLog.
 
         Raises:
-            SessionError: It does not answer.
+            SessionError: The log does not answer.
         """
         part = self._ask_controller(ReadLog(next(self._requests), **question), LogPart)
         if part is None:
@@ -192,7 +192,7 @@ class Traffic:
         return part
 
     def _ask_controller(self, message: GetStatus | ReadLog, kind: type[_Told]) -> _Told | None:
-        """What it answers; None: it does not."""
+        """Return the controller's answer; None if there is none."""
         told = self._told[message.request] = queue.SimpleQueue()
         try:
             self.send(message)
@@ -228,7 +228,7 @@ class Traffic:
             self._on_life(message)
 
     def notify(self, message: Notice) -> None:
-        """Show a line in the cells that run, else below the latest, else in the first that there will be."""
+        """Show a line in the running cells, else below the latest, else in the first that starts."""
         with self._lock:
             tasks = set(self._running.values())
             latest = next(iter(self._latest.values()), None)
@@ -246,7 +246,7 @@ class Traffic:
             self.put_late(task, message)
 
     def _tell_cell(self, message: Remark | Recovered) -> None:
-        """Something about a cell as a whole. What comes after its end is a line below it."""
+        """Pass on a message about a cell as a whole. After the cell's end it becomes a line below it."""
         if isinstance(message, Recovered):
             self.generation = message.generation
         with self._lock:
@@ -263,7 +263,7 @@ class Traffic:
             self._freed.notify_all()
         if message.names is not None:
             self.names[message.rank] = message.names
-        if not task.put(message) and message.payload:  # nobody waits any more for what the rank has packed
+        if not task.put(message) and message.payload:  # nobody waits for what the rank has packed any more
             self.send(Ask(0, [message.rank], Release(message.serial)))
 
     def _rank_died(self, message: Died) -> None:
@@ -276,13 +276,13 @@ class Traffic:
             return
         if not known:
             how = f"rank {message.rank} died between cells: {describe_death(message)}."
-            notice = Notice(f"{how} `%distributed restart` brings up a fresh set.")
+            notice = Notice(f"{how} `%distributed restart` starts fresh ranks.")
             self.put_late(self._latest.get(message.rank), notice)
 
-    # --- what comes after its cell has ended
+    # --- messages that arrive after their cell has ended
 
     def put_late(self, task: Task | None, message: Message) -> None:
-        """Have a message handled that came after the end of the cell that it belongs to."""
+        """Have a message handled that came after the end of its cell."""
         with self._lock:
             if self._late is None:
                 self._late = queue.SimpleQueue()
@@ -293,7 +293,7 @@ class Traffic:
             self._late.put((task, message))
 
     def end_late(self) -> None:
-        """The ranks have ended: show the rest of what came late, and let go of the thread for it."""
+        """Show the rest of the late output and end its thread: the ranks have ended."""
         with self._lock:
             late, self._late = self._late, None
         if late is not None and self._late_thread is not None:
@@ -301,7 +301,7 @@ class Traffic:
             self._late_thread.join(_LATE_LIMIT)
 
     def _show_late(self, messages: queue.SimpleQueue[tuple[Task | None, Message] | None]) -> None:
-        """Show it below its cell, until no more comes."""
+        """Show late messages below their cells until no more come."""
         dues: dict[Task, float] = {}  # when tasks have more to show
         while True:
             now = time.monotonic()
@@ -327,12 +327,12 @@ class Traffic:
                 self.pay_item(message)
 
     def _show_late_of(self, task: Task, message: Message | None, dues: dict[Task, float], ahead: float = 0.0) -> None:
-        """Show it, and what is due in `ahead` seconds."""
+        """Show a message, and what is due within `ahead` seconds."""
         now = time.monotonic() + ahead
         dues.pop(task, None)
         try:
             due = task.context.run(task.show_late, message, now)
-        except Exception:  # nothing that is shown may end this thread: ranks wait until their output is paid for
+        except Exception:  # nothing shown may end this thread: ranks wait until their output is paid for
             traceback.print_exc()
             return
         if due is not None:

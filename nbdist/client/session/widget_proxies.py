@@ -1,4 +1,4 @@
-"""The kernel's side of widgets that live on ranks: each has a comm here that passes messages on, both ways."""
+"""The kernel's side of widgets that live on ranks: each has a comm here that passes messages both ways."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WidgetProxies:
     """The comms of one set of ranks.
 
     Args:
-        send: How to send to the ranks.
+        send: Sends to the ranks.
     """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
@@ -26,7 +26,7 @@ class WidgetProxies:
         """Pass a rank's message on to the page."""
         try:
             self._relay(message)
-        except Exception:  # of the page's side, or of a widget that makes no sense: the cell goes on
+        except Exception:  # an error on the page's side, or in a widget: the cell goes on
             traceback.print_exc()
 
     def _relay(self, message: WidgetMessage) -> None:
@@ -43,14 +43,14 @@ class WidgetProxies:
             proxy.send(message.data, message.metadata, message.buffers)
 
     def close(self) -> None:
-        """The ranks have gone: what the page still says to them is dropped, and the kernel forgets them."""
+        """Drop what the page still sends, and have the kernel forget the comms: the ranks are gone."""
         self._closed = True
         comms, self._comms = self._comms, {}
         if comms:
             import comm
 
             manager = comm.get_comm_manager()
-            for proxy in comms.values():  # not closed, which would empty what the page shows of it
+            for proxy in comms.values():  # not closed, which would empty their displays on the page
                 manager.unregister_comm(proxy)
 
     def _open(self, message: WidgetMessage) -> None:

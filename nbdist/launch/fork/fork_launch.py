@@ -1,6 +1,6 @@
-"""A launch on children of the notebook's own process, which have its memory: nothing has to travel to them.
+"""A launch on children of the notebook's own process, which share its memory: nothing has to be sent to them.
 
-Owns what speaks against that, and what it lacks. From the fork on they are ranks like any others (`on_ranks`).
+Owns what prevents a fork launch, and its limitations. After the fork they are ranks like any others (`on_ranks`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nbdist.launch.request import Request
 from nbdist.wire.life import Place
 
 _LACKS = (
-    "ranks forked from the notebook take over its random numbers, and compute with one thread on the CPU; "
+    "ranks forked from the notebook inherit its random state, and compute with one thread on the CPU; "
     "docs/launcher.md lists what else differs"
 )
 
@@ -29,7 +29,7 @@ def launch(request: Request) -> list[Any]:
     """Run the function on children of this process.
 
     Raises:
-        UsageError: They could not use CUDA, an `Accelerator` is in the way, or the port that was named is taken.
+        UsageError: They could not use CUDA, an `Accelerator` is in the way, or the given port is taken.
         TransferError: The function holds a tensor on a GPU.
         LaunchError: A rank failed.
         KeyboardInterrupt: The user interrupted.
@@ -39,8 +39,8 @@ def launch(request: Request) -> list[Any]:
     threads = describe_threads()
     if threads:
         _say_once(
-            f"this kernel runs {threads}, of which its forks have none: what waits for one of them there, or for a "
-            "lock that one holds, never returns"
+            f"this kernel runs {threads}, which forked ranks will lack: code there that waits for one of them, or a "
+            "lock that one holds, hangs"
         )
     for restart in range(request.max_restarts):
         try:
@@ -51,7 +51,7 @@ def launch(request: Request) -> list[Any]:
 
 
 def _attempt(request: Request, restart: int) -> list[Any]:
-    from nbdist.launch.fork.forker import Forker  # it loads torch
+    from nbdist.launch.fork.forker import Forker  # it imports torch
 
     rank_set = RankSet()
     place = Place(world_size=request.count, restart=restart, max_restarts=request.max_restarts)
@@ -60,7 +60,7 @@ def _attempt(request: Request, restart: int) -> list[Any]:
 
 
 def hindrance(request: Request) -> str:
-    """Why a function can't be forked from here, in words; empty if it can."""
+    """Describe why a function can't be forked from here; empty if it can."""
     try:
         _check(request)
     except NbdistError as error:
@@ -69,21 +69,21 @@ def hindrance(request: Request) -> str:
 
 
 def _check(request: Request) -> None:
-    """Refuse what would fail on the ranks, or be wrong there."""
+    """Reject what would fail on the ranks, or be wrong there."""
     if not request.alone:
         raise UsageError("a fork can't take part in a rendezvous with other nodes")
     held = transfer.find_on_gpu(request.function, f"function {request.name!r}")
     held = held or transfer.find_on_gpu(tuple(request.args), "args")
     if held:
-        error = TransferError(f"cannot fork with {held}, which only this process can use; hold its `.cpu()`")
+        error = TransferError(f"cannot fork with {held}, which only this process can use; use its `.cpu()`")
         error.part, error.on_gpu = held, True
         raise error
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     if getattr(state, "_shared_state", None):
         raise UsageError(
-            "this notebook has made an `Accelerator`, which forked ranks would take for theirs: make it inside of the "
-            f"function only, and restart the notebook; or leave start_method out, and {request.name} runs on ranks "
-            "without one"
+            "this notebook has made an `Accelerator`, which forked ranks would take for theirs: create it inside the "
+            f"function and restart the notebook, or leave out start_method to run {request.name} on ranks "
+            "without it"
         )
     cuda_guard.check_fork()
 

@@ -1,7 +1,7 @@
-"""Forks ranks from the notebook's own process when the agent asks for them, as the template does.
+"""Forks ranks from the notebook's own process when the agent requests them, as the template does.
 
-The notebook does what nobody else can: the fork itself, and reaping its children. All else is the agent's. With this
-module it imports what ranks need, so that not each of them does.
+The notebook does only what no other process can: the fork itself, and reaping its children. The rest is the agent's
+work. Importing this module imports what ranks need, so that they don't each have to.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ import torch.distributed  # noqa: F401
 
 from nbdist.agent.forking import Template
 from nbdist.errors import UsageError
-from nbdist.wire.template import Fork
+from nbdist.wire.template_messages import Fork
 from nbdist.worker import rank
+from nbdist.worker.processes import forks
 
 _LONGEST_FOLDER = 90  # characters; the path of a socket in it may have 107
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
@@ -41,18 +42,18 @@ InCell = Callable[[Callable[[], None]], None]
 
 
 class Forker:
-    """Listens for the agent, and forks what it asks for. As a context manager it leaves no child behind.
+    """Listens for the agent, and forks what it requests. As a context manager it leaves no child behind.
 
     Args:
-        function: What the ranks are to call.
-        in_cell: Has the thread that runs the cell call something soon. It is the one to fork, so that ranks have what
-            belongs to that thread, and live as long as it.
+        function: The function that the ranks call.
+        in_cell: Has the thread that runs the cell call something soon. That thread must fork, so that ranks have its
+                thread-local state and live as long as it does.
 
     Attributes:
         address: Where it listens: the path of a Unix socket.
 
     Raises:
-        UsageError: This system does not let it listen.
+        UsageError: This system does not allow it to listen.
     """
 
     def __init__(self, function: Callable[[], Any], in_cell: InCell) -> None:
@@ -76,9 +77,9 @@ class Forker:
         self._thread.start()
 
     def close(self) -> None:
-        """End what children there still are. The agent has ended them all, if it could."""
+        """End any children that are left. The agent has already ended them all, if it could."""
         self._closed = True
-        with contextlib.suppress(OSError):  # it has been closed already
+        with contextlib.suppress(OSError):  # it is already closed
             self._listener.shutdown(socket.SHUT_RDWR)
         if self._forks is not None:
             self._forks.stop()
@@ -94,7 +95,7 @@ class Forker:
         self.close()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed before anybody came, or the agent has gone
+        with contextlib.suppress(OSError):  # closed before anything connected, or the agent is gone
             with self._listener:
                 channel = self._accept()
             with channel:
@@ -103,7 +104,7 @@ class Forker:
                     self._forks.fork_on_request()
 
     def _accept(self) -> socket.socket:
-        """The connection of the agent: the first process of the same user."""
+        """Return the agent's connection: the first process of the same user."""
         while True:
             channel, _ = self._listener.accept()
             credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -113,23 +114,23 @@ class Forker:
 
 
 class _Forks(Template):
-    """As the template, but from a process with threads, whose memory the children keep."""
+    """Forks like the template, but from a process with threads, whose memory the children keep."""
 
     def __init__(self, channel: socket.socket, function: Callable[[], Any], in_cell: InCell) -> None:
         super().__init__(channel)
         self._function = function
         self._in_cell = in_cell
-        self._made: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # for each fork that was asked for
-        self._processes: list[BaseProcess] = []  # they know of their parent's end by a pipe that these hold
+        self._made: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # for each requested fork
+        self._processes: list[BaseProcess] = []  # these hold the pipes by which children notice their parent's end
 
     def stop(self) -> None:
-        """Fork nothing any more, and end the children. From any thread."""
+        """Stop forking, and end the children. From any thread."""
         self._made.put(RuntimeError("the launch is over"))
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def make_child(self, request: Fork, descriptors: list[int]) -> int:
-        """As of `Template`; by `multiprocessing`, whose clean-up makes queues and locks of the notebook work there."""
+        """Fork a child by `multiprocessing`, whose clean-up makes the notebook's queues and locks work there."""
         process = multiprocessing.get_context("fork").Process(
             target=self._be_child,
             args=(os.getpid(), request, descriptors),
@@ -138,7 +139,7 @@ class _Forks(Template):
         self._in_cell(lambda: self._made.put(_start(process)))
         failure = self._made.get()
         if failure is not None:
-            self._made.put(failure)  # for whatever else is asked for
+            self._made.put(failure)  # for any other request
             raise failure
         assert process.pid is not None
         self._processes.append(process)
@@ -154,25 +155,25 @@ class _Forks(Template):
 
 
 def _start(process: BaseProcess) -> Exception | None:
-    """Fork it. Returns why that failed."""
+    """Fork the process, and return the error if that failed."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the user is told of those that matter
+        with forks.mended(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the user is told of those that matter
             process.start()
     except OSError as error:
         return error
-    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # it is ours to wait for
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # we wait for it
     return None
 
 
 def _shed_notebook() -> None:
-    """In a child: what is the notebook's alone is not for this process."""
+    """Drop in a child what belongs only to the notebook."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)  # of its event loop
+    signal.set_wakeup_fd(-1)  # of the notebook's event loop
     atexit._clear()
-    gc.freeze()  # its objects are not to be finalized here
-    for name in ("stdout", "stderr"):  # loggers hold the streams that it had
+    gc.freeze()  # the notebook's objects must not be finalized here
+    for name in ("stdout", "stderr"):  # loggers hold the streams of the notebook
         stream = getattr(sys, name)
         with contextlib.suppress(AttributeError):
             stream.write, stream.flush = functools.partial(_write, name), functools.partial(_flush, name)

@@ -1,6 +1,6 @@
-"""Which threads this process runs that its forks will miss: the user's own, and the pools of native libraries.
+"""Threads of this process that its forks will lack: the user's own, and the thread pools of native libraries.
 
-Only looks. What IPython, its kernel, zmq and nbdist run counts for nothing: no rank needs it.
+Only inspects. Threads of IPython, its kernel, zmq and nbdist don't count: ranks don't need them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from nbdist.text import counted
 
 _OURS = ("IPython", "ipykernel", "nbdist", "tornado", "tqdm", "traitlets", "zmq")
-# Names of theirs, or the beginning or end, where a thread's class is Python's own.
+# Their names, or the start or end of them, for threads of Python's own class.
 _NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel")
 _BEGINNINGS = ("nbdist-", "Subshell", "IPythonHistorySavingThread")
 _END = "(_watch_pipe_fd)"
-# Libraries whose pool of threads a fork loses, so that the next parallel region there waits for ever.
+# Libraries whose thread pool a fork lacks, so that the next parallel region there waits forever.
 _POOLS = {"libgomp": "OpenMP", "libiomp": "OpenMP", "libomp": "OpenMP", "libtbb": "TBB"}
 
 
 def describe_threads() -> str:
-    """In words: "the thread 'prefetch' and 3 threads of OpenMP (libgomp)"; empty where there are none to name."""
+    """Describe the threads: "the thread 'prefetch' and 3 threads of OpenMP (libgomp)"; empty if there are none."""
     own = [
         repr(thread.name)
         for thread in threading.enumerate()
@@ -42,9 +42,9 @@ def _is_usual(thread: threading.Thread) -> bool:
 
 
 def _pools() -> Counter[str]:
-    """Native threads by the library whose code they wait in."""
+    """Count native threads by the library whose code they wait in."""
     found: Counter[str] = Counter()
-    with contextlib.suppress(OSError, ValueError):  # a system that does not tell
+    with contextlib.suppress(OSError, ValueError):  # this system does not report it
         regions = _code_regions()
         python = {thread.native_id for thread in threading.enumerate()}
         for thread in set(map(int, os.listdir("/proc/self/task"))) - python:
@@ -53,7 +53,7 @@ def _pools() -> Counter[str]:
 
 
 def _code_regions() -> list[tuple[int, int, str]]:
-    """First address, last address, and name in `_POOLS` of each piece of code of theirs."""
+    """Return the first address, last address, and name in `_POOLS` of each code region of these libraries."""
     regions = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
@@ -65,10 +65,10 @@ def _code_regions() -> list[tuple[int, int, str]]:
 
 
 def _program_counter(thread: int) -> int:
-    """Where a thread that waits in a system call has called it; 0 for one that runs."""
+    """Return the address from which a waiting thread made its system call; 0 if it is running."""
     try:
         fields = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
-    except OSError:  # it has ended, or this system does not tell
+    except OSError:  # it has ended, or this system does not report it
         return 0
     return int(fields[-1], 16) if len(fields) > 1 else 0
 

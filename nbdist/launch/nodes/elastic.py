@@ -1,8 +1,8 @@
-"""A launch together with other nodes, or one whose ranks start again: run by torch's elastic agent.
+"""A launch together with other nodes, or one whose ranks can restart: run by torch's elastic agent.
 
-Torch decides which rank is whose, when all start again and when all is over, in a thread of its own. What follows from
-it is done by the cell's thread, so that output lands below the cell and Ctrl-C is heard at once. How ranks come up and
-work is for `warm`; how nodes meet, for `nodes`.
+Torch decides which node has which ranks, when all restart and when everything is over, in its own thread. The cell's
+thread carries this out, so that output lands below the cell and Ctrl-C is handled at once. How ranks start and work is
+up to `on_ranks`; how nodes meet, to `node_agents`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from nbdist.ranks import describe_ranks
 from nbdist.wire.life import Place
 from nbdist.wire.output import Notice
 
-_LEAVE_LIMIT = 4.0  # seconds that torch has to notice that the launch is over
-_CAUSE_LIMIT = 2.0  # seconds that another node has to tell why a rank here has lost its connection
-_RETURNED_EVERY = 1.0  # seconds between two looks at which ranks of other nodes have returned
-_TICK = 0.001  # torch sleeps this long between two looks, which do their own waiting
+_LEAVE_LIMIT = 4.0  # seconds for torch to notice that the launch is over
+_CAUSE_LIMIT = 2.0  # seconds for another node to report why a rank here has lost its connection
+_RETURNED_EVERY = 1.0  # seconds between checks of which ranks on other nodes have returned
+_TICK = 0.001  # torch sleeps this long between two checks, which do their own waiting
 _WORTH_SAYING = 2.0  # seconds of waiting
 _REMARK_EVERY = 0.5  # seconds, where a line can be replaced
 _LINE_EVERY = 30.0  # where it can't
-_INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo alone would take the address of the host's name, which may be loopback
-_AT_WORK = 5.0  # seconds that ranks of other nodes may still be at it until it is said
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo alone would use the address of the host name, which may be loopback
+_AT_WORK = 5.0  # seconds that ranks on other nodes may still run before this is reported
 
 
 def launch(request: Request, packed: transfer.Packed) -> list[Any]:
@@ -57,16 +57,16 @@ def launch(request: Request, packed: transfer.Packed) -> list[Any]:
 
     Args:
         request: What to launch.
-        packed: The function and its arguments, from `warm.pack`.
+        packed: The function and its arguments, from `on_ranks.pack`.
 
     Returns:
-        What the function returned on the ranks of this node, in their order.
+        The function's return values on the ranks of this node, in their order.
 
     Raises:
         NodesMissing: Not all nodes came.
         LaunchError: A rank failed, here or on another node, and no restart is left.
-        KeyboardInterrupt: The user interrupted; the other nodes' launches end, too.
-        UsageError: The port that was named is taken, or nodes don't fit together.
+        KeyboardInterrupt: The user interrupted; the other nodes' launches end as well.
+        UsageError: The given port is taken, or the nodes' arguments don't match.
     """
     with _quiet(logging.getLogger("torch.distributed.elastic")):
         return _Launch(request, packed).run()
@@ -74,7 +74,7 @@ def launch(request: Request, packed: transfer.Packed) -> list[Any]:
 
 @contextlib.contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """What torch logs about its rendezvous is said in our words, or not worth a line below a cell."""
+    """Silence torch's logs of its rendezvous: they are reported in our words, or not worth a line below a cell."""
     before, silent = logger.propagate, logging.NullHandler()
     logger.propagate = False
     logger.addHandler(silent)  # without any, Python would write warnings to stderr
@@ -90,9 +90,9 @@ class _Attempt:
     """The ranks of this node, from one start to their end.
 
     Attributes:
-        outcome: The values, or the error that it ended with.
-        over: Set when there is an outcome, and no rank any more.
-        returned: The ranks, of whatever node, that have returned.
+        outcome: The return values, or the error that ended it.
+        over: Set when there is an outcome, and no rank is left.
+        returned: The ranks, on any node, that have returned.
     """
 
     place: Place
@@ -112,22 +112,22 @@ class _Attempt:
             self.task.fail(failure)
 
     def take(self, task: Task) -> None:
-        """The function runs."""
+        """Note that the function runs."""
         self.task, self._ranks = task, task.ranks
-        if self.failure is not None:  # while the ranks came up
+        if self.failure is not None:  # while the ranks started
             task.fail(self.failure)
 
     def say(self, line: str) -> bool:
-        """Show a line below the cell, from any thread. False: no ranks are at work."""
+        """Show a line below the cell, from any thread. False if no ranks are running."""
         return self.task is not None and self.task.put(Notice(line))
 
     def end(self, outcome: list[Any] | BaseException) -> None:
-        """Nothing of it is left."""
+        """Set the outcome; nothing of it is left."""
         self.outcome, self.ended, self.task = outcome, time.monotonic(), None
         self.over.set()
 
     def newly_returned(self) -> list[int]:
-        """Ranks of this node that have returned since the last call."""
+        """Return the ranks of this node that have returned since the last call."""
         task = self.task
         done = set(self._ranks) if isinstance(self.outcome, list) else set()
         if task is not None:
@@ -137,7 +137,7 @@ class _Attempt:
         return new
 
     def first_failure(self) -> RankFailure | None:
-        """What went wrong here; None as long as nothing has."""
+        """Return the first failure here; None if there is none yet."""
         rank = self.place.first_rank
         if self.task is not None and self.task.interrupted:
             return _own("KeyboardInterrupt", "its notebook was interrupted", rank)
@@ -152,7 +152,7 @@ class _Attempt:
 
     @property
     def can_be_tried_again(self) -> bool:
-        """Whether it ended by what ranks did, not by what the user wants."""
+        """Whether it ended because of what ranks did, not because of what the user wants."""
         return isinstance(self.outcome, RankError) and not isinstance(self.outcome, TimeoutError)
 
 
@@ -161,12 +161,12 @@ def _own(name: str, text: str, rank: int) -> RankFailure:
 
 
 class _Launch:
-    """One launch, seen from this node. `run` is for the cell's thread; what torch's agent calls, for its own.
+    """One launch, seen from this node. `run` is for the cell's thread; methods for torch's agent, for its thread.
 
     Attributes:
-        attempt: The latest.
-        verdict: The failure that all nodes take for the cause of the latest end.
-        left: Whether the user wants no more of it.
+        attempt: The latest attempt.
+        verdict: The failure that all nodes take as the cause of the latest end.
+        left: Whether the user has stopped it.
     """
 
     def __init__(self, request: Request, packed: transfer.Packed) -> None:
@@ -183,7 +183,7 @@ class _Launch:
     # --- in the cell's thread
 
     def run(self) -> list[Any]:
-        """Work until it is over."""
+        """Run until it is over."""
         deciding = threading.Thread(target=self._decide, name="nbdist-elastic", daemon=True)
         deciding.start()
         try:
@@ -196,7 +196,7 @@ class _Launch:
         return self._conclude()
 
     def _work(self) -> None:
-        """Do what torch's agent orders, and show what it waits for meanwhile."""
+        """Carry out the orders of torch's agent, and show what it waits for meanwhile."""
         display = _WaitingLine(self.nodes)
         while True:
             try:
@@ -228,7 +228,7 @@ class _Launch:
         attempt.end(outcome)
 
     def _local_request(self, place: Place) -> Request:
-        """The request as it is for this node: with its port, and the network interface that leads to the others."""
+        """Return the request for this node: with its port, and the network interface to the others."""
         variables = dict(self.request.environment)
         if place.num_nodes > 1 and (interface := self.nodes.interface()):
             variables.setdefault(_INTERFACE, os.environ.get(_INTERFACE, interface))
@@ -244,12 +244,12 @@ class _Launch:
         ranks = describe_ranks(info.rank for info in rank_set.ranks)
         print(
             f"Launching {self.request.name} on {ranks} of {place.world_size}: node {place.node_rank} of "
-            f"{place.num_nodes}, which meet at {self.nodes.address}.",
+            f"{place.num_nodes}, rendezvous at {self.nodes.address}.",
             flush=True,
         )
 
     def _leave(self, error: BaseException) -> None:
-        """The user has interrupted, or something is amiss here: torch's thread has to end, too."""
+        """End torch's thread after an interrupt by the user, or an error here."""
         self.left = True
         self.nodes.left.set()
         if self.attempt is not None and not self.attempt.over.is_set():
@@ -271,14 +271,14 @@ class _Launch:
         return outcome
 
     def _failed(self, verdict: News, outcome: list[Any] | BaseException | None) -> BaseException:
-        """The error to raise: the one of the ranks here, or where they have none, that of another node."""
+        """Return the error to raise: that of the ranks here, or if they have none, that of another node."""
         assert self.attempt is not None
         error = outcome
         if not isinstance(error, RankError):
             finished = list(range(self.attempt.place.first_rank, self._last_rank() + 1))
             told = report.build([verdict.as_failure()], finished, launch=True)
             error = launch_error(told, self.request.name, self.attempt.place.first_rank)
-        elif verdict.failure["rank"] not in error.failures:  # the ranks here had ended before it was told
+        elif verdict.failure["rank"] not in error.failures:  # the ranks here had ended before it was reported
             told = report.build([verdict.as_failure(), *error.failures.values()], launch=True)
             error = launch_error(told, self.request.name, self.attempt.place.first_rank)
         if verdict.node not in (self.attempt.place.node_rank, NOWHERE):
@@ -330,7 +330,7 @@ class _Launch:
             handler.shutdown()
 
     def order(self, what: _Attempt | str) -> None:
-        """Have the cell's thread run ranks, or say a line."""
+        """Have the cell's thread run ranks, or print a line."""
         if self.left:
             raise Left
         if isinstance(what, _Attempt):
@@ -339,7 +339,7 @@ class _Launch:
 
 
 class _WaitingLine:
-    """The line below the cell that says what is waited for. For the cell's thread."""
+    """The line below the cell that shows what is being waited for. For the cell's thread."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -348,7 +348,7 @@ class _WaitingLine:
         self._line_due = 0.0
 
     def show(self) -> float:
-        """Bring it up to date. Returns the seconds until it wants to be again."""
+        """Update the line. Returns the seconds until the next update."""
         waiting, now = self._nodes.waiting, time.monotonic()
         if waiting is None or now < waiting.since + (_WORTH_SAYING if waiting.limit is not None else _AT_WORK):
             return _REMARK_EVERY
@@ -360,7 +360,7 @@ class _WaitingLine:
         return _REMARK_EVERY
 
     def end(self) -> None:
-        """It is over."""
+        """End the line: the wait is over."""
         if (shown := self._shown) is not None:
             seconds = time.monotonic() - shown.since
             self._screen.remark(f"waited {seconds:.0f} s for {shown.text}", "nodes", same=True)
@@ -368,7 +368,7 @@ class _WaitingLine:
 
 
 class _Agent(SimpleElasticAgent):
-    """Torch's elastic agent, with ranks of ours for workers."""
+    """Torch's elastic agent, with our ranks as its workers."""
 
     def __init__(self, spec: WorkerSpec, launch: _Launch) -> None:
         super().__init__(spec)
@@ -381,13 +381,13 @@ class _Agent(SimpleElasticAgent):
         self._finished = False
         self._returned_due = 0.0
 
-    # --- what torch asks for
+    # --- torch's methods
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
         self._node = int(worker_group.group_rank or 0)
         self._restart = self._nodes.begin_round(worker_group.store, self._node, self._started)
-        # A node that joins anew counts restarts as the others do.
+        # A node that joins again counts restarts as the others do.
         self._remaining_restarts = max(0, self._request.max_restarts - self._restart)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -413,7 +413,7 @@ class _Agent(SimpleElasticAgent):
         attempt = self._launch.attempt
         if attempt is None or attempt.over.is_set():
             return
-        attempt.fail(_own("NodesMissing", "the nodes have changed", attempt.place.first_rank))
+        attempt.fail(_own("NodesMissing", "the set of nodes has changed", attempt.place.first_rank))
         while not attempt.over.wait(1.0):
             if self._launch.left:
                 return
@@ -443,26 +443,26 @@ class _Agent(SimpleElasticAgent):
     def _say_who_is_silent(self, attempt: _Attempt) -> None:
         if not self._nodes.several:
             return
-        with contextlib.suppress(*STORE_ERRORS, NodesMissing):  # the next look at the news finds it as well
+        with contextlib.suppress(*STORE_ERRORS, NodesMissing):  # the next check of the news finds it too
             for line in self._nodes.silences():
                 if not attempt.say(line):
                     self._launch.order(line)
 
     def _exchange_returned(self, attempt: _Attempt) -> None:
-        """Let no rank wait for one of another node that has returned."""
+        """Let no rank wait for one on another node that has returned."""
         now = time.monotonic()
         if not self._nodes.several or now < self._returned_due:
             return
         self._returned_due = now + _RETURNED_EVERY
-        with contextlib.suppress(*STORE_ERRORS, NodesMissing):  # the next look at the news finds it as well
+        with contextlib.suppress(*STORE_ERRORS, NodesMissing):  # the next check of the news finds it too
             attempt.returned.update(self._nodes.exchange_returned(attempt.newly_returned()))
         if attempt.returned and (task := attempt.task) is not None:
             task.others_returned(sorted(attempt.returned.difference(task.ranks)))
 
-    # --- failures, here and elsewhere
+    # --- failures, here and on other nodes
 
     def _news(self, attempt: _Attempt) -> News | None:
-        """What has gone wrong, on whatever node."""
+        """Return what has failed, on any node."""
         try:
             news = self._nodes.hear()
             failure = attempt.first_failure()
@@ -479,7 +479,7 @@ class _Agent(SimpleElasticAgent):
             return News.of(gone, NOWHERE, final=True)
 
     def _may_be_explained(self, attempt: _Attempt, failure: RankFailure) -> bool:
-        """Whether another node is likely to tell in a moment what is behind a failure here."""
+        """Return whether another node is likely to report the cause of a failure here in a moment."""
         if not self._nodes.several or not report.follows(failure) or self._launch.left:
             return False
         return time.monotonic() < attempt.ended + _CAUSE_LIMIT

@@ -1,4 +1,4 @@
-"""Signs of life that the nodes of a launch give each other. Knows nothing of how they meet or what they run."""
+"""Signs of life that the nodes of a launch send each other. Independent of how they meet or what they run."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Iterable
 
 from torch.distributed import Store
 
-_BEAT = 1.0  # seconds between two signs of life of a node
-_SILENT = 10.0  # seconds without one, until it is said
+_BEAT = 1.0  # seconds between signs of life of a node
+_SILENT = 10.0  # seconds without one until this is reported
 
 
 class Pulse:
-    """Tells when a node is no longer heard of, as when its network fails: then nothing ends, and ranks wait.
+    """Notices when a node is no longer heard from, for example when its network fails: then nothing ends; ranks wait.
 
     Args:
-        store: Where nodes give their signs of life.
-        node: This one's number.
-        watched: The nodes whose signs it looks for.
+        store: The store for signs of life.
+        node: This node's number.
+        watched: The nodes to watch.
     """
 
     def __init__(self, store: Store, node: int, watched: Iterable[int]) -> None:
         self._store, self._node, self._due = store, node, 0.0
-        self._heard = {other: (0, time.monotonic()) for other in watched if other != node}  # how many signs, and when
+        self._heard = {other: (0, time.monotonic()) for other in watched if other != node}  # number of signs, and when
         self._silent: set[int] = set()
 
     def beat(self) -> list[str]:
-        """Give a sign of life, if it is time for one.
+        """Send a sign of life, if it is time for one.
 
         Returns:
-            A line for each watched node that has fallen silent since, or is heard of again.
+            A line for each watched node that has fallen silent since the last call, or is heard from again.
         """
         now = time.monotonic()
         if now < self._due:
@@ -45,11 +45,11 @@ class Pulse:
             if node not in self._silent:
                 return ""
             self._silent.remove(node)
-            return f"node {node} is heard of again"
+            return f"node {node} is heard from again"
         if node in self._silent or now < since + _SILENT:
             return ""
         self._silent.add(node)
         return (
-            f"node {node} has not been heard of for {now - since:.0f} s, so its ranks can't be reached either: "
+            f"node {node} has not been heard from for {now - since:.0f} s, so its ranks can't be reached either: "
             "is its machine up, and its network? Ctrl-C ends the launch here"
         )

@@ -1,7 +1,7 @@
-"""How the nodes of a launch find each other, and what they tell each other while it runs.
+"""How the nodes of a launch find each other, and what they exchange while it runs.
 
-Owns the one store where all meet, which torch's rendezvous, its elastic agents and the ranks use as well. Every wait
-here can be watched (`waiting`) and given up at once (`left`), which torch's own can't. Knows nothing of processes.
+Owns the one store where all nodes meet, which torch's rendezvous, its elastic agents and the ranks also use. Every wait
+here can be observed (`waiting`) and given up at once (`left`), unlike torch's own. Independent of processes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from nbdist.launch.request import Request
 from nbdist.processes import describe_owner
 from nbdist.text import counted
 
-_DEFAULT_LIMITS = {"static": 900.0, "c10d": 600.0}  # seconds, as torchrun has them
+_DEFAULT_LIMITS = {"static": 900.0, "c10d": 600.0}  # seconds, as in torchrun
 _READ_LIMIT = 60.0
-_LOOK = 0.1  # seconds between two looks at whether what is waited for has come
+_LOOK = 0.1  # seconds between checks of whether what is waited for has arrived
 _CONNECT_LIMIT = 1.0
-_STRANGE_LIMIT = 3.0  # seconds until what listens there, and is no store, is taken for another program
-_FACTS_LIMIT = 5.0  # seconds that the node where all meet has to say what it launches
-_NEWS_LIMIT = 3.0  # ... that the others have to hear of a failure before it leaves
+_STRANGE_LIMIT = 3.0  # seconds until a listener that is not a store counts as another program
+_FACTS_LIMIT = 5.0  # seconds for the node that hosts the rendezvous to report what it launches
+_NEWS_LIMIT = 3.0  # ... for the others to receive a failure before it leaves
 _FACTS = "nbdist/facts"
-_TRACEBACK_LIMIT = 100_000  # characters that other nodes get
+_TRACEBACK_LIMIT = 100_000  # characters sent to other nodes
 
-_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13  # the beginning of what a client of a TCPStore says to it
+_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13  # the start of what a TCPStore client sends to it
 
-STORE_ERRORS = (RuntimeError, RendezvousError)  # what torch raises when a store does not answer
-NOWHERE = -1  # the node of a failure that no node has told
+STORE_ERRORS = (RuntimeError, RendezvousError)  # raised by torch when a store does not answer
+NOWHERE = -1  # the node of a failure that no node has reported
 
 
 class Left(RendezvousError):
@@ -60,7 +60,7 @@ class Left(RendezvousError):
 
 @dataclass(frozen=True)
 class Waiting:
-    """What is waited for.
+    """What is being waited for.
 
     Attributes:
         text: In words, to follow "waiting for".
@@ -74,7 +74,7 @@ class Waiting:
 
 
 class News(msgspec.Struct, frozen=True):
-    """A failure that ends the ranks of all nodes. `final`: they don't start again, though restarts may be left."""
+    """A failure that ends the ranks of all nodes. `final`: they don't restart, even if restarts are left."""
 
     node: int
     host: str
@@ -83,20 +83,20 @@ class News(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, failure: RankFailure, node: int, *, final: bool) -> News:
-        """A failure of this node's."""
+        """Return a failure of this node."""
         fields = {name: getattr(failure, name) for name in ("rank", "kind", "name", "text", "exit_code", "lost_peer")}
-        fields["local_rank"] = getattr(failure, "local_rank", 0)  # what no rank has told is told for the first
+        fields["local_rank"] = getattr(failure, "local_rank", 0)  # no rank reported it: the first rank
         fields["traceback"] = failure.traceback[-_TRACEBACK_LIMIT:]
-        # Neither `when`, which is on this machine's clock, nor `pickled`: nobody should unpickle from a network.
+        # Neither `when`, which is on this machine's clock, nor `pickled`: don't unpickle data from a network.
         return cls(node, socket.gethostname(), fields, final)
 
     def as_failure(self) -> LaunchFailure:
-        """The failure, as if it had just happened here."""
+        """Return the failure, as if it had just happened here."""
         return LaunchFailure(**self.failure, when=time.monotonic())
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What all nodes have to agree about."""
+    """What all nodes have to agree on."""
 
     num_nodes: int
     rdzv_id: str
@@ -105,20 +105,20 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Nodes:
-    """The nodes of one launch, as this one sees them. One thread works with it; `waiting` and `left` are for others.
+    """The nodes of one launch, as seen by this one. One thread works with it; `waiting` and `left` are for others.
 
     Args:
-        request: What is launched.
+        request: The launch request.
 
     Attributes:
-        waiting: What is waited for at the moment.
-        left: To be set when this node wants no more of it: all waiting then ends, and raises `Left`.
-        request: What is launched.
-        host, port: Where all meet.
+        waiting: What is being waited for at the moment.
+        left: Set it when this node wants to leave: all waiting then ends, and raises `Left`.
+        request: The launch request.
+        host, port: The rendezvous address.
         conf: Settings of the rendezvous.
 
     Raises:
-        UsageError: The address or a setting is wrong.
+        UsageError: The address or a setting is invalid.
     """
 
     def __init__(self, request: Request) -> None:
@@ -126,7 +126,7 @@ class Nodes:
         self.request = request
         self.conf = dict(request.rdzv_conf or {})
         if str(self.conf.get("store_type", "tcp")) != "tcp":
-            raise UsageError("rdzv_conf: nodes meet in a store of type 'tcp' only; leave store_type out")
+            raise UsageError("rdzv_conf: nodes only support a store of type 'tcp'; leave store_type out")
         try:
             self.host, self.port = parse_rendezvous_endpoint(
                 request.rdzv_endpoint or _endpoint(request.master_addr, request.port), request.port
@@ -134,17 +134,17 @@ class Nodes:
         except ValueError as error:
             raise UsageError(f"{error} For example rdzv_endpoint='10.0.0.1:29500'") from None
         if self.several and not self.port:
-            raise UsageError("several nodes need a port that all of them know: `use_port='29501'`")
+            raise UsageError("several nodes need the same port on all of them: `use_port='29501'`")
         limit = self._seconds("timeout", _DEFAULT_LIMITS[request.rdzv_backend])
         self.limit = self._seconds("join_timeout", limit) if request.rdzv_backend == "c10d" else limit
         self._read_limit = timedelta(seconds=self._seconds("read_timeout", _READ_LIMIT))
         if self.host == "localhost":
-            self.host = "127.0.0.1"  # what ranks are told has to be what this node listens at
+            self.host = "127.0.0.1"  # ranks must be given the address at which this node listens
         self.left = threading.Event()
-        self._lifeline: socket.socket | None = None  # ends with the process that has opened the store
+        self._lifeline: socket.socket | None = None  # ends with the process that opened the store
         self._strange_since: float | None = None
-        self._returned = 0  # how many times nodes have told of ranks that have returned
-        self._seen = 0  # the latest round that this node has taken part in
+        self._returned = 0  # how many times nodes have reported returned ranks
+        self._seen = 0  # the latest round in which this node took part
         self._server: TCPStore | None = None
         self._store: Store | None = None
         self._round: PrefixStore | None = None
@@ -157,13 +157,13 @@ class Nodes:
 
     @property
     def store(self) -> Store:
-        """Where all meet, once this node is connected."""
+        """The store where all nodes meet, once this node is connected."""
         assert self._store is not None
         return self._store
 
     @property
     def address(self) -> str:
-        """Where all meet, in words."""
+        """The rendezvous address as text."""
         return _endpoint(self.host, self.port)
 
     def _seconds(self, name: str, default: float) -> float:
@@ -179,11 +179,11 @@ class Nodes:
     # --- the store
 
     def connect(self) -> None:
-        """Get to the store where all meet; open it, if that is for this node.
+        """Connect to the store where all nodes meet; open it, if this node should.
 
         Raises:
             UsageError: The port is taken, or the other nodes launch something else.
-            NodesMissing: The node that opens it did not do so in time.
+            NodesMissing: The node that should open it did not do so in time.
         """
         if not self.several:
             self._store = HashStore()
@@ -197,7 +197,7 @@ class Nodes:
         self._compare_facts()
 
     def close(self) -> None:
-        """Let go of the store. Where this node has opened it, its port is free then."""
+        """Release the store. If this node opened it, its port is free afterwards."""
         self._store = self._round = self._server = self._pulse = None
         if self._lifeline is not None:
             self._lifeline.close()
@@ -205,7 +205,7 @@ class Nodes:
 
     @property
     def alive(self) -> bool:
-        """Whether the process that has opened the store still runs. Torch would say it in pages of warnings."""
+        """Return whether the process that opened the store still runs. Torch would report it in pages of warnings."""
         if self._lifeline is None:
             return True
         try:
@@ -229,9 +229,9 @@ class Nodes:
         return False
 
     def _serve(self) -> bool:
-        """Open the store. False: another node of this machine was faster."""
+        """Open the store. False if another node on this machine was faster."""
         literal = _is_literal(self.host) and _is_local(self.host)
-        address = self.host if literal else ""  # a name may mean an address that only this machine knows
+        address = self.host if literal else ""  # a name may map to an address that only this machine knows
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             listener = socket.create_server((address, self.port), family=family, backlog=1024)
@@ -241,7 +241,7 @@ class Nodes:
             if error.errno != errno.EADDRINUSE:
                 raise UsageError(f"{self.address} can't be opened: {error}") from None
             taken = f"port {self.port} is taken{describe_owner(self.port)}"
-            raise UsageError(f"{taken}: name another on all nodes, `use_port='29501'`") from None
+            raise UsageError(f"{taken}: choose another on all nodes, `use_port='29501'`") from None
         own = address or "127.0.0.1"
         self._server = TCPStore(
             own,
@@ -259,9 +259,9 @@ class Nodes:
         return TCPStore(host, self.port, is_master=False, timeout=self._read_limit, wait_for_workers=False)
 
     def _bound_silence(self) -> None:
-        """Let a store that can't be reached be an error after a while: torch would wait for a quarter of an hour.
+        """Make an unreachable store an error after a while: torch would wait for a quarter of an hour.
 
-        A process that is only slow does no harm, as its system acknowledges what it is sent.
+        A process that is merely slow is not affected, because its system acknowledges what it is sent.
         """
         if self._lifeline is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
             return
@@ -279,10 +279,10 @@ class Nodes:
         )
 
     def _answers(self) -> bool:
-        """Whether a store listens there.
+        """Return whether a store listens there.
 
         Raises:
-            UsageError: For seconds now something else does.
+            UsageError: Something else has been listening there for seconds.
         """
         try:
             connection = socket.create_connection((self.host, self.port), timeout=_CONNECT_LIMIT)
@@ -296,7 +296,7 @@ class Nodes:
         connection.close()
         if not _can_tell_stores():
             return True
-        # It may be about to end: an earlier launch's.
+        # It may be about to end, if it belongs to an earlier launch.
         self._strange_since = self._strange_since or time.monotonic()
         if time.monotonic() > self._strange_since + _STRANGE_LIMIT:
             raise self._stranger()
@@ -319,7 +319,7 @@ class Nodes:
             if there != here:
                 raise UsageError(
                     f"{name} is {there!r} on the node at {self.address}, and {here!r} here: "
-                    "it has to be the same on all nodes"
+                    "it must be the same on all nodes"
                 )
 
     # --- waiting
@@ -351,14 +351,14 @@ class Nodes:
     def _nobody(self) -> NodesMissing:
         who = "node 0" if self.request.rdzv_backend == "static" else "the node that hosts the rendezvous"
         return NodesMissing(
-            f"1 of {self.request.num_nodes} nodes came, this one: {who} did not answer at {self.address} within "
+            f"1 of {self.request.num_nodes} nodes arrived, this one: {who} did not answer at {self.address} within "
             f"{self.limit:g} s. {self._advice()}"
         )
 
     def too_few(self, came: int, missing: str = "") -> NodesMissing:
-        """The error when nodes have not come in time."""
+        """Return the error for nodes that have not arrived in time."""
         return NodesMissing(
-            f"{came} of {self.request.num_nodes} nodes came to {self.address} within {self.limit:g} s{missing}. "
+            f"{came} of {self.request.num_nodes} nodes arrived at {self.address} within {self.limit:g} s{missing}. "
             f"{self._advice()}"
         )
 
@@ -366,25 +366,25 @@ class Nodes:
         ranks = f", and node_rank 0 to {self.request.num_nodes - 1}, each once"
         return (
             "Run this cell on all nodes, with the same num_nodes, rdzv_id, address and port"
-            f"{ranks if self.request.rdzv_backend == 'static' else ''}. Does that node have this address, and does a "
-            f"firewall let the others through? On one of them: `!nc -vz {self.host} {self.port}`. "
+            f"{ranks if self.request.rdzv_backend == 'static' else ''}. Check the address, and that the node's "
+            f"firewall lets the others through. On one of them: `!nc -vz {self.host} {self.port}`. "
             f"To wait longer: rdzv_conf={{'timeout': {2 * self.limit:g}}}"
         )
 
     def gone(self) -> NodesMissing:
-        """The error when the store does not answer any more."""
+        """Return the error for a store that no longer answers."""
         return NodesMissing(
-            f"the node where all meet, {self.address}, does not answer any more: its launch or its notebook has ended, "
-            "or the network between has failed. Run this cell again on all nodes"
+            f"the node at {self.address}, which hosts the rendezvous, is gone: its launch or its notebook has ended, "
+            "or the network in between has failed. Run this cell again on all nodes"
         )
 
     # --- torch's rendezvous
 
     def meet(self, store: Store) -> Store:
-        """Wait for all nodes, each with the number that it was given.
+        """Wait for all nodes, each with its given number.
 
         Returns:
-            The store of this round of theirs.
+            The store of this round.
         """
         request, deadline = self.request, time.monotonic() + self.limit
         met = self._next_round(store, deadline)
@@ -412,7 +412,7 @@ class Nodes:
         return met
 
     def _next_round(self, store: Store, deadline: float) -> PrefixStore:
-        """Node 0 opens a round; the others wait for one that they have not seen."""
+        """Open a round on node 0; on other nodes, wait for one that they have not seen."""
         seen = self._seen
         if self.request.node_rank == 0:
             store.add("round", 1)
@@ -425,7 +425,7 @@ class Nodes:
         return f" ({'node' if len(missing) == 1 else 'nodes'} {', '.join(missing)} did not)" if missing else ""
 
     def own_address(self) -> str:
-        """This node's address, as the node where all meet sees it."""
+        """Return this node's address, as seen by the node that hosts the rendezvous."""
         if self._server is not None and _is_literal(self.host):
             return self.host
         host = socket.gethostname() if self._server is not None else self.host
@@ -437,7 +437,7 @@ class Nodes:
         return socket.getfqdn()
 
     def interface(self) -> str:
-        """The network interface that leads to the other nodes; "" where that is not known."""
+        """Return the network interface that leads to the other nodes; "" if unknown."""
         own = self.own_address()
         if not _is_literal(own) or (ipaddress.ip_address(own).is_loopback and not _is_literal(self.host)):
             return ""
@@ -449,15 +449,15 @@ class Nodes:
     # --- while it runs
 
     def begin_round(self, store: Any, node: int, restart: int) -> int:
-        """All nodes have met: from here on this is the store of what they tell each other.
+        """Begin a round after all nodes have met; they exchange data in this store from now on.
 
         Args:
-            store: Of this round.
+            store: The store of this round.
             node: This node's number in it.
-            restart: How often this node's ranks have started again.
+            restart: How often this node's ranks have restarted.
 
         Returns:
-            How often the ranks of the whole job have.
+            How often the ranks of the whole job have restarted.
         """
         self._round, self._returned = PrefixStore("nbdist", store), 0
         self._round.set(f"restart/{node}", str(restart))
@@ -465,16 +465,16 @@ class Nodes:
         return max(int(self._round.get(f"restart/{other}")) for other in range(self.request.num_nodes))
 
     def tell(self, news: News) -> News:
-        """Tell the others of a failure here.
+        """Report a failure here to the other nodes.
 
         Returns:
-            What all nodes take for the cause: the first that any of them told.
+            What all nodes take as the cause: the first failure that any of them reported.
         """
         found = self._told().compare_set("failed", "", msgspec.json.encode(news).decode())
         return msgspec.json.decode(found, type=News)
 
     def hear(self) -> News | None:
-        """A failure that has been told, if there is one."""
+        """Return a reported failure, if there is one."""
         store = self._told()
         if not store.check(["failed"]):
             return None
@@ -482,20 +482,20 @@ class Nodes:
         return msgspec.json.decode(store.get("failed"), type=News)
 
     def silences(self) -> list[str]:
-        """Give a sign of life, and where all meet, look for those of the others.
+        """Send a sign of life, and on the hosting node, check those of the others.
 
         Returns:
-            A line for each node that has fallen silent since, or is heard of again.
+            A line for each node that has fallen silent since the last call, or is heard from again.
         """
         assert self._pulse is not None
         self._check_alive()
         return self._pulse.beat()
 
     def exchange_returned(self, ranks: Sequence[int]) -> list[int]:
-        """Tell the other nodes that these ranks have returned.
+        """Report to the other nodes that these ranks have returned.
 
         Returns:
-            The ranks that any node has told of since the last call.
+            The ranks that any node has reported since the last call.
         """
         store = self._told()
         if ranks:
@@ -507,11 +507,11 @@ class Nodes:
         return told
 
     def finish(self) -> None:
-        """This node's ranks have done their work."""
+        """Note that this node's ranks have finished."""
         self._told().add("finished", 1)
 
     def others_at_work(self) -> int:
-        """On how many other nodes ranks are still at it, once this node's have finished."""
+        """Return on how many other nodes ranks still run, once this node's have finished."""
         count = int(self.request.num_nodes - self._told().add("finished", 0))
         since = self.waiting.since if self.waiting is not None else time.monotonic()
         others = f"the ranks of {counted(count, 'other node')}"
@@ -519,7 +519,7 @@ class Nodes:
         return count
 
     def part(self) -> None:
-        """A failure has ended the launch: the node that has opened the store keeps it until the others know."""
+        """Leave after a failure: the node that opened the store keeps it until the others know."""
         with contextlib.suppress(RuntimeError, NodesMissing):
             store = self._told()
             store.add("parted", 1)
@@ -536,7 +536,7 @@ class Nodes:
 
 
 def _own_connections() -> Iterator[socket.socket]:
-    """A copy of each of this process's sockets, to be closed. Linux only."""
+    """Yield a copy of each of this process's sockets, to be closed. Linux only."""
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{entry}").st_mode):
@@ -545,7 +545,7 @@ def _own_connections() -> Iterator[socket.socket]:
 
 def _peer(connection: socket.socket) -> tuple[str, int]:
     host, port = connection.getpeername()[:2]
-    return host.removeprefix("::ffff:"), port  # torch uses IPv6 sockets for IPv4, too
+    return host.removeprefix("::ffff:"), port  # torch uses IPv6 sockets also for IPv4
 
 
 def _endpoint(host: str, port: int) -> str:
@@ -561,7 +561,7 @@ def _is_literal(host: str) -> bool:
 
 
 def _is_store(connection: socket.socket) -> bool:
-    """Whether a TCPStore is at the other end. Torch's own client would wait for ever for one that says nothing."""
+    """Return whether a TCPStore is at the other end. Torch's client would wait forever for one that says nothing."""
     nonce = 0x6E62
     connection.settimeout(_CONNECT_LIMIT)
     with contextlib.suppress(OSError):
@@ -572,14 +572,14 @@ def _is_store(connection: socket.socket) -> bool:
 
 @functools.cache
 def _can_tell_stores() -> bool:
-    """Whether this torch's stores speak as `_is_store` expects."""
+    """Return whether this torch's stores speak as `_is_store` expects."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with socket.create_connection(("127.0.0.1", store.port), timeout=_CONNECT_LIMIT) as connection:
         return _is_store(connection)
 
 
 def _is_local(host: str) -> bool:
-    """Whether an address is this machine's."""
+    """Return whether an address belongs to this machine."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, (address, *_rest) in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe:

@@ -1,7 +1,7 @@
-"""Torch's rendezvous for the nodes of a launch: "static" and "c10d", whose waiting can be watched and given up.
+"""Torch's rendezvous for the nodes of a launch: "static" and "c10d", whose waiting can be observed and given up.
 
-Knows the nodes by their store and their words; knows nothing of ranks. What of torch's dynamic rendezvous is private is
-probed when it is used.
+Knows the nodes by their store and their messages; independent of ranks. Private parts of torch's dynamic rendezvous are
+probed when they are used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from nbdist.errors import NodesMissing
 from nbdist.launch.nodes.node_agents import Left, Nodes, Waiting
 
-_WITHDRAW_LIMIT = 1.0  # seconds that the store has to take a node off the list
+_WITHDRAW_LIMIT = 1.0  # seconds for the store to take a node off the list
 
 
 def rendezvous(nodes: Nodes) -> RendezvousHandler:
-    """What tells torch's agent which nodes are there. The nodes are connected."""
+    """Return the rendezvous handler for torch's agent. The nodes are connected."""
     request, store = nodes.request, nodes.store
     if not nodes.several or request.rdzv_backend == "static":
         return StaticRendezvous(nodes, store)
@@ -52,7 +52,7 @@ def rendezvous(nodes: Nodes) -> RendezvousHandler:
 
 
 class StaticRendezvous(RendezvousHandler):
-    """Nodes that know their numbers: torch's "static", but that its waiting can be watched and given up."""
+    """Nodes with given numbers: torch's "static", except that its waiting can be observed and given up."""
 
     def __init__(self, nodes: Nodes, store: Store) -> None:
         self._nodes = nodes
@@ -67,41 +67,41 @@ class StaticRendezvous(RendezvousHandler):
         return RendezvousInfo(store, request.node_rank, request.num_nodes, where)
 
     def get_backend(self) -> str:
-        """Its name."""
+        """Return its name."""
         return "static"
 
     def get_run_id(self) -> str:
-        """The job's name."""
+        """Return the job's name."""
         return self._nodes.request.rdzv_id
 
     def is_closed(self) -> bool:
-        """Never: who comes late waits."""
+        """Return False: latecomers wait."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """None: a number can't be given twice."""
+        """Return 0: a number can't be given twice."""
         return 0
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks meet where the agents do."""
+        """Whether ranks use the agents' store."""
         return True
 
     def shutdown(self) -> bool:
-        """Let go of the store."""
+        """Release the store."""
         self._store = None
         return True
 
 
 class _Backend(C10dRendezvousBackend):
-    """Torch's, but that a node can leave while it waits.
+    """Torch's backend, except that a node can leave while it waits.
 
     Attributes:
-        look: Called each time torch looks at where the rendezvous stands.
-        withdrawn: Whether this node has left; then what it still has to do is let through.
+        look: Called each time torch checks the state of the rendezvous.
+        withdrawn: Whether this node has left; its remaining calls are then let through.
     """
 
     def __init__(self, nodes: Nodes, store: Store) -> None:
@@ -111,12 +111,12 @@ class _Backend(C10dRendezvousBackend):
         super().__init__(store, nodes.request.rdzv_id)
 
     def get_state(self) -> Any:
-        """The state of the rendezvous."""
+        """Return the state of the rendezvous."""
         self._check()
         return super().get_state()
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
-        """Change it."""
+        """Change the state of the rendezvous."""
         self._check()
         return super().set_state(state, token)
 
@@ -129,7 +129,7 @@ class _Backend(C10dRendezvousBackend):
 
 
 class DynamicRendezvous(RendezvousHandler):
-    """Nodes whose numbers torch finds: its "c10d", in our words."""
+    """Nodes that torch numbers: its "c10d", with our messages."""
 
     def __init__(self, nodes: Nodes, backend: _Backend, inner: DynamicRendezvousHandler) -> None:
         self._nodes = nodes
@@ -150,7 +150,7 @@ class DynamicRendezvous(RendezvousHandler):
             nodes.waiting = Waiting(f"{which} at {nodes.address}", since, nodes.limit)
 
         if hasattr(self._inner, "_bootstrap_store_info"):
-            # Torch tells it in a node's first round only, and one that is new in a later round waits for it in vain.
+            # Torch reports it only in a node's first round; a node that is new in a later round waits for it in vain.
             self._inner._bootstrap_store_info = None
         self._backend.look = look
         try:
@@ -162,7 +162,7 @@ class DynamicRendezvous(RendezvousHandler):
             raise nodes.too_few(max(1, most)) from None
         except RendezvousClosedError:
             raise NodesMissing(
-                f"another node has ended the launch {nodes.request.rdzv_id!r} at {nodes.address}: "
+                f"another node ended the launch {nodes.request.rdzv_id!r} at {nodes.address}: "
                 "run this cell again on all nodes"
             ) from None
         except RendezvousConnectionError:
@@ -172,12 +172,12 @@ class DynamicRendezvous(RendezvousHandler):
             nodes.waiting = None
 
     def _participants(self) -> int:
-        """How many nodes have come, if this torch lets it be seen."""
+        """Return how many nodes have arrived, if this torch shows it."""
         state = getattr(getattr(self._inner, "_state_holder", None), "state", None)
         return len(getattr(state, "participants", ()))
 
     def _withdraw(self) -> None:
-        """Take this node off the list, so that the others don't count it; without that they need 15 s to notice."""
+        """Take this node off the list, so that the others don't count it; otherwise they need 15 s to notice."""
         self._backend.withdrawn = True
         leave = getattr(dynamic_rendezvous, "_RendezvousExitOp", None)
         executor = getattr(self._inner, "_op_executor", None)
@@ -186,15 +186,15 @@ class DynamicRendezvous(RendezvousHandler):
                 executor.run(leave(), time.monotonic() + _WITHDRAW_LIMIT)
 
     def get_backend(self) -> str:
-        """Its name."""
+        """Return its name."""
         return self._inner.get_backend()
 
     def get_run_id(self) -> str:
-        """The job's name."""
+        """Return the job's name."""
         return self._inner.get_run_id()
 
     def is_closed(self) -> bool:
-        """Whether it is over for all nodes."""
+        """Return whether it is over for all nodes."""
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
@@ -202,19 +202,19 @@ class DynamicRendezvous(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that want to take the place of others."""
+        """Return the number of nodes that want to replace others."""
         try:
             return self._inner.num_nodes_waiting()
-        except RendezvousError:  # the store has gone, which the next look will find
+        except RendezvousError:  # the store is gone, which the next check will find
             return 0
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks meet where the agents do."""
+        """Whether ranks use the agents' store."""
         return True
 
     def shutdown(self) -> bool:
-        """End it for all nodes, and let go of the store."""
+        """End it for all nodes, and release the store."""
         done = not self._backend.withdrawn and self._inner.shutdown()
         if hasattr(self._inner, "_shared_tcp_store_server"):
             self._inner._shared_tcp_store_server = None

@@ -19,7 +19,7 @@ EVENTS = 100_000  # allocations and frees that are remembered; about 1 KB each
 
 
 def record(events: int = EVENTS) -> None:
-    """From now on remember allocations and frees, with the lines that made them.
+    """Record allocations and frees from now on, with the lines that made them.
 
     Args:
         events: How many; 0 ends it.
@@ -58,7 +58,7 @@ def write(path: Path) -> int:
 
 
 def _part(name: str) -> Any:
-    """A function of torch.cuda.memory; young and private, so it is looked for when it is used."""
+    """Return a function of torch.cuda.memory; young and private, so it is looked for when it is used."""
     import torch
 
     if not torch.cuda.is_available():

@@ -58,7 +58,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(error: BaseException, *namespaces: Mapping[str, Any]) -> str:
-    """What to show below an out-of-memory error.
+    """Return what to show below an out-of-memory error.
 
     Args:
         error: What was raised, with its traceback.
@@ -81,7 +81,7 @@ def explain(error: BaseException, *namespaces: Mapping[str, Any]) -> str:
 
 
 def device_of(error: BaseException) -> str:
-    """Where memory ran out: "cuda:0", "cpu"; empty: this error is about something else."""
+    """Return where memory ran out: "cuda:0", "cpu"; empty: this error is about something else."""
     text = _text(error)
     if type(error).__name__ == "OutOfMemoryError" and ("CUDA" in text or "HIP" in text):
         found = _GPU.search(text)
@@ -96,7 +96,7 @@ def device_of(error: BaseException) -> str:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """How many bytes were asked for, by the error's own words."""
+    """Return how many bytes were asked for, by the error's own words."""
     text = _text(error)
     for pattern in _ASKED:
         if found := pattern.search(text):
@@ -141,7 +141,7 @@ def _account(where: str, asked: int | None) -> Account:
 
 
 def share(gpu: GpuSample | None, pid: int, used: int, reserved: int) -> tuple[int | None, int | None]:
-    """What of a GPU's memory this process has outside torch, and what other processes have.
+    """Return what of a GPU's memory this process has outside torch, and what other processes have.
 
     Args:
         gpu: What the driver says; None: nothing.
@@ -159,7 +159,7 @@ def share(gpu: GpuSample | None, pid: int, used: int, reserved: int) -> tuple[in
 
 
 def render(account: Account, blocks: Sequence[Block] = ()) -> str:
-    """The lines.
+    """Return the lines.
 
     Args:
         account: The figures.

@@ -38,12 +38,12 @@ class Block(msgspec.Struct, frozen=True):
     dtype: str
 
     def describe(self) -> str:
-        """In words: "model.weight (float32, 1024 x 1024)"."""
+        """Describe the tensor: "model.weight (float32, 1024 x 1024)"."""
         return f"{self.name} ({self.dtype}, {' x '.join(map(str, self.shape)) or 'one number'})"
 
 
 def find(*namespaces: Mapping[str, Any]) -> dict[int, Block]:
-    """What these names hold, directly or not.
+    """Return what these names hold, directly or not.
 
     Args:
         namespaces: Names and values; of two names for the same memory the one that is found first, and the shorter,
@@ -68,7 +68,7 @@ def find(*namespaces: Mapping[str, Any]) -> dict[int, Block]:
 
 
 def nameless() -> dict[int, Block]:
-    """Tensors that Python knows of, whoever holds them. Walks all objects: 0.1 s or more."""
+    """Return tensors that Python knows of, whoever holds them. Walks all objects: 0.1 s or more."""
     found: dict[int, Block] = {}
     tensor = _tensor_class()
     for value in gc.get_objects():
@@ -78,7 +78,7 @@ def nameless() -> dict[int, Block]:
 
 
 def largest(blocks: Iterable[Block], device: str, count: int = 3) -> list[Block]:
-    """Those of a device ("cpu", "cuda:0") that take the most."""
+    """Return those of a device ("cpu", "cuda:0") that take the most."""
     return sorted((block for block in blocks if block.device == device), key=lambda block: -block.size)[:count]
 
 
@@ -129,7 +129,7 @@ def _held_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object has in its `__dict__`; parts of a module under the names that its own code uses."""
+    """Yield what an object has in its `__dict__`; parts of a module under the names that its own code uses."""
     try:
         held = object.__getattribute__(value, "__dict__")
     except AttributeError:  # it has slots

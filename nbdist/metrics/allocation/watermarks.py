@@ -27,7 +27,7 @@ class Counter(Protocol):
     """What keeps peaks."""
 
     def peaks(self) -> Peaks:
-        """The largest values since the last reset, or since ever."""
+        """Return the largest values since the last reset, or since ever."""
 
     def reset(self) -> bool:
         """Begin anew from the current values. False: that is not possible here."""
@@ -54,7 +54,7 @@ class Scope:
                 self.peaks[key] = value
 
     def peak(self, key: Hashable) -> int | None:
-        """The largest value in the scope; None: not known."""
+        """Return the largest value in the scope; None: not known."""
         value = self.peaks.get(key)
         return None if value is None or value <= self.hidden.get(key, -1) else value
 
@@ -130,7 +130,7 @@ class ResidentPeak:
 
 
 def resident() -> tuple[int, int]:
-    """This process's resident size (VmRSS) and the largest one since the last reset (VmHWM). Bytes.
+    """Return this process's resident size (VmRSS) and the largest one since the last reset (VmHWM). Bytes.
 
     Raises:
         OSError: There is no /proc here.
@@ -179,16 +179,16 @@ class SharedStats:
         return True
 
     def current(self, *paths: tuple[str, ...]) -> list[int]:
-        """Values now, 0 where torch has none."""
+        """Return values now, 0 where torch has none."""
         leaves = dict(_leaves(self._stats()))
         return [int(leaves[path]["current"]) if path in leaves else 0 for path in paths]
 
     def ever(self) -> Scope:
-        """The peaks since the process has used the device, whoever has reset what."""
+        """Return the peaks since the process has used the device, whoever has reset what."""
         return self.watermark.look(self._ever)
 
     def for_user(self) -> Stats:
-        """The statistics as they would be, had only the user reset anything."""
+        """Return the statistics as they would be, had only the user reset anything."""
         found = self._stats()
         seen = self.watermark.look(self._users)
         for path, leaf in _leaves(found):
@@ -196,7 +196,7 @@ class SharedStats:
         return found
 
     def reset_for_user(self) -> None:
-        """The user resets the peaks."""
+        """Handle a reset of the peaks by the user."""
         self.watermark.restart(self._users)
 
 
@@ -239,7 +239,7 @@ class SharedDevices:
                 setattr(core, names[1], lambda device: self.of(device).reset_for_user())
 
     def of(self, device: int) -> SharedStats:
-        """The statistics of a device, by its index."""
+        """Return the statistics of a device, by its index."""
         if device not in self._devices:
             stats, reset = functools.partial(self._stats, device), functools.partial(self._reset, device)
             self._devices.setdefault(device, SharedStats(stats, reset))
@@ -250,7 +250,7 @@ _shared: SharedDevices | None = None
 
 
 def devices() -> SharedDevices | None:
-    """Those of this process; None as long as torch is not there, or is built without CUDA."""
+    """Return those of this process; None as long as torch is not there, or is built without CUDA."""
     global _shared
     torch = sys.modules.get("torch")
     core = getattr(torch, "_C", None)

@@ -21,14 +21,14 @@ class Clock(Protocol[T]):
     """What both clocks do."""
 
     def tick(self, step: T) -> list[tuple[T, float]]:
-        """A step ends here.
+        """Return a step ends here.
 
         Returns:
             Steps whose seconds are known by now, each once.
         """
 
     def restart(self) -> list[tuple[T, float]]:
-        """What follows belongs to no step, until the next tick.
+        """Return what follows belongs to no step, until the next tick.
 
         Returns:
             Steps whose seconds are known by now.
@@ -42,12 +42,12 @@ class HostClock(Generic[T]):
         self._last: float | None = None
 
     def tick(self, step: T) -> list[tuple[T, float]]:
-        """As `Clock` says."""
+        """Note the end of a step; see `Clock`."""
         before, self._last = self._last, time.perf_counter()
         return [] if before is None else [(step, self._last - before)]
 
     def restart(self) -> list[tuple[T, float]]:
-        """As `Clock` says."""
+        """Start timing again; see `Clock`."""
         self._last = None
         return []
 
@@ -65,7 +65,7 @@ class DeviceClock(Generic[T]):
         self._queued: deque[tuple[T, Any, Any]] = deque()
 
     def tick(self, step: T) -> list[tuple[T, float]]:
-        """As `Clock` says."""
+        """Note the end of a step; see `Clock`."""
         event = self._make_event()
         event.record()
         if self._last is not None:
@@ -74,7 +74,7 @@ class DeviceClock(Generic[T]):
         return self._ended()
 
     def restart(self) -> list[tuple[T, float]]:
-        """As `Clock` says; waits a moment for steps that are still at work, and forgets those that go on."""
+        """Start timing again; see `Clock`. Waits a moment for steps that still run, and forgets those that go on."""
         self._last = None
         found = self._ended()
         deadline = time.monotonic() + _SETTLE

@@ -46,7 +46,7 @@ class OperationCall:
         self.out = out
 
     def __getitem__(self, name: str) -> Any:
-        """The argument of this name."""
+        """Return the argument of this name."""
         if name in self._kwargs:
             return self._kwargs[name]
         for number, argument in enumerate(self._function._schema.arguments):
@@ -55,12 +55,12 @@ class OperationCall:
         raise KeyError(name)
 
     def first(self, *names: str) -> Any:
-        """The first of these arguments that the operation has: kernels name the same thing differently."""
+        """Return the first of these arguments that the operation has: kernels name the same thing differently."""
         known = {argument.name for argument in self._function._schema.arguments}
         return self[next(name for name in names if name in known)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor among the arguments."""
+        """Return the shape of a tensor among the arguments."""
         return tuple(self[name].shape)
 
 
@@ -97,7 +97,7 @@ def _addbmm(call: OperationCall) -> int:
 
 
 def _grouped_mm(call: OperationCall) -> int:
-    """The groups are a batch of `mat_a` or `mat_b`, or cut their common dimension; empty rows at the end count too."""
+    """Count groups that are a batch of `mat_a` or `mat_b`, or split their common dimension, including empty rows."""
     left, right = call.shape("self"), call.shape("mat2")
     if len(left) == 3 and len(right) == 2:  # a batch of matrices, each with its part of the other's columns
         return 2 * int(left[1]) * prod(right)
@@ -105,7 +105,7 @@ def _grouped_mm(call: OperationCall) -> int:
 
 
 def _packed_linear(call: OperationCall) -> int:
-    """Products with weights that are packed in int8 or int4, so that only the result tells their width."""
+    """Return products with weights that are packed in int8 or int4, so that only the result tells their width."""
     return 2 * prod(call.shape("self")) * int(call.out.shape[-1])
 
 
@@ -113,7 +113,7 @@ def _packed_linear(call: OperationCall) -> int:
 
 
 def _convolution_backward(call: OperationCall) -> int:
-    """As much as the forward pass for each of the two gradients that is asked for; groups count, unlike in torch's."""
+    """Count as much as the forward pass for each of the two gradients requested; groups count, unlike in torch's."""
     spatial = call.shape("input" if call["transposed"] else "grad_output")[2:]
     forward = 2 * int(call.shape("input")[0]) * prod(spatial) * prod(call.shape("weight"))
     return forward * sum(map(bool, call["output_mask"][:2]))
@@ -133,7 +133,7 @@ def _mkldnn_rnn_backward(call: OperationCall) -> int:
 
 
 def _fused_rnn(call: OperationCall) -> int:
-    """Each weight matrix of each layer meets each row of the input once."""
+    """Return each weight matrix of each layer meets each row of the input once."""
     rows = prod(call.shape("input")[:-1])
     return int(2 * rows * sum(weight.numel() for weight in call["weight"] if weight.dim() == 2))
 
@@ -146,7 +146,7 @@ def _fused_rnn_backward(call: OperationCall) -> int:
 
 
 def _scores(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, int]:
-    """FLOPs of query x key, and of scores x value, for (batch, heads, length, width)."""
+    """Return FLOPs of query x key, and of scores x value, for (batch, heads, length, width)."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * int(key[-2]) * width, 2 * batch * heads * length * int(key[-2]) * int(value[-1])
 
@@ -156,7 +156,7 @@ def _attention(call: OperationCall) -> int:
 
 
 def _attention_backward(call: OperationCall) -> Work:
-    """Four products for the gradients; the kernel has kept no scores, so it computes them once more."""
+    """Return four products for the gradients; the kernel has kept no scores, so it computes them once more."""
     first, second = _scores(call.shape("query"), call.shape("key"), call.shape("value"))
     return Work(2 * (first + second), first)
 
@@ -171,7 +171,7 @@ def _kernel_attention_backward(call: OperationCall) -> Work:
 
 
 def _parts(call: OperationCall) -> list[tuple[int, int]]:
-    """Of the kernels below SDPA, which take (batch, length, heads, width), or sequences of different lengths packed."""
+    """Return the parts of the kernels below SDPA: (batch, length, heads, width), or packed sequences of any lengths."""
     query, key, value = call.shape("query"), call.shape("key"), call.shape("value")
     ends = call.first("cum_seq_q", "cu_seqlens_q")
     if ends is None:
@@ -187,14 +187,14 @@ def _parts(call: OperationCall) -> list[tuple[int, int]]:
 
 
 def _lengths(ends: torch.Tensor, longest: int) -> list[int]:
-    """Of packed sequences; where there are no values to read, as many of the longest."""
+    """Return the lengths of packed sequences; if no values can be read, the longest for each."""
     if ends.device.type == "meta":
         return [int(longest)] * (ends.numel() - 1)
     return [int(length) for length in ends.diff().tolist()]
 
 
 def _multi_head(call: OperationCall) -> int:
-    """`nn.MultiheadAttention` in one kernel, as it runs in evaluation."""
+    """Count `nn.MultiheadAttention` in one kernel, as in evaluation."""
     batch, length, width = call.shape("query")
     others = int(call.shape("key")[1])
     projections = 2 * batch * width * width * (length + 2 * others + length)
@@ -202,7 +202,7 @@ def _multi_head(call: OperationCall) -> int:
 
 
 def _encoder_layer(call: OperationCall) -> int:
-    """`nn.TransformerEncoderLayer` in one kernel, as it runs in evaluation."""
+    """Count `nn.TransformerEncoderLayer` in one kernel, as in evaluation."""
     batch, length, width = call.shape("src")
     feed_forward = prod(call.shape("ffn_weight_1")) + prod(call.shape("ffn_weight_2"))
     return 2 * batch * length * (4 * width * width + feed_forward) + 4 * batch * length * length * width
@@ -212,7 +212,7 @@ def _encoder_layer(call: OperationCall) -> int:
 
 
 def _square(shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many matrices, and of which order."""
+    """Return how many matrices, and of which order."""
     return prod(shape[:-2]), int(shape[-1])
 
 
@@ -335,7 +335,7 @@ def _packet(operation: Any) -> Any:
 
 
 def work_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
-    """What one call of an operation takes.
+    """Return what one call of an operation takes.
 
     Args:
         function: The overload, or the higher-order operation.
@@ -364,7 +364,7 @@ def work_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
 
 @functools.cache
 def is_heavy(function: Any) -> bool:
-    """Whether an operation without a formula probably does work that counts: products, or somebody's own kernel."""
+    """Return whether an operation without a formula probably does work that counts: products, or a custom kernel."""
     namespace, _, name = function.name().partition("::")
     if namespace != "aten":
         return namespace not in _NO_WORK
@@ -374,7 +374,7 @@ def is_heavy(function: Any) -> bool:
 
 @functools.cache
 def is_light(function: Any) -> bool:
-    """Whether an operation is one of torch's that never counts; most are, so this is asked first."""
+    """Return whether an operation is one of torch's that never counts; most are, so this is asked first."""
     packet = getattr(function, "overloadpacket", function)
     counts = packet in _table() or packet in torch.utils.flop_counter.flop_registry or packet in _registered
     return not counts and not is_heavy(function)
@@ -382,7 +382,7 @@ def is_light(function: Any) -> bool:
 
 @functools.cache
 def _table() -> dict[Any, Formula]:
-    """Our formulas for the operations that this torch has."""
+    """Return our formulas for the operations that this torch has."""
     aten = torch.ops.aten
     return {getattr(aten, name): formula for name, formula in _OURS.items() if hasattr(aten, name)}
 

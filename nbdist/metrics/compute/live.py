@@ -18,8 +18,8 @@ import torch
 
 from nbdist.errors import UsageError
 from nbdist.metrics.compute import peaks
+from nbdist.metrics.compute.counting import Counting, FlopCount
 from nbdist.metrics.compute.passes import Fingerprint
-from nbdist.metrics.flops import Counting, FlopCount
 
 _SHAPES = 1024  # that are remembered
 _OPTIMIZERS = 64  # whose last step is remembered
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
     batches: frozenset[Hashable]
 
     def compiles(self, other: Shape) -> bool:
-        """Whether this may be a step of the other's shape, with parts of it compiled."""
+        """Return whether this may be a step of the other's shape, with parts of it compiled."""
         return (
             (self.optimizer, self.batches, len(self.passes)) == (other.optimizer, other.batches, len(other.passes))
             and self != other
@@ -104,17 +104,17 @@ class LiveCounts:
         return self._counting is not None
 
     def enter_optimizer(self) -> None:
-        """From here to the end of the step, products without autograd are the optimizer's own."""
+        """Count products without autograd as the optimizer's own, from here to the end of the step."""
         if self._counting is not None:
             self._counting.in_optimizer = True
 
     def end_lap(self) -> None:
-        """What follows may differ from what is known by now. A count that is under way is dropped."""
+        """End the lap: what follows may differ. A count in progress is dropped."""
         self.leave()
         self._looked_at.clear()
 
     def finish(self, shape: Shape) -> None:
-        """The step that may have been counted ends, and had this shape."""
+        """End the step that may have been counted, and had this shape."""
         counting = self._counting
         self._steps += 1
         if counting is None:
@@ -133,7 +133,7 @@ class LiveCounts:
         self._counted = shape
 
     def _carry_over(self, shape: Shape) -> None:
-        """What was counted ran without compiled code. Steps before and behind it that have some take the same work."""
+        """Carry a count over from eager steps to steps with compiled code, which do the same work."""
         before = self._latest.pop(shape.optimizer, None)
         while len(self._latest) >= _OPTIMIZERS:
             del self._latest[next(iter(self._latest))]
@@ -196,7 +196,7 @@ class LiveCounts:
         return True
 
     def _is_confirmed(self, shape: Shape, count: FlopCount, *, alone: bool) -> bool:
-        """Whether another step of this shape agrees, or it needs none that does.
+        """Return whether another step of this shape agrees, or it needs none that does.
 
         A forward pass that nothing is differentiated through belongs to each step, as a teacher's does or a reentrant
         checkpoint's, or it was a validation between two of them. With autograd on, a validation shows only in that the
@@ -219,7 +219,7 @@ class LiveCounts:
 
 
 def _short(dtype: str, device: torch.device) -> str:
-    """The dtype as `peaks` names it; fp32 in tensor cores is another one."""
+    """Return the dtype as `peaks` names it; fp32 in tensor cores is another one."""
     try:
         found = peaks.short(dtype)
     except UsageError:
@@ -228,7 +228,7 @@ def _short(dtype: str, device: torch.device) -> str:
 
 
 def _hindrance(device: torch.device, *, early: bool) -> str:
-    """Why no step can be counted now.
+    """Return why no step can be counted now.
 
     Args:
         device: Where the parameters are.
@@ -248,24 +248,24 @@ def _hindrance(device: torch.device, *, early: bool) -> str:
 
 
 def _has_control_flow() -> bool:
-    """Whether this process has used control flow that PyTorch can only run compiled, even in eager code."""
+    """Return whether this process has used control flow that PyTorch can only run compiled, even in eager code."""
     operations = (getattr(torch.ops.higher_order, name, None) for name in _CONTROL_FLOW)
     return any(getattr(operation, "_dispatch_cache", None) for operation in operations)
 
 
 def _is_compiled() -> bool:
-    """Whether this process has compiled anything: a counted step runs without, and may need more memory."""
+    """Return whether this process has compiled anything: a counted step runs without, and may need more memory."""
     found: Any = sys.modules.get("torch._dynamo.utils")
     return found is not None and bool(getattr(found, "counters", {}).get("frames", {}).get("ok"))
 
 
 def _is_alone() -> bool:
-    """Whether no other rank has to decide alike: compiled collectives may come in another order than eager ones."""
+    """Return whether no other rank must decide alike: compiled collectives may run in another order than eager ones."""
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
 def _fits(device: torch.device) -> bool:
-    """Whether a step that is not compiled will find the memory it needs."""
+    """Return whether a step that is not compiled will find the memory it needs."""
     if device.type != "cuda":
         return True
     allocated = torch.cuda.memory_allocated(device)

@@ -37,7 +37,7 @@ class Batch:
 
 
 def describe(batch: Any) -> Batch:
-    """What a batch looks like, from its shapes."""
+    """Return what a batch looks like, from its shapes."""
     tensors = [tensor for _, tensor in zip(range(_TENSORS), _tensors(batch), strict=False)]
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     if not shapes or not shapes[0]:

@@ -75,7 +75,7 @@ def measure(dtype: str | None = None, seconds: float = 2.0, device: str | None =
 
 
 def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, int]:
-    """The best rate in TFLOPS, and the size of the matrices that reached it."""
+    """Return the best rate in TFLOPS, and the size of the matrices that reached it."""
     found: list[tuple[float, int]] = []
     timed = _on_gpu if device.type == "cuda" else _on_cpu
     deadline = time.perf_counter() + seconds
@@ -96,7 +96,7 @@ def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[flo
 
 
 def _on_cpu(product: Callable[[], object], seconds: float) -> float:
-    """Seconds of a product, median."""
+    """Return the seconds of a product, median."""
     product()
     taken: list[float] = []
     deadline = time.perf_counter() + seconds
@@ -108,7 +108,7 @@ def _on_cpu(product: Callable[[], object], seconds: float) -> float:
 
 
 def _on_gpu(product: Callable[[], object], seconds: float) -> float:
-    """The same by the device's own clock."""
+    """Return the same by the device's own clock."""
     product()
     torch.cuda.synchronize()
     taken: list[float] = []
@@ -124,7 +124,7 @@ def _on_gpu(product: Callable[[], object], seconds: float) -> float:
 
 
 def _sizes(free: int, dtype: torch.dtype) -> list[int]:
-    """Those that a GPU with so many free bytes has room for."""
+    """Return those that a GPU with so many free bytes has room for."""
     found = [size for size in _GPU_SIZES if _MEMORY * 3 * size * size * dtype.itemsize <= free]
     if not found:
         raise UsageError(f"the GPU has {text.size(free)} free, too little to measure: `%distributed free`, then again")
@@ -133,7 +133,7 @@ def _sizes(free: int, dtype: torch.dtype) -> list[int]:
 
 @contextlib.contextmanager
 def _tensor_cores(wanted: bool) -> Iterator[None]:
-    """Products of fp32 on GPUs in tensor cores or not; afterwards as before."""
+    """Run fp32 products on GPUs with or without tensor cores in the body; restore the setting afterwards."""
     matmul: Any = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")  # since 2.9; where this has been used, the older functions raise
 

@@ -22,12 +22,12 @@ _differentiable = 0  # passes under way whose own operations are recorded (`crea
 
 
 def available() -> bool:
-    """Whether this torch lets passes be seen."""
+    """Return whether this torch lets passes be seen."""
     return _engine.exists and hasattr(torch._C, "_current_graph_task_id")
 
 
 def differentiable() -> bool:
-    """Whether a pass is under way whose operations are recorded, so that grad mode is on without any recomputation."""
+    """Return whether a recorded backward pass is in progress, so that grad mode is on without recomputation."""
     return _differentiable > 0
 
 
@@ -43,12 +43,12 @@ class Fingerprint(NamedTuple):
     eager: int
 
     def compiles(self, other: Fingerprint) -> bool:
-        """Whether this may be the pass of the other, with parts of it compiled."""
+        """Return whether this may be the pass of the other, with parts of it compiled."""
         return self.eager < len(self.nodes) and self.nodes[: self.eager] == other.nodes[: self.eager]
 
 
 def fingerprint(outputs: Sequence[Any]) -> Fingerprint:
-    """What a pass that starts at these looks like.
+    """Return what a pass that starts at these looks like.
 
     Reads metadata only: nothing that the graph has saved is unpacked, which could start a recomputation.
     """
@@ -98,7 +98,7 @@ def _wrap(original: Callable[..., Any], listeners: Callable[[], list[Listener]])
 
 
 def _is_part_of_another() -> bool:
-    """Whether a pass belongs to one that is seen: to a reentrant checkpoint's, or to one that is only being traced."""
+    """Return whether a pass belongs to one already seen: a reentrant checkpoint's, or one that is only traced."""
     return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()
 
 

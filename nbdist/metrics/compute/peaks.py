@@ -99,7 +99,7 @@ _RATES: dict[tuple[int, int], tuple[tuple[int | None, ...], tuple[int | None, ..
 
 
 def peak(name: str, dtype: str) -> Peak | None:
-    """The dense peak of a device.
+    """Return the dense peak of a device.
 
     Args:
         name: As `torch.cuda.get_device_name` gives it. It must match as a whole: an "L40S" is no "L4".
@@ -118,7 +118,7 @@ def peak(name: str, dtype: str) -> Peak | None:
 
 
 def estimate(name: str, capability: tuple[int, int], sms: int, clock: float, dtype: str) -> Peak | None:
-    """What a device should be able to do by its properties, for those that the table lacks, MIG instances among them.
+    """Estimate a device's peak from its properties, if the table lacks it (as for MIG instances).
 
     Args:
         name: As `torch.cuda.get_device_name` gives it; GeForce cards have other rates.
@@ -140,7 +140,7 @@ def estimate(name: str, capability: tuple[int, int], sms: int, clock: float, dty
 
 
 def known(device: torch.device, dtype: str) -> Peak | None:
-    """The peak of a device of this process: from the table, else estimated, else as measured.
+    """Return the peak of a device of this process: from the table, else estimated, else as measured.
 
     Args:
         device: A GPU, or the CPU, of which nothing is known until it has been measured.
@@ -152,7 +152,7 @@ def known(device: torch.device, dtype: str) -> Peak | None:
 
 
 def stated(device: torch.device, dtype: str) -> Peak | None:
-    """The same, but not as measured."""
+    """Return the same, but not as measured."""
     return _of_gpu(device.index or 0, dtype) if device.type == "cuda" else None
 
 
@@ -163,7 +163,7 @@ def note(device: torch.device, dtype: str, tflops: float) -> None:
 
 
 def in_tensor_cores() -> bool:
-    """Whether GPUs multiply fp32 in tensor cores, so that its peak is that of tf32."""
+    """Return whether GPUs multiply fp32 in tensor cores, so that its peak is that of tf32."""
     import torch
 
     # Since PyTorch 2.9; where this has been used, the older function raises.
@@ -172,7 +172,7 @@ def in_tensor_cores() -> bool:
 
 
 def name_of(device: torch.device) -> str:
-    """The name of a device, for people."""
+    """Return the name of a device, for people."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
@@ -195,7 +195,7 @@ def _of_gpu(index: int, dtype: str) -> Peak | None:
 
 
 def _highest_clock(properties: Any) -> float:
-    """Of the SMs, Hz; 0 where neither torch nor the driver tells."""
+    """Return the highest clock of the SMs in Hz; 0 if neither torch nor the driver reports it."""
     if found := getattr(properties, "clock_rate", 0):
         return 1000.0 * float(found)
     return ask_once(lambda nvml: _highest_clock_by_driver(nvml, f"GPU-{properties.uuid}"), 0.0)
@@ -207,7 +207,7 @@ def _highest_clock_by_driver(nvml: Any, uuid: str) -> float:
 
 
 def mixed(flops: Mapping[str, int], figures: Mapping[str, Peak | None]) -> Peak | None:
-    """The peak for work of several dtypes: what it would be if each part ran at its own peak.
+    """Return the peak for work of several dtypes: what it would be if each part ran at its own peak.
 
     Args:
         flops: Work by dtype.
@@ -228,7 +228,7 @@ def mixed(flops: Mapping[str, int], figures: Mapping[str, Peak | None]) -> Peak 
 
 
 def short(dtype: str) -> str:
-    """The name of a dtype in the table: "bf16" for "bfloat16".
+    """Return the name of a dtype in the table: "bf16" for "bfloat16".
 
     Raises:
         UsageError: It has none.

@@ -17,48 +17,40 @@ class ActiveMeter(Protocol):
         """Measure no longer."""
 
     def sample(self) -> StepSample:
-        """The last steps."""
+        """Return the last steps."""
 
     def lap(self) -> StepSample | None:
-        """The steps since the last lap, which ends now."""
+        """Return the steps since the last lap, which ends now."""
 
 
 _meter: ActiveMeter | None = None
-_last_lap: StepSample | None = None
 
 
 def measures() -> bool:
-    """Whether the steps of this process are measured."""
+    """Return whether the steps of this process are measured."""
     return _meter is not None
 
 
 def set_meter(meter: ActiveMeter) -> None:
-    """From now on this one measures the steps of this process."""
+    """Set the meter that measures this process's steps from now on."""
     global _meter
     _meter = meter
 
 
 def stop() -> None:
     """Measure no longer. In the thread that has called `nbdist.metrics.steps.start`."""
-    global _meter, _last_lap
+    global _meter
     if _meter is not None:
         _meter.stop()
-    _meter = _last_lap = None
+    _meter = None
 
 
 def current_sample() -> StepSample | None:
-    """The last steps of this process, from any thread and at once; None if they are not measured."""
+    """Return the last steps of this process, from any thread and at once; None if they are not measured."""
     meter = _meter
     return None if meter is None else meter.sample()
 
 
-def end_lap() -> None:
-    """A cell, or whatever else ran steps, has ended. In the thread that has called `nbdist.metrics.steps.start`."""
-    global _last_lap
-    if _meter is not None:
-        _last_lap = _meter.lap()
-
-
-def last_lap() -> StepSample | None:
-    """The steps of the last lap; None if they were not measured."""
-    return _last_lap
+def end_lap() -> StepSample | None:
+    """End the lap of a cell, or of other code with steps, in the thread that called `nbdist.metrics.steps.start`."""
+    return None if _meter is None else _meter.lap()

@@ -17,7 +17,7 @@ from nbdist.metrics.node.sample import RankSample
 
 
 def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
-    """This process now.
+    """Return this process now.
 
     Args:
         rank: Its rank.
@@ -28,7 +28,7 @@ def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
 
 
 def look_at_host(rank: int, inherited: int = 0) -> RankSample:
-    """This process now, without its GPU. The arguments are those of `look`."""
+    """Return this process now, without its GPU. The arguments are those of `look`."""
     private = max(0, host.anonymous_memory() - inherited)
     return RankSample(
         rank=rank, node=socket.gethostname(), pid=os.getpid(), private=private, step=active_meter.current_sample()
@@ -36,13 +36,13 @@ def look_at_host(rank: int, inherited: int = 0) -> RankSample:
 
 
 def uses_gpu() -> bool:
-    """Whether this process uses one. Any thread may ask."""
+    """Return whether this process uses one. Any thread may ask."""
     cuda = sys.modules.get("torch.cuda")
     return cuda is not None and bool(cuda.is_initialized())
 
 
 def look_at_gpu(gpu: int) -> dict[str, Any]:
-    """What this process has on its GPU: fields of a RankSample. Empty if it uses none.
+    """Return what this process has on its GPU: fields of a RankSample. Empty if it uses none.
 
     Waits for CUDA's allocator, and holds Python's lock meanwhile.
 
@@ -73,7 +73,7 @@ def _gpu(cuda: Any, index: int) -> dict[str, Any]:
 
 
 def in_use(cuda: Any, own: int) -> int:
-    """The GPU that this process uses: its own, or, if torch holds nothing there, the one where it holds the most.
+    """Return the GPU that this process uses: its own, or if torch holds nothing there, where it holds the most.
 
     Args:
         cuda: `torch.cuda`, initialized.
@@ -87,7 +87,7 @@ def in_use(cuda: Any, own: int) -> int:
 
 
 def uuid(cuda: Any, index: int) -> str:
-    """The UUID of a GPU as the driver writes it; empty where torch does not tell.
+    """Return the UUID of a GPU as the driver writes it; empty where torch does not tell.
 
     Args:
         cuda: `torch.cuda`, initialized.

@@ -27,7 +27,7 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def memory() -> tuple[int, int]:
-    """Memory in all, and in use so that nobody else can have it. Bytes.
+    """Return memory in all, and in use so that nobody else can have it. Bytes.
 
     In a container, or a job of a cluster, its own limit and use count: those of the cgroup with the smallest limit.
     """
@@ -52,13 +52,13 @@ def busy_cores() -> float:
 
 
 def anonymous_memory() -> int:
-    """Bytes that this process holds in memory and that no file backs. Costs microseconds."""
+    """Return the bytes that this process holds in memory and that no file backs. Costs microseconds."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * _PAGE
 
 
 def private_memory() -> int:
-    """Bytes of memory that only this process holds, with what it has written of shared pages. May take a while.
+    """Return the bytes that only this process holds, including shared pages it has written. May take a while.
 
     The kernel walks all pages, under a lock that who maps memory waits for.
     """
@@ -68,7 +68,7 @@ def private_memory() -> int:
 
 
 def _own_cgroups() -> Iterator[tuple[Path, _Files]]:
-    """The folders of this process's cgroups and of those around them. Not all can be seen from in a container."""
+    """Yield the folders of this process's cgroups and of those around them. Not all can be seen from in a container."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:

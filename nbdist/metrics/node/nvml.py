@@ -58,7 +58,7 @@ class Nvml:
             self._ask(self._nvml.nvmlShutdown)
 
     def read(self) -> list[GpuSample]:
-        """One look at all GPUs; of those cut into MIG instances, at the instances.
+        """Return one look at all GPUs; of those cut into MIG instances, at the instances.
 
         Returns:
             A sample for each, by index. One that does not answer says so and the others are not affected.
@@ -84,7 +84,7 @@ class Nvml:
             yield self._sample(part, index, chip=handle)
 
     def _instances(self, handle: Any) -> list[Any]:
-        """The MIG instances of a GPU; none where it is not cut."""
+        """Return the MIG instances of a GPU; none where it is not cut."""
         mode = self._ask(self._nvml.nvmlDeviceGetMigMode, handle)
         if mode is None or mode[0] != _MIG_ENABLED:
             return []
@@ -93,7 +93,7 @@ class Nvml:
         return [instance for instance in found if instance is not None]
 
     def _sample(self, handle: Any, index: int, *, chip: Any) -> GpuSample:
-        """A sample of a GPU, or of an instance of it: power and heat are the whole chip's."""
+        """Return a sample of a GPU, or of an instance of it: power and heat are the whole chip's."""
         nvml, missing = self._nvml, _Missing()
         uuid = missing.try_to("UUID", nvml.nvmlDeviceGetUUID, handle)
         memory = missing.try_to("memory", self._memory, handle)
@@ -116,7 +116,7 @@ class Nvml:
         )
 
     def _memory(self, handle: Any) -> tuple[int, int]:
-        """Bytes that processes can have, and that they have: without what the driver keeps for itself, as CUDA counts.
+        """Return the bytes available and in use, without the driver's own reserve, like CUDA.
 
         Only the second version of the call tells that apart; the first counts it as used.
         """
@@ -132,7 +132,7 @@ class Nvml:
         return int(found.total), int(found.used)
 
     def _by_pid(self, handle: Any) -> dict[int, int]:
-        """Memory by process; empty where the driver numbers processes otherwise than this system does.
+        """Return memory by process; empty where the driver numbers processes otherwise than this system does.
 
         In a container it may use the host's numbers, and one of them may be another process's here.
         """
@@ -161,7 +161,7 @@ class Nvml:
 
 
 def within_limit(look: Callable[[], _T], otherwise: _T, limit: float = _PATIENCE) -> _T:
-    """What a look at the driver finds, for callers that can't wait: a driver that hangs can't be interrupted.
+    """Return what a look at the driver finds, for callers that can't wait: a driver that hangs can't be interrupted.
 
     Args:
         look: Takes it, in a thread, which ends when the driver answers.
@@ -181,7 +181,7 @@ def within_limit(look: Callable[[], _T], otherwise: _T, limit: float = _PATIENCE
 
 
 def ask_once(question: Callable[[Any], _T], otherwise: _T, limit: float = _PATIENCE) -> _T:
-    """The answer to a question, by callers that keep no driver open; as `within_limit`.
+    """Return the answer to a question, by callers that keep no driver open; as `within_limit`.
 
     Args:
         question: Called with pynvml while the driver is open.
@@ -202,7 +202,7 @@ def ask_once(question: Callable[[Any], _T], otherwise: _T, limit: float = _PATIE
 
 
 def read_once() -> list[GpuSample]:
-    """One look at all GPUs, by who keeps no driver open."""
+    """Return one look at all GPUs, by who keeps no driver open."""
     driver = Nvml()
     try:
         return driver.read()
@@ -245,7 +245,7 @@ def _failure(error: Exception) -> str:
 
 
 def _kind(error: Exception) -> str:
-    """What NVML calls an error: pynvml makes a class for each ("NVMLError_GpuIsLost")."""
+    """Return what NVML calls an error: pynvml makes a class for each ("NVMLError_GpuIsLost")."""
     return type(error).__name__.rpartition("_")[2]
 
 

@@ -148,7 +148,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def gpu_of(uuid: str, nodes: Iterable[NodeSample]) -> GpuSample | None:
-    """The sample of a GPU, or of a MIG instance; None where no node knows of it.
+    """Return the sample of a GPU, or of a MIG instance; None where no node knows of it.
 
     Args:
         uuid: As NVML writes it, or as CUDA does: CUDA leaves out whether it is a whole GPU or an instance of one.
@@ -158,7 +158,7 @@ def gpu_of(uuid: str, nodes: Iterable[NodeSample]) -> GpuSample | None:
 
 
 def gpu_among(uuid: str, gpus: Iterable[GpuSample]) -> GpuSample | None:
-    """Like `gpu_of`, of GPUs that belong to no node yet."""
+    """Return a rank's GPU like `gpu_of`, from GPUs that belong to no node yet."""
     number = _number(uuid)
     return next((gpu for gpu in gpus if number and _number(gpu.uuid) == number), None)
 
@@ -168,7 +168,7 @@ def _number(uuid: str) -> str:
 
 
 def non_torch(rank: RankSample, gpu: GpuSample) -> int | None:
-    """Device memory of a rank's process beyond what torch holds: CUDA's context, kernels, NCCL's buffers.
+    """Return device memory of a rank's process beyond what torch holds: CUDA's context, kernels, NCCL's buffers.
 
     Args:
         rank: The rank.

@@ -56,7 +56,7 @@ class Sampler:
                 self._thread.start()
 
     def take(self) -> list[NodeSample]:
-        """The looks since the last time; only the newest, if nobody has asked for long."""
+        """Return the looks since the last time; only the newest, if nobody has asked for long."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 4096)
         newest: list[NodeSample] = []
@@ -110,7 +110,7 @@ class Sampler:
 
 
 def _slow_down(factor: float, share: float) -> float:
-    """How much longer than asked the next period is, when a look has taken this share of the last one."""
+    """Return how much longer than asked the next period is, when a look has taken this share of the last one."""
     if share > _SHARE:
         return min(factor * 2, _SLOWEST / FASTEST)
     return max(1.0, factor / 2) if share < _SHARE / 3 else factor
@@ -130,7 +130,7 @@ class _Driver:
         self._thread: threading.Thread | None = None
 
     def ask(self) -> tuple[list[GpuSample], str]:
-        """All GPUs; where there are none, the reason. An answer that comes late is given the next time."""
+        """Return all GPUs; where there are none, the reason. An answer that comes late is given the next time."""
         with self._changed:
             self._leaving = False
             patience = 0.0 if self._asking else _PATIENCE if self._heard else _FIRST_PATIENCE

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
-import nbdist
+from nbdist._version import __version__
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.train.checkpoint.checkpoint_folder import (
     Draft,
@@ -199,7 +199,7 @@ def load_state(
 
 
 def latest_state(path: str | os.PathLike[str] = _FOLDER) -> Path | None:
-    """The newest whole checkpoint in a folder; None if there is none. Any rank may ask.
+    """Return the newest whole checkpoint in a folder; None if there is none. Any rank may ask.
 
     >>> if nbdist.latest_state("checkpoints"):
     ...     nbdist.load_state("checkpoints")
@@ -221,7 +221,7 @@ def _come_to_rest(state: State) -> None:
 
 
 def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
-    """What this rank keeps, and the manifest of the whole."""
+    """Return what this rank keeps, and the manifest of the whole."""
     with agreement.together():
         snapshot = take(state)
         if not snapshot.tensors:
@@ -238,7 +238,7 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
     digests = [digest for _, _, digest in told]
     shared = [name for name in digests[0] if all(digest.get(name) == digests[0][name] for digest in digests)]
     return snapshot, {
-        "nbdist": nbdist.__version__,
+        "nbdist": __version__,
         "torch": torch.__version__,
         "world_size": world_size(),
         "steps": state.steps,
@@ -249,7 +249,7 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
 
 
 def _refuse_different_models(models: Sequence[Mapping[str, str]]) -> None:
-    """A model that was replaced may still be referred to on some ranks: shards of different ones make no model."""
+    """Raise an error if a replaced model is still referenced on some ranks: shards of different models don't fit."""
     for number, theirs in enumerate(models):
         if theirs != models[0]:
             counts = f"{len(models[0])} on rank 0, {len(theirs)} on rank {number}"
@@ -270,7 +270,7 @@ def _keep_own_buffers(snapshot: Snapshot, of_rank_0: Mapping[str, str]) -> None:
 
 
 def _plan_values(state: State) -> dict[str, Any]:
-    """The plan as JSON holds it; functions by their names."""
+    """Return the plan as JSON holds it; functions by their names."""
     values = dataclasses.asdict(state.plan)
     loaded: dict[str, Any] = json.loads(
         json.dumps(values, default=lambda value: getattr(value, "__name__", str(value)))
@@ -297,7 +297,7 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def _read(found: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint's manifest, and the values for this rank."""
+    """Return a checkpoint's manifest, and the values for this rank."""
     manifest = read_manifest(found)
     if manifest is None:  # rank 0 has seen it
         raise CheckpointError(f"there is no {found} here: give a path on a file system that all ranks share")

@@ -74,7 +74,7 @@ class Draft:
 
 
 def partial_folder(path: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """Return where a checkpoint is written before it gets its name."""
     return _sibling(path, PARTIAL)
 
 
@@ -87,7 +87,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """What a checkpoint tells of itself; None for what is no whole checkpoint."""
+    """Return what a checkpoint tells of itself; None for what is no whole checkpoint."""
     if path.name.endswith(PARTIAL):
         return None
     try:
@@ -98,7 +98,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Whether all files of a checkpoint are there, with their sizes.
+    """Check that all files of a checkpoint exist, with their sizes.
 
     Raises:
         CheckpointError: Some are not.
@@ -119,22 +119,22 @@ def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder."""
+    """Return the newest whole checkpoint in a folder."""
     return next(iter(reversed(_by_age(folder))), None)
 
 
 def partials(folder: Path) -> list[Path]:
-    """What killed saves have left in a folder, and what is being written just now."""
+    """Return what killed saves have left in a folder, and what is being written just now."""
     return sorted(path for path in _folders(folder) if path.name.endswith(PARTIAL))
 
 
 def is_previous(path: Path) -> bool:
-    """Whether this is a checkpoint that was being replaced when the save was killed."""
+    """Return whether this is a checkpoint that was being replaced when the save was killed."""
     return path.name.endswith(_PREVIOUS)
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a path stands for: itself, or the newest whole one in it.
+    """Return the checkpoint that a path stands for: itself, or the newest whole one in it.
 
     Raises:
         UsageError: There is none. The text says what there is instead.
@@ -201,7 +201,7 @@ def _is_being_written(partial: Path) -> bool:
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first; one that is being replaced only while nothing else has its name."""
+    """Return complete checkpoints, oldest first; one being replaced only while nothing else has its name."""
     found = [(manifest.get("saved_at", 0.0), path) for path in _folders(folder) if (manifest := read_manifest(path))]
     return [path for _, path in sorted(found) if not (is_previous(path) and _replaced_by(path).exists())]
 

@@ -20,7 +20,7 @@ class _Generator:
 
 
 def take_random(device: torch.device) -> dict[str, Any]:
-    """The states of all generators, by name."""
+    """Return the states of all generators, by name."""
     return {name: generator.get() for name, generator in _generators(device).items()}
 
 
@@ -43,7 +43,7 @@ def restore_random(
 
 
 def random_digests(states: Mapping[str, Any]) -> dict[str, str]:
-    """A hash of each generator's state: equal ones are in the same state."""
+    """Return a hash of each generator's state: equal ones are in the same state."""
     return {name: _hash(repr(_plain(state))) for name, state in states.items()}
 
 

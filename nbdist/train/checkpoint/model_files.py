@@ -152,13 +152,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, in memory of its own: the format knows no views."""
+    """Copy a tensor to the CPU, in its own memory: the format has no views."""
     tensor = tensor.cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _save_config(model: Any, folder: Path) -> None:
-    """What `transformers` needs to build the model again."""
+    """Save what `transformers` needs to build the model again."""
     for part in model.modules():
         for name in ("config", "generation_config"):
             save = getattr(getattr(part, name, None), "save_pretrained", None)

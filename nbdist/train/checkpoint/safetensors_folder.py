@@ -32,7 +32,7 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes, from a number or a text such as "5GB" or "512MiB".
+    """Return a size in bytes, from a number or a str such as "5GB" or "512MiB".
 
     Raises:
         UsageError: It is neither.
@@ -47,7 +47,7 @@ def parse_size(size: int | str) -> int:
 
 
 def split(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
-    """Names in their order, in as many shards as needed; a tensor larger than a shard has one to itself."""
+    """Return the names in their order, in as many shards as needed; a tensor larger than a shard has one to itself."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -108,7 +108,7 @@ class ModelDraft:
         self._remove(self._partial(name) for name in (*self._names, INDEX))
 
     def _file_names(self, count: int) -> list[str]:
-        """Names that no shard of the present model has, so that it stays whole until the commit."""
+        """Return the names that no shard of the present model has, so that it stays whole until the commit."""
         if count == 1:
             return [SINGLE]
         present = {path.name for path in self._earlier}
@@ -154,11 +154,11 @@ class ModelFolder:
         self._places: dict[str, str] = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
 
     def shapes(self) -> dict[str, list[int]]:
-        """The shape of each tensor."""
+        """Return the shape of each tensor."""
         return {name: self._file(file).get_slice(name).get_shape() for name, file in self._places.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU; its memory is the file's, so only what is used of it is read."""
+        """Return a tensor on the CPU; its memory is the file's, so only what is used of it is read."""
         tensor: torch.Tensor = self._file(self._places[name]).get_tensor(name)
         return tensor
 
@@ -189,7 +189,7 @@ class ModelFolder:
                 memory = memory[count:]
 
     def _offset(self, file: str, name: str) -> int:
-        """Where a tensor begins in its file, as the header says: its length in 8 bytes, then JSON."""
+        """Return where a tensor begins in its file, as the header says: its length in 8 bytes, then JSON."""
         if file not in self._offsets:
             with (self._folder / file).open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
@@ -200,7 +200,7 @@ class ModelFolder:
         return self._offsets[file][name]
 
     def in_order(self, names: Iterable[str]) -> list[str]:
-        """Names in the order of the files."""
+        """Return the names in the order of the files."""
         wanted = set(names)
         return [name for name in self._places if name in wanted]
 
@@ -214,7 +214,7 @@ class ModelFolder:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index says.
+    """Return the file of each tensor, as an index says.
 
     Raises:
         CheckpointError: It can't be read.

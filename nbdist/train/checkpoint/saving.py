@@ -52,7 +52,7 @@ class Save:
         return self._thread is None or self._error is not None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it has been written.
+        """Wait until it has been written.
 
         Raises:
             CheckpointError: It could not be.
@@ -62,7 +62,7 @@ class Save:
             raise self._error
 
     def join(self, limit: float | None = None) -> None:
-        """Until it has been written or has failed, or for so many seconds."""
+        """Wait until it has been written or has failed, or for at most this many seconds."""
         if self._thread is not None and not self.done:
             self._thread.join(limit)
 
@@ -105,7 +105,7 @@ class Save:
 
 
 def wait_for_saves() -> None:
-    """Until the asynchronous save that is running has ended. How it went is told by its handle."""
+    """Wait until the running asynchronous save has ended. Its handle reports the result."""
     global _running
     if _running is not None:
         _running.join()
@@ -113,7 +113,7 @@ def wait_for_saves() -> None:
 
 
 def wait_for_saves_of_all() -> bool:
-    """As `wait_for_saves`, on all ranks: they give up together what one of them can't go on with.
+    """Wait for saves on all ranks, which give up together what one of them can't continue.
 
     Returns:
         Whether all have ended; a thread that was given up may still read what it writes.
@@ -225,7 +225,7 @@ class _Writer(FileSystemWriter):
 
 
 def file_of(number: int) -> str:
-    """The name of the file with what belongs to one rank."""
+    """Return the name of the file with what belongs to one rank."""
     return f"rank-{number:05d}.pt"
 
 
@@ -241,7 +241,7 @@ def without_group_warning() -> Iterator[None]:
 
 
 def _group_beside_training() -> dist.ProcessGroup | None:
-    """A process group that training doesn't use; made on first use, and anew where a rank has lost it."""
+    """Return a process group that training doesn't use; made on first use, and anew where a rank has lost it."""
     global _side_group
     if world_size() == 1:
         return None

@@ -53,7 +53,7 @@ class Snapshot:
 
 
 def take(state: State) -> Snapshot:
-    """What there is now. Tensors are the living ones, not copies.
+    """Return what there is now. Tensors are the living ones, not copies.
 
     Raises:
         UsageError: Something can't be kept; the text names it.
@@ -108,14 +108,14 @@ class Restoring:
             optimizer.refuse_other()
 
     def slots(self, types: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
-        """The tensors to read into, by name: those of models and optimizers themselves where there are fitting ones."""
+        """Return the tensors to read into, by name: those of models and optimizers themselves where they fit."""
         slots = {name: tensor for model in self._models for name, tensor in model.tensors().items()}
         for optimizer in self._optimizers:
             slots |= optimizer.slots(types)
         return slots | {name: slot for name, (_, slot) in self._averages(types).items()}
 
     def _averages(self, names: Container[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters whose averages are in the checkpoint, and what these are read into."""
+        """Return the parameters whose averages are in the checkpoint, and what these are read into."""
         if self._state.plan.ema is None:
             return {}
         return {
@@ -181,21 +181,21 @@ class _Model:
         return self._tensors
 
     def trained(self) -> list[tuple[str, torch.Tensor]]:
-        """Its parameters under their names, each once."""
+        """Return its parameters under their names, each once."""
         own = {id(parameter): parameter for parameter in self.module.parameters()}
         return [(name, own[key]) for key, name in self.parameters.items() if key in own]
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of its tensors, by the names that they have in the module."""
+        """Return the shapes of its tensors, by their names in the module."""
         return {name.removeprefix(f"{self.prefix}."): tensor.shape for name, tensor in self._tensors.items()}
 
     def buffers(self) -> list[str]:
-        """Whole tensors that are no parameters: the ones that ranks may hold different values of."""
+        """Return the names of whole tensors that are not parameters, whose values may differ between ranks."""
         known = set(self.parameters.values())
         return [name for name, tensor in self._tensors.items() if name not in known and not isinstance(tensor, DTensor)]
 
     def extra(self) -> dict[str, Any]:
-        """What modules keep besides tensors (`get_extra_state`)."""
+        """Return what modules keep besides tensors (`get_extra_state`)."""
         return {name: value for name, value in self._state.items() if not isinstance(value, torch.Tensor)}
 
     def refuse_other(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -292,7 +292,7 @@ class _OptimizerSlots:
 def _models_of(
     state: State, values: Mapping[str, Any], shapes: Mapping[str, torch.Size]
 ) -> tuple[list[_Model], list[str]]:
-    """The models that are restored, by the names of the checkpoint; and what is only here or only there.
+    """Return the models that are restored, by the names of the checkpoint; and what is only here or only there.
 
     Raises:
         UsageError: There are other numbers of them, and those that are too many are not only additional.
@@ -313,7 +313,7 @@ def _models_of(
 def _paired(
     here: Sequence[str], there: Sequence[str], fits: Callable[[str, str], bool]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Models here with those in the checkpoint: in order if they are as many, else the newest that fit.
+    """Return models here with those in the checkpoint: in order if they are as many, else the newest that fit.
 
     Raises:
         UsageError: They are not as many, and not all of the fewer fit.
@@ -336,7 +336,7 @@ def _paired(
 
 
 def _optimizers_of(state: State, values: Mapping[str, Any], models: Sequence[_Model]) -> list[_OptimizerSlots]:
-    """The optimizers of the models that are restored.
+    """Return the optimizers of the models that are restored.
 
     Raises:
         UsageError: There are other numbers of them.
@@ -357,17 +357,18 @@ def _optimizers_of(state: State, values: Mapping[str, Any], models: Sequence[_Mo
 def _other_count(kind: str, here: int, there: int) -> str:
     prepared = f"{here} {'is' if here == 1 else 'are'} prepared here"
     return (
-        f"the checkpoint holds {_count(there, kind)}, and {prepared}: prepare (or register) as many. Nothing was loaded"
+        f"the checkpoint holds {_count(there, kind)}, and {prepared}: prepare (or register) the same number. "
+        "Nothing was loaded"
     )
 
 
 def _of_prefix(shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, torch.Size]:
-    """The shapes of one model's tensors, by the names that they have in the module."""
+    """Return the shapes of one model's tensors, by the names that they have in the module."""
     return {name.removeprefix(f"{prefix}."): shape for name, shape in shapes.items() if name.startswith(f"{prefix}.")}
 
 
 def plain_name(module: nn.Module, name: str) -> str:
-    """The name of a parameter without what wrappers put into it: the one that it has in the user's own model."""
+    """Return the name of a parameter without what wrappers put into it: the one that it has in the user's own model."""
     parts: list[str] = []
     for part in name.split("."):
         wrapped = part == "module" and isinstance(module, DistributedDataParallel)
@@ -378,13 +379,13 @@ def plain_name(module: nn.Module, name: str) -> str:
 
 
 def listed(texts: Sequence[str]) -> str:
-    """The first few of many, and how many more there are."""
+    """Return the first few of many, and how many more there are."""
     more = f"; and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + more
 
 
 def _modules(state: State) -> Iterator[tuple[str, nn.Module]]:
-    """The models, and the modules among the registered objects, such as averaged weights, which may be as large."""
+    """Yield the models, and the modules among the registered objects, such as averaged weights, which may be large."""
     yield from ((f"models.{number}", model) for number, model in enumerate(state.models))
     for number, thing in enumerate(state.registered):
         if isinstance(thing, nn.Module):
@@ -392,7 +393,7 @@ def _modules(state: State) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _keepers(state: State) -> dict[str, list[Any]]:
-    """What has a state_dict of values, by kind."""
+    """Return what has a state_dict of values, by kind."""
     return {
         "schedulers": list(state.schedulers),
         "loaders": list(state.loaders),
@@ -406,7 +407,7 @@ def _state_of(thing: Any) -> Any:
 
 
 def _plain_state(value: Any, owner: Any) -> Any:
-    """A state without methods: a scheduler's holds all that its object does, those that `prepare` has replaced too."""
+    """Return a state without methods: a scheduler's holds its attributes, including those `prepare` replaced."""
     if isinstance(value, DTensor):
         raise UsageError(f"the state of {type(owner).__name__} holds shards: register the module that they belong to")
     if type(value) is dict:
@@ -418,8 +419,8 @@ def _plain_state(value: Any, owner: Any) -> Any:
 def _take_optimizer(
     prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Its tensors, and the rest: groups with names instead of numbers, plain values, which tensors there are, and which
-    of them are signed among those that it keeps quantized.
+    """Return its tensors, and the rest: groups with names instead of numbers, plain values, the names of the tensors,
+    and those that are signed among the quantized ones.
 
     Not by torch's `get_optimizer_state_dict`: that makes a step with an optimizer that has made none yet.
     """
@@ -457,7 +458,7 @@ def _named_groups(prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[
 
 
 def _slot(present: Any, parameter: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The present tensor if it fits; else a new one, sharded as the parameter is if it has its shape."""
+    """Return the present tensor if it fits; else a new one, sharded as the parameter is if it has its shape."""
     fits = isinstance(present, torch.Tensor) and present.shape == size and present.dtype == dtype
     if fits and not is_quantized(present):
         return present.detach()  # type: ignore[no-any-return]

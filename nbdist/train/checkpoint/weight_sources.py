@@ -48,14 +48,14 @@ class Source(Protocol):
     exclusive: bool
 
     def shapes(self) -> Shapes | None:
-        """The shape of each tensor by its name here; None if only rank 0 knows."""
+        """Return the shape of each tensor by its name here; None if only rank 0 knows."""
 
     def fill(self, targets: Targets) -> None:
         """Give tensors the values of those with these names. To be called on all ranks, with targets in one order."""
 
 
 def open_source(given: Any) -> Source:
-    """What a user gives as `weights`.
+    """Return what a user gives as `weights`.
 
     Raises:
         UsageError: There are no weights, or not of a kind that is known.
@@ -75,7 +75,7 @@ def open_source(given: Any) -> Source:
 
 
 def described(given: Any) -> str:
-    """What ranks must agree on of what they are given."""
+    """Return what ranks must agree on of what they are given."""
     return "a state dict" if isinstance(given, Mapping) else f"weights={os.fspath(given)!r}"
 
 
@@ -110,7 +110,7 @@ class SafetensorsFiles:
         self._files = files
 
     def shapes(self) -> Shapes:
-        """As the files say."""
+        """Return the shapes in the files."""
         return self._files.shapes()
 
     def fill(self, targets: Targets) -> None:
@@ -157,7 +157,7 @@ class PickledFiles:
             )
 
     def shapes(self) -> Shapes:
-        """The shape of each tensor."""
+        """Return the shape of each tensor."""
         return {name: list(tensor.shape) for name, tensor in self._tensors.items()}
 
     def fill(self, targets: Targets) -> None:
@@ -210,7 +210,7 @@ def copy_part(whole: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _first_row(target: torch.Tensor) -> int | None:
-    """The first row of a whole tensor that belongs to this rank; None if not whole rows do."""
+    """Return the first row of a whole tensor that belongs to this rank; None if not whole rows do."""
     if not isinstance(target, DTensor):
         return 0
     first, rows = 0, target.size(0)
@@ -270,11 +270,11 @@ class DcpFolder:
         }
 
     def shapes(self) -> Shapes:
-        """Those of an optimizer's state, too."""
+        """Return those of an optimizer's state, too."""
         return self._shapes
 
     def fill(self, targets: Targets) -> None:
-        """Each rank reads the stored pieces that its shards need."""
+        """Read the stored pieces that this rank's shards need."""
         alone = training.world_size() == 1
         with without_group_warning():
             dcp.load(dict(targets), storage_reader=FileSystemReader(self._folder), no_dist=alone)
@@ -295,7 +295,7 @@ class StateOfRank0:
             raise UsageError(f"weights on rank 0 are not a state dict of a model (names to tensors): {what}")
 
     def shapes(self) -> Shapes | None:
-        """None on other ranks."""
+        """Return the shapes on rank 0; None on other ranks."""
         if training.rank() != 0:
             return None
         return {name: list(tensor.shape) for name, tensor in self._tensors.items()}

@@ -41,7 +41,7 @@ class ModelTensors:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelTensors:
-        """The tensors of a model, whatever it is wrapped in."""
+        """Return the tensors of a model, whatever it is wrapped in."""
         gather_again(model)
         first: dict[int, str] = {}
         tied: dict[str, str] = {}
@@ -63,7 +63,7 @@ class ModelTensors:
         return {*self.tensors, *self.tied}
 
     def names_of(self, name: str) -> list[str]:
-        """All names of a tensor, its own first."""
+        """Return all names of a tensor, its own first."""
         return [name, *(other for other, target in self.tied.items() if target == name)]
 
 
@@ -93,7 +93,7 @@ class Fitting:
 
 
 def fit(model: nn.Module, source: Source, told: str) -> Fitting:
-    """Weights under the names of a model. Nothing is read, and nothing changes.
+    """Return weights under the names of a model. Nothing is read, and nothing changes.
 
     Args:
         model: Plain or distributed; on any device.
@@ -137,7 +137,7 @@ class _Naming:
     dropped: str = ""
 
     def of(self, tensors: ModelTensors, name: str, shapes: Shapes) -> str:
-        """The name of a tensor there, under whichever of its own names it is there."""
+        """Return the name of a tensor there, under whichever of its own names it is there."""
         known = [self.there(own) for own in tensors.names_of(name)]
         return next((name for name in known if name in shapes), known[0])
 
@@ -149,7 +149,7 @@ class _Naming:
 
 
 def _namings(model: nn.Module, tensors: ModelTensors, shapes: Shapes) -> Iterator[_Naming]:
-    """The model's own names; those of the model inside of it (a head around GPT-2); those of one inside of another."""
+    """Yield the model's own names, those of the model inside it (GPT-2 below a head), and those of one inside both."""
     yield _Naming()
     if inner := getattr(model, "base_model_prefix", ""):
         yield _Naming(dropped=f"{inner}.")
@@ -162,7 +162,7 @@ def _namings(model: nn.Module, tensors: ModelTensors, shapes: Shapes) -> Iterato
 def _strangers(
     model: nn.Module, tensors: ModelTensors, source: Source, shapes: Shapes, naming: _Naming
 ) -> Iterator[str]:
-    """Names that are only there, but for what a model of transformers can do without and what is no part of a model."""
+    """Yield names found only there, except what a transformers model can do without and what isn't part of a model."""
     own = {naming.there(name) for name in (*tensors.tensors, *tensors.tied, *dict(model.named_buffers()))}
     children = {name.split(".")[0] for name in own}
     ignored = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
@@ -217,7 +217,7 @@ def set_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _initializer(model: nn.Module, prefix: str, module: nn.Module) -> Callable[[], Any] | None:
-    """What sets a module's buffers: itself, or the model of transformers that it belongs to."""
+    """Return what sets a module's buffers: itself, or the model of transformers that it belongs to."""
     if (own := initializer(module)) is not None:
         return own
     parts = prefix.split(".") if prefix else []
@@ -229,7 +229,7 @@ def _initializer(model: nn.Module, prefix: str, module: nn.Module) -> Callable[[
 
 
 def _marked(buffer: torch.Tensor) -> torch.Tensor:
-    """A buffer on the CPU with values that no module sets, so that it shows whether something was written to it."""
+    """Return a CPU buffer with values that no module sets, to detect whether it was written."""
     if buffer.dtype == torch.bool:
         return (torch.arange(buffer.numel(), device="cpu") % 2 == 0).view(buffer.shape)
     is_whole = not (buffer.is_floating_point() or buffer.is_complex())

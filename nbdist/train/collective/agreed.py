@@ -60,10 +60,10 @@ class _States:
 
 
 def draw_seed() -> int:
-    """A seed from torch's global generator, so that it follows torch.manual_seed."""
+    """Return a seed from torch's global generator, so that it follows torch.manual_seed."""
     return int(torch.randint(2**62, ()))
 
 
 def seed_of_rank(seed: int, epoch: int, rank: int) -> int:
-    """A seed for what must differ between ranks and epochs, and be the same in each run."""
+    """Return a seed for what must differ between ranks and epochs, and be the same in each run."""
     return int(numpy.random.SeedSequence([seed, epoch, rank]).generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))

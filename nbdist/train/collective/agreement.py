@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank says, in the order of the group's ranks.
+    """Return what each rank says, in the order of the group's ranks.
 
     Args:
         value: What this rank says; anything that can be pickled.
@@ -43,7 +43,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def tell(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """What rank `src` says.
+    """Return what rank `src` says.
 
     Args:
         value: What this rank would say.
@@ -58,7 +58,7 @@ def tell(value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
 
 
 def all_numbers(number: int) -> torch.Tensor:
-    """What whole number each rank has, on the CPU."""
+    """Return what whole number each rank has, on the CPU."""
     ranks = training.world_size()
     mine = torch.tensor([number], device=wire_of(_CPU) if ranks > 1 else _CPU)
     if ranks == 1:
@@ -69,13 +69,13 @@ def all_numbers(number: int) -> torch.Tensor:
 
 
 def all_gather(result: torch.Tensor, mine: torch.Tensor) -> None:
-    """By the name that this torch has for it: newer ones warn of the older."""
+    """Call `all_gather_into_tensor` by this torch's name for it: newer versions warn of the older one."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(result, mine)
 
 
 def wire_of(device: torch.device, group: dist.ProcessGroup | None = None, *, to_one: bool = False) -> torch.device:
-    """Where tensors of a device are sent from: itself, if the group has a backend for it, else the CPU.
+    """Return where tensors of a device are sent from: itself, if the group has a backend for it, else the CPU.
 
     Args:
         device: Where the tensors are.
@@ -90,7 +90,7 @@ def wire_of(device: torch.device, group: dist.ProcessGroup | None = None, *, to_
 
 @functools.cache
 def _backends(config: str) -> Mapping[str, str]:
-    """The backend for each type of device, of "cpu:gloo,cuda:nccl"."""
+    """Return the backend for each type of device, of "cpu:gloo,cuda:nccl"."""
     pairs = (pair.partition(":") for pair in config.split(","))
     return {device: backend for device, _, backend in pairs}
 
@@ -99,7 +99,7 @@ def _backends(config: str) -> Mapping[str, str]:
 
 
 def differing(function: str, given: T, failure: str = "") -> list[T]:
-    """What each rank was given, if that is not the same on all; else an empty list.
+    """Return what each rank was given, if that is not the same on all; else an empty list.
 
     Args:
         function: What the user has called.
@@ -115,7 +115,7 @@ def differing(function: str, given: T, failure: str = "") -> list[T]:
 def compare(
     function: str, given: T, failure: str, carried: torch.Tensor | None = None
 ) -> tuple[list[T], torch.Tensor | None]:
-    """As `differing`; with all ranks' values of a small tensor, if one was given.
+    """Compare like `differing`; also return all ranks' values of a small tensor, if one was given.
 
     What each rank sends first is one negative number, which nothing else begins with: a rank that is in another call is
     noticed before its bytes are taken for an answer. Its upper half tells the call; the tensor travels in the lower.
@@ -131,8 +131,8 @@ def compare(
     stranger = said.index(max(said))
     if said[stranger] >= 0:
         raise UsageError(
-            f"{function} was called here while rank {stranger} is in another exchange: let all ranks make the same "
-            "calls in the same order"
+            f"{function} was called here while rank {stranger} is in a different collective: make the same "
+            "calls on all ranks, in the same order"
         )
     if set(said) == {mine} and not failure:
         return [], None if carried is None else _from_bits(words, carried.dtype)
@@ -148,12 +148,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by their bytes
 
 @functools.lru_cache(maxsize=1024)
 def _digest(text: str) -> int:
-    """A negative number of 32 bits other than -1."""
+    """Return a negative number of 32 bits other than -1."""
     return -2 - int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") % (2**31 - 1)
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether it is one number of at most 32 bits, which can be read without waiting for a device."""
+    """Return whether it is one number of at most 32 bits, which can be read without waiting for a device."""
     is_number = tensor.numel() == 1 and tensor.itemsize in _INTEGERS and not tensor.is_complex()
     return is_number and tensor.device.type == "cpu" and type(tensor.data) is torch.Tensor
 
@@ -163,7 +163,7 @@ def _bits(tensor: torch.Tensor) -> int:
 
 
 def _from_bits(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that stand in the lowest bytes, which come first in memory."""
+    """Return the numbers that stand in the lowest bytes, which come first in memory."""
     return words.view(dtype)[:: words.itemsize // dtype.itemsize].clone()
 
 
@@ -172,7 +172,7 @@ def refuse_differing(
     told: Sequence[str],
     *,
     what: str = "arguments",
-    advice: str = "Give all ranks the same",
+    advice: str = "Pass the same on all ranks",
     ranks: Sequence[int] | None = None,
 ) -> None:
     """Refuse a call for which ranks were given different things.
@@ -228,7 +228,7 @@ def refuse_failures(failures: Sequence[str], ranks: Sequence[int] | None = None)
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What raises in the block on any rank raises on all of them at its end, as one error that names the ranks.
+    """Raise what any rank raises in the block on all of them at its end, as one error that names the ranks.
 
     Raises:
         UsageError: That is what was raised.
@@ -248,7 +248,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def _joined(texts: Mapping[int, str], own: int | None = None) -> str:
-    """What ranks have to tell, by rank; without the ranks if all tell the same, or if nobody tells more than `own`."""
+    """Join what ranks report, by rank; without the ranks if all report the same, or nobody more than `own`."""
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     for number, text in texts.items():
         ranks[text].append(number)
@@ -258,7 +258,7 @@ def _joined(texts: Mapping[int, str], own: int | None = None) -> str:
 
 
 def _says_all(error: BaseException) -> bool:
-    """Whether its text is enough, without the frames it came through."""
+    """Return whether its text is enough, without the frames it came through."""
     if isinstance(error, CheckpointException):
         return all(_says_all(failure) for failure, _ in error.failures.values())
     return isinstance(error, UsageError | CheckpointError | OSError)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def gather(data: Any) -> Any:
-    """All ranks' tensors, joined along the first dimension in the order of ranks, on every rank.
+    """Return all ranks' tensors, joined along the first dimension in the order of ranks, on every rank.
 
     Args:
         data: A tensor, or lists, tuples and dicts of them, of the same shape on all ranks. A number without dimensions
@@ -40,7 +40,7 @@ def gather(data: Any) -> Any:
 
 
 def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
-    """As `gather`, without the samples that only fill up the last batch of a pass over a prepared loader.
+    """Gather like `gather`, without samples that only fill up the last batch of a pass over a prepared loader.
 
     Ranks may have different numbers of samples in that batch.
 
@@ -61,7 +61,7 @@ def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
 
 
 def _real_samples(loader: Any, gathered: int) -> int:
-    """How many of the samples in the last batch of all ranks are no fill."""
+    """Return how many of the samples in the last batch of all ranks are no fill."""
     remainder = int(getattr(loader, "remainder", -1))
     return remainder if 0 < remainder < gathered else gathered
 
@@ -74,7 +74,7 @@ def _is_tensors(data: Any) -> bool:
 
 
 def gather_object(items: list[T]) -> list[T]:
-    """All ranks' lists joined into one, on every rank.
+    """Return all ranks' lists joined into one, on every rank.
 
     Args:
         items: A list of any objects that can be pickled. Lengths may differ.
@@ -83,13 +83,13 @@ def gather_object(items: list[T]) -> list[T]:
         UsageError: A rank gave no list.
     """
     ensure_group()
-    named = f"gather_object takes a list, not {type(items).__name__}: type gather_object([value])"
+    named = f"gather_object takes a list, not {type(items).__name__}: write gather_object([value])"
     agreement.differing("gather_object", None, "" if isinstance(items, list | tuple) else named)
     return [item for part in agreement.gather(list(items)) for item in part]
 
 
 def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
-    """The sum or the mean of all ranks' tensors, on every rank. By default the sum, as `Accelerator.reduce` does.
+    """Return the sum or mean of all ranks' tensors, on every rank. The default is the sum, as in `Accelerator.reduce`.
 
     Args:
         data: A tensor, or lists, tuples and dicts of them, of the same shape on all ranks.
@@ -157,7 +157,7 @@ def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
         UsageError: It is no list, lists are not as long or sources not the same on all ranks, or there is no such rank.
     """
     is_list = isinstance(items, list)
-    no_list = f"broadcast_object_list takes a list, not {type(items).__name__}: type [value]"
+    no_list = f"broadcast_object_list takes a list, not {type(items).__name__}: write [value]"
     failure = _unknown_rank("broadcast_object_list", from_process) if is_list else no_list
     count = len(items) if is_list else 0
     given = f"{count} objects, from_process={from_process}"
@@ -202,7 +202,7 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of all ranks as `_gathered` gives them for a tensor of one."""
+    """Return the numbers of all ranks as `_gathered` gives them for a tensor of one."""
     return numbers.reshape(-1, *tensor.shape[1:])
 
 
@@ -228,7 +228,7 @@ def _padded(tensor: torch.Tensor, dim: int, length: int, fill: float, first: boo
 
 
 def _gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes, which every backend can send whatever the type."""
+    """Gather tensors as bytes, which every backend can send whatever the type."""
     result = tensor.new_empty((training.world_size() * tensor.shape[0], *tensor.shape[1:]))
     if tensor.numel():
         agreement.all_gather(_bytes(result), _bytes(tensor))
@@ -253,7 +253,7 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes. One of a single element may have any stride, which torch refuses to look at so."""
+    """Return a contiguous tensor as bytes. A single element may have any stride, which torch refuses to view so."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -319,7 +319,7 @@ def _without_first_dimension(tensor: torch.Tensor) -> str:
 
 
 def _unknown_rank(function: str, source: int) -> str:
-    """What is wrong with a source; nothing in general."""
+    """Return what is wrong with a source; nothing in general."""
     ensure_group()
     ranks = training.world_size()
     if not is_whole(source) or source >= ranks:

@@ -68,7 +68,7 @@ def _limit(function: str, limit: float | None) -> float:
 
 
 def _collective_limit() -> float:
-    """Seconds after which torch gives up on a collective of all ranks."""
+    """Return the seconds after which torch gives up on a collective of all ranks."""
     limit = c10d.default_pg_timeout
     with suppress(AttributeError, RuntimeError):  # another torch, or no group
         group: Any = dist.group.WORLD
@@ -77,7 +77,7 @@ def _collective_limit() -> float:
 
 
 def _store() -> Any:
-    """The store that the ranks met through, if this torch lets us have it."""
+    """Return the store that the ranks met through, if this torch lets us have it."""
     get = getattr(dist.group.WORLD, "get_group_store", None) or getattr(c10d, "_get_default_store", None)
     if get is None:
         warnings.warn("this torch does not give its store away: a call on some ranks only will hang", stacklevel=4)
@@ -135,7 +135,7 @@ class _Patience:
 
 
 def _attend(store: Any, patience: _Patience) -> set[int]:
-    """One round: the ranks that were not there when it ended."""
+    """Return one round: the ranks that were not there when it ended."""
     number = _wait_for_round(store)
     verdict = f"{_ROUND}/{number}/verdict"
     store.set(f"{_ROUND}/{number}/{rank()}", "here")
@@ -157,7 +157,7 @@ def _attend(store: Any, patience: _Patience) -> set[int]:
 
 
 def _wait_for_round(store: Any) -> int:
-    """The number of the round that has no verdict yet. Who sets a verdict begins the next round at once."""
+    """Return the number of the round that has no verdict yet. Who sets a verdict begins the next round at once."""
     while True:
         number = int(store.add(_ROUND, 0))
         if not store.check([f"{_ROUND}/{number}/verdict"]):

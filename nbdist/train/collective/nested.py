@@ -14,7 +14,7 @@ from nbdist.errors import UsageError
 
 
 def tensors_in(data: Any, function: str) -> list[tuple[str, torch.Tensor]]:
-    """All tensors with where they stand, such as "['logits'][0]", in a fixed order.
+    """Return all tensors with where they stand, such as "['logits'][0]", in a fixed order.
 
     Args:
         data: A tensor, or lists, tuples and dicts of them.
@@ -48,14 +48,14 @@ def _a(data: Any) -> str:
 
 
 def rebuilt(data: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The same lists, tuples and dicts around other tensors, in the order of `tensors_in`."""
+    """Return the same lists, tuples and dicts around other tensors, in the order of `tensors_in`."""
     if isinstance(data, torch.Tensor):
         return next(tensors)
     return with_items(data, lambda item: rebuilt(item, tensors))
 
 
 def with_items(data: Any, change: Callable[[Any], Any]) -> Any:
-    """A list, tuple or dict of the same type with each item changed."""
+    """Return a list, tuple or dict of the same type with each item changed."""
     if isinstance(data, Mapping):
         return type(data)({key: change(item) for key, item in data.items()})  # type: ignore[call-arg]
     if hasattr(data, "_fields"):

@@ -15,7 +15,7 @@ _ranks: Sequence[int] | None = None  # None: all
 
 
 def begin(ranks: Sequence[int] | None) -> None:
-    """From now on these ranks run something together; None: all ranks there are."""
+    """Note that these ranks run something together from now on; None for all ranks."""
     global _ranks
     _ranks = ranks
 

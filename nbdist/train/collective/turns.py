@@ -29,19 +29,19 @@ R = TypeVar("R")
 
 @Flag
 def is_main_process() -> bool:
-    """Whether this is rank 0. Without parentheses, too: `if nbdist.is_main_process:`."""
+    """Return whether this is rank 0. Without parentheses, too: `if nbdist.is_main_process:`."""
     return _rank() == 0
 
 
 @Flag
 def is_local_main_process() -> bool:
-    """Whether this is the first rank of its node. Without parentheses, too."""
+    """Return whether this is the first rank of its node. Without parentheses, too."""
     return local_rank() == 0
 
 
 @Flag
 def is_last_process() -> bool:
-    """Whether this is the rank with the highest number. Without parentheses, too."""
+    """Return whether this is the rank with the highest number. Without parentheses, too."""
     ensure_group()
     return _rank() == training.world_size() - 1
 
@@ -52,7 +52,7 @@ def _rank() -> int:
 
 
 def local_rank() -> int:
-    """This process's rank on its node."""
+    """Return this process's rank on its node."""
     rank = _rank()
     return int(os.environ.get("LOCAL_RANK", rank)) if training.world_size() > 1 else 0
 
@@ -108,7 +108,7 @@ def save(
 
 
 def print(*args: Any, **kwargs: Any) -> None:
-    """Python's `print`, on rank 0 only."""
+    """Print like Python's `print`, on rank 0 only."""
     if is_main_process():
         builtins.print(*args, **kwargs)
 
@@ -135,7 +135,7 @@ def main_process_first() -> Iterator[None]:
 
 @contextmanager
 def local_main_process_first() -> Iterator[None]:
-    """The first rank of each node runs what is inside first, then the others of the node."""
+    """Run the body on the first rank of each node, then on the node's other ranks."""
     with _first("local_main_process_first", is_local_main_process()):
         yield
 
@@ -171,7 +171,7 @@ def _share(inputs: Any, apply_padding: bool) -> Any:
     if isinstance(inputs, Mapping):
         lengths = {key: _length(item) for key, item in inputs.items()}
         if len(set(lengths.values())) > 1:
-            raise UsageError(f"split_between_processes takes a dict of values that are all as long, not {lengths}")
+            raise UsageError(f"split_between_processes takes a dict of values of equal length, not {lengths}")
         return with_items(inputs, lambda item: _share(item, apply_padding))
     number, rank, ranks = _length(inputs), training.rank(), training.world_size()
     each, more = divmod(number, ranks)
@@ -202,7 +202,7 @@ def set_trigger() -> None:
 
 
 def check_trigger() -> bool:
-    """Whether a rank has called `set_trigger` since the last check. To be called on all ranks; lowers the flag."""
+    """Return whether a rank called `set_trigger` since the last check, and reset it. Call it on all ranks."""
     state = training.current()
     raised = bool(collectives.reduce(torch.tensor(state.trigger), "sum"))
     if raised:

@@ -67,7 +67,7 @@ class Team:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, function: str) -> Team:
-        """The ranks of a group, None for all."""
+        """Return the ranks of a group, None for all."""
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError(
                 f"{function} is for ranks, and this process has no process group: put it into a %%distributed cell, "
@@ -125,11 +125,11 @@ def _unpack(parcel: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
         offset += tensor.nbytes
 
 
-def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[list[Part], Described]:
+def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[list[Argument], Described]:
     """Take arguments apart. An error becomes part of the description, so that all ranks hear of it."""
     try:
         if not objects:
-            raise UsageError(f"{function} was given nothing: type nbdist.{function}(model, optimizer)")
+            raise UsageError(f"{function} got nothing: write nbdist.{function}(model, optimizer)")
         parts = _parts(function, objects)
         entries = {name: entry for part in parts for name, entry in part.entries().items()}
     except UsageError as error:
@@ -140,7 +140,7 @@ def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[li
     return parts, Described(entries, tuple(part.label for part in parts), src, steps)
 
 
-class Part:
+class Argument:
     """One argument.
 
     Args:
@@ -153,7 +153,7 @@ class Part:
         self.label = label
 
     def entries(self) -> dict[str, Entry]:
-        """What there is, by name."""
+        """Return what there is, by name."""
         raise NotImplementedError
 
     def receive(
@@ -163,7 +163,7 @@ class Part:
         raise NotImplementedError
 
 
-class _Tensors(Part):
+class _Tensors(Argument):
     """A model, or tensors. `tensors`: kind and tensor, by name."""
 
     def __init__(self, label: str, tensors: Mapping[str, tuple[str, torch.Tensor]]) -> None:
@@ -180,7 +180,7 @@ class _Tensors(Part):
         _receive_tensors(tensors, plan, described[src].entries, src, team)
 
 
-class _State(Part):
+class _State(Argument):
     """Something with a state_dict(). `names`: what to call the parameters that it numbers."""
 
     def __init__(self, label: str, owner: Any, names: Mapping[str, str]) -> None:
@@ -225,7 +225,7 @@ class _State(Part):
             self._owner.load_state_dict(state)
 
     def _filled(self, path: tuple[str, ...], leaf: Any) -> Any:
-        """This rank's own tensor where it has a fitting one, else a new one."""
+        """Return this rank's own tensor where it has a fitting one, else a new one."""
         if not isinstance(leaf, _Slot):
             return leaf
         known = self._leaves.get(self._name(path))
@@ -264,7 +264,7 @@ def _receive_tensors(
     src: int,
     team: Team,
 ) -> None:
-    """Whole tensors go to all ranks at once; shards go from rank to rank, one pair after the other."""
+    """Receive whole tensors, sent to all ranks at once, and shards, sent from rank to rank in turn."""
     whole = [name for name in sorted(tensors) if original[name].shard is None]
     for device in sorted({original[name].device for name in whole}):
         team.give([tensors[name] for name in whole if original[name].device == device], device, src, None)
@@ -280,7 +280,7 @@ def _same_tensor(name: str, told: Iterable[Mapping[str, Entry]]) -> bool:
     return len(forms) == 1 and forms != {"value"}
 
 
-def _parts(function: str, objects: Sequence[Any]) -> list[Part]:
+def _parts(function: str, objects: Sequence[Any]) -> list[Argument]:
     for thing in objects:
         _refuse_unknown_shards(function, thing)
     modules = [thing for thing in objects if isinstance(thing, torch.nn.Module)]
@@ -292,7 +292,7 @@ def _parts(function: str, objects: Sequence[Any]) -> list[Part]:
     ]
 
 
-def _part(function: str, thing: Any, label: str, parameters: Mapping[int, str], alone: bool) -> Part:
+def _part(function: str, thing: Any, label: str, parameters: Mapping[int, str], alone: bool) -> Argument:
     if isinstance(thing, torch.nn.Module):
         return _Tensors(label, _of_module(thing, "" if alone else f"{label}."))
     if isinstance(thing, torch.Tensor):
@@ -313,7 +313,7 @@ def _iterable(thing: Any) -> bool:
 
 
 def _labels(objects: Iterable[Any]) -> list[str]:
-    """The names of the arguments' classes, numbered where they repeat. A wrapper is called as what it wraps."""
+    """Return the names of the arguments' classes, numbered where they repeat. A wrapper is called as what it wraps."""
     labels: list[str] = []
     for thing in objects:
         inner = getattr(thing, "module", thing) if isinstance(thing, torch.nn.Module) else thing
@@ -335,7 +335,7 @@ def _of_module(module: torch.nn.Module, prefix: str) -> dict[str, tuple[str, tor
 
 
 def _numbered(thing: Any, parameters: Mapping[int, str]) -> dict[str, str]:
-    """What an optimizer's numbers of parameters stand for, as far as their models were given."""
+    """Return what an optimizer's numbers of parameters stand for, as far as their models were given."""
     if not isinstance(thing, torch.optim.Optimizer):
         return {}
     members = dict.fromkeys(id(parameter) for group in thing.param_groups for parameter in group["params"])
@@ -351,7 +351,7 @@ _SHARDED_OTHERWISE = {
 
 
 def _refuse_unknown_shards(function: str, thing: Any) -> None:
-    """Some keep a different part on each rank in tensors that look whole: comparing would mislead, copying destroy."""
+    """Raise an error for objects that keep different parts on each rank in tensors that look whole."""
     for part in thing.modules() if isinstance(thing, torch.nn.Module) else [thing]:
         for kind in type(part).__mro__:
             if kind.__name__ in _SHARDED_OTHERWISE:
@@ -391,7 +391,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which shard of a DTensor this rank holds, and the ranks that hold the other shards of the same replica."""
+    """Return which shard of a DTensor this rank holds, and the ranks that hold the other shards of the same replica."""
     ranks = tensor.device_mesh.mesh
     position = tensor.device_mesh.get_coordinate()
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -400,7 +400,7 @@ def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The tensors and values in nested dicts, lists and tuples; a list of plain values counts as one."""
+    """Yield the tensors and values in nested dicts, lists and tuples; a list of plain values counts as one."""
     children = _children(value)
     if children is None:
         if not (isinstance(value, Mapping) and not value):
@@ -411,7 +411,7 @@ def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _rebuilt(value: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """A copy of nested dicts, lists and tuples with changed leaves."""
+    """Return a copy of nested dicts, lists and tuples with changed leaves."""
     children = _children(value)
     if children is None:
         return change(path, value)
@@ -428,6 +428,6 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _canonical(value: Any) -> bytes:
-    """Bytes that are equal for equal values; pickles of equal texts may differ."""
+    """Return the bytes that are equal for equal values; pickles of equal texts may differ."""
     plain = isinstance(value, _BASIC) or (type(value) in (list, tuple) and all(isinstance(v, _BASIC) for v in value))
     return repr(value).encode() if plain else pickle.dumps(value)

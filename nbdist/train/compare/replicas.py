@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.train.collective.agreement import gather, refuse_differing, refuse_failures
-from nbdist.train.compare.parts import Described, Entry, Part, Team, describe
+from nbdist.train.compare.parts import Argument, Described, Entry, Team, describe
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def sync(*objects: Any, src: int = 0, group: dist.ProcessGroup | None = None) ->
     return SyncReport(src, _differences(described, plan), steps, team.ranks, warning)
 
 
-def _exchange(function: str, objects: Any, src: int | None, team: Team) -> tuple[list[Part], dict[int, Described]]:
+def _exchange(function: str, objects: Any, src: int | None, team: Team) -> tuple[list[Argument], dict[int, Described]]:
     """Describe the arguments and hear the other ranks' descriptions. What is wrong on one rank raises on all."""
     parts, mine = describe(function, objects, src)
     described = dict(zip(team.ranks, gather(mine, team.group), strict=True))
@@ -190,7 +190,7 @@ def _exchange(function: str, objects: Any, src: int | None, team: Team) -> tuple
 
 
 def _names(described: Mapping[int, Described]) -> Iterator[tuple[str, str]]:
-    """All names that some rank has, with their kinds."""
+    """Yield all names that some rank has, with their kinds."""
     kinds: dict[str, str] = {}
     for told in described.values():
         for name, entry in told.entries.items():
@@ -199,7 +199,7 @@ def _names(described: Mapping[int, Described]) -> Iterator[tuple[str, str]]:
 
 
 def _outliers(entries: Mapping[int, Entry | None]) -> tuple[tuple[int, ...], bool]:
-    """The ranks that differ from most others with the same shard, and whether there were any to compare."""
+    """Return the ranks that differ from most others with the same shard, and whether there were any to compare."""
     usual = next(entry.shard for entry in entries.values() if entry is not None)
     shards: defaultdict[Any, dict[int, bytes]] = defaultdict(dict)
     for rank, entry in entries.items():
@@ -213,7 +213,7 @@ def _outliers(entries: Mapping[int, Entry | None]) -> tuple[tuple[int, ...], boo
 
 
 def _takers(name: str, described: Mapping[int, Described], src: int) -> dict[int, int]:
-    """The ranks that need this tensor or value from another, and from which."""
+    """Return the ranks that need this tensor or value from another, and from which."""
     original = described[src].entries.get(name)
     takers = {}
     for rank, told in described.items():
@@ -238,7 +238,7 @@ def _differences(
 
 
 def _refuse_other_models(described: Mapping[int, Described]) -> None:
-    """Parameters and buffers must be the same everywhere; plain state may still be missing on some ranks."""
+    """Raise an error unless parameters and buffers match everywhere; plain state may still be missing on some ranks."""
     first, *others = described
     for name, kind in _names(described):
         expected = described[first].entries.get(name)
@@ -255,7 +255,7 @@ def _refuse_other_models(described: Mapping[int, Described]) -> None:
 
 
 def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
-    """The shards of the replica that is given to all must belong to one step.
+    """Return the shards of the replica that is given to all must belong to one step.
 
     Returns:
         A warning if that can't be known.
@@ -280,7 +280,7 @@ def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
 
 
 def _replica(described: Mapping[int, Described], rank: int) -> set[int]:
-    """The ranks whose shards make up the model that `rank` holds a part of."""
+    """Return the ranks whose shards make up the model that `rank` holds a part of."""
     return {mate for entry in described[rank].entries.values() if entry.shard is not None for mate in entry.mates}
 
 

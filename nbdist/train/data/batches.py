@@ -11,12 +11,12 @@ import torch
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor, for `map_tensors`."""
+    """Return whether it is a tensor, for `map_tensors`."""
     return isinstance(value, torch.Tensor)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> Any:
-    """The same structure with each tensor replaced by `function(tensor)`.
+    """Return the same structure with each tensor replaced by `function(tensor)`.
 
     Looked into are lists, tuples, named tuples, mappings and dataclasses, of which the types stay; all else is kept.
 

@@ -58,7 +58,7 @@ def dispatched(
     ended: Callable[[int], None],
     device: torch.device | None,
 ) -> Iterator[Any]:
-    """This rank's batches of what rank 0 reads. To be read on all ranks alike.
+    """Yield this rank's batches of what rank 0 reads. To be read on all ranks alike.
 
     Args:
         batches: On rank 0 the batches of all ranks in turn; None elsewhere.
@@ -88,7 +88,7 @@ def dispatched(
 def _read(
     batches: Iterator[Any], world_size: int, remainder: Callable[[], int]
 ) -> tuple[_Round, list[list[torch.Tensor]]]:
-    """On rank 0: the next round, which all are told of, and the tensors of each batch."""
+    """Read the next round on rank 0, announce it to all, and return the tensors of each batch."""
     try:
         packed = [_packed(batch) for batch in itertools.islice(batches, world_size)]
         nbytes = max((_end(tensors) for _, tensors in packed), default=0)
@@ -112,7 +112,7 @@ def _message(mine: _Round) -> bytes:
 
 
 def _heard() -> tuple[_Round, list[list[torch.Tensor]]]:
-    """On other ranks: what rank 0 tells of the next round."""
+    """Return what rank 0 announces of the next round, on other ranks."""
     told: _Round = pickle.loads(_tell(None))
     if told.error is not None:
         raise _raised(*told.error)
@@ -120,7 +120,7 @@ def _heard() -> tuple[_Round, list[list[torch.Tensor]]]:
 
 
 def _tell(message: bytes | None) -> bytes:
-    """What rank 0 says."""
+    """Return what rank 0 says."""
     box: list[Any] = [message]
     dist.broadcast_object_list(box, src=0)
     told: bytes = box[0]
@@ -128,7 +128,7 @@ def _tell(message: bytes | None) -> bytes:
 
 
 def _scattered(tensors: list[list[torch.Tensor]], nbytes: int, world_size: int, wire: torch.device) -> torch.Tensor:
-    """This rank's parcel. All are of one size, as the collective wants it."""
+    """Return this rank's parcel. All are of one size, as the collective wants it."""
     mine = torch.empty(nbytes, dtype=torch.uint8, device=wire)
     given = [_parcel(batch, nbytes).to(wire) for batch in tensors]
     if given:
@@ -138,7 +138,7 @@ def _scattered(tensors: list[list[torch.Tensor]], nbytes: int, world_size: int, 
 
 
 def _packed(batch: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The outline of a batch, and its tensors. Tensors that are no plain memory stay in the outline."""
+    """Return the outline of a batch, and its tensors. Tensors that are no plain memory stay in the outline."""
     tensors: list[torch.Tensor] = []
 
     def slot(tensor: torch.Tensor) -> Any:
@@ -173,7 +173,7 @@ def _unpacked(outline: Any, parcel: torch.Tensor) -> Any:
 
 
 def _pickled(error: Exception) -> bytes | None:
-    """The exception as bytes, None if it would not come out of them again."""
+    """Return the exception as bytes, None if it would not come out of them again."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)

@@ -19,7 +19,7 @@ _KEYS = {"epoch", "batches", "world_size", "seed", "generators"}
 
 
 @dataclass(frozen=True)
-class Place:
+class EpochPosition:
     """A place in an epoch.
 
     Attributes:
@@ -39,8 +39,8 @@ class Place:
     @classmethod
     def of_state(
         cls, state: Mapping[str, Any], generators: int, world_size: int, batch_size: int | None, shares: bool
-    ) -> Place:
-        """The place that `state_dict()` has written down, perhaps with another number of ranks or batch size.
+    ) -> EpochPosition:
+        """Return the place that `state_dict()` has written down, perhaps with another number of ranks or batch size.
 
         If no batch begins there now, it is the beginning of the one that goes over it: nothing is left out.
         """
@@ -60,7 +60,7 @@ class Place:
         return replace(place, batches=batches // each)
 
     def as_state(self, world_size: int, batch_size: int | None, seed: int | None) -> dict[str, Any]:
-        """The place in plain values and tensors."""
+        """Return the place in plain values and tensors."""
         state = {
             "epoch": self.epoch,
             "batches": self.batches,
@@ -73,7 +73,7 @@ class Place:
 
 
 @dataclass
-class Progress:
+class LoaderPosition:
     """Where a loader is. Shared with the loaders that `skip_first_batches` makes of it.
 
     Attributes:
@@ -96,13 +96,13 @@ class Progress:
     begun: bool = False
     iterating: bool = False
     iteration: int = 0
-    place: Place = Place(0)
+    place: EpochPosition = EpochPosition(0)
     given: int = 0
     expected: int | None = None
     total: int | None = None
     seed: int | None = None
     told_epoch: int = 0
-    resume: Place | None = None
+    resume: EpochPosition | None = None
     stateful: Mapping[str, Any] | None = None
     tail: int = -1
     end_of_loader: bool = False
@@ -114,17 +114,17 @@ class Progress:
             return 0
         return None if self.expected is None else max(1, self.expected - self.given)
 
-    def next_place(self) -> Place:
-        """Where the next iteration begins. One that was broken off is not taken up again."""
-        return self.resume if self.resume is not None else Place(self.epoch + self.begun)
+    def next_place(self) -> EpochPosition:
+        """Return where the next iteration begins. One that was broken off is not taken up again."""
+        return self.resume if self.resume is not None else EpochPosition(self.epoch + self.begun)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of this epoch."""
         if self.resume is None or self.resume.epoch != epoch:
             self.epoch, self.begun, self.resume = epoch, False, None
 
-    def begin(self, place: Place, expected: int | None) -> None:
-        """An iteration begins."""
+    def begin(self, place: EpochPosition, expected: int | None) -> None:
+        """Begin an iteration."""
         self.epoch, self.place, self.expected = place.epoch, place, expected
         self.begun = self.iterating = True
         self.iteration += 1
@@ -132,20 +132,20 @@ class Progress:
         self.resume = self.stateful = None
 
     def give(self, stateful: Mapping[str, Any] | None, last: bool) -> None:
-        """A batch is given out."""
+        """Count a batch that is given out."""
         self.given += 1
         self.stateful, self.end_of_loader = stateful, last
 
     def end(self) -> None:
-        """All batches were given out, and the last one was worked on."""
+        """Note that all batches were given out, and the last one was processed."""
         self.epoch, self.begun, self.given = self.epoch + 1, False, 0
 
-    def here(self, step: int, generators: Callable[[], tuple[torch.Tensor, ...]]) -> Place:
-        """The place after the batch given out last. `step`: batches of all ranks for each one of this rank."""
+    def here(self, step: int, generators: Callable[[], tuple[torch.Tensor, ...]]) -> EpochPosition:
+        """Return the place after the batch given out last. `step`: batches of all ranks for each one of this rank."""
         if self.resume is not None:
             return self.resume
         if not self.begun:
-            return Place(self.epoch, generators=generators())
+            return EpochPosition(self.epoch, generators=generators())
         return replace(self.place, batches=self.place.batches + self.given * step, stateful=self.stateful)
 
 
@@ -161,7 +161,7 @@ class Beginning:
         total: Batches of all ranks, told by rank 0 where it alone reads.
     """
 
-    place: Place
+    place: EpochPosition
     seed: int
     problem: str = ""
     length: int | None = None
@@ -184,12 +184,12 @@ def agree(mine: Beginning, shares: bool) -> Beginning:
     lengths = _who(told, lambda other: "an unknown number of" if other.length is None else f"{other.length:,}")
     if len(lengths) > 1:
         raise UsageError(
-            "the loader has not as many batches on all ranks: "
+            "ranks have different numbers of batches: "
             + ", ".join(f"{length} on {ranks}" for length, ranks in lengths.items())
             + (
-                ". Give all ranks the same data, of which each takes its share; or say sharded=True if each has its own"
+                ". Give all ranks the same data: each takes its share; or pass sharded=True if each has its own"
                 if shares
-                else ". Make them as many, or plan even_batches=False and train inside of join_uneven_inputs"
+                else ". Make them equal, or plan even_batches=False and train inside join_uneven_inputs"
             )
         )
     resumes = any(other.place.batches for other in told.values())
@@ -210,7 +210,7 @@ def agree(mine: Beginning, shares: bool) -> Beginning:
 
 
 def _who(told: Mapping[int, Beginning], what: Callable[[Beginning], str]) -> dict[str, str]:
-    """The ranks that say the same."""
+    """Return the ranks that say the same."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, beginning in told.items():
         found[what(beginning)].append(rank)

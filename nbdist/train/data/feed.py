@@ -52,12 +52,12 @@ class DeviceFeed:
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of this process's copies to a device: memory freed on one stream is used again on that one only."""
+    """Return the stream for this process's copies to a device: memory freed on a stream is reused only there."""
     return torch.cuda.Stream(device)
 
 
 def _has_to(value: Any) -> bool:
-    """Whether it is a tensor, or something of the user's that goes to a device as a whole. Mappings are looked into."""
+    """Return whether it is a tensor, or an object that moves to a device as a whole. Mappings are searched."""
     return callable(getattr(value, "to", None)) and not isinstance(value, Mapping | type)
 
 
@@ -83,11 +83,11 @@ class LoadingWatch:
         self._told = False
 
     def ask(self) -> None:
-        """A batch is wanted."""
+        """Request a batch."""
         self._asked = self._clock()
 
     def arrived(self) -> tuple[float, float] | None:
-        """The batch is there.
+        """Return the batch is there.
 
         Returns:
             Seconds of waiting, and seconds in all, for each of the last 20 batches, if the waiting is too long. Said

@@ -23,7 +23,7 @@ from nbdist.train import state
 from nbdist.train.collective import agreement
 from nbdist.train.collective.agreed import draw_seed, seed_of_rank
 from nbdist.train.data.dispatch import dispatched
-from nbdist.train.data.epoch_position import Beginning, Place, Progress, agree
+from nbdist.train.data.epoch_position import Beginning, EpochPosition, LoaderPosition, agree
 from nbdist.train.data.feed import WINDOW, DeviceFeed, LoadingWatch
 from nbdist.train.data.sharding import Deal, ShardedBatches, ShardedIterable, samplers_of, tell_epoch
 
@@ -69,7 +69,7 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     _manner: Manner
-    _progress: Progress
+    _progress: LoaderPosition
     _source: ShardedBatches | ShardedIterable | None
     _skip: int
     _iteration: int  # number of the one that this loader began last
@@ -80,8 +80,8 @@ class PreparedLoader(DataLoader[Any]):
     def of(
         cls, loader: DataLoader[Any], source: ShardedBatches | ShardedIterable | None, manner: Manner
     ) -> PreparedLoader:
-        """A copy of the user's loader that takes its share from `source`; None: what its dataset gives is its share."""
-        changes: dict[str, Any] = {"_source": source, "_manner": manner, "_progress": Progress()}
+        """Copy the user's loader, taking its share from `source`; None if its dataset already provides the share."""
+        changes: dict[str, Any] = {"_source": source, "_manner": manner, "_progress": LoaderPosition()}
         changes |= {"_skip": 0, "_iteration": 0}
         changes["_generators"], changes["_seeded"] = _generators_of(loader, source)
         if isinstance(source, ShardedIterable):
@@ -97,7 +97,7 @@ class PreparedLoader(DataLoader[Any]):
         return prepared
 
     def skipping(self, batches: int) -> PreparedLoader:
-        """The same loader, but its iterations leave out so many of this rank's batches."""
+        """Return the same loader, but its iterations leave out so many of this rank's batches."""
         return _rebuilt(_user_class(type(self)), {**vars(self), "_skip": batches})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,7 +160,7 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the batch given out last, from which `load_state_dict` goes on with the same order."""
+        """Return the place after the batch given out last, from which `load_state_dict` goes on with the same order."""
         manner = self._manner
         place = self._progress.here(manner.step, self._generator_states)
         return place.as_state(manner.world_size, manner.deal.batch_size, self._progress.seed)
@@ -175,7 +175,7 @@ class PreparedLoader(DataLoader[Any]):
             UsageError: It is no state of this loader.
         """
         manner = self._manner
-        place = Place.of_state(
+        place = EpochPosition.of_state(
             state_dict, len(self._generators), manner.world_size, manner.deal.batch_size, manner.shares
         )
         self._progress.resume = place
@@ -205,7 +205,7 @@ class PreparedLoader(DataLoader[Any]):
                 training.leave_loader(self)
 
     def _batches(self, feed: DeviceFeed) -> Iterator[tuple[Any, Any]]:
-        """This rank's batches, on their way to the device, and what a StatefulDataLoader says after each."""
+        """Yield this rank's batches, on their way to the device, and what a StatefulDataLoader says after each."""
         place = self._progress.place
         batches: Iterator[Any]
         if self._manner.dispatch:
@@ -219,7 +219,7 @@ class PreparedLoader(DataLoader[Any]):
             yield feed.send(batch), self._inner_state()
 
     def _read(self) -> Iterator[Any]:
-        """What rank 0 reads. Workers start with the first batch, so that all ranks hear of it if they can't."""
+        """Yield what rank 0 reads. Workers start with the first batch, so that all ranks hear of it if they can't."""
         yield from super().__iter__()
 
     def _next(self, batches: Iterator[Any], watch: LoadingWatch) -> tuple[Any, Any] | None:
@@ -256,7 +256,7 @@ class PreparedLoader(DataLoader[Any]):
         progress.begin(place, self._expected(place.batches))
 
     def _beginning(self) -> Beginning:
-        """How this rank would begin."""
+        """Return how this rank would begin."""
         progress, manner = self._progress, self._manner
         self._adopt_epoch()
         place = progress.next_place()
@@ -281,13 +281,13 @@ class PreparedLoader(DataLoader[Any]):
             if isinstance(part, DistributedSampler) and part.epoch != self._progress.told_epoch:
                 self.set_epoch(part.epoch)
 
-    def _begin_stateful(self, place: Place) -> None:
+    def _begin_stateful(self, place: EpochPosition) -> None:
         load = getattr(super(), "load_state_dict", None)
         if load is not None and not (self._manner.dispatch and self._manner.rank):
             load(dict(place.stateful or {}))
 
     def _inner_state(self) -> Mapping[str, Any] | None:
-        """What a StatefulDataLoader says of itself; None for others."""
+        """Return what a StatefulDataLoader says of itself; None for others."""
         save = getattr(super(), "state_dict", None)
         if save is None or (self._manner.dispatch and self._manner.rank):
             return None
@@ -295,7 +295,7 @@ class PreparedLoader(DataLoader[Any]):
         return inner
 
     def _expected(self, start: int) -> int | None:
-        """How many batches this rank gives out from a place to the end."""
+        """Return how many batches this rank gives out from a place to the end."""
         if self._source is None:
             length = self._whole_length()
             return None if length is None else max(0, length - start)
@@ -304,7 +304,7 @@ class PreparedLoader(DataLoader[Any]):
         return None if count is None else self._manner.deal.share(count)
 
     def _whole_length(self) -> int | None:
-        """How many batches this rank gives out in a whole epoch, None if unknown."""
+        """Return how many batches this rank gives out in a whole epoch, None if unknown."""
         if self._source is None:
             try:
                 return super().__len__()
@@ -323,7 +323,7 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.tail = tail
 
     def _told_of_epochs(self) -> list[Any]:
-        """Samplers, and a map-style dataset, that may want to know the epoch."""
+        """Return samplers, and a map-style dataset, that may want to know the epoch."""
         if not isinstance(self._source, ShardedBatches):
             return []
         return [*samplers_of(self._source.batch_sampler), self.dataset]
@@ -332,7 +332,7 @@ class PreparedLoader(DataLoader[Any]):
         return tuple(generator.get_state() for generator in self._generators)
 
     def _advice(self, waited: float, total: float) -> str:
-        """What to change when training waits for data. Seconds for each batch."""
+        """Return what to change when training waits for data. Seconds for each batch."""
         if self.num_workers:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             change = f"num_workers above {self.num_workers} (there are {cores} cores)"
@@ -352,7 +352,7 @@ class PreparedLoader(DataLoader[Any]):
 def _generators_of(
     loader: DataLoader[Any], source: ShardedBatches | ShardedIterable | None
 ) -> tuple[list[torch.Generator], list[torch.Generator]]:
-    """The generators that order the samples: the user's, and those that StatefulDataLoader has made by itself."""
+    """Return the generators that order samples: the user's, and those that StatefulDataLoader creates."""
     users: list[torch.Generator] = []
     others: list[torch.Generator] = []
     for sampler in samplers_of(source.batch_sampler) if isinstance(source, ShardedBatches) else ():
@@ -365,7 +365,7 @@ def _generators_of(
 
 
 def _rebuilt(base: Any, attributes: Mapping[str, Any]) -> PreparedLoader:
-    """A prepared loader of the user's class. Built from attributes, as a class may have any arguments."""
+    """Return a prepared loader of the user's class. Built from attributes, as a class may have any arguments."""
     prepared = _prepared_class(base)
     loader: PreparedLoader = prepared.__new__(prepared)
     vars(loader).update(attributes, _iterator=None)

@@ -93,7 +93,7 @@ def prepare_loader(
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """The loader without its first batches, to go on in the middle of an epoch; they are not loaded.
+    """Return the loader without its first batches, to go on in the middle of an epoch; they are not loaded.
 
     Epochs are counted together with the loader's own: after one pass over the result, the loader gives the next epoch.
 
@@ -159,7 +159,7 @@ def _source(loader: DataLoader[Any], deal: Deal, sharded: bool) -> ShardedBatche
 
 
 def _shares_itself_out(loader: DataLoader[Any]) -> bool:
-    """Whether the data is known to be already another on each rank."""
+    """Return whether the data is known to be already another on each rank."""
     if isinstance(loader.dataset, IterableDataset):
         # Set by split_dataset_by_node of Hugging Face's datasets.
         return getattr(loader.dataset, "_distributed", None) is not None
@@ -175,7 +175,7 @@ def _distributed_sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _wrong_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> str:
-    """What is wrong with a DistributedSampler; empty if nothing is."""
+    """Return what is wrong with a DistributedSampler; empty if nothing is."""
     sampler = _distributed_sampler(loader)
     if sampler is None or (sampler.rank, sampler.num_replicas) == (rank, world_size):
         return ""

@@ -51,7 +51,7 @@ class Deal:
         return self.even and self.world_size > 1 and not self.drop_last
 
     def share(self, batches: int) -> int:
-        """How many of so many batches are taken."""
+        """Return how many of so many batches are taken."""
         rounds, rest = divmod(batches, self.world_size)
         if self.drop_last:
             rest = 0
@@ -96,7 +96,7 @@ class ShardedBatches(Sampler[Any]):
         self._start = start
 
     def count(self, start: int = 0) -> int | None:
-        """Batches of all ranks together from `start` on; None if unknown."""
+        """Return batches of all ranks together from `start` on; None if unknown."""
         length = length_of(self.batch_sampler)
         return None if length is None else max(0, length - start)
 
@@ -129,7 +129,7 @@ class ShardedBatches(Sampler[Any]):
             yield from current if rank is None else current[rank : rank + 1]
 
     def _completed(self, batches: list[Any], opening: list[Any]) -> list[Any]:
-        """A round with batches for all ranks, of full size from the last one on, so that what is real comes first."""
+        """Fill up a round with full-size batches for all ranks, from the last one on: real samples come first."""
         missing = self.deal.world_size - len(batches)
         size = self.deal.batch_size
         if size is None:
@@ -163,7 +163,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._told = told.share_memory_() if shared else told
 
     def init_of_workers(self, init: Callable[[int], object] | None) -> Callable[[int], object] | None:
-        """The user's `worker_init_fn`, shown a single worker with the user's dataset: it may share the stream out."""
+        """Return the user's `worker_init_fn`, shown one worker with the user's dataset: it may divide the stream."""
         return None if init is None else functools.partial(_init_as_the_only_worker, init)
 
     @property
@@ -178,11 +178,11 @@ class ShardedIterable(IterableDataset[Any]):
         return int(self._told[0] + self._told[1])
 
     def begin(self, epoch: int, seed: int, start: int) -> None:
-        """As `ShardedBatches.begin`; persistent workers learn of it too."""
+        """Begin like `ShardedBatches.begin`; persistent workers learn of it too."""
         self._told.copy_(torch.tensor([epoch, seed, start, self.deal.even, -1, -1]))
 
     def count(self, start: int = 0) -> int | None:
-        """Batches of all ranks together from `start` on; None if unknown."""
+        """Return batches of all ranks together from `start` on; None if unknown."""
         length = length_of(self.dataset)
         if length is None:
             return None
@@ -215,7 +215,7 @@ class ShardedIterable(IterableDataset[Any]):
                 return
 
     def _turns(self, number: int) -> Iterator[tuple[int, int]]:
-        """The blocks of a round that are this rank's, and which batch of the rank each is."""
+        """Yield the blocks of a round that are this rank's, and which batch of the rank each is."""
         if self.deal.rank is not None:
             yield self.deal.rank, number
             return
@@ -250,7 +250,7 @@ class _Stream:
             deque(map(self._note, itertools.islice(self._elements, blocks * self.block_size)), maxlen=0)
 
     def round(self, wanted: Sequence[int]) -> tuple[list[list[Any]], int]:
-        """The wanted blocks of the next round, and how many elements the whole round has."""
+        """Return the wanted blocks of the next round, and how many elements the whole round has."""
         taken: dict[int, list[Any]] = {block: [] for block in wanted}
         size = 0
         with self._as_the_only_reader():
@@ -261,7 +261,7 @@ class _Stream:
         return list(taken.values()), size
 
     def completed(self, blocks: list[list[Any]]) -> list[list[Any]]:
-        """Blocks of full size, completed by the first elements of the stream."""
+        """Return blocks of full size, completed by the first elements of the stream."""
         spare = itertools.cycle(self._opening)
         return [[*block, *itertools.islice(spare, self.block_size - len(block))] for block in blocks]
 
@@ -310,13 +310,13 @@ def _this_worker() -> tuple[int, int]:
 
 
 def _samples(batches: Sequence[Any]) -> int:
-    """How many samples batches of indices have; -1 if they are something else."""
+    """Return how many samples batches of indices have; -1 if they are something else."""
     sizes = [size for batch in batches if isinstance(batch, _INDICES) and (size := length_of(batch)) is not None]
     return sum(sizes) if len(sizes) == len(batches) else -1
 
 
 def length_of(thing: Any) -> int | None:
-    """Its length, None if it has none."""
+    """Return its length, None if it has none."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError, AttributeError):
@@ -324,7 +324,7 @@ def length_of(thing: Any) -> int | None:
 
 
 def samplers_of(sampler: Any) -> list[Any]:
-    """A sampler and what it is made from, outermost first."""
+    """Return a sampler and what it is made from, outermost first."""
     found: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -336,7 +336,7 @@ def samplers_of(sampler: Any) -> list[Any]:
 
 
 def draws_at_start_only(sampler: Any) -> bool:
-    """Whether it is known to use the global random generators before it gives its first batch, and never after."""
+    """Return whether it is known to use global random generators only before its first batch."""
     return all(type(part).__module__.startswith(("torch.", "torchdata.")) for part in samplers_of(sampler))
 
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from nbdist.errors import UsageError
 from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
 from nbdist.train import state as training
-from nbdist.train.estimate.trial_step import CPU, KernelsOfGpu, Setting, Step, make_step, nothing_moves
+from nbdist.train.estimate.trial_step import CPU, KernelsOfGpu, Step, TrialSetup, make_step, nothing_moves
 from nbdist.train.prepare import strategies
 
 _MIB = 2**20
@@ -46,18 +46,18 @@ def main() -> None:
     """
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # what the model prints is no answer
-        settings: list[Setting] = pickle.load(sys.stdin.buffer)
+        settings: list[TrialSetup] = pickle.load(sys.stdin.buffer)
         task = sys.stdin.buffer.read()
         for setting in settings:
             answers.write(json.dumps(answer_to(setting, task)) + "\n")
 
 
-def answer_to(setting: Setting, task: bytes) -> dict[str, Any]:
-    """The memory of one rank's step.
+def answer_to(setting: TrialSetup, task: bytes) -> dict[str, Any]:
+    """Return the memory of one rank's step.
 
     Args:
         setting: How the step is made.
-        task: A pickled `Task`. It is unpickled for each setting, as making a model distributed changes it.
+        task: A pickled `TrialTask`. It is unpickled for each setting, as making a model distributed changes it.
 
     Returns:
         "held": bytes by category, and "notes": what they don't tell; or "error": what went wrong.
@@ -73,7 +73,7 @@ def answer_to(setting: Setting, task: bytes) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _measure(setting: Setting, task: bytes) -> dict[str, Any]:
+def _measure(setting: TrialSetup, task: bytes) -> dict[str, Any]:
     notes: list[str] = []
     state = _begin(setting, notes)
     with ExitStack() as stack:
@@ -91,7 +91,7 @@ def _measure(setting: Setting, task: bytes) -> dict[str, Any]:
     return {"held": held, "notes": notes}
 
 
-def _begin(setting: Setting, notes: list[str]) -> training.State:
+def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
     if setting.has_group or setting.world_size > 1:
         dist.init_process_group("fake", rank=0, world_size=setting.world_size)
     plan = setting.plan
@@ -113,8 +113,8 @@ def _begin(setting: Setting, notes: list[str]) -> training.State:
     return state
 
 
-def _second_step(task: bytes, state: training.State, setting: Setting) -> Step:
-    """A step for which the optimizer's state is there."""
+def _second_step(task: bytes, state: training.State, setting: TrialSetup) -> Step:
+    """Return a step for which the optimizer's state is there."""
     step = make_step(pickle.loads(task), state, setting)
     step()
     step.forget_gradients()
@@ -125,7 +125,7 @@ def _second_step(task: bytes, state: training.State, setting: Setting) -> Step:
 
 
 def _watched(step: Step) -> dict[str, int]:
-    """Bytes by category when most is held in a step, and of all gradients after backward."""
+    """Return the bytes by category when most is held in a step, and of all gradients after backward."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
@@ -153,7 +153,7 @@ def _watched(step: Step) -> dict[str, int]:
 
 
 def _added_up(step: Step) -> dict[str, int]:
-    """Without the tracker: all that a step must hold, as if it were held at once."""
+    """Add up what a step must hold, as if it were held at once, without the tracker."""
     gradients = _bytes(parameter for parameter in step.model.parameters() if parameter.requires_grad)
     saved: list[torch.Tensor] = list(_tensors(step.batch))
 
@@ -176,7 +176,7 @@ def _added_up(step: Step) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """What tensors take here, each storage once; of a sharded one its shard, with what fills it up."""
+    """Return what tensors take here, each storage once; of a sharded one its shard, with what fills it up."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in local)}
     return sum(storage.nbytes() for storage in storages.values())
@@ -186,8 +186,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _add_buckets(held: dict[str, int], setting: Setting) -> None:
-    """What DDP and its communication hook hold beside the gradients."""
+def _add_buckets(held: dict[str, int], setting: TrialSetup) -> None:
+    """Add what DDP and its communication hook hold besides the gradients."""
     plan, gradients = setting.plan, held["gradients_whole"]
     if strategies.strategy_in_effect(plan) != "ddp":
         return
@@ -219,7 +219,7 @@ def _explained(error: Exception) -> str:
 
 
 def _users_line(error: Exception) -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """Return the innermost line that is neither torch's nor ours."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         name = frame.filename
         if os.path.isabs(name) and not name.startswith(_OURS):

@@ -27,18 +27,18 @@ from nbdist.checks import is_whole
 from nbdist.errors import NbdistError, UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
+from nbdist.text import part_of, percent, size
 from nbdist.train import state as training
-from nbdist.train.estimate.trial_step import Setting, Task
+from nbdist.train.estimate.trial_step import TrialSetup, TrialTask
 from nbdist.train.estimate.words import savings
 from nbdist.train.prepare.strategies import refuse_wrapped
 
-_MIB = 2**20
 # Of each process on a GPU. 426 MiB were measured before a first kernel (unslothai/unsloth-zoo#1053: PyTorch 2.10,
 # CUDA 13), about 400 MB are usual (pytorch/pytorch#109888); kernels are loaded on top when they are first used.
-_CUDA_CONTEXT = 512 * _MIB
+_CUDA_CONTEXT = 512 << 20
 # Of each rank among several. Buffers are 4 MiB for each channel (NVIDIA/nccl#391), their number depends on links and
 # algorithms (NVIDIA/nccl#864), so this is an order of magnitude.
-_NCCL = 512 * _MIB
+_NCCL = 512 << 20
 _BAR = 40  # characters
 _CHILD = "from nbdist.train.estimate.child import main; main()"
 _SHARDED = ("fsdp", "hsdp")
@@ -90,7 +90,7 @@ class Estimate:
         return self.total <= self.device_memory
 
     def _rows(self) -> Iterator[tuple[str, int, str]]:
-        whole = f"{_size(self.gradients_whole)} after backward" if self.gradients_whole > self.gradients else ""
+        whole = f"{size(self.gradients_whole)} after backward" if self.gradients_whole > self.gradients else ""
         yield "parameters", self.parameters, ""
         yield "gradients", self.gradients, whole
         yield "optimizer", self.optimizer, ""
@@ -101,22 +101,22 @@ class Estimate:
         yield "outside torch", self.outside_torch, "CUDA context, NCCL: about" if self.outside_torch else ""
 
     def _verdict(self) -> str:
-        share = f"{self.total / self.device_memory:.0%}".replace("%", " %") if self.device_memory else "more than all"
+        share = percent(self.total / self.device_memory) if self.device_memory else "more than all"
         word = "fits" if self.fits else "does not fit"
-        return f"{word}: {_size_of(self.total, self.device_memory)}, {share} of {self.device}"
+        return f"{word}: {part_of(self.total, self.device_memory)}, {share} of {self.device}"
 
     def _remarks(self) -> list[str]:
-        kept = f"kept in CPU memory: {_size(self.offloaded)} ({', '.join(_OFFLOADED)})"
+        kept = f"kept in CPU memory: {size(self.offloaded)} ({', '.join(_OFFLOADED)})"
         return [*([kept] if self.offloaded else []), *self.notes]
 
     def __str__(self) -> str:
         rows = [*self._rows(), ("total", self.total, "")]
-        sizes = [_size(amount) for _, amount, _ in rows]
-        width = max(map(len, sizes))
+        amounts = [size(amount) for _, amount, _ in rows]
+        width = max(map(len, amounts))
         lines = [f"one rank, {self.setting}"] if self.setting else []
-        for (name, amount, remark), size in zip(rows, sizes, strict=True):
-            share = f"{amount / max(1, self.total):4.0%}".replace("%", " %")
-            lines.append(f"{name:<13}  {size:>{width}}  {share}  {remark}".rstrip())
+        for (name, amount, remark), shown in zip(rows, amounts, strict=True):
+            share = percent(amount / max(1, self.total))
+            lines.append(f"{name:<13}  {shown:>{width}}  {share:>5}  {remark}".rstrip())
         filled = min(_BAR, round(_BAR * self.total / max(1, self.device_memory)))
         lines += [f"[{'#' * filled}{'.' * (_BAR - filled)}]", self._verdict()]
         return "\n".join([*lines, *self._remarks()])
@@ -125,8 +125,9 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td style='text-align:left'>{name}</td><td>{_size(amount)}</td>"
-            f"<td>{amount / max(1, self.total):.0%}</td><td style='text-align:left'>{html.escape(remark)}</td></tr>"
+            f"<tr><td style='text-align:left'>{name}</td><td>{size(amount)}</td>"
+            f"<td>{percent(amount / max(1, self.total))}</td>"
+            f"<td style='text-align:left'>{html.escape(remark)}</td></tr>"
             for name, amount, remark in [*self._rows(), ("<b>total</b>", self.total, "")]
         )
         remarks = "".join(f"<div>{html.escape(remark)}</div>" for remark in self._remarks())
@@ -150,7 +151,7 @@ def estimate(
     loss: Callable[..., torch.Tensor] | None = None,
     device_memory: int | None = None,
 ) -> Estimate:
-    """How much memory a rank will need to train a model by a plan.
+    """Return how much memory a rank will need to train a model by a plan.
 
     >>> nbdist.estimate(model, {"input_ids": (8, 1024)}, nbdist.Plan(strategy="fsdp"), world_size=8)
 
@@ -196,7 +197,7 @@ def estimate_each(
     loss: Callable[..., torch.Tensor] | None = None,
     device_memory: int | None = None,
 ) -> Generator[Estimate, None, None]:
-    """Estimates for several plans, as `estimate` makes them, from one process. Each comes as soon as it is there.
+    """Yield estimates for several plans, as `estimate` makes them, from one process. Each comes as soon as it is there.
 
     To be closed if it is not read to its end. What can't be estimated raises when its turn has come.
     """
@@ -209,18 +210,18 @@ def estimate_each(
         plan.check(world_size=ranks)
         _refuse_unusable(model, optimizer, plan)
     device = training.default_device()
-    settings = [Setting(plan, ranks, training.has_group(), device.type == "cuda") for plan in plans]
+    settings = [TrialSetup(plan, ranks, training.has_group(), device.type == "cuda") for plan in plans]
     memory = _memory_of(device) if device_memory is None else device_memory
-    task = Task(model, batch, optimizer or torch.optim.AdamW, loss)
+    task = TrialTask(model, batch, optimizer or torch.optim.AdamW, loss)
     with contextlib.closing(_answers(settings, task)) as answers:
         for setting, answer in zip(settings, answers, strict=True):
             yield _judged(setting, answer["held"], answer["notes"], device, memory)
 
 
 def _judged(
-    setting: Setting, held: dict[str, int], notes: Sequence[str], device: torch.device, memory: int
+    setting: TrialSetup, held: dict[str, int], notes: Sequence[str], device: torch.device, memory: int
 ) -> Estimate:
-    """What the step holds where."""
+    """Return what the step holds where."""
     plan, on_gpu, offloaded = setting.plan, setting.on_gpu, 0
     if plan.offload and on_gpu and plan.strategy in _SHARDED:
         offloaded = sum(held["gradients_whole" if name == "gradients" else name] for name in _OFFLOADED)
@@ -239,7 +240,7 @@ def _judged(
 
 
 def outside_torch(world_size: int) -> int:
-    """Bytes that a rank takes on its GPU beside what torch counts: CUDA context and NCCL, an order of magnitude."""
+    """Return the rough bytes that a rank takes on its GPU outside torch's count: CUDA context and NCCL."""
     return _CUDA_CONTEXT + (_NCCL if world_size > 1 else 0)
 
 
@@ -260,8 +261,8 @@ def _refuse_unusable(model: Any, optimizer: Any, plan: Plan) -> None:
 # --- the other process
 
 
-def _answers(settings: list[Setting], task: Task) -> Generator[dict[str, Any], None, None]:
-    """What the process that estimates answers for each setting."""
+def _answers(settings: list[TrialSetup], task: TrialTask) -> Generator[dict[str, Any], None, None]:
+    """Yield what the process that estimates answers for each setting."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "CUDA_VISIBLE_DEVICES": "",  # so that it takes nothing of the GPU
@@ -297,7 +298,7 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _packed(value: list[Setting] | Task) -> bytes:
+def _packed(value: list[TrialSetup] | TrialTask) -> bytes:
     target = io.BytesIO()
     try:
         _PicklerWithoutValues(target).dump(value)
@@ -340,13 +341,3 @@ def _in_words(plan: Plan, ranks: int) -> str:
     if plan.accumulate > 1:
         words.append(f"accumulate {plan.accumulate}{', exchanged in each' if plan.exchange == 'each' else ''}")
     return ", ".join(words + savings(plan))
-
-
-def _size(amount: int) -> str:
-    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 else f"{amount / _MIB:.1f} MiB"
-
-
-def _size_of(amount: int, whole: int) -> str:
-    """As "12.3 of 79.2 GiB"."""
-    unit, name = (2**30, "GiB") if whole >= 2**30 else (_MIB, "MiB")
-    return f"{amount / unit:.1f} of {whole / unit:.1f} {name}"

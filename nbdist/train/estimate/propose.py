@@ -54,7 +54,7 @@ def propose(
 
 
 def propose_variables(model: str, batch: str, plan: str, world_size: int, sharing: int) -> dict[str, Any]:
-    """Like `propose`, for expressions of this process's shell, and a plan in JSON.
+    """Propose a plan like `propose`, for expressions of this process's shell and a plan in JSON.
 
     Raises:
         UsageError: They name a variable that is not there; or as `propose`.
@@ -69,7 +69,7 @@ def propose_variables(model: str, batch: str, plan: str, world_size: int, sharin
 
 
 def memory_of_device(world_size: int, sharing: int) -> tuple[int, int]:
-    """What a rank may use: of its GPU, else of what is free on this machine or in its container.
+    """Return what a rank may use: of its GPU, else of what is free on this machine or in its container.
 
     Args:
         world_size: Number of ranks.
@@ -92,14 +92,14 @@ def memory_of_device(world_size: int, sharing: int) -> tuple[int, int]:
 
 
 def has_gpu() -> bool:
-    """Whether this rank computes on a GPU."""
+    """Return whether this rank computes on a GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def _candidates(plan: Plan, world_size: int, offloads: bool) -> Iterator[Plan]:
-    """The plans to try. Without a GPU nothing can be moved to the CPU's memory: it is there."""
+    """Yield the plans to try. Without a GPU nothing can be moved to the CPU's memory: it is there."""
     checkpointing = {"activation_checkpointing": "full", "activation_budget": None}
     if world_size == 1:
         whole = plan.replace(**own_settings(plan, "none"))

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Setting:
+class TrialSetup:
     """What the process must know before it takes the model.
 
     Attributes:
@@ -47,7 +47,7 @@ class Setting:
 
 
 @dataclass
-class Task:
+class TrialTask:
     """What is done in a step; its tensors come without values.
 
     Attributes:
@@ -101,7 +101,7 @@ class Step:
         averages.update(self.state, self.optimizer)
 
     def forward(self) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         if self.loss is None:
             return _default_loss(_called(self.model, self.batch, spread=True))
         inputs, targets = self.batch, ()
@@ -113,7 +113,7 @@ class Step:
         return loss
 
     def forget_gradients(self) -> None:
-        """As at a step's end; DDP's buckets hold them for good."""
+        """Forget the gradients, as at a step's end; DDP's buckets keep them."""
         if not self.keeps_gradients:
             self.optimizer.zero_grad()
 
@@ -128,8 +128,8 @@ class Step:
         return [value for value in tree_leaves(dict(self.optimizer.state)) if isinstance(value, torch.Tensor)]
 
 
-def make_step(task: Task, state: training.State, setting: Setting) -> Step:
-    """A step on a model that is made distributed by the state's plan.
+def make_step(task: TrialTask, state: training.State, setting: TrialSetup) -> Step:
+    """Return a step on a model that is made distributed by the state's plan.
 
     Raises:
         UsageError: What the task says makes no step.
@@ -168,13 +168,13 @@ def _bring_here(model: nn.Module) -> None:
 
 
 def _shape_type(model: nn.Module) -> torch.dtype:
-    """What inputs given as shapes hold: tokens, if the first layer is an embedding."""
+    """Return what inputs given as shapes hold: tokens, if the first layer is an embedding."""
     first = next((module for module in model.modules() if next(module.children(), None) is None), None)
     return torch.int64 if isinstance(first, nn.Embedding) else torch.float32
 
 
 def _made_real(value: Any, dtype: torch.dtype) -> Any:
-    """The same batch with tensors of this process, instead of shapes and of tensors that are elsewhere."""
+    """Return the same batch with tensors of this process, instead of shapes and of tensors that are elsewhere."""
     if isinstance(value, torch.Tensor):
         return value if value.device == CPU else torch.empty_like(value, device=CPU)
     if isinstance(value, tuple) and value and all(type(item) is int for item in value):
@@ -198,7 +198,7 @@ def _default_loss(output: Any) -> torch.Tensor:
         return loss
     first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
     if first is None:
-        raise UsageError(f"the model returned {_told(output)}, of which no loss can be made: give loss=function")
+        raise UsageError(f"the model returned {_told(output)}, from which no loss can be made: pass loss=function")
     return first.sum()
 
 
@@ -209,7 +209,7 @@ def _optimizer(given: Any, model: nn.Module, state: training.State, on_gpu: bool
         for group in optimizer.param_groups:
             group["params"] = [state.replaced.get(parameter, parameter) for parameter in group["params"]]
         if not {id(one) for one in parameters_of(optimizer)} & {id(one) for one in model.parameters()}:
-            raise UsageError("the optimizer has no parameter of this model: give a class, as optimizer=torch.optim.SGD")
+            raise UsageError("the optimizer has no parameter of this model: pass a class: optimizer=torch.optim.SGD")
     else:
         optimizer = given(parameter for parameter in model.parameters() if parameter.requires_grad)
     if on_gpu and not isinstance(optimizer, torch.optim.Adafactor):  # which alone keeps to loops there, too

@@ -6,7 +6,7 @@ from nbdist.plan import Plan
 
 
 def savings(plan: Plan) -> list[str]:
-    """What it keeps elsewhere, or computes again."""
+    """Return what it keeps elsewhere, or computes again."""
     words = []
     if plan.activation_budget is not None:
         words.append(f"activation budget {plan.activation_budget:g}")

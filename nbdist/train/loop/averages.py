@@ -70,12 +70,12 @@ def refuse_without_average(model: nn.Module, state: State) -> None:
     name = type(unwrap(model)).__name__.removeprefix("FSDP")
     if state.plan.ema is None:
         raise UsageError(
-            f"no averaged weights of the {name} are kept, because the plan has no ema: type "
+            f"no averaged weights of the {name} are kept, because the plan has no ema: use "
             "`%distributed plan --ema 0.999` or pass plan=nbdist.Plan(ema=0.999), and prepare the model under it"
         )
     if all(unwrap(model) is not unwrap(known) for known in state.models):
         raise UsageError(
-            f"no averaged weights of the {name} are kept, because it was not prepared under this plan: write "
+            f"no averaged weights of the {name} are kept, because it was not prepared under this plan: call "
             "model, optimizer = nbdist.prepare(model, optimizer) first"
         )
     if any(unwrap(model) is unwrap(other) for other in state.averaged):
@@ -112,12 +112,12 @@ def update(state: State, optimizer: torch.optim.Optimizer) -> None:
 
 
 def empty_average(parameter: torch.Tensor) -> torch.Tensor:
-    """What an average of this parameter is kept in, without values; a shard of it for a shard."""
+    """Return what an average of this parameter is kept in, without values; a shard of it for a shard."""
     return torch.empty_like(parameter, dtype=_type_of(parameter), requires_grad=False)
 
 
 def _type_of(parameter: torch.Tensor) -> torch.dtype:
-    """In half precision an average would stand still: what a step adds to it is less than its last bit."""
+    """Return the type of an average: in half precision it would stand still, since steps are below its last bit."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
@@ -133,13 +133,13 @@ def _put_in(model: nn.Module, state: State, kept: list[tuple[torch.Tensor, torch
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, in the same memory."""
+    """Return this rank's part, in the same memory."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 
 def averages_of(parameters: Iterable[tuple[str, torch.Tensor]], state: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """The averages of named parameters, under the same names; of those that no step was made for, none."""
+    """Yield the averages of named parameters, under the same names; of those that no step was made for, none."""
     for name, parameter in parameters:
         if (average := state.averages.get(parameter)) is not None:
             yield name, average

@@ -53,7 +53,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[int], int] | None = None,
 ) -> Any:
-    """A decorator: call a function with a batch size, and with smaller ones as long as memory is short.
+    """Return a decorator: call a function with a batch size, and with smaller ones as long as memory is short.
 
     >>> @nbdist.find_executable_batch_size(starting_batch_size=512)
     ... def train(batch_size): ...
@@ -132,7 +132,7 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was short, on the device or on the CPU."""
+    """Return whether an error says that memory was short, on the device or on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

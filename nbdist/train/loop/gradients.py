@@ -81,7 +81,7 @@ def unscale_gradients(optimizer: Optimizers = None) -> None:
     for each in chosen:
         if each not in state.optimizers:
             raise UsageError(
-                f"unscale_gradients was given a {type(each).__name__} that was not prepared: type "
+                f"unscale_gradients was given a {type(each).__name__} that was not prepared: call "
                 "optimizer = nbdist.prepare(optimizer) first"
             )
     if state.scaler is None or not state.sync_gradients:
@@ -101,7 +101,7 @@ def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type:
 
 
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients together, shards of other ranks included."""
+    """Return the norm of all gradients together, shards of other ranks included."""
     norms = []
     for group in _alike(gradients):
         norm = get_total_norm(group, norm_type)
@@ -123,7 +123,7 @@ def finish_window(state: State) -> None:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All parameters that an optimizer steps."""
+    """Return all parameters that an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -148,7 +148,7 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors by kind: torch can't mix whole and sharded ones, or meshes, in one operation."""
+    """Return tensors by kind: torch can't mix whole and sharded ones, or meshes, in one operation."""
     groups: dict[object, list[torch.Tensor]] = {}
     for tensor in tensors:
         kind = tensor.device_mesh if isinstance(tensor, DTensor) else None

@@ -41,9 +41,9 @@ class LocalSGD:
 
     def __init__(self, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if not is_whole(local_sgd_steps, 1):
-            raise UsageError(f"local_sgd_steps={local_sgd_steps!r} must be a whole number from 1 on, such as 8")
+            raise UsageError(f"local_sgd_steps={local_sgd_steps!r} must be an integer of 1 or more, for example 8")
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise UsageError("local SGD needs a whole model on each rank, and this one is sharded: use strategy ddp")
+            raise UsageError("local SGD needs a whole model on each rank, but this one is sharded: use strategy ddp")
         self.enabled = enabled and training.world_size() > 1
         self.num_steps = 0
         self._every = local_sgd_steps
@@ -61,7 +61,7 @@ class LocalSGD:
             average_parameters(self._model)
 
     def step(self) -> None:
-        """To be called after each optimizer step. Does nothing inside an accumulation window."""
+        """Call this after each optimizer step. Does nothing inside an accumulation window."""
         if not training.current().sync_gradients:
             return
         self.num_steps += 1

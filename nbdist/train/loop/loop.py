@@ -34,7 +34,7 @@ from nbdist.train.structure.unexchanged import drop_unexchanged, parameter_group
 
 @Flag
 def sync_gradients() -> bool:
-    """Whether the micro-batch at hand ends with an optimizer step; behind `accumulate`, whether the last one did.
+    """Return whether the current micro-batch ends with an optimizer step; after `accumulate`, whether the last one did.
 
     Without parentheses, too: `if nbdist.sync_gradients:`.
     """
@@ -43,7 +43,7 @@ def sync_gradients() -> bool:
 
 @Flag
 def optimizer_step_was_skipped() -> bool:
-    """Whether the last step of a prepared optimizer was not made, as a gradient was infinite or no number (fp16)."""
+    """Return whether the last step of a prepared optimizer was skipped because a gradient was inf or NaN (fp16)."""
     return any(record.skipped for record in training.current().records.values())
 
 
@@ -70,7 +70,7 @@ def backward(loss: torch.Tensor, **kwargs: Any) -> None:
 
 @contextmanager
 def accumulate(*models: nn.Module) -> Iterator[None]:
-    """Around one micro-batch: the optimizer steps at the end of each window of the plan's `accumulate` of them.
+    """Run one micro-batch; the optimizer steps at the end of each window of the plan's `accumulate` micro-batches.
 
     Inside of a window gradients are not exchanged, unless the plan's `exchange` is "each", and the prepared optimizers'
     `step` and `zero_grad` and the schedulers' `step` do nothing. The last window of a pass over a prepared loader may
@@ -87,7 +87,7 @@ def accumulate(*models: nn.Module) -> Iterator[None]:
         if model not in state.models:
             raise UsageError(
                 f"accumulate was given a {type(model).__name__} that was not prepared, or under an earlier plan: "
-                "type model = nbdist.prepare(model) first"
+                "call model = nbdist.prepare(model) first"
             )
     _begin_micro_batch(state)
     chosen = models or tuple(state.models)
@@ -159,7 +159,7 @@ def _exchange(parts: Iterable[Any], wanted: bool) -> None:
 
 
 def _sharded_parts(state: State, model: nn.Module) -> Sequence[Any]:
-    """FSDP's modules in a model. Looked up once: a model may have thousands of modules."""
+    """Return FSDP's modules in a model. Looked up once: a model may have thousands of modules."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(model, FSDPModule):
@@ -171,7 +171,7 @@ def _sharded_parts(state: State, model: nn.Module) -> Sequence[Any]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model as the user wrote it: what DDP or torch.compile wraps.
+    """Return the model as the user wrote it: what DDP or torch.compile wraps.
 
     A model under FSDP2 is still the user's object, and an instance of the user's class; its parameters are sharded.
     """

@@ -68,7 +68,7 @@ def autocast_forward(model: nn.Module, plan: Plan, device: torch.device) -> None
 
 
 def in_float32(result: Any) -> Any:
-    """The same lists, tuples and dicts, with half-precision tensors in float32."""
+    """Return the same lists, tuples and dicts, with half-precision tensors in float32."""
     if isinstance(result, torch.Tensor):
         return result.float() if result.dtype in (torch.float16, torch.bfloat16) else result
     if isinstance(result, tuple) and hasattr(result, "_fields"):
@@ -94,7 +94,7 @@ def warn_of_emulation(plan: Plan, device: torch.device) -> None:
 
 
 def fsdp_policies(plan: Plan) -> tuple[Any, Any]:
-    """FSDP's mixed precision for blocks and for the outermost module, which also returns float32.
+    """Return FSDP's mixed precision for blocks and for the outermost module, which also returns float32.
 
     Gradients are reduced in float32: sums over many ranks lose too much in half precision.
     """
@@ -109,14 +109,14 @@ def fsdp_policies(plan: Plan) -> tuple[Any, Any]:
 
 
 def full_precision_policy() -> Any:
-    """FSDP's policy for layers whose parameters stay as they are, whatever type their inputs have."""
+    """Return FSDP's policy for layers whose parameters stay as they are, whatever type their inputs have."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def make_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler | None:
-    """The scaler that fp16 needs; None for other precisions.
+    """Return the scaler that fp16 needs; None for other precisions.
 
     It is right under FSDP as well: with sharded gradients torch agrees over ranks on whether one is infinite.
     """
@@ -124,7 +124,7 @@ def make_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler | None
 
 
 def scaled(state: training.State, loss: torch.Tensor) -> torch.Tensor:
-    """The loss as backward is to see it."""
+    """Return the loss as backward is to see it."""
     if state.scaler is None:
         return loss
     if any(record.phase == "stepped" for record in state.records.values()):
@@ -144,7 +144,7 @@ def unscale(state: training.State, optimizer: torch.optim.Optimizer) -> None:
         return
     if not state.loss_scaled:
         raise UsageError(
-            "fp16 needs a scaled loss, and none was seen since the last step: type nbdist.backward(loss) instead of "
+            "fp16 needs a scaled loss, but none was seen since the last step: call nbdist.backward(loss) instead of "
             "loss.backward()"
         )
     state.scaler.unscale_(optimizer)
@@ -218,7 +218,7 @@ def _note_skipped(state: training.State) -> None:
         )
     else:
         text = (
-            f"fp16: {count:,} optimizer steps were skipped, beside {state.steps:,} that were made, because a gradient "
+            f"fp16: {count:,} optimizer steps were skipped, besides {state.steps:,} that were made, because a gradient "
             "was inf or NaN. If that continues, look at the loss, or plan precision bf16"
         )
     warnings.warn(text, RuntimeWarning, stacklevel=5)  # where the user called optimizer.step()

@@ -48,7 +48,7 @@ def _steps(batches: int, accumulate: int) -> int:
 
 
 def steps_of(scheduler: Any) -> int | None:
-    """The steps after which a schedule has come to its end; None if it has none, or none that is known."""
+    """Return the steps after which a schedule has come to its end; None if it has none, or none that is known."""
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         last = steps_of(scheduler._schedulers[-1])
         return None if last is None else int(scheduler._milestones[-1]) + last

@@ -96,7 +96,7 @@ def _explaining_shards(original: Original, optimizer: Optimizer, *args: Any) -> 
 
 
 def _refuses_operands(error: RuntimeError) -> bool:
-    """Whether an error is torch's answer to an operation on tensors, by where it comes from.
+    """Return whether an error is torch's answer to an operation on tensors, by where it comes from.
 
     That is DTensor's own Python, or C++ below a line that raises nothing itself. What an optimizer raises on its own
     account is passed on, and so is what failed while ranks exchanged something.
@@ -131,7 +131,7 @@ def _laid_out(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
 
 
 def strange_parameters(optimizer: Optimizer, known: set[int], replaced: Mapping[torch.Tensor, Any]) -> int:
-    """How many of an optimizer's parameters belong to no model. `known`: the numbers (`id`) of the models' own."""
+    """Return how many of an optimizer's parameters belong to no model. `known`: the models' parameters, by `id`."""
     return sum(id(parameter) not in known and parameter not in replaced for parameter in parameters_of(optimizer))
 
 
@@ -168,7 +168,7 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
 
 
 def _refuse_closure(state: State) -> None:
-    """It computes gradients inside of the step, where nobody scales, gathers or clips them."""
+    """Raise an error for a closure, whose gradients inside the step would not be scaled, gathered or clipped."""
     wanted = {
         "precision fp16": state.scaler is not None,
         "accumulate": state.plan.accumulate > 1,
@@ -183,7 +183,7 @@ def _refuse_closure(state: State) -> None:
 
 
 def _after_attempt(state: State, attempts: int) -> None:
-    """What is due every few steps. Skipped ones count: with fp16 and local SGD a rank may skip alone."""
+    """Do what is due every few steps. Skipped ones count: with fp16 and local SGD a rank may skip alone."""
     plan = state.plan
     float8.after_step(state.models, plan)
     if plan.local_sgd_steps and (attempts % plan.local_sgd_steps == 0 or getattr(state.loader, "end_of_loader", False)):
@@ -235,18 +235,18 @@ def _scheduler_step(state: State, original: Original, scheduler: Any, *args: Any
 
 
 def _scheduler_state(original: Original, scheduler: Any) -> Any:
-    """The schedulers of torch give out all of their `__dict__`, in which the shadows stand, too."""
+    """Return the schedulers of torch give out all of their `__dict__`, in which the shadows stand, too."""
     known = original(scheduler)
     return {name: value for name, value in known.items() if name not in _SHADOWED} if isinstance(known, dict) else known
 
 
 def is_scheduler(thing: Any) -> bool:
-    """Whether this is a learning-rate scheduler, torch's or one like them."""
+    """Return whether this is a learning-rate scheduler, torch's or one like them."""
     return not isinstance(thing, Optimizer | torch.nn.Module | torch.amp.GradScaler) and all(
         callable(getattr(thing, name, None)) for name in ("step", "state_dict")
     )
 
 
 def describe_groups(optimizers: Sequence[Optimizer]) -> list[str]:
-    """What ranks must agree on: each optimizer's class and how many parameters its groups have."""
+    """Return what ranks must agree on: each optimizer's class and how many parameters its groups have."""
     return [f"{type(opt).__name__}{[len(group['params']) for group in opt.param_groups]}" for opt in optimizers]

@@ -63,7 +63,7 @@ def _choose_deterministic_algorithms() -> None:
 
 
 def _choose_tf32(wanted: bool) -> None:
-    """By the older function, which sets the newer switches as well: where the two disagree, reading the older raises.
+    """Set TF32 by the older function, which also sets the newer switches: if they disagree, reading the older raises.
 
     What the user has set is read from the newer switches (since torch 2.9), which always can be.
     """
@@ -77,7 +77,7 @@ def _choose_tf32(wanted: bool) -> None:
 
 
 def _budget_activations(share: float) -> None:
-    """For what is compiled from now on. It is no option of `torch.compile`, but a setting of the process."""
+    """Set the activation budget for what is compiled from now on, a setting of the process."""
     from torch._functorch import config
 
     _undo.append(partial(setattr, config, "activation_memory_budget", config.activation_memory_budget))
@@ -140,7 +140,7 @@ def _node_of_gpu(index: int, sysfs: Path) -> int | None:
 
 
 def _share(cores: set[int], node: int | None, sysfs: Path) -> set[int]:
-    """This rank's part of the cores of its node. Ranks have GPUs in their order, several in turn if there are fewer."""
+    """Return this rank's part of the cores of its node. Ranks have GPUs in their order, in turn if there are fewer."""
     own, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = [_node_of_gpu(index, sysfs) for index in range(torch.cuda.device_count())]
     neighbors = [rank for rank in range(ranks) if rank == own or gpus[rank % len(gpus)] == node]
@@ -155,7 +155,7 @@ def _share(cores: set[int], node: int | None, sysfs: Path) -> set[int]:
 
 
 def part_of_cores(cores: set[int], number: int, parts: int, sysfs: Path = _SYSFS) -> set[int]:
-    """One of several parts of cores: whole physical cores, hyperthreads together.
+    """Return one of several parts of cores: whole physical cores, hyperthreads together.
 
     Args:
         cores: As Linux numbers them, hyperthreads counted.
@@ -204,7 +204,7 @@ def _bind(thread: int, cores: set[int]) -> None:
 
 
 def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
-    """The NUMA node of a PCI device such as "0000:3b:00.0"; None if the machine does not tell."""
+    """Return the NUMA node of a PCI device such as "0000:3b:00.0"; None if the machine does not tell."""
     try:
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -213,12 +213,12 @@ def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
 
 
 def cores_of_node(node: int, sysfs: Path = _SYSFS) -> set[int]:
-    """The cores of a NUMA node; none if the machine does not tell."""
+    """Return the cores of a NUMA node; none if the machine does not tell."""
     return _cores_in(sysfs / f"devices/system/node/node{node}/cpulist")
 
 
 def _cores_in(path: Path) -> set[int]:
-    """The cores in a list such as "4-6,12"; none if there is no such file."""
+    """Return the cores in a list such as "4-6,12"; none if there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -92,7 +92,7 @@ def prepare(*objects: Any, plan: Plan | None = None, weights: Any = None) -> Any
 
 
 def _state_for(plan: Plan) -> State:
-    """The current state, or a new one if it has another plan or is untouched."""
+    """Return the current state, or a new one if it has another plan or is untouched."""
     if training.is_begun() and training.current().plan == plan:
         training.current().tidy()
         return training.current()
@@ -105,10 +105,10 @@ def _state_for(plan: Plan) -> State:
 
 
 def _fitting(objects: Sequence[Any], weights: Any) -> Fitting:
-    """The weights under the names of the model, whose buffers that no file holds are set."""
+    """Return the weights under the names of the model, whose buffers that no file holds are set."""
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if len(models) != 1:
-        raise UsageError(f"weights are for one model, and prepare was given {len(models)}: prepare them one by one")
+        raise UsageError(f"weights are for one model, but prepare got {len(models)}: prepare them one by one")
     if len({parameter.is_meta for parameter in models[0].parameters()}) > 1:
         raise UsageError(
             "some of the model's parameters are on the meta device, and some are not: build all of it there"
@@ -120,7 +120,7 @@ def _fitting(objects: Sequence[Any], weights: Any) -> Fitting:
 
 
 def _prepared(objects: Sequence[Any], state: State, weights: Fitting | None) -> list[Any]:
-    """Models first: optimizers are to have their new parameters."""
+    """Return models first: optimizers are to have their new parameters."""
     if state.micro_step and any(_is_new(thing, state) for thing in objects):
         give_up_window(state)  # that an earlier loop has left unfinished
     results = list(objects)
@@ -142,7 +142,7 @@ def _prepared(objects: Sequence[Any], state: State, weights: Fitting | None) -> 
 
 
 def _sizes(before: Any, after: Any) -> list[tuple[int, int]]:
-    """The batches of a loader before and after it was prepared, if they are known."""
+    """Return the batches of a loader before and after it was prepared, if they are known."""
     try:
         return [(len(before), len(after))]
     except (TypeError, NotImplementedError):  # of an iterable dataset, or a sampler without a length
@@ -156,7 +156,7 @@ def _is_new(thing: Any, state: State) -> bool:
 
 
 def _known_model(model: nn.Module, state: State) -> nn.Module | None:
-    """As what the model was prepared; it may be given bare, where a cell is run again."""
+    """Return the model as it was prepared; it may be passed bare when a cell runs again."""
     return next((known for known in state.models if model in (known, unwrap(known))), None)
 
 
@@ -193,7 +193,7 @@ def _check(objects: Sequence[Any], plan: Plan, weights: Any) -> None:
     if not isinstance(plan, Plan):
         raise UsageError(f"plan={plan!r} is not a plan: pass plan=nbdist.Plan(strategy='fsdp')")
     if not objects:
-        raise UsageError("prepare was given nothing: write model, optimizer = nbdist.prepare(model, optimizer)")
+        raise UsageError("prepare got nothing: write model, optimizer = nbdist.prepare(model, optimizer)")
     now = training.current() if training.is_begun() else State(plan, _NO_DEVICE)
     known = now if now.plan == plan else State(plan, _NO_DEVICE)
     plan.check(**_surroundings())
@@ -220,7 +220,7 @@ _NO_DEVICE = torch.device("meta")
 
 
 def _refuse_earlier(model: nn.Module, earlier: State, plan: Plan) -> None:
-    """What an earlier plan has sharded stays so, and what it has wrapped in DDP still exchanges gradients for it."""
+    """Raise an error for a model that an earlier plan sharded, or wrapped in DDP, which still exchanges gradients."""
     sharded = strategy_in_effect(earlier.plan) in ("fsdp", "hsdp")
     for other in earlier.models:
         inner = unwrap(other)
@@ -266,7 +266,7 @@ def _refuse_strange(optimizer: Optimizer, count: int) -> None:
 
 
 def _refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any], weights: Any) -> None:
-    """Ranks tell each other what they were given; what is wrong on one raises on all."""
+    """Raise an error on all ranks if they were given different things, or one of them something wrong."""
     given = ("", "") if failure else (_described_plan(plan), _described(objects, weights))
     told = differing("prepare", given, failure)
     refuse_differing("prepare", [theirs for theirs, _ in told], what="plans")
@@ -280,7 +280,7 @@ def _described_plan(plan: Plan | None) -> str:
 
 
 def _told(value: Any) -> str:
-    """A setting's value, the same on all ranks: no function by its address."""
+    """Return a setting's value, the same on all ranks: no function by its address."""
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 

@@ -32,14 +32,14 @@ from nbdist.train.structure.shadow import restore
 
 
 def strategy_in_effect(plan: Plan) -> Strategy:
-    """What the plan's strategy comes to here: "none" in one process, FSDP excepted, which can still offload."""
+    """Return what the plan's strategy comes to here: "none" in one process, FSDP excepted, which can still offload."""
     if not training.has_group():
         return "none"
     return "none" if plan.strategy == "ddp" and training.world_size() == 1 else plan.strategy
 
 
 def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
-    """Models are given to `prepare` as their authors wrote them.
+    """Raise an error for wrapped models: pass models to `prepare` as their authors wrote them.
 
     Raises:
         UsageError: The model is wrapped or sharded already. The text says what to give instead.
@@ -63,7 +63,7 @@ def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
 
 
 def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> None:
-    """What of the plan does not fit the model is said before anything changes.
+    """Raise an error for parts of the plan that don't fit the model, before anything changes.
 
     Args:
         model: As its author wrote it.
@@ -148,12 +148,12 @@ def _blocks_of(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 
 def _budgets_blocks(plan: Plan) -> bool:
-    """Whether blocks make up the budget of activations; in compiled models torch's partitioner keeps to it."""
+    """Return whether blocks make up the budget of activations; in compiled models torch's partitioner keeps to it."""
     return plan.activation_budget is not None and not plan.compile
 
 
 def _compile_options(plan: Plan) -> dict[str, Any]:
-    """The arguments of `torch.compile`."""
+    """Return the arguments of `torch.compile`."""
     mode = plan.compile if isinstance(plan.compile, str) else None
     return {"mode": mode, "dynamic": plan.compile_dynamic, "fullgraph": plan.compile_fullgraph}
 
@@ -199,7 +199,7 @@ def _register_hook(model: DistributedDataParallel, kind: str, options: Mapping[s
 
 
 def _refuse_broken_hook() -> None:
-    """The batched hook of some versions of torch hands over a matrix where a batch of them is expected."""
+    """Raise an error for the batched hook of torch versions that pass a matrix instead of a batch of them."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     orthogonalize = getattr(powerSGD_hook, "_orthogonalize", None)
@@ -280,7 +280,7 @@ def _groups(
     head: Sequence[nn.Module],
     policy: Any,
 ) -> Iterator[_Group]:
-    """What is gathered by itself; the rest of the model is one more group, from the beginning of forward."""
+    """Return what is gathered by itself; the rest of the model is one more group, from the beginning of forward."""
     norms = _norms(model) if policy.param_dtype is not None else []
     for group in [norms] if norms and _completes_groups() else [[norm] for norm in norms]:
         yield _Group(group, precision.full_precision_policy(), is_kept=_completes_groups())
@@ -291,14 +291,14 @@ def _groups(
 
 
 def _ends(model: nn.Module, blocks: Sequence[nn.Module]) -> Ends:
-    """The embeddings and the head that can be groups: those that share no parameter with the rest."""
+    """Return the embeddings and the head that can be groups: those that share no parameter with the rest."""
     ends = find_ends(model, blocks)
     is_apart = _completes_groups() and len(_separable(model, ends.head)) == len(ends.head)
     return Ends(_separable(model, ends.embeddings), ends.head if is_apart else [])
 
 
 def _completes_groups() -> bool:
-    """Whether this torch ends the forward of a group if one of its modules was not called: 2.13 and newer do.
+    """Return whether this torch ends the forward of a group if one of its modules was not called: 2.13 and newer do.
 
     Older ones would not gather such a group in the next step.
     """
@@ -353,7 +353,7 @@ def _move(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def _separable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks that share no parameter with the rest; the others are sharded with the rest, so that it stays tied."""
+    """Return the blocks that share no parameter with the rest; the others are sharded with it, so that ties hold."""
     holders = Counter(
         id(parameter)
         for module in model.modules()
@@ -380,7 +380,7 @@ def _prefetch(blocks: Sequence[Any], ahead: int) -> None:
 
 
 def make_mesh(plan: Plan, device: torch.device) -> Any:
-    """The ranks as FSDP and HSDP see them."""
+    """Return the ranks as FSDP and HSDP see them."""
     ranks = training.world_size()
     if plan.strategy == "fsdp":
         return dist.init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
@@ -394,5 +394,5 @@ def make_mesh(plan: Plan, device: torch.device) -> Any:
 
 
 def _nodes(ranks: int) -> int:
-    """How many nodes the ranks run on, by the launcher's variables."""
+    """Return how many nodes the ranks run on, by the launcher's variables."""
     return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

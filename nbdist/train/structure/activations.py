@@ -116,7 +116,7 @@ def _save_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _save_every_second_product() -> Any:
-    """Contexts for one call of a block, with a count of its own."""
+    """Return contexts for one call of a block, with a count of its own."""
     counts: defaultdict[bool, int] = defaultdict(int)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

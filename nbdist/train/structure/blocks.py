@@ -20,7 +20,7 @@ _SHOWN = 12  # class names in a message
 
 
 def find_blocks(model: nn.Module, shard_by: ShardBy = None) -> list[nn.Module]:
-    """The modules that are sharded, checkpointed and compiled one by one, in the model's order.
+    """Return the modules that are sharded, checkpointed and compiled one by one, in the model's order.
 
     Without `shard_by` these are the modules whose class is repeated inside a ModuleList or Sequential, the outermost
     of them; models of transformers name their classes themselves. Never one inside another.
@@ -53,7 +53,7 @@ def find_blocks(model: nn.Module, shard_by: ShardBy = None) -> list[nn.Module]:
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether it has a forward; a ModuleList only holds others."""
+    """Return whether it has a forward; a ModuleList only holds others."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -85,7 +85,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def _computing(container: nn.Module) -> Iterator[nn.Module]:
-    """The children of a container; of those that are only lists of others, these."""
+    """Yield the children of a container; of those that are only lists of others, these."""
     for child in container.children():
         if _computes(child):
             yield child
@@ -107,7 +107,7 @@ class Ends(NamedTuple):
 
 
 def find_ends(model: nn.Module, blocks: Sequence[nn.Module]) -> Ends:
-    """The embedding and the head of a language model, where its structure shows that they are two.
+    """Return the embedding and the head of a language model, where its structure shows that they are two.
 
     A head is a linear layer after the last block with an output for each row of the model's longest embedding, and a
     weight of its own. With such a layer, the embedding's weight is not needed for the logits, so the embedding is only
@@ -137,20 +137,20 @@ def _is_beside(blocks: set[nn.Module], module: nn.Module) -> bool:
 
 
 def _longest(embeddings: Sequence[nn.Embedding]) -> list[nn.Embedding]:
-    """Those of the vocabulary: positions and kinds of tokens are fewer."""
+    """Return those of the vocabulary: positions and kinds of tokens are fewer."""
     rows = max((each.num_embeddings for each in embeddings), default=0)
     return [each for each in embeddings if each.num_embeddings == rows]
 
 
 def _reads_out(embeddings: Sequence[nn.Embedding], module: nn.Module) -> bool:
-    """Whether a layer makes logits of the tokens that are embedded, by a weight of its own."""
+    """Return whether a layer makes logits of the tokens that are embedded, by a weight of its own."""
     return isinstance(module, nn.Linear) and any(
         module.out_features == each.num_embeddings and module.weight is not each.weight for each in embeddings
     )
 
 
 def _named_embedding(model: nn.Module) -> list[nn.Module]:
-    """The input embedding of a model of transformers."""
+    """Return the input embedding of a model of transformers."""
     if not callable(tell := getattr(model, "get_input_embeddings", None)):
         return []
     with contextlib.suppress(NotImplementedError):  # of a model that has several, or none

@@ -33,7 +33,7 @@ class CacheArguments:
 
     @classmethod
     def of(cls, block: nn.Module) -> CacheArguments:
-        """The arguments of this block's forward."""
+        """Return the arguments of this block's forward."""
         names = list(inspect.signature(type(block).forward).parameters)[1:]
         numbered = (getattr(part, "layer_idx", None) for part in block.modules())
         layer = next((number for number in numbered if isinstance(number, int)), 0)
@@ -41,13 +41,13 @@ class CacheArguments:
         return cls(layer, places, not getattr(block, _READ_ONLY, False))
 
     def is_filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the block is given keys and values of earlier tokens, on which its result depends."""
+        """Return whether the block is given keys and values of earlier tokens, on which its result depends."""
         caches = [kwargs.get(name) for name in _CACHES]
         caches += [args[self.places[name]] for name in _CACHES if self.places.get(name, len(args)) < len(args)]
         return self.is_writer and any(cache is not None and self._length(cache) for cache in caches)
 
     def turned_off(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments without a cache to write into."""
+        """Return the same arguments without a cache to write into."""
         if not self.is_writer:
             return args, kwargs
         off = {position: _OFF[name] for name, position in self.places.items()}

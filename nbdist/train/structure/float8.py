@@ -20,20 +20,20 @@ _MULTIPLE = 16  # the matrix sizes that the hardware takes
 
 
 def refuse_small(model: nn.Module, plan: Plan) -> None:
-    """A model without a layer that fp8 makes faster is refused.
+    """Raise an error for a model without a layer that fp8 makes faster.
 
     Raises:
         UsageError: With what to set instead.
     """
     if plan.precision == "fp8" and not chosen_layers(model, plan):
         raise UsageError(
-            f"precision 'fp8' has nothing to do in {type(model).__name__}: beside the output layer and tied weights it "
+            f"precision 'fp8' does nothing in {type(model).__name__}: besides the output layer and tied weights it "
             f"has no linear layer that is large enough for the recipe {plan.fp8_recipe!r}. Set precision to 'bf16'"
         )
 
 
 def chosen_layers(model: nn.Module, plan: Plan) -> list[str]:
-    """The names of the linear layers that compute in fp8.
+    """Return the names of the linear layers that compute in fp8.
 
     Left out are the output layer, whose errors reach the loss at once; layers that share a weight, which would be torn
     apart; and those for which fp8 is slower than bf16.
@@ -51,7 +51,7 @@ def chosen_layers(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _output_layer(model: nn.Module, plan: Plan) -> nn.Module | None:
-    """What a model of transformers says it is, else the last linear layer, if it is not a part of a block."""
+    """Return what a model of transformers says it is, else the last linear layer, if it is not a part of a block."""
     if callable(tell := getattr(model, "get_output_embeddings", None)):
         return tell()  # type: ignore[no-any-return]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -60,7 +60,7 @@ def _output_layer(model: nn.Module, plan: Plan) -> nn.Module | None:
 
 
 def _is_large(rows: int, columns: int, recipe: str) -> bool:
-    """By torchao's own measurements on an H100."""
+    """Return whether a layer is large, by torchao's own measurements on an H100."""
     if rows % _MULTIPLE or columns % _MULTIPLE:
         return False
     if recipe == "tensorwise":
@@ -86,7 +86,7 @@ def convert(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def config_of(plan: Plan) -> Any:
-    """The settings of torchao for a plan's recipe.
+    """Return the settings of torchao for a plan's recipe.
 
     Raises:
         UsageError: There is no torchao, or it does not know the recipe.
@@ -94,12 +94,12 @@ def config_of(plan: Plan) -> Any:
     try:
         from torchao.float8 import Float8LinearConfig
     except ImportError:
-        raise UsageError("fp8 needs torchao: type `pip install torchao`, or use precision bf16") from None
+        raise UsageError("fp8 needs torchao: run `pip install torchao`, or use precision bf16") from None
     try:
         config: Any = Float8LinearConfig.from_recipe_name(plan.fp8_recipe)
     except ValueError:
         raise UsageError(
-            f"the torchao that is installed has no recipe {plan.fp8_recipe!r}: type `pip install -U torchao`, or set "
+            f"the torchao that is installed has no recipe {plan.fp8_recipe!r}: run `pip install -U torchao`, or set "
             "fp8_recipe to 'tensorwise'"
         ) from None
     return dataclasses.replace(config, enable_fsdp_float8_all_gather=True) if _gathers_in_fp8(plan) else config
@@ -117,5 +117,5 @@ def after_step(models: Iterable[nn.Module], plan: Plan) -> None:
 
 
 def _gathers_in_fp8(plan: Plan) -> bool:
-    """Only with one scale for each weight can shards be cast before they are gathered."""
+    """Return only with one scale for each weight can shards be cast before they are gathered."""
     return plan.strategy in SHARDED and plan.fp8_recipe == "tensorwise"

@@ -21,7 +21,7 @@ _BUCKET = 32 << 20  # bytes that are copied together to be sent; what is larger 
 
 
 def refuse_without_initializer(model: nn.Module) -> None:
-    """A module on the meta device must know how to set its own parameters and buffers.
+    """Raise an error if a module on the meta device can't set its own parameters and buffers.
 
     Raises:
         UsageError: Some don't. The text names them.
@@ -79,7 +79,7 @@ class Materializer:
 
     @torch.no_grad()
     def _give_values(self, module: nn.Module) -> None:
-        """As built in the usual way, tied weights have the values that their first owner sets."""
+        """Give tied weights the values that their first owner sets, as when built in the usual way."""
         known = [(tensor, tensor.clone()) for tensor in _own(module) if id(tensor) in self._set]
         initialize = initializer(module)
         if initialize is not None:
@@ -95,7 +95,7 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def initializer(module: nn.Module) -> Callable[[], Any] | None:
-    """The method by which a module sets its own parameters and buffers, if it has one."""
+    """Return the method by which a module sets its own parameters and buffers, if it has one."""
     for name in ("reset_parameters", "_reset_parameters"):  # torch's MultiheadAttention has the latter
         if callable(found := getattr(module, name, None)):
             return found  # type: ignore[no-any-return]

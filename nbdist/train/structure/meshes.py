@@ -17,7 +17,7 @@ _world: Any = None  # the default group that they were made in
 
 
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:
-    """The mesh of this key, made if not all ranks have it. To be called on all ranks, with the same key."""
+    """Return the mesh of this key, made if not all ranks have it. To be called on all ranks, with the same key."""
     global _world
     if dist.group.WORLD is not _world:
         _meshes.clear()
@@ -28,7 +28,7 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def _is_usable(mesh: Any) -> bool:
-    """Whether its groups are there: one that was interrupted while it was made, or lost a rank, is not."""
+    """Return whether its groups are there: one that was interrupted while it was made, or lost a rank, is not."""
     try:
         return all(dist.get_rank(group) >= 0 for group in mesh.get_all_groups())
     except (ValueError, RuntimeError, KeyError):

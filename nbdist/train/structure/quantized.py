@@ -17,19 +17,19 @@ from nbdist.errors import UsageError
 
 
 def is_quantized(value: torch.Tensor) -> bool:
-    """Whether a tensor, or the shard of one, keeps codes instead of values."""
+    """Return whether a tensor, or the shard of one, keeps codes instead of values."""
     local = _local(value)
     is_wrapper: bool = is_traceable_wrapper_subclass(local)
     return is_wrapper and type(local).dequantize is not torch.Tensor.dequantize
 
 
 def is_signed(value: torch.Tensor) -> bool:
-    """Whether quantized values may be negative; where that makes no difference, True."""
+    """Return whether quantized values may be negative; where that makes no difference, True."""
     return bool(getattr(_local(value), "signed", True))
 
 
 def values_of(value: torch.Tensor) -> torch.Tensor:
-    """What quantized state stands for; of a shard a shard."""
+    """Return what quantized state stands for; of a shard a shard."""
     plain: torch.Tensor = _local(value).dequantize().to(value.dtype)
     if not isinstance(value, DTensor):
         return plain
@@ -51,7 +51,7 @@ def refuse_unquantizable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def quantized(optimizer: Any, parameter: torch.Tensor, values: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Values as an optimizer of torchao keeps them for a parameter; as they are where it keeps small ones so."""
+    """Return values as an optimizer of torchao keeps them for a parameter; as they are where it keeps small ones so."""
     kept: torch.Tensor = optimizer._new_buffer(parameter.detach(), signed)
     with torch.no_grad():
         _local(kept).copy_(_local(values))

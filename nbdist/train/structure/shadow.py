@@ -79,7 +79,7 @@ def restore(owner: Any, name: str) -> None:
 
 
 def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An instance's own function, callable with its owner in front as the class's methods are."""
+    """Return an instance's own function, callable with its owner in front as the class's methods are."""
 
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

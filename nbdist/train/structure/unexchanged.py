@@ -9,7 +9,7 @@ from typing import Any
 
 
 def parameter_groups(state: Any) -> list[Any]:
-    """The groups of parameters of one FSDP2 module, by its state; newer torches may have several."""
+    """Return the groups of parameters of one FSDP2 module, by its state; newer torches may have several."""
     found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in found if group is not None]
 

@@ -40,7 +40,7 @@ class RankLogger(_Adapter):
         self.logger.log(level, text, *args, **kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """As `warning`, but the same message only once."""
+        """Log a warning, but the same message only once."""
         if (key := (self.name, str(msg))) not in _warned:
             _warned.add(key)
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
@@ -51,7 +51,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """A logger whose messages come from rank 0 alone, unless a call says `main_process_only=False`.
+    """Return a logger whose messages come from rank 0 alone, unless a call says `main_process_only=False`.
 
     >>> logger = nbdist.get_logger(__name__, "INFO")
     >>> logger.info("loaded", main_process_only=False, in_order=True)

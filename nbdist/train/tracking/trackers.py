@@ -33,7 +33,7 @@ class Tracker(Protocol):
         """Keep these numbers, by flat names."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Close the tracker: no more values follow."""
 
 
 class _Csv:
@@ -180,7 +180,7 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
         UsageError: No run was begun.
     """
     if _trackers is None:
-        raise UsageError('there is nothing to log to: type nbdist.init_trackers("name of the run") first')
+        raise UsageError('there is nothing to log to: call nbdist.init_trackers("name of the run") first')
     if rank() != 0:
         return
     numbers_only = dict(_numbers(values))
@@ -190,7 +190,7 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
 
 
 def get_tracker(name: str, unwrap: bool = False) -> Any:
-    """A tracker of the run, for what it can do beyond numbers: images, tables, files.
+    """Return a tracker of the run, for what it can do beyond numbers: images, tables, files.
 
     >>> nbdist.get_tracker("tensorboard", unwrap=True).add_histogram("weights", weights, step)
 
@@ -234,7 +234,7 @@ def end_training() -> None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts, with their keys joined by "/"."""
+    """Yield the leaves of nested dicts, with their keys joined by "/"."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}/")
@@ -253,17 +253,17 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: Any) -> tuple[float | None, str]:
-    """The number, or None and why it is none."""
+    """Return the number, or None and why it is none."""
     if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
         return None, "it is spread over ranks, of which rank 0 has a part: log its full_tensor(), called on all ranks"
     if isinstance(value, torch.Tensor) or hasattr(value, "item"):
         shape = list(getattr(value, "shape", ()))
         if getattr(value, "size", 1) != 1 and (not isinstance(value, torch.Tensor) or value.numel() != 1):
-            return None, f"it has the shape {shape}, and a number is wanted, such as its mean()"
+            return None, f"it has the shape {shape}, and must be a number: log its mean(), for example"
         value = value.item()
     if isinstance(value, numbers.Real):
         return (int(value) if isinstance(value, numbers.Integral) else float(value)), ""
-    return None, f"it is {type(value).__name__}, and a number is wanted"
+    return None, f"it is {type(value).__name__}, not a number"
 
 
 def _library(module: str) -> Any:
@@ -279,7 +279,7 @@ def _refuse_unknown(kind: Any) -> None:
         raise UsageError(f"{kind!r} is not a tracker: give one of {_ALLOWED}")
     _, module, package = _KINDS[kind]
     if importlib.util.find_spec(module) is None:
-        raise UsageError(f"{kind} needs a library that is not installed: type `%pip install {package}`")
+        raise UsageError(f"{kind} needs a library that is not installed: run `%pip install {package}`")
 
 
 def _close() -> None:

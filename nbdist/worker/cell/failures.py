@@ -20,7 +20,7 @@ from nbdist.errors import NbdistError, TransferError
 from nbdist.shells import chain
 from nbdist.wire.cells import Failure, FailureKind
 from nbdist.worker.cell import lost_context
-from nbdist.worker.recovery.step_stop import StepStop
+from nbdist.worker.cell.interrupts import StepStop
 
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 # By name: `pip install --user` and the system's packages below a virtual environment have other prefixes than Python.
@@ -46,7 +46,7 @@ _PICKLE_LIMIT = 1 << 20  # bytes of an exception object that are worth sending
 
 
 def describe(error: BaseException, traceback: str) -> Failure:
-    """The failure to send for an exception, with its traceback as text."""
+    """Return the failure to send for an exception, with its traceback as text."""
     return Failure(
         name="KeyboardInterrupt" if isinstance(error, KeyboardInterrupt) else type(error).__name__,
         text=_message(error),
@@ -58,7 +58,7 @@ def describe(error: BaseException, traceback: str) -> Failure:
 
 
 def answered_by_exit(error: BaseException) -> KeyboardInterrupt | None:
-    """The interrupt after which a program has called `sys.exit(1)`, as Lightning does: it has been interrupted."""
+    """Return the interrupt after which a program called `sys.exit(1)`, as Lightning does: it was interrupted."""
     if not isinstance(error, SystemExit):
         return None
     return next((part for part in chain(error) if isinstance(part, KeyboardInterrupt)), None)
@@ -73,7 +73,7 @@ def _kind(error: BaseException) -> FailureKind:
 
 
 def from_communication(error: BaseException) -> bool:
-    """Whether torch has raised it because communication between ranks has failed.
+    """Return whether torch has raised it because communication between ranks has failed.
 
     What Python code raises counts for nothing, whatever its text: only torch's native code knows.
     """
@@ -85,7 +85,7 @@ def from_communication(error: BaseException) -> bool:
 
 
 def from_torch(error: BaseException) -> bool:
-    """Whether a RuntimeError or ValueError comes out of torch.distributed, or of native code."""
+    """Return whether a RuntimeError or ValueError comes out of torch.distributed, or of native code."""
     place = _innermost(error)
     if place is None or not isinstance(error, RuntimeError | ValueError):
         return False
@@ -100,12 +100,12 @@ def _innermost(error: BaseException) -> types.TracebackType | None:
 
 
 def _raises(place: types.TracebackType) -> bool:
-    """Whether it stands at a `raise` of Python's, not at a call of native code."""
+    """Return whether it stands at a `raise` of Python's, not at a call of native code."""
     return dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about a GPU that a forked process can't use, or that this one has lost; empty for any other error."""
+    """Return advice on a GPU that a forked process can't use, or that this one has lost; empty for other errors."""
     if lost := lost_context.advice(error):
         return f"\nnbdist: {lost}"
     if not any("forked subprocess" in _message(part) for part in chain(error)):
@@ -117,7 +117,7 @@ def _advice(error: BaseException) -> str:
 
 
 def trim(traceback: types.TracebackType | None, *, innermost: bool = True) -> types.TracebackType | None:
-    """The traceback with the user's own frames, and the innermost one whosever it is but ours.
+    """Return the traceback with the user's own frames, and the innermost one whosever it is but ours.
 
     An interrupt comes up anywhere, so there the innermost frame says nothing: `innermost=False` leaves it out. What we
     have raised ourselves ends with the user's frames: libraries that stand between ours say nothing either.
@@ -143,7 +143,7 @@ def trim(traceback: types.TracebackType | None, *, innermost: bool = True) -> ty
 
 
 def passed_through_step(error: BaseException) -> bool:
-    """Whether it came out of the middle of a training step: a model's forward, backward, a collective, an optimizer."""
+    """Return whether it came from within a training step: a model's forward, backward, a collective, an optimizer."""
     return any(
         any(part in frame.f_code.co_filename for part in _STEP_FILES)
         for cause in chain(error)
@@ -152,7 +152,7 @@ def passed_through_step(error: BaseException) -> bool:
 
 
 def _holds_group(error: BaseException) -> bool:
-    """Whether an exception group is part of it, which IPython does not render."""
+    """Return whether an exception group is part of it, which IPython does not render."""
     return any(_is_group(part) for part in chain(error))
 
 
@@ -163,7 +163,7 @@ def _is_group(error: BaseException) -> bool:
 def render(
     kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None, renderer: Any
 ) -> str:
-    """The traceback as IPython shows it, or as Python does where IPython can't.
+    """Return the traceback as IPython shows it, or as Python does where IPython can't.
 
     Args:
         renderer: The `InteractiveTB` of IPython's shell; None without one.
@@ -186,13 +186,13 @@ def render(
 
 
 def _render_plainly(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> str:
-    """The traceback as Python prints it, with cells named as the notebook names them."""
+    """Return the traceback as Python prints it, with cells named as the notebook names them."""
     text = "".join(tracebacks.format_exception(kind, error, traceback))
     return _CELL.sub(r"Cell In[\1], line", text)
 
 
 def _render_frames(traceback: types.TracebackType | None) -> str:
-    """Where it was raised, as Python prints it, without the exception."""
+    """Return where it was raised, as Python prints it, without the exception."""
     return _CELL.sub(r"Cell In[\1], line", "".join(tracebacks.format_tb(traceback)))
 
 
@@ -221,7 +221,7 @@ def keep_last_comments() -> None:
 
 @contextlib.contextmanager
 def trimmed_causes(error: BaseException) -> Iterator[None]:
-    """While the body runs, the exceptions behind this one have trimmed tracebacks too."""
+    """Trim the tracebacks of this exception's causes too, while the body runs."""
     causes = [(cause, cause.__traceback__) for cause in chain(error) if cause is not error]
     for cause, traceback in causes:
         cause.__traceback__ = trim(traceback)
@@ -233,7 +233,7 @@ def trimmed_causes(error: BaseException) -> Iterator[None]:
 
 
 def is_users_code(code: types.CodeType) -> bool:
-    """Whether it is in a cell or file of the user's, not in a library, nor in nbdist."""
+    """Return whether it is in a cell or file of the user's, not in a library, nor in nbdist."""
     return _is_users(code.co_filename) and not code.co_filename.startswith(_OURS)
 
 

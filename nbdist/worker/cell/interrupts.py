@@ -16,9 +16,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-_RESEND = 1.0  # seconds until a KeyboardInterrupt that did not end the cell is sent again
+from nbdist import limits
+
 _RESEND_UNRAISABLE = 0.02
 _INTERRUPTS = {signal.SIGINT}
+
+
+class StepStop(KeyboardInterrupt):
+    """The cell was stopped between two steps: models, optimizers and groups are whole. Run the cell again to go on."""
 
 
 class InterruptGate:
@@ -57,12 +62,12 @@ class InterruptGate:
         return self._running != 0 and self.was_asked(self._running)
 
     def was_asked(self, serial: int) -> bool:
-        """Whether a cell has been asked to stop."""
+        """Return whether a cell has been asked to stop."""
         return self._asked == serial
 
     @contextlib.contextmanager
     def open(self, serial: int, *, once: bool = False) -> Iterator[None]:
-        """While the body runs, requests for this serial number raise KeyboardInterrupt in it.
+        """Let requests for this serial number raise KeyboardInterrupt while the body runs.
 
         Args:
             serial: What runs.
@@ -94,7 +99,7 @@ class InterruptGate:
             self._send()
 
     def resend_due(self) -> float | None:
-        """Seconds until `resend` should be called, or None."""
+        """Return the seconds until `resend` should be called, or None."""
         due = self._due
         return None if due is None else max(0.0, due - time.monotonic())
 
@@ -108,7 +113,7 @@ class InterruptGate:
         if self._running != self._asked:
             self._due = None
             return
-        self._due = time.monotonic() + _RESEND
+        self._due = time.monotonic() + limits.RESEND
         self._wake()
         signal.pthread_kill(self._main, signal.SIGINT)
 

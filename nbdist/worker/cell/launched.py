@@ -7,7 +7,7 @@ from typing import Any
 
 from nbdist import transfer
 from nbdist.errors import TransferError
-from nbdist.wire.processes import RankSetup
+from nbdist.wire.rank_processes import RankSetup
 
 
 def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -21,12 +21,12 @@ def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
 
 
 def is_plain_exit(error: BaseException) -> bool:
-    """Whether it is `sys.exit()` or `exit`: a good end."""
+    """Return whether it is `sys.exit()` or `exit`: a good end."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def pack(value: Any, setup: RankSetup) -> transfer.Packed:
-    """A parcel of what it returned on a rank; of the reason, where that can't travel: its work is done anyway."""
+    """Pack a rank's return value, or the reason why it can't be sent: its work is done either way."""
     if setup.rank and not setup.options.all_results:
         value = None
     name = f"the value that rank {setup.rank} returned"

@@ -32,12 +32,12 @@ _OF_CODE = (700, 710, 716, 719)  # usually the fault of an index that is out of 
 
 
 def advice(error: BaseException) -> str:
-    """What an error means that comes with the loss of the GPU, and what to type; empty if the GPU is not lost."""
+    """Return what an error means that comes with the loss of the GPU, and what to type; empty if it is not lost."""
     code = next((code for part in chain(error) if (code := _code(part))), 0) or _probe()
     if not code:
         return ""
     words = (
-        f"this rank has lost its GPU (CUDA error {code}, {_STICKY[code]}): whatever it does there fails from now on, "
+        f"this rank has lost its GPU (CUDA error {code}, {_STICKY[code]}): whatever it does there will fail, "
         "and its tensors on the GPU are gone. Type `%distributed restart` for fresh ranks (what is in CPU memory can "
         "be pulled before), or launch again."
     )
@@ -50,7 +50,7 @@ def advice(error: BaseException) -> str:
 
 
 def _code(error: BaseException) -> int:
-    """The code of a CUDA error after which the GPU is lost; 0 for any other error."""
+    """Return the code of a CUDA error after which the GPU is lost; 0 for any other error."""
     kind = getattr(sys.modules.get("torch"), "AcceleratorError", None)  # since torch 2.8
     if kind is None or not isinstance(error, kind):
         return 0
@@ -59,7 +59,7 @@ def _code(error: BaseException) -> int:
 
 
 def _probe() -> int:
-    """The same of the GPU as it is now: libraries such as NCCL and cuBLAS raise errors of their own. Does not wait."""
+    """Return the GPU's error now: libraries such as NCCL and cuBLAS raise their own. Does not wait."""
     if not device.uses_gpu():
         return 0
     cuda: Any = sys.modules["torch.cuda"]

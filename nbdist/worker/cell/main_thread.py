@@ -31,7 +31,7 @@ class MainThreadLook:
         self._callback = _PendingCall(self._take)
 
     def newest(self) -> dict[str, Any]:
-        """What was seen now, or, while the main thread is in a call into C, when it last was not.
+        """Return what was seen now, or, while the main thread is in a call into C, when it last was not.
 
         Raises:
             TimeoutError: It has been in one ever since it was first asked to look.

@@ -36,13 +36,13 @@ class ScriptFolders:
 
 
 def _modules_in(folder: Path) -> Iterator[str]:
-    """The names that can be imported from a folder; a folder without `__init__.py` is a package, too."""
+    """Yield the names that can be imported from a folder; a folder without `__init__.py` is a package, too."""
     for path in folder.iterdir():
         if path.suffix == ".py" or path.is_dir():
             yield path.stem
 
 
 def _folder_of(module: ModuleType | None) -> Path | None:
-    """The folder that has to be on `sys.path` for a top-level module to be found there."""
+    """Return the folder that has to be on `sys.path` for a top-level module to be found there."""
     places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
     return Path(places[0]).resolve().parent if places[0] else None

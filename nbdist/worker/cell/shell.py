@@ -40,16 +40,16 @@ from nbdist.worker.cell.scripts import ScriptFolders
 from nbdist.worker.lanes.display_lane import DisplayLane
 
 _NO_INPUT = (
-    "input() can't ask anybody on a rank. Ask in a local cell, then send the answer: "
+    "input() does not work on ranks. Ask in a local cell, then send the answer: "
     "`answer = input()` in one cell, `%distributed push answer` in the next."
 )
 _NO_DEBUGGER = (
-    "a debugger can't stop on a rank: there is no keyboard. Print what you need, or look at the rank's variables "
+    "a debugger does not work on ranks, which have no keyboard. Print what you need, or look at the rank's variables "
     "after the cell has failed: they are kept (`%%distributed -r 0`, then the name)."
 )
 _CLEAR_LIMIT = 1.0  # seconds that finalizers of an interrupted cell may take before the next one begins
 _KEPT = 10  # errors of a cell that IPython has shown: a loop may show one in each turn
-_MAGIC_ADVICE = "type it in a cell of its own (with `auto on`, in one that begins with `%%local`)."
+_MAGIC_ADVICE = "use it in a cell of its own (with `auto on`, in one that begins with `%%local`)."
 
 
 class CellCompiler(CachingCompiler):
@@ -73,7 +73,7 @@ class RankHistory(HistoryManager):
     shell: Any
 
     def store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
-        """As of `HistoryManager`."""
+        """Store inputs, see `HistoryManager`."""
         super().store_inputs(line_num, source, source_raw)
         self.db_input_cache.clear()  # there is no database
         for names in (self.shell.user_ns, self.shell.user_ns_hidden):
@@ -141,7 +141,7 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def prepare(cls) -> RankShell:
-        """The shell as far as it is the same for all ranks. The template makes it before it forks them."""
+        """Return the shell as far as it is the same for all ranks. The template makes it before it forks them."""
         config = Config()
         config.HistoryManager.enabled = False  # a database and a thread that no rank needs
         config.IPCompleter.use_jedi = False  # too slow to answer while Tab is held
@@ -153,7 +153,7 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def make(cls, lane: DisplayLane, names: dict[str, Any]) -> RankShell:
-        """The shell, with these names in its namespace; in place of the notebook's, where that has come along."""
+        """Return the shell, with these names in its namespace; it replaces the notebook's, if that was inherited."""
         there = shells.current()
         shell = cls.prepare() if there is None or isinstance(there, cls) else cls._in_place_of(there)
         shell.lane = lane
@@ -171,7 +171,7 @@ class RankShell(InteractiveShell):
 
     @classmethod
     def _in_place_of(cls, notebook: InteractiveShell) -> RankShell:
-        """The shell, in a process that was forked from the notebook, whose module and names it leaves alone."""
+        """Return the shell, in a process that was forked from the notebook, whose module and names it leaves alone."""
         module, cells = sys.modules["__main__"], shells.cell_files()
         type(notebook).clear_instance()
         shell = cls.prepare()
@@ -184,7 +184,7 @@ class RankShell(InteractiveShell):
         return shell
 
     def init_history(self) -> None:
-        """The history of one process, on no disk."""
+        """Keep the history of one process, not on disk."""
         self.history_manager = RankHistory(shell=self, parent=self)
         self.configurables.append(self.history_manager)
 
@@ -237,7 +237,7 @@ class RankShell(InteractiveShell):
         return msgspec.structs.replace(ordered[0][1], traceback=tracebacks)
 
     def fail(self, error: BaseException) -> Failure:
-        """The failure to send for an exception that was raised outside `run`."""
+        """Return the failure to send for an exception that was raised outside `run`."""
         self._add_failure(error, error.__traceback__)
         assert self.failure is not None
         return self.failure
@@ -258,7 +258,7 @@ class RankShell(InteractiveShell):
         self.compile._filename_map[filename] = number
 
     def is_main(self, function: Any) -> bool:
-        """Whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run."""
+        """Return whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run."""
         return bool(getattr(function, "__module__", None) == self.user_module.__name__)
 
     def _start_cell(self, number: int, offset: int) -> None:
@@ -279,7 +279,7 @@ class RankShell(InteractiveShell):
         exception_only: bool = False,
         running_compiled_code: bool = False,
     ) -> None:
-        """What IPython shows instead of raising it fails the cell; what the user's own code shows is printed."""
+        """Fail the cell for what IPython would show instead of raising; print what the user's own code shows."""
         try:
             _, error, traceback = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
         except ValueError:
@@ -292,11 +292,11 @@ class RankShell(InteractiveShell):
             self._add_failure(error, traceback, compiled=running_compiled_code)
 
     def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
-        """As `showtraceback`."""
+        """Show a syntax error like `showtraceback`."""
         self.showtraceback(running_compiled_code=running_compiled_code)
 
     def safe_execfile(self, fname: Any, *where: Any, exit_ignore: bool = False, **keywords: Any) -> None:
-        """What `%run` calls. An error ends the cell there: going on would leave ranks at different places."""
+        """Run a file for `%run`. An error ends the cell there: going on would leave ranks at different places."""
         self._scripts.enter(Path(fname))
         try:
             super().safe_execfile(fname, *where, **keywords | {"raise_exceptions": True})  # type: ignore[no-untyped-call]
@@ -305,7 +305,7 @@ class RankShell(InteractiveShell):
                 raise
 
     def safe_run_module(self, mod_name: str, where: dict[str, Any]) -> None:
-        """What `%run -m` calls; as `safe_execfile`."""
+        """Run a module for `%run -m`, like `safe_execfile`."""
         try:
             where.update(runpy.run_module(str(mod_name), run_name="__main__", alter_sys=True))
         except SystemExit as end:
@@ -313,7 +313,7 @@ class RankShell(InteractiveShell):
                 raise
 
     def _rendered(self, error: BaseException, traceback: Any, *, compiled: bool = True) -> str:
-        """The traceback to show.
+        """Return the traceback to show.
 
         Args:
             compiled: Of a SyntaxError: whether code that was running has raised it, so that its frames are of interest.
@@ -353,7 +353,7 @@ class RankShell(InteractiveShell):
         yield
 
     def system(self, cmd: str) -> None:
-        """`!cmd`, with the rank's own stdout and stderr."""
+        """Run `!cmd`, with the rank's own stdout and stderr."""
         self.user_ns["_exit_code"] = run_command(self.var_expand(cmd, depth=1))  # type: ignore[no-untyped-call]
 
     system_piped = system_raw = system
@@ -369,10 +369,10 @@ class RankShell(InteractiveShell):
             raise InteractionError(_NO_DEBUGGER)
 
     def enable_gui(self, gui: str | None = None) -> None:
-        """Ranks have no event loop of a window system; figures are shown as images."""
+        """Do nothing: ranks have no GUI event loop; figures are shown as images."""
 
     def ask_exit(self) -> None:
-        """`exit` ends the cell, not the rank."""
+        """End the cell, not the rank, on `exit`."""
         raise SystemExit
 
     def _show_in_pager(self, data: Any, start: int, screen_lines: int) -> None:

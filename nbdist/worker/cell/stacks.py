@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 def describe(frame: FrameType) -> str:
-    """Where a thread is, in one line: "cell 7 line 4: train(model) (in all_reduce)".
+    """Return where a thread is, in one line: "cell 7 line 4: train(model) (in all_reduce)".
 
     Returns:
         "" when the thread is nowhere in code of the user's.
@@ -54,18 +54,18 @@ def describe(frame: FrameType) -> str:
 
 
 def place(frame: FrameType) -> str:
-    """The user's line that a thread is in: "cell 7 line 4", or "train.py:12"; "" for none."""
+    """Return the user's line that a thread is in: "cell 7 line 4", or "train.py:12"; "" for none."""
     frames = _frames(frame)
     return _place(_anchor(frames)) if frames else ""
 
 
 def render(frame: FrameType) -> str:
-    """The whole stack, a line for each call, from the user's cell inwards."""
+    """Return the whole stack, a line for each call, from the user's cell inwards."""
     return "\n".join(_entry(each) for each in _frames(frame))
 
 
 def torch_call(frame: FrameType) -> Call:
-    """What the user called of torch.distributed: its outermost function. A collective counts for more than the rest."""
+    """Return the user's outermost call of torch.distributed. A collective takes precedence."""
     found = autograd = ""
     collective = Call("")
     current: FrameType | None = frame
@@ -85,12 +85,12 @@ def torch_call(frame: FrameType) -> Call:
 
 
 def in_meeting(error: BaseException) -> bool:
-    """Whether it comes out of a function of nbdist's own for which ranks meet by the store."""
+    """Return whether it comes out of a function of nbdist's own for which ranks meet by the store."""
     return any(frame.f_code.co_filename == _MEETING for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def awaits_work(frame: FrameType) -> bool:
-    """Whether a thread seems to wait for a collective that was started before, so far as its code tells."""
+    """Return whether a thread seems to wait for a collective that was started before, so far as its code tells."""
     frames = _frames(frame)
     if not frames:
         return False
@@ -98,7 +98,7 @@ def awaits_work(frame: FrameType) -> bool:
 
 
 def _frames(frame: FrameType) -> list[FrameType]:
-    """The frames that are shown, the outermost first: what IPython does before the cell is nobody's concern."""
+    """Return the frames that are shown, the outermost first: what IPython does before the cell is nobody's concern."""
     frames: list[FrameType] = []
     in_ours = False
     called_by_us = 0  # how many frames there are from the innermost one to what our outermost frames have called
@@ -119,12 +119,12 @@ def _frames(frame: FrameType) -> list[FrameType]:
 
 
 def _anchor(frames: list[FrameType]) -> FrameType:
-    """The innermost frame that is in a cell."""
+    """Return the innermost frame that is in a cell."""
     return next((frame for frame in reversed(frames) if _cell(frame)), frames[0])
 
 
 def _cell(frame: FrameType) -> int:
-    """The number of the notebook's cell that a frame is in, 0 for none."""
+    """Return the number of the notebook's cell that a frame is in, 0 for none."""
     compiler = getattr(get_ipython(), "compile", None)
     return int(getattr(compiler, "_filename_map", {}).get(frame.f_code.co_filename, 0))
 

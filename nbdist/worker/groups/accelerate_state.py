@@ -15,7 +15,7 @@ from nbdist.imports import after_import
 
 
 def install() -> None:
-    """From now on, once Accelerate is imported."""
+    """Apply it once Accelerate is imported."""
     after_import("accelerate.state", _teach)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.wire.processes import RankSetup
+from nbdist.wire.rank_processes import RankSetup
 from nbdist.worker.groups import join
 
 
@@ -120,7 +120,7 @@ def _check(backend: str | None, world_size: int, rank: int, store: Any) -> None:
 
 
 def _by_device(backends: str) -> dict[str, str]:
-    """The backends in torch's notation, by device type; "" for one that is for all devices."""
+    """Return the backends in torch's notation, by device type; "" for one that is for all devices."""
     if not backends or backends == "undefined":
         return {}
     pairs = [part.rpartition(":") for part in backends.split(",")]

@@ -16,19 +16,19 @@ _listeners: dict[int, tuple[int, str]] = {}  # of epoll sets: the listening sock
 
 
 def links() -> Iterator[tuple[int, str]]:
-    """All open descriptors, with what /proc says that they are."""
+    """Yield all open descriptors, with what /proc says that they are."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
 def sockets() -> list[tuple[int, str]]:
-    """Descriptors of sockets, with their inodes."""
+    """Return descriptors of sockets, with their inodes."""
     return [(fd, link) for fd, link in links() if link.startswith("socket:")]
 
 
 def epolls(links: Mapping[int, str]) -> dict[int, str]:
-    """Descriptors of epoll sets, with the inode of the listening socket in each ("" for none).
+    """Return descriptors of epoll sets, with the inode of the listening socket in each ("" for none).
 
     Args:
         links: Of all descriptors. What many renewals have left stays open, so nothing is looked up twice.
@@ -43,7 +43,7 @@ def epolls(links: Mapping[int, str]) -> dict[int, str]:
 
 
 def targets(epoll: int) -> list[int]:
-    """The descriptors in an epoll set."""
+    """Return the descriptors in an epoll set."""
     try:
         with open(f"/proc/self/fdinfo/{epoll}") as file:
             return [int(fd) for fd in _TARGET.findall(file.read())]
@@ -52,7 +52,7 @@ def targets(epoll: int) -> list[int]:
 
 
 def listening(epoll: int) -> tuple[int, str]:
-    """The listening socket in an epoll set, and its inode; -1 and "" if it has none."""
+    """Return the listening socket in an epoll set, and its inode; -1 and "" if it has none."""
     for fd in targets(epoll):
         with contextlib.suppress(OSError), _socket(fd) as found:
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -61,7 +61,7 @@ def listening(epoll: int) -> tuple[int, str]:
 
 
 def peer_port(fd: int) -> int:
-    """The port that a TCP connection leads to; 0 where it is none."""
+    """Return the port that a TCP connection leads to; 0 where it is none."""
     with contextlib.suppress(OSError, IndexError, TypeError), _socket(fd) as found:
         if found.family in (socket.AF_INET, socket.AF_INET6):
             return int(found.getpeername()[1])
@@ -115,7 +115,7 @@ def call(listener: int, message: bytes) -> None:
 
 @contextlib.contextmanager
 def _socket(fd: int) -> Iterator[socket.socket]:
-    """A descriptor as a socket, for a moment. Raises OSError where it is none."""
+    """Yield a descriptor as a socket, for a moment. Raises OSError if it isn't one."""
     copy = os.dup(fd)
     try:
         found = socket.socket(fileno=copy)

@@ -22,7 +22,7 @@ class Record:
         self._given_up: Unfinished = {}
 
     def unfinished(self) -> Unfinished | None:
-        """Collectives that were started and have not ended. From any thread.
+        """Return collectives that were started and have not ended. From any thread.
 
         Returns:
             For each backend that has some, the number of its last that was started, and of its last that has ended;
@@ -38,12 +38,12 @@ class Record:
         }
 
     def give_up(self) -> None:
-        """What has not ended by now never will: its groups are aborted."""
+        """Abort the groups of what has not ended by now, and never will."""
         self._given_up = {**self._given_up, **(self.unfinished() or {})}
 
 
 def parse(dump: str | bytes) -> dict[str, tuple[int, int]]:
-    """The last collective that was started, and the last that has ended, of each backend in a dump of torch's."""
+    """Return the last collective started, and the last ended, of each backend in one of torch's dumps."""
     return {
         backend: (int(status["last_enqueued_collective"]), int(status["last_completed_collective"]))
         for backend, status in json.loads(dump).get("pg_status", {}).items()
@@ -51,7 +51,7 @@ def parse(dump: str | bytes) -> dict[str, tuple[int, int]]:
 
 
 def _dumps() -> Iterator[tuple[str, str | bytes]]:
-    """What torch has recorded, by the name of the function that gives it."""
+    """Yield what torch has recorded, by the name of the function that gives it."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in _DUMPS:
         dump = getattr(c10d, name, None)

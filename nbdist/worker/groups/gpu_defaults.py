@@ -27,7 +27,7 @@ _REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"  # which torch igno
 
 
 def gpu_defaults(given: Mapping[str, str], kernel: str = "") -> dict[str, str]:
-    """The variables to add for ranks on GPUs.
+    """Return the variables to add for ranks on GPUs.
 
     Args:
         given: The user's environment. What it decides stays.
@@ -40,7 +40,7 @@ def gpu_defaults(given: Mapping[str, str], kernel: str = "") -> dict[str, str]:
 
 
 def _may_expand(given: Mapping[str, str], kernel: str) -> bool:
-    """Whether the allocator may let its segments grow, so that tensors of changing sizes leave no holes.
+    """Return whether the allocator may let its segments grow, so that tensors of changing sizes leave no holes.
 
     Models that are gathered block by block, and batches of different lengths, otherwise end in "out of memory" with
     gigabytes reserved and not allocated. Windows' driver (WSL) does not offer what it takes.

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from nbdist.wire.life import Place, StartOptions
-from nbdist.wire.processes import RankSetup
+from nbdist.wire.rank_processes import RankSetup
 from nbdist.worker.groups.gpu_defaults import gpu_defaults
 
 _LOOPBACK = "lo"
@@ -24,7 +24,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # whether a rendezvous only conne
 
 
 def environment(setup: RankSetup) -> dict[str, str]:
-    """Torchrun's variables for this rank, and what libraries are to find there unless the user has set it."""
+    """Return Torchrun's variables for this rank, and what libraries are to find there unless the user has set it."""
     place = setup.options.place or Place()
     world, rank = str(setup.world_size), str(setup.rank)
     variables = {
@@ -77,7 +77,7 @@ def prepare_torch(setup: RankSetup) -> None:
 
 
 def device(setup: RankSetup) -> Any:
-    """The device of this rank: its own GPU, or the CPU."""
+    """Return the device of this rank: its own GPU, or the CPU."""
     import torch
 
     if _gpu_count(setup) == 0:
@@ -94,7 +94,7 @@ def _gpu(setup: RankSetup) -> Any:
 
 
 def _gpu_count(setup: RankSetup) -> int:
-    """The GPUs that this torch can use."""
+    """Return the GPUs that this torch can use."""
     import torch
 
     built = torch.backends.cuda.is_built() or torch.version.hip is not None
@@ -102,14 +102,14 @@ def _gpu_count(setup: RankSetup) -> int:
 
 
 def backend_for(options: StartOptions, gpu_count: int) -> str:
-    """The backend to use: what was asked for, else nccl and gloo where every rank has a GPU of its own, else gloo."""
+    """Return the backend: the requested one, else nccl and gloo if every rank has its own GPU, else gloo."""
     if options.backend is not None:
         return options.backend
     return "cpu:gloo,cuda:nccl" if gpu_count >= options.count else "gloo"
 
 
 def bound_device(setup: RankSetup, backend: str) -> Any:
-    """The device to connect to the other ranks at once, so that no first collective pays for it; None: none.
+    """Return the device to connect to the other ranks at once, so that no first collective pays for it; None: none.
 
     Only where each rank has a GPU of its own: NCCL refuses a GPU that several ranks connect.
     """
@@ -199,7 +199,7 @@ def _meeting_point() -> tuple[str | None, str | None]:
 
 @contextlib.contextmanager
 def _own_store(wanted: bool) -> Iterator[None]:
-    """While the body runs, rank 0 of a rendezvous opens a store, if `wanted`: the script has chosen where to meet."""
+    """Let rank 0 of a rendezvous open a store in the body, if `wanted`: the script chose where to meet."""
     before = os.environ.get(_AGENT_STORE)
     if wanted:
         os.environ[_AGENT_STORE] = "False"

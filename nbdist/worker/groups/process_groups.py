@@ -1,6 +1,6 @@
 """The process groups of a rank that lives on: where they stand, how a stuck one is freed, how a broken one is renewed.
 
-The module for private parts of torch.distributed; each is probed when used. Knows nothing of cells, models or sockets.
+Knows nothing of cells, models or sockets; torch's private parts: `torch_groups`.
 
 An interrupt between two collectives leaves ranks a collective apart, and then sums are silently wrong. So ranks compare
 how many collectives each has entered, and a group that is out of step gets a new backend inside the living ProcessGroup
@@ -16,27 +16,26 @@ While a group is made, a rank may wait for a peer to connect: this rank then con
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import struct
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from nbdist import limits
 from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
-from nbdist.worker.groups import descriptors
+from nbdist.worker.groups import descriptors, torch_groups
 from nbdist.worker.groups.flight_record import Record
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
-_RENEWAL_LIMIT = timedelta(seconds=10)  # all members are idle and come at once; more means that one has gone
+_RENEWAL_LIMIT = timedelta(seconds=limits.RENEWAL)
 _STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
 
@@ -50,7 +49,7 @@ class _Creation:
     called: set[str] = field(default_factory=set)  # inodes of the listeners that have had a caller for each peer
 
     def new_epolls(self, links: Mapping[int, str]) -> dict[int, str]:
-        """Epoll sets that have appeared since it began, with the inodes of their listeners."""
+        """Return epoll sets that have appeared since it began, with the inodes of their listeners."""
         return {fd: inode for fd, inode in descriptors.epolls(links).items() if self.before.get(fd) != inode}
 
 
@@ -113,7 +112,7 @@ class Collectives:
         c10d._new_process_group_helper = helper
 
     def store(self) -> Any:
-        """This rank's client of the session's store, which only its main thread may use."""
+        """Return this rank's client of the session's store, which only its main thread may use."""
         import torch.distributed as dist
 
         if self._store is None or self._store_cut:
@@ -126,7 +125,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def connecting(self, port: int) -> Iterator[None]:
-        """While the body runs, connections to this port are those of a store that serves a rendezvous."""
+        """Treat connections to this port in the body as those of a store that serves a rendezvous."""
         entry = (port, {inode for _, inode in descriptors.sockets()})
         self._connecting.append(entry)
         try:
@@ -143,7 +142,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _created(self, name: str, size: int) -> Iterator[None]:
-        """While the body runs, a group is made; epoll sets that appear are those of its gloo devices."""
+        """Assign epoll sets that appear in the body to the gloo devices of the group being made."""
         before = dict(descriptors.links())
         creation = _Creation(size, descriptors.epolls(before))
         self._creating.append(creation)
@@ -158,8 +157,8 @@ class Collectives:
             descriptors.keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
 
     def name_of(self, group: Any) -> str:
-        """The name that torch has given a group (None: the default one); "" for none that it knows."""
-        world = _world()
+        """Return the name that torch has given a group (None: the default one); "" for none that it knows."""
+        world = torch_groups.world()
         if group is None:
             group = getattr(world, "default_pg", None)
         return str(getattr(world, "pg_names", {}).get(group, ""))
@@ -172,34 +171,34 @@ class Collectives:
     # --- where groups stand
 
     def begin(self) -> None:
-        """A cell begins: what is entered from now on counts as its own."""
+        """Begin a cell: what is entered from now on counts as its own."""
         self.stranded = ""
-        living = _living()
+        living = torch_groups.living()
         while self._copies and not self._cut & living.keys():  # peers must notice nothing until all are renewed
             with contextlib.suppress(OSError):  # a cell has closed it
                 os.close(self._copies.pop())
         for name, group in living.items():
-            self._groups.setdefault(name, _Group()).entered = _entered(group)
+            self._groups.setdefault(name, _Group()).entered = torch_groups.entered(group)
 
     def groups(self, *, current: bool) -> dict[str, GroupState]:
-        """Where this rank stands in every group, by name. From any thread.
+        """Return where this rank stands in every group, by name. From any thread.
 
         Args:
             current: Whether the cell in question is the one that began last; else nothing was entered in it.
         """
         groups = {}
-        for name, group in _living().items():
+        for name, group in torch_groups.living().items():
             known = self._groups.get(name) or _Group()
-            now = _entered(group)
+            now = torch_groups.entered(group)
             before = known.entered if len(known.entered) == len(now) else (0,) * len(now)
             delta = [late - early for late, early in zip(now, before, strict=True)] if current else [0] * len(now)
-            groups[name] = GroupState(_members(group), delta, name in self._cut)
+            groups[name] = GroupState(torch_groups.members(group), delta, name in self._cut)
         return groups
 
     @property
     def numbered(self) -> int:
         """How many groups torch has numbered."""
-        return int(getattr(_world(), "group_count", 0))
+        return int(getattr(torch_groups.world(), "group_count", 0))
 
     # --- freeing a stuck rank
 
@@ -208,7 +207,7 @@ class Collectives:
 
         Groups that it has used can't be used any more until they are renewed.
         """
-        names = [name for name, group in _living().items() if self._abort(name, group)]
+        names = [name for name, group in torch_groups.living().items() if self._abort(name, group)]
         for creation in list(self._creating):
             for fd in creation.new_epolls(dict(descriptors.links())):
                 self._silence(fd)
@@ -222,8 +221,8 @@ class Collectives:
         if group.size() < 2:
             return False
         aborted = False
-        for backend in _backends(group).values():
-            if "gloo" not in _kind(backend) and hasattr(backend, "abort"):
+        for backend in torch_groups.backends(group).values():
+            if "gloo" not in torch_groups.kind_of(backend) and hasattr(backend, "abort"):
                 self._abort_apart(backend).join(limit.total_seconds())
                 aborted = True
         known = self._groups.get(name)
@@ -234,7 +233,7 @@ class Collectives:
         return aborted
 
     def _abort_apart(self, backend: Any) -> threading.Thread:
-        """NCCL's abort can wait for as long as the group's own time-out, and the control thread never may."""
+        """Abort in a thread: NCCL's can wait as long as the group's own time-out, and the control thread never may."""
         thread = self._aborts.get(id(backend))
         if thread is None:
 
@@ -278,10 +277,10 @@ class Collectives:
 
         for name in stale:
             self._drop(name)
-        world = _world()
+        world = torch_groups.world()
         if world is not None and getattr(world, "group_count", count) < count:
             world.group_count = count
-        living = _living()
+        living = torch_groups.living()
         chosen = [name for name in sorted(groups, key=_order) if name in living]
         if not chosen:
             return
@@ -313,16 +312,19 @@ class Collectives:
             raise RuntimeError("this torch can't give a living group a new backend")
         name, description = group.group_name, group.group_desc
         made: dict[str, tuple[Any, Any]] = {}
-        for device, backend in _backends(group).items():
-            kind = _kind(backend)
+        for device, backend in torch_groups.backends(group).items():
+            kind = torch_groups.kind_of(backend)
             if kind not in made:
-                made[kind] = (_make_backend(backend, dist.PrefixStore(kind, store), group), _next_slot(group, known))
+                made[kind] = (
+                    torch_groups.make_backend(backend, dist.PrefixStore(kind, store), group, _RENEWAL_LIMIT),
+                    _next_slot(group, known),
+                )
             new, slot = made[kind]
             register(torch.device(device), slot, new)
         group._set_group_name(name)  # the backends keep it, and functional collectives (DTensor's) go by it
         group._set_group_desc(description)
-        known.entered = _entered(group)
-        world = _world()
+        known.entered = torch_groups.entered(group)
+        world = torch_groups.world()
         if world is not None and group in world.pg_map:
             world.pg_map[group] = (world.pg_map[group][0], store)  # what further groups meet through
 
@@ -330,7 +332,7 @@ class Collectives:
         """Forget a group that is not whole; using it raises from now on."""
         import torch.distributed as dist
 
-        group = _living().get(name)
+        group = torch_groups.living().get(name)
         if group is None:
             return
         self._stale.add(name)
@@ -339,7 +341,7 @@ class Collectives:
             dist.destroy_process_group(group)
 
     def agree(self, topic: str, yes: bool, ranks: Sequence[int], rank: int) -> bool:
-        """Whether all of these ranks say yes; each of them asks. On the main thread, through the store.
+        """Return whether all of these ranks say yes; each of them asks. On the main thread, through the store.
 
         Raises:
             RuntimeError: A rank did not say anything in time.
@@ -353,26 +355,26 @@ class Collectives:
         return all(vote == b"yes" for vote in votes.multi_get(names))
 
     def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
-        """Members of these groups have died: using them raises from now on, instead of hanging."""
+        """Make using groups whose members have died raise from now on, instead of hanging."""
         why = (
-            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed restart` brings up a "
-            "fresh set; among the living: `dist.new_group([...], use_local_synchronization=True)`"
+            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed restart` starts "
+            "fresh ranks; among the survivors: `dist.new_group([...], use_local_synchronization=True)`"
         )
-        for name, group in _living().items():
+        for name, group in torch_groups.living().items():
             if name in groups:
                 self._groups.setdefault(name, _Group()).unusable = why
                 self._abort(name, group, limit=_RENEWAL_LIMIT)
 
     def forbid(self, groups: Sequence[str] | None) -> dict[str, list[int]]:
-        """These groups (None: all) may be out of step: using them raises until they are renewed. From any thread.
+        """Make using groups that may be out of step (None for all) raise until they are renewed. From any thread.
 
         Returns:
             Their members (global ranks), by name.
         """
         found = {}
-        for name, group in _living().items():
+        for name, group in torch_groups.living().items():
             if group.size() > 1 and (groups is None or name in groups):
-                found[name] = _members(group)
+                found[name] = torch_groups.members(group)
                 self._cut.add(name)
                 known = self._groups.setdefault(name, _Group())
                 known.unusable = known.unusable or (
@@ -389,7 +391,7 @@ class Collectives:
         return bool(self._cut)
 
     def explain(self, error: BaseException) -> StaleGroupError | UsageError | None:
-        """The error to show instead, where a group was used that is gone, or waited in, for a reason we know."""
+        """Return the error to show instead, where a group was used that is gone, or waited in, for a reason we know."""
         if self.stranded and (isinstance(error, KeyboardInterrupt) or failures.from_communication(error)):
             return (UsageError if stacks.in_meeting(error) else StaleGroupError)(self.stranded)
         reasons = {known.unusable for known in self._groups.values() if known.unusable}
@@ -398,65 +400,14 @@ class Collectives:
         if self._stale and failures.from_torch(error) and _UNKNOWN_GROUP.search(str(error)):
             return StaleGroupError(
                 "not all of its ranks had this process group (they were interrupted while they made it, or some have "
-                "destroyed it), so it was dropped: make it again with `dist.new_group(...)` on all ranks"
+                "destroyed it), so it was dropped: create it again with `dist.new_group(...)` on all ranks"
             )
         return None
 
 
-# --- torch's side
-
-
-def _world() -> Any:
-    """Torch's own registry of groups; None where there is none yet."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    return getattr(c10d, "_world", None)
-
-
-def _living() -> dict[str, Any]:
-    """The groups that this rank is a member of, by name."""
-    world = _world()
-    names: dict[Any, str] = getattr(world, "pg_names", {}) if world is not None else {}
-    return {name: group for group, name in list(names.items()) if hasattr(group, "size") and group.rank() >= 0}
-
-
-def _members(group: Any) -> list[int]:
-    """Global ranks, in the order of their ranks in the group."""
-    world = _world()
-    mapping = world.pg_group_ranks.get(group) or {rank: rank for rank in range(group.size())}
-    return sorted(mapping, key=mapping.__getitem__)
-
-
-def _backends(group: Any) -> dict[str, Any]:
-    """The backends of a group that are in use, by device type."""
-    import torch
-
-    found = {}
-    for device in getattr(group, "_device_types", []):
-        with contextlib.suppress(RuntimeError):  # one that is made at first use
-            found[str(torch.device(device).type)] = group._get_backend(torch.device(device))
-    return found
-
-
-def _kind(backend: Any) -> str:
-    """The name of a backend's kind: "gloo", "nccl", ..."""
-    with contextlib.suppress(Exception):
-        return str(backend.name()).lower()
-    return type(backend).__name__.removeprefix("ProcessGroup").lower()
-
-
-def _entered(group: Any) -> tuple[int, ...]:
-    """Collectives and messages that this rank has entered in a group, by backend.
-
-    The group's own number is that of its first backend, which may have been replaced.
-    """
-    numbers = []
-    seen: list[Any] = []
-    for backend in _backends(group).values():
-        if not any(backend is known for known in seen):
-            seen.append(backend)
-            with contextlib.suppress(Exception):  # a backend that does not count
-                numbers.append(int(backend._get_sequence_number_for_group()))
-    return tuple(numbers)
+def _order(name: str) -> tuple[bool, int, str]:
+    """Return the same order of groups on all ranks: else two ranks wait for each other in different ones."""
+    return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
 
 
 def _next_slot(group: Any, known: _Group) -> Any:
@@ -464,37 +415,6 @@ def _next_slot(group: Any, known: _Group) -> Any:
         raise RuntimeError("this group has been renewed as often as torch allows")
     known.slot += 1
     return type(group).BackendType(known.slot - 1)
-
-
-def _make_backend(old: Any, store: Any, group: Any) -> Any:
-    """A backend like another, that meets its peers through this store."""
-    import torch.distributed as dist
-
-    kind = _kind(old)
-    backend: Any
-    timeout = getattr(getattr(old, "options", None), "_timeout", None)
-    if kind == "gloo":
-        backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=_RENEWAL_LIMIT)
-        if timeout is not None:
-            backend._set_default_timeout(timeout)
-    elif kind == "nccl":
-        backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), _nccl_options(old))
-    else:
-        raise RuntimeError(f"a {kind} group can't be renewed; gloo and nccl can")
-    backend._set_sequence_number_for_group()  # without, the counting stops
-    return backend
-
-
-def _nccl_options(old: Any) -> Any:
-    """The options of a backend, for another that takes its place: its connections come from no other group's."""
-    options = copy.deepcopy(old.options)
-    options.split_from, options.split_color = None, type(options)().split_color
-    return options
-
-
-def _order(name: str) -> tuple[bool, int, str]:
-    """The same order of groups on all ranks: else two ranks wait for each other in different ones."""
-    return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
 
 
 # --- gloo's side

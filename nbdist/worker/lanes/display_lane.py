@@ -103,7 +103,7 @@ class DisplayLane:
 
 
 def _plain(bundle: Mapping[Any, Any]) -> dict[str, Any]:
-    """A bundle as JSON has it, so that whoever gets it can decode it."""
+    """Return a bundle as JSON has it, so that whoever gets it can decode it."""
     return {str(key): value if isinstance(value, str) else _plain_value(value) for key, value in bundle.items()}
 
 

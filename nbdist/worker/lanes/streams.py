@@ -82,7 +82,7 @@ _print = builtins.print
 
 @functools.wraps(_print)
 def print_at_once(*values: Any, sep: Any = None, end: Any = None, file: Any = None, flush: bool = False) -> None:
-    """`print` with one write: else lines of threads and DataLoader workers would mix, and each would cost several."""
+    """Make `print` write once: else lines of threads and DataLoader workers would mix, at several writes each."""
     stream = sys.stdout if file is None else file
     if not isinstance(stream, RankStream) or not isinstance(sep or "", str) or not isinstance(end or "", str):
         _print(*values, sep=sep, end=end, file=file, flush=flush)
@@ -166,7 +166,7 @@ class StandardStreams:
 
 
 def _file(descriptor: int) -> tuple[int, int] | None:
-    """What a descriptor refers to; None if it is closed."""
+    """Return what a descriptor refers to; None if it is closed."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -175,7 +175,7 @@ def _file(descriptor: int) -> tuple[int, int] | None:
 
 
 def _takes_text(stream: Any) -> bool:
-    """Whether something in the place of `sys.stdout` can be printed to."""
+    """Return whether something in the place of `sys.stdout` can be printed to."""
     try:
         return callable(stream.write) and not getattr(stream, "closed", False)
     except Exception:

@@ -8,25 +8,35 @@ collective, when they free its tensors. A DataLoader then waits for a worker tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _FIRST_LIMIT = 1.0  # seconds for the child to begin; twice as many at each further try, as a slow machine may need
 
 
 def mend() -> None:
     """Have `os.fork` in this process try again when the child is stuck. Does nothing where Python does not need it."""
-    if not is_needed(sys.version_info[:3]):
-        return
+    if is_needed(sys.version_info[:3]) and getattr(os.fork, "func", None) is not fork_until_it_runs:
+        os.fork = functools.partial(fork_until_it_runs, os.fork)
+
+
+@contextlib.contextmanager
+def mended() -> Iterator[None]:
+    """Mend forks like `mend`, until the end of the block: for a process that is not ours, such as a notebook's."""
     fork = os.fork
-    os.fork = lambda: fork_until_it_runs(fork)
+    mend()
+    try:
+        yield
+    finally:
+        os.fork = fork
 
 
 def is_needed(version: tuple[int, ...]) -> bool:
-    """Whether a child may be stuck with this version of Python."""
+    """Return whether a child may be stuck with this version of Python."""
     return version < (3, 10, 15) or (3, 11) <= version < (3, 11, 10)
 
 
@@ -67,14 +77,14 @@ def fork_until_it_runs(fork: Callable[[], int], limit: float = _FIRST_LIMIT) -> 
 
 
 def _is_heard(reading: int, limit: float) -> bool:
-    """Whether the child has written, or has ended, which its parent will see."""
+    """Return whether the child has written, or has ended, which its parent will see."""
     poll = select.poll()
     poll.register(reading, select.POLLIN)
     return bool(poll.poll(1000 * limit))
 
 
 def _was_slow(child: int, reading: int) -> bool:
-    """Whether the child has begun just now. It is held meanwhile, so that none that runs is taken for a stuck one."""
+    """Return whether the child has just begun. It is held meanwhile, so that a running one isn't taken for stuck."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended, and SIGCHLD is ignored
         os.kill(child, signal.SIGSTOP)
         os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -55,7 +55,7 @@ class Orphans:
 
 
 def _awaited() -> set[int]:
-    """Children that an object of Python's will wait for."""
+    """Return children that an object of Python's will wait for."""
     processes = [found for found in gc.get_objects() if issubclass(type(found), subprocess.Popen)]
     processes += multiprocessing.process._children  # type: ignore[attr-defined]
     processes += subprocess._active  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ def refuse(is_main: Callable[[Any], bool]) -> None:
 
 
 def _is_of_running_file(function: Any) -> bool:
-    """Whether a function is one of a file that runs as the main program, which new processes read again."""
+    """Return whether a function is one of a file that runs as the main program, which new processes read again."""
     main = sys.modules.get("__main__")
     name = getattr(function, "__name__", "")
     return getattr(main, "__file__", None) is not None and getattr(main, name, None) is function

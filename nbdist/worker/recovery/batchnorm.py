@@ -30,17 +30,17 @@ class Statistics:
         register_module_buffer_registration_hook(note)
 
     def mark(self, *_: object) -> None:
-        """What has been counted until now belongs to steps that are whole."""
+        """Treat what has been counted until now as part of whole steps."""
         for module in list(self._seen):
             self._seen[module] = _stamp(module)
 
     def moved(self, module: Any) -> bool:
-        """Whether a layer has counted a batch since the last mark; True where that is not known."""
+        """Return whether a layer has counted a batch since the last mark; True where that is not known."""
         seen = self._seen.get(module)
         return seen is None or seen != _stamp(module)
 
 
 def _stamp(module: Any) -> tuple[int, int] | None:
-    """Changes when a batch is counted."""
+    """Return a stamp that changes when a batch is counted."""
     counter = module._buffers.get(_COUNTER)
     return None if counter is None or counter.is_inference() else (id(counter), counter._version)

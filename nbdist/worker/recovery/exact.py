@@ -33,13 +33,13 @@ class ExactState:
         self._gave_up = False  # in this cell
 
     def begin(self) -> None:
-        """A cell begins: find the models that live now, and keep what they and the generators hold."""
+        """Begin a cell: find the living models, and keep what they and the generators hold."""
         self._optimizers.clear()
         self._gave_up = False
         self._keep(find=True)
 
     def snapshot(self, optimizer: object) -> None:
-        """An optimizer step has ended.
+        """Take a snapshot at the end of an optimizer step.
 
         Args:
             optimizer: Whose step. One that was not seen in this cell belongs to models that are new, too.
@@ -84,7 +84,7 @@ class ExactState:
 
 
 def _buffers() -> Iterator[tuple[Any, str, bool]]:
-    """Each buffer of each living module: the module, the name, and whether writes to it go uncounted."""
+    """Yield each buffer of each living module: the module, the name, and whether writes to it go uncounted."""
     norm = loaded("torch.nn.modules.batchnorm", "_NormBase")
     for module in living(loaded("torch.nn", "Module")):
         for name, buffer in module.__dict__.get("_buffers", {}).items():
@@ -128,7 +128,7 @@ class _KeptBuffer:
         self._seen = stamp
 
     def put_back(self) -> bool:
-        """Returns whether the buffer had changed."""
+        """Put the buffer back, and return whether it had changed."""
         buffer = self._buffer()
         if buffer is None or self._copy is None:
             return False
@@ -149,7 +149,7 @@ class _KeptBuffer:
 
 
 def _version(buffer: Any) -> int:
-    """How often a tensor has been written to, or -1 if that is not counted."""
+    """Return how often a tensor has been written to, or -1 if that is not counted."""
     return -1 if buffer.is_inference() else int(buffer._version)
 
 
@@ -160,7 +160,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _same_bytes(one: Any, other: Any) -> bool:
-    """Whether two tensors are equal, with NaN equal to NaN."""
+    """Return whether two tensors are equal, with NaN equal to NaN."""
     import torch
 
     return bool(torch.equal(one, other) or ((one == other) | ((one != one) & (other != other))).all())

@@ -30,7 +30,7 @@ class _Wait(NamedTuple):
     group: str = ""
 
 
-class Progress:
+class PositionProbe:
     """Looks at the main thread."""
 
     def __init__(self, collectives: Collectives, gate: InterruptGate) -> None:
@@ -44,12 +44,12 @@ class Progress:
         self._seen_at = 0.0
 
     def mark(self) -> None:
-        """From now on `stands_still` counts."""
+        """Start measuring for `stands_still`."""
         self._marked_at, self._cpu = time.monotonic(), _cpu_seconds()
         self._marked = self._where(), self._unfinished()
 
     def stands_still(self) -> bool:
-        """Whether the main thread waits for something: it has hardly used a processor since the mark, or it has been in
+        """Return whether the main thread waits: it has hardly used a processor since the mark, or it has been in
         one place since, while a collective that was under way then has not ended. CUDA uses a processor to wait.
         """
         elapsed = max(1e-3, time.monotonic() - self._marked_at)
@@ -59,7 +59,7 @@ class Progress:
         return where == self._where() and any(unfinished.get(name) == at for name, at in self._unfinished().items())
 
     def look(self, question: GetPosition) -> Position:
-        """Where the main thread is in the cell. In the control thread."""
+        """Return where the main thread is in the cell. In the control thread."""
         frame, running = self._frame(), self._gate.running
         # The numbers of a rank that has gone on to another cell can't be compared.
         groups = self._collectives.groups(current=True) if running in (0, question.serial) else {}
@@ -85,7 +85,7 @@ class Progress:
         )
 
     def stack(self, question: GetStack) -> ThreadStack:
-        """The main thread's stack. In the control thread."""
+        """Return the main thread's stack. In the control thread."""
         frame, running = self._frame(), self._gate.running
         if frame is None or not running:
             return ThreadStack()
@@ -99,7 +99,7 @@ class Progress:
         )
 
     def in_meeting(self) -> bool:
-        """Whether the main thread waits in one of nbdist's own functions for other ranks to call it, too."""
+        """Return whether the main thread waits in one of nbdist's own functions for other ranks to call it, too."""
         frame = self._frame()
         return frame is not None and stacks.torch_call(frame).meeting
 
@@ -141,7 +141,7 @@ class Progress:
 
 
 def _makers(frame: FrameType | None) -> list[int] | None:
-    """The ranks that have to take part in the making of a group; None: all."""
+    """Return the ranks that have to take part in the making of a group; None: all."""
     arguments = frame.f_locals if frame is not None else {}
     ranks = arguments.get("ranks")
     return list(ranks) if ranks and arguments.get("use_local_synchronization") else None

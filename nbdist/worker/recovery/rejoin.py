@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from nbdist.metrics.compute import step_events
 from nbdist.wire.cells import Failure, InOrder, Recover
-from nbdist.wire.processes import RankSetup
 from nbdist.wire.question import Done
+from nbdist.wire.rank_processes import RankSetup
 from nbdist.wire.stopping import (
     Aim,
     Arm,
@@ -25,18 +26,18 @@ from nbdist.wire.stopping import (
     RankState,
     Strand,
 )
-from nbdist.worker.control import ControlThread
+from nbdist.worker.control.control_thread import ControlThread
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery import reset_models
 from nbdist.worker.recovery.batchnorm import Statistics
 from nbdist.worker.recovery.exact import ExactState
-from nbdist.worker.recovery.position import Progress
+from nbdist.worker.recovery.position import PositionProbe
 from nbdist.worker.recovery.step_stop import StepCounter
 
 _STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
 
 
-class Recovery:
+class RankRecovery:
     """Stops the cell that runs, and puts in order what a failed one has left.
 
     Args:
@@ -53,14 +54,15 @@ class Recovery:
         self.make_group_again: Callable[[int], None] = lambda attempt: None
         self._rank = setup.rank
         self._control = control
+        self._events = step_events.of_this_thread()
         self._steps = StepCounter(control.wake)
         self._exact = ExactState() if setup.options.exact else None
         self._statistics = Statistics()
-        self._progress = Progress(self.collectives, control.gate)
+        self._progress = PositionProbe(self.collectives, control.gate)
         self._serial = 0  # the newest cell, and how it ended
         self._failure: Failure | None = None
         self._in_step = False
-        control.gate.held = lambda: self._steps.in_step or self._steps.finishing()
+        control.gate.held = lambda: self._events.in_step or self._steps.finishing()
         control.on_interrupt = self._progress.mark
         control.overdue = self._steps.overdue
         control.on_overdue = self._interrupt_body
@@ -86,12 +88,12 @@ class Recovery:
         self._steps.install()
         self._steps.after_step = self._after_step
         self._statistics.install()
-        self._steps.on_step.append(self._statistics.mark)
+        self._events.listen(after=self._statistics.mark)
         if self._exact is not None:
-            self._steps.on_step.append(self._exact.snapshot)
+            self._events.listen(after=self._exact.snapshot)
 
     def begin(self, serial: int) -> None:
-        """A cell begins. On the main thread, where nothing interrupts yet."""
+        """Begin a cell. On the main thread, where nothing interrupts yet."""
         self._serial, self._failure, self._in_step = serial, None, False
         self.collectives.begin()
         self._steps.begin(serial)
@@ -100,7 +102,7 @@ class Recovery:
             self._exact.begin()
 
     def end(self, serial: int, failure: Failure | None, in_step: bool) -> None:
-        """It has ended; nothing interrupts any more.
+        """End the cell; nothing interrupts any more.
 
         Args:
             serial: The cell.
@@ -143,13 +145,13 @@ class Recovery:
         return Done()
 
     def _interrupt_body(self) -> None:
-        """The body of the loop does not end: interrupt it where it is."""
+        """Interrupt the loop's body where it is, because it does not end."""
         serial = self._control.gate.running
         self._steps.disarm(serial)
         self._control.gate.request(serial)
 
     def _after_step(self) -> None:
-        """An interrupt was held back until the step was whole: let the loop count it, then stop. On the main thread."""
+        """Let the loop count a step for which an interrupt was held back, then stop. On the main thread."""
         if self._control.gate.pending and not self._steps.finishing():
             serial = self._control.gate.running
             self._steps.arm(serial)
@@ -158,7 +160,7 @@ class Recovery:
     # --- going on
 
     def _state(self, question: GetState) -> RankState:
-        """Where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
+        """Return where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
         current = question.serial == self._serial
         if current and self._control.gate.was_asked(question.serial) and not self._steps.count:
             reset_models.begin_forwards_alike()  # with a step, the models are reset anyway
@@ -196,7 +198,7 @@ class Recovery:
         return InOrder(failure, report.gradients, notes)
 
     def _caught(self) -> bool:
-        """Whether the cell's failure caught a model in the middle of a step."""
+        """Return whether the cell's failure caught a model in the middle of a step."""
         if self._stopped_at_step():
             return False
         return self._in_step or (self._was_interrupted() and self._steps.count > 0)
@@ -205,5 +207,5 @@ class Recovery:
         return self._failure is not None and self._failure.kind in ("interrupted", "stopped")
 
     def _stopped_at_step(self) -> bool:
-        """Whether the cell ended between two steps, by our own stop."""
+        """Return whether the cell ended between two steps, by our own stop."""
         return self._failure is not None and self._failure.kind == "stopped"

@@ -67,7 +67,7 @@ def let_groups_outlive_ddp() -> None:
 
 
 def living(*kinds: type | None) -> list[Any]:
-    """All objects of these classes and their subclasses that the garbage collector knows, those of None left out.
+    """Return all objects of these classes and their subclasses that the garbage collector knows, except those of None.
 
     Only the objects' types are looked at: isinstance would ask proxies and other lazy objects for their class, which
     runs code of the user's. Objects that were there at a `gc.freeze()` are not found.
@@ -84,13 +84,13 @@ def living(*kinds: type | None) -> list[Any]:
 
 
 def loaded(module: str, name: str) -> type | None:
-    """A class of a module, if that module is imported and has it. Nobody has an instance of it otherwise."""
+    """Return a class of a module, if that module is imported and has it. Nobody has an instance of it otherwise."""
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None
 
 
 def buckets_settled() -> bool:
-    """Whether the buckets of every living DDP model have their final layout on this rank."""
+    """Return whether the buckets of every living DDP model have their final layout on this rank."""
     found = living(loaded("torch.nn.parallel", "DistributedDataParallel"))
     return all(_is_settled(model) for model in found if _is_built(model))
 
@@ -184,7 +184,7 @@ def _title(thing: Any) -> str:
 
 
 def _is_built(model: Any) -> bool:
-    """Whether a DDP model has a reducer: not if its making was interrupted, or if it reduces by itself."""
+    """Return whether a DDP model has a reducer: not if its making was interrupted, or if it reduces by itself."""
     return "reducer" in model.__dict__
 
 
@@ -217,14 +217,14 @@ _NEEDED_FOR_REDUCER = (
 
 
 def _is_settled(model: Any) -> bool:
-    """Buckets are laid out anew once, in an early forward; with unused parameters in a changing graph never."""
+    """Return buckets are laid out anew once, in an early forward; with unused parameters in a changing graph never."""
     if getattr(model, "_has_rebuilt_buckets", False) or getattr(model, _SETTLED, False):
         return True
     return bool(model.find_unused_parameters and not model.static_graph)
 
 
 def _renew_reducer(model: Any) -> None:
-    """As `__setstate__`, but with this model's own group and hooks, and with a static graph that is learned anew.
+    """Renew the reducer like `__setstate__`, but with this model's own group and hooks; a static graph is relearned.
 
     Ranks that were stopped around a first iteration differ in what their reducers have learned; resetting those
     would let collectives of different sizes meet.
@@ -252,17 +252,17 @@ def _renew_reducer(model: Any) -> None:
 
 
 def _hook_name(model: Any) -> str:
-    """The name of the communication hook: of one that is built in, torch keeps nothing else."""
+    """Return the name of the communication hook: of one that is built in, torch keeps nothing else."""
     return str(model._get_ddp_logging_data().get("comm_hook", "")).rpartition(".")[2]
 
 
 def _fsdp_roots(blocks: Iterable[Any]) -> list[Any]:
-    """The outermost modules, one for each model. Before its first forward a module does not know whether it is one."""
+    """Return the outermost modules, one per model. Before its first forward a module does not know that it is one."""
     return [block for block in blocks if _fsdp_state(block)._is_root is not False]
 
 
 def _fsdp_state(block: Any) -> Any:
-    """The state of a module that `fully_shard` was applied to, None where it did not get that far."""
+    """Return the state of a module that `fully_shard` was applied to, None where it did not get that far."""
     try:
         return block._get_fsdp_state()
     except Exception:
@@ -289,7 +289,7 @@ def _forget(state: Any) -> None:
 
 
 def _reset_scaler(scaler: Any) -> None:
-    """An optimizer whose gradients were unscaled in the lost step may be unscaled again."""
+    """Allow an optimizer whose gradients were unscaled in the lost step to be unscaled again."""
     states = getattr(scaler, "_per_optimizer_states", None)
     if isinstance(states, dict):
         states.clear()

@@ -1,7 +1,7 @@
 """The steps of a rank: counts those of a cell's optimizers, and stops it between two, at the end of the loop's body.
 
-Owns torch's global optimizer hooks and, while a stop is pending, the main thread's trace function. Knows nothing of
-sockets, of other ranks, or of who asks.
+Owns, while a stop is pending, the main thread's trace function. What a step is: `metrics.compute.step_events`. Knows
+nothing of sockets, of other ranks, or of who asks.
 
 Ranks stop after the same step without a collective: each is armed and says how many steps it has made. As an armed rank
 waits before and after its next step, none can pass the largest of these counts + 1, and that becomes everybody's
@@ -20,35 +20,29 @@ import os
 import queue
 import statistics
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nbdist import limits
+from nbdist.metrics.compute import step_events
 from nbdist.wire.stopping import StepsMade
+from nbdist.worker.cell.interrupts import StepStop
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_AIM_LIMIT = 10.0  # seconds that a rank waits in its step for the target
-_BODY_LIMIT = 1.0  # seconds until the end of the loop's body is no longer waited for
-_HURRIED_BODY_LIMIT = 0.1  # ... when the rank is to be interrupted anyway
 _RECENT = 32  # step-to-step times that the median is of
 _NOT_THE_USERS = {"IPython", "asyncio", "contextlib", "nbdist", "torch"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap.get("JUMP_BACKWARD_NO_INTERRUPT")}  # that one goes on with an await
 
 
-class StepStop(KeyboardInterrupt):
-    """The cell was stopped between two steps: models, optimizers and groups are whole. Run the cell again to go on."""
-
-
 class StepCounter:
     """Counts optimizer steps of the running cell and stops the main thread at the step it is told.
 
-    A step is an outermost call of `Optimizer.step` in the main thread, outside of backward. What GradScaler skips is
-    none. Calls of several optimizers count one by one.
+    Made in the main thread. Calls of several optimizers count one by one.
 
     Args:
         wake: Called from the main thread when `overdue` has a new answer.
@@ -58,8 +52,7 @@ class StepCounter:
         reason: Why not, if they are not.
         count: Steps that the cell has made.
         stopped: The step after which the cell was stopped; None if it was not, or has gone on since.
-        on_step: Called with the optimizer after each step, before the cell may be stopped or interrupted there.
-        after_step: Called when that is done: from here on the main thread may be interrupted again.
+        after_step: Called after each step when the main thread may be interrupted again.
     """
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
@@ -67,47 +60,37 @@ class StepCounter:
         self.reason = "the hooks are not installed"
         self.count = 0
         self.stopped: int | None = None
-        self.on_step: list[Callable[[Optimizer], None]] = []
         self.after_step: Callable[[], None] | None = None
         self._wake = wake
         self._serial = 0
         self._finished = 0
         self._times: deque[float] = deque(maxlen=_RECENT + 1)
         self._requests: dict[int, _Request] = {}
-        self._stack: list[Optimizer] = []  # whose steps have begun
-        self._step_frame: FrameType | None = None  # of the outermost one
+        self._events = step_events.of_this_thread()
+        self._stop_listening: Callable[[], None] | None = None
         self._place: list[tuple[CodeType, int]] = []  # of the last step's call, the innermost frame first
         self._body: _LoopBody | None = None
-        self._handles: list[Any] = []
-        self._main = threading.main_thread().ident or 0
 
     # --- the main thread
 
     def install(self) -> None:
         """Count from now on. If torch lacks what this needs, `available` stays False and `reason` says what."""
-        import torch
-        from torch.optim import optimizer
-
-        before = getattr(optimizer, "register_optimizer_step_pre_hook", None)
-        after = getattr(optimizer, "register_optimizer_step_post_hook", None)
-        graph_task = getattr(torch._C, "_current_graph_task_id", None)
-        if before is None or after is None or graph_task is None:
-            self.reason = f"torch {torch.__version__} has no global optimizer hooks, or can't tell a step in backward"
-            return
-        hooks = self._hooks(graph_task)
-        self._handles = [register(hook) for register, hook in zip((before, after), hooks, strict=True)]
-        os.register_at_fork(after_in_child=self._forget_requests)
-        self.available, self.reason = True, ""
+        self.reason = step_events.missing()
+        self.available = not self.reason
+        if self.available:
+            self._stop_listening = self._events.listen(
+                before=self._before, after=self._after, over=self._over, compiled=True
+            )
+            os.register_at_fork(after_in_child=self._forget_requests)
 
     def uninstall(self) -> None:
         """Count no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._stop_listening is not None:
+            self._stop_listening()
         self.available, self.reason = False, "the hooks are not installed"
 
     def begin(self, serial: int) -> None:
-        """The cell starts, nothing interrupts yet. A stop asked for it already stays.
+        """Begin a cell; nothing interrupts yet. A stop that was already requested stays.
 
         Args:
             serial: Number of the cell; each is larger than those before.
@@ -121,21 +104,15 @@ class StepCounter:
                 self._requests.pop(old, None)
 
     def end(self, serial: int) -> None:
-        """The cell has ended, nothing interrupts any more."""
+        """End the cell; nothing interrupts any more."""
         self._leave_body()
-        self._stack.clear()
-        self._step_frame = None
+        self._events.forget()
         self._serial = 0
         self._finished = serial  # first this, then the request: `arm` does it the other way round
         self._requests.pop(serial, None)
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the main thread is inside a step, and so should not be interrupted. For the main thread only."""
-        return bool(self._stack) and _is_running(self._step_frame)
-
     def finishing(self) -> bool:
-        """Whether the main thread, which is to be interrupted, has made a step that its loop's body has yet to count.
+        """Return whether the main thread, about to be interrupted, made a step that its loop's body has yet to count.
 
         Then it is stopped at the end of that body instead, or interrupted where it is in 0.1 s. In the main thread.
         """
@@ -147,7 +124,7 @@ class StepCounter:
         frames = self._frames_since_step()
         if not frames or sys.gettrace() is not None or sys.exc_info()[0] is not None:
             return False
-        request = _Request(_HURRIED_BODY_LIMIT)
+        request = _Request(limits.HURRIED_BODY)
         body = _LoopBody(frames, request, self._stop)
         if not body.goes_on:
             return False
@@ -175,7 +152,7 @@ class StepCounter:
         times = list(self._times) if mine else []
         return StepsMade(
             count=self.count if mine else 0,
-            stepping=mine and self._is_stepping(),
+            stepping=mine and self._events.stepping,
             running=running,
             age=time.monotonic() - times[-1] if times else None,
             median=_median_distance(times),
@@ -189,7 +166,7 @@ class StepCounter:
         """
         request = self._requests.get(serial)
         if request is not None:
-            request.limit = _HURRIED_BODY_LIMIT if hurry else _BODY_LIMIT
+            request.limit = limits.HURRIED_BODY if hurry else limits.BODY
             request.aim(target)
 
     def disarm(self, serial: int) -> None:
@@ -199,7 +176,7 @@ class StepCounter:
             request.call_off()
 
     def overdue(self) -> float | None:
-        """Seconds until a pending stop has waited long enough for the end of the loop's body; None if none is pending.
+        """Return the seconds until a pending stop has waited long enough for the loop's body; None if none is pending.
 
         At 0.0 call `disarm` and interrupt the main thread: it is not in a loop, or in a very long body.
         """
@@ -208,75 +185,39 @@ class StepCounter:
 
     # --- inside steps
 
-    def _hooks(self, graph_task: Callable[[], int]) -> tuple[Callable[..., None], Callable[..., None]]:
-        """What torch calls before and after each step. Kept tight: it runs in every step of every cell."""
-        stack, times, requests = self._stack, self._times, self._requests
-        main, thread, now, caller = threading.main_thread().ident, threading.get_ident, time.monotonic, sys._getframe
+    def _before(self, optimizer: Optimizer) -> None:
+        if self._requests:
+            self._park()
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if graph_task() != -1 or thread() != main:
-                return
-            if stack and not self.in_step:
-                stack.clear()  # that step has raised, so nobody told us of its end
-            if not stack:
-                self._step_frame = caller(1)
-            stack.append(optimizer)
-            if requests and len(stack) == 1:
-                self._park()
+    def _after(self, optimizer: Optimizer) -> None:
+        """Kept tight, as the others here: it runs in every step of every cell."""
+        self.count += 1
+        self.stopped = None
+        self._times.append(time.monotonic())
+        self._place = place = []
+        frame = self._events.frame
+        while frame is not None:
+            code = frame.f_code
+            place.append((code, frame.f_lasti))
+            frame = None if code.co_name == "<module>" else frame.f_back
 
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if graph_task() != -1 or thread() != main:
-                return
-            if (len(stack) != 1 or stack[0] is not optimizer) and not self._ends_outermost(optimizer):
-                return
-            self.count += 1
-            self.stopped = None
-            times.append(now())
-            for call in self.on_step:
-                call(optimizer)
-            self._place = place = []
-            frame: FrameType | None = caller(1)
-            while frame is not None:
-                code = frame.f_code
-                place.append((code, frame.f_lasti))
-                frame = None if code.co_name == "<module>" else frame.f_back
-            stack.clear()
-            self._step_frame = None
-            if self.after_step is not None:
-                self.after_step()
-            if requests:
-                self._meet()
-
-        for hook in (before, after):
-            hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # traced, they would be compiled anew each step
-        return before, after
-
-    def _ends_outermost(self, optimizer: Optimizer) -> bool:
-        """Whether the outermost step ends with this one. Optimizers that wrap others step in a step."""
-        while self._stack and self._stack[-1] is not optimizer:
-            self._stack.pop()  # it has raised, and the wrapper went on
-        if len(self._stack) == 1:
-            return True
-        del self._stack[-1:]
-        return False
-
-    def _is_stepping(self) -> bool:
-        """Like `in_step`, from the control thread."""
-        return bool(self._stack) and _is_running(self._step_frame, sys._current_frames().get(self._main))
+    def _over(self) -> None:
+        if self.after_step is not None:
+            self.after_step()
+        if self._requests:
+            self._meet()
 
     def _park(self) -> None:
         """Before a step while a stop is asked for: wait until it is known whether this step is to be made."""
         request = self._requests.get(self._serial)
         if request is None or (self._body is not None and self._body.request is request):
             return
-        optimizer = self._stack.pop()  # it may be interrupted here
-        target = request.wait()
+        target = request.wait()  # it may be interrupted here
         if target is not None and self.count >= target:
             raise KeyboardInterrupt
-        self._stack.append(optimizer)
 
     def _frames_since_step(self) -> list[tuple[FrameType, int]]:
-        """The user's frames in which the last step was called, each with where; none before the next one's turn."""
+        """Return the user's frames in which the last step was called, and where; none before the next turn."""
         place = self._place[::-1]
         running: list[FrameType] = []
         frame: FrameType | None = sys._getframe(1)
@@ -323,7 +264,7 @@ class StepCounter:
             self._body = None
 
     def _forget_requests(self) -> None:
-        """In a child process that the cell has forked: nobody will tell it a target."""
+        """Forget requests in a child process forked by the cell, which will never get a target."""
         self._requests.clear()
         self._leave_body()
 
@@ -335,7 +276,7 @@ class _Request:
         limit: Seconds that the rest of the loop's body may take.
     """
 
-    def __init__(self, limit: float = _BODY_LIMIT) -> None:
+    def __init__(self, limit: float = limits.BODY) -> None:
         self.limit = limit
         self.target: int | None = None
         self.over = False  # reached, called off, or given up
@@ -350,10 +291,10 @@ class _Request:
         self._news.put(None)
 
     def wait(self) -> int | None:
-        """The target, once it is known; None when the request is over."""
+        """Return the target, once it is known; None when the request is over."""
         while self.target is None and not self.over:
             try:
-                self._news.get(timeout=_AIM_LIMIT)
+                self._news.get(timeout=limits.AIM)
             except queue.Empty:
                 self.over = True
         return None if self.over else self.target
@@ -383,7 +324,7 @@ class _LoopBody:
         return any(call.surrounds(frame) for frame, call in self._calls.items())
 
     def is_again_at(self, frames: list[FrameType]) -> bool:
-        """Whether the program is at the very place where the watch began."""
+        """Return whether the program is at the very place where the watch began."""
         return [(frame.f_code, frame.f_lasti) for frame in frames] == self._position
 
     def watch(self) -> None:
@@ -401,7 +342,7 @@ class _LoopBody:
         self._calls = {}
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> None:
-        """A function is called: not traced, but the control thread can't take the traces off, so it is done here."""
+        """Handle a function call, from which the control thread can't remove the traces, so it is done here."""
         if self.request.over:
             self.leave()
 
@@ -431,22 +372,22 @@ class _Call:
         self._conditions = {_line_before(code, jump.argval) for jump in around}
 
     def surrounds(self, frame: FrameType) -> bool:
-        """Whether the frame is still inside a loop around the call."""
+        """Return whether the frame is still inside a loop around the call."""
         return frame.f_lasti <= max(self._jumps, default=-1)
 
     def is_over(self, frame: FrameType) -> bool:
-        """Whether the frame, at the beginning of a line, has jumped back or is about to."""
+        """Return whether the frame, at the beginning of a line, has jumped back or is about to."""
         at = frame.f_lasti
         return at < self._offset or at in self._jumps or frame.f_lineno in self._conditions
 
 
 def _line_before(code: CodeType, offset: int) -> int | None:
-    """The line of the instruction before this one."""
+    """Return the line of the instruction before this one."""
     return next((line for start, end, line in code.co_lines() if start < offset <= end), None)
 
 
 def _users_frames() -> list[FrameType]:
-    """The main thread's frames in which a loop of the user's may be, the innermost first."""
+    """Return the main thread's frames in which a loop of the user's may be, the innermost first."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -458,14 +399,6 @@ def _users_frames() -> list[FrameType]:
 
 def _is_the_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS
-
-
-def _is_running(wanted: FrameType | None, innermost: FrameType | None = None) -> bool:
-    """Whether this frame has called, directly or not, the innermost one; None: who asks."""
-    frame: FrameType | None = innermost or sys._getframe(1)
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _median_distance(times: list[float]) -> float | None:

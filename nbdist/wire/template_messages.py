@@ -1,7 +1,7 @@
-"""What goes between the agent and its warm template, by a socket of their own that carries descriptors too.
+"""Messages between the agent and its warm template, over their own socket, which also passes descriptors.
 
-A notebook that forks ranks itself speaks the same, in the template's place.
-Not imported before torch by the template, nor by the agent before the template has started.
+A notebook that forks ranks itself speaks the same protocol in the template's place.
+The template must not import this before torch, nor the agent before the template has started.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class TemplateMessage(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Fork(TemplateMessage, frozen=True):
-    """Fork a rank, which gets the descriptors of its stdout, stderr and setup; None: the store (socket, stderr).
+    """Fork a rank with the descriptors of its stdout, stderr and setup; None for the store (socket, stderr).
 
-    fresh: it starts as a new Python, in the environment of the ranks.
+    fresh: start it as a new Python, in the ranks' environment.
     """
 
     rank: int | None
@@ -36,19 +36,19 @@ class EndChildren(TemplateMessage, frozen=True):
 
 
 class Imported(TemplateMessage, frozen=True):
-    """All is imported. `origin`: the file that torch came from."""
+    """All imports are done. origin: the file that torch was imported from."""
 
     origin: str
 
 
 class ImportFailed(TemplateMessage, frozen=True):
-    """The imports have failed, and the template ends."""
+    """The imports failed, and the template ends."""
 
     text: str
 
 
 class Forked(TemplateMessage, frozen=True):
-    """A child lives, whose pidfd comes with this. rank: as in Fork."""
+    """A child exists; its pidfd comes with this message. rank: as in Fork."""
 
     rank: int | None
     pid: int
@@ -61,7 +61,7 @@ class ForkFailed(TemplateMessage, frozen=True):
 
 
 class ChildEnded(TemplateMessage, frozen=True):
-    """A child has ended. code: as subprocess has it."""
+    """A child has ended. code: as in subprocess."""
 
     pid: int
     code: int

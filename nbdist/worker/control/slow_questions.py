@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from nbdist import limits
 from nbdist.metrics.node import device, host
 from nbdist.wire.knowing import (
     Complete,
@@ -30,9 +31,6 @@ from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Ask
 from nbdist.worker.cell.main_thread import MainThreadLook
 from nbdist.worker.cell.shell import RankShell
-
-_STALE = 1.0  # seconds after which nobody waits for an answer any more
-
 
 Work = Callable[[Any], Any]  # from a question to its answer; `Question.by` has seen to it that they belong together
 
@@ -80,16 +78,16 @@ class Questions:
     def _run(self) -> None:
         while True:
             asked_at, question = self._waiting.get()
-            late = time.monotonic() - asked_at > _STALE
+            late = time.monotonic() - asked_at > limits.STALE
             self._answer(question, _too_late if late else self._known[type(question.question)])
 
     def memory(self) -> ProcessMemory:
-        """Bytes that this rank holds."""
+        """Return the bytes that this rank holds."""
         figures = self._gpu.newest() if device.uses_gpu() else {}
         return ProcessMemory(host.private_memory(), figures.get("allocated"), figures.get("reserved"))
 
     def _metrics(self, _: GetMetrics) -> Metrics:
-        """This rank for the panel, once a second: so nothing that costs more than microseconds."""
+        """Return this rank for the panel, once a second: so nothing that costs more than microseconds."""
         sample = device.look_at_host(self._rank, self._inherited)
         return Metrics(msgspec.structs.replace(sample, **self._gpu.newest()) if device.uses_gpu() else sample)
 

@@ -1,6 +1,6 @@
-"""The cells that run: who is at it, how one is stopped, and what is put in order when one has failed.
+"""The running cells: which ranks run them, how they are stopped, and what is repaired after one fails.
 
-Drives a ladder and a watch per cell, and the repairs between cells. Knows messages, not sockets.
+Drives a ladder and a watch per cell, and the repairs between cells. Handles messages, not sockets.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from nbdist import limits
 from nbdist.controller.inquiries import A, AskRanks, Handler, Inquiries
 from nbdist.controller.ladder import Ladder
 from nbdist.controller.recovery import FailedCell
@@ -21,8 +22,6 @@ from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Answer
 from nbdist.wire.stopping import Cut, Strand
 
-_DEATH_GRACE = 0.03  # seconds until the survivors of a death count as stuck
-
 
 @dataclass
 class _Cell:
@@ -31,18 +30,18 @@ class _Cell:
     left: set[int]
     watch: Watch
     failed: set[int] = field(default_factory=set)
-    cut: set[int] = field(default_factory=set)  # ranks that were to be freed by force
-    repaired: set[int] = field(default_factory=set)  # have failed, and been put in order while others ran on
+    cut: set[int] = field(default_factory=set)  # ranks to be freed by force
+    repaired: set[int] = field(default_factory=set)  # ranks that failed and were repaired while others kept running
     ladder: Ladder | None = None
 
     @property
     def unsure(self) -> set[int]:
-        """Ranks that have left it, perhaps out of step: a cell may catch what has freed it, and end well."""
+        """Ranks that left the cell perhaps out of step: a cell may catch the error that freed it and finish well."""
         return (self.failed | self.cut) - self.left
 
     @property
     def stopping(self) -> bool:
-        """Whether ranks are on their way out: then nobody needs to be told where they wait."""
+        """Whether ranks are already being stopped: then nobody needs to be told where they wait."""
         return self.ladder is not None and bool(self.ladder.left)
 
 
@@ -50,8 +49,8 @@ class Cells:
     """All cells of a set of ranks.
 
     Args:
-        wires: To the ranks and the notebook.
-        execute: Called with an Execute that had to wait, when the ranks are in order.
+        wires: Connections to the ranks and the notebook.
+        execute: Called with an Execute that had to wait, once the ranks are repaired.
     """
 
     def __init__(self, wires: Wires, execute: Callable[[Execute], None]) -> None:
@@ -60,10 +59,10 @@ class Cells:
         self._inquiries = Inquiries(lambda rank, question: wires.to_rank(RANK_CONTROL, rank, question), wires.dead)
         self._repairs = Repairs(wires, self._inquiries.ask, execute)
 
-    # --- what happens
+    # --- events
 
     def begin(self, message: Execute, now: float) -> bool:
-        """A cell is to run. False: not yet; `execute` is called with it when the ranks are in order."""
+        """Begin a cell. False if it has to wait: `execute` is called with it once the ranks are repaired."""
         self._repair_failed_parts(set(message.ranks))
         if not self._repairs.may_begin(message, now):
             return False
@@ -84,14 +83,14 @@ class Cells:
         return True
 
     def _repair_failed_parts(self, ranks: set[int]) -> None:
-        """Ranks that a cell is to use may have failed in another that has not ended yet."""
+        """Repair ranks that this cell will use and that failed in another cell that has not ended yet."""
         for cell in self._running.values():
             if ranks & cell.unsure - cell.repaired:
                 cell.repaired |= cell.unsure
                 self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.unsure))
 
     def stop(self, message: Interrupt, now: float) -> None:
-        """The user wants a cell to stop; once more: at once."""
+        """Stop a cell at the user's request; a second request stops it at once."""
         cell = self._running.get(message.serial)
         if cell is None:
             self._repairs.give_up(message, now)
@@ -105,13 +104,13 @@ class Cells:
                 cell.ladder.force(now)
 
     def returned_elsewhere(self, message: Returned, now: float) -> None:
-        """Ranks of other nodes have finished their part."""
+        """Note that ranks on other nodes have finished their part."""
         cell = self._running.get(message.serial)
         if cell is not None:
             cell.watch.returned(message.ranks, now)
 
     def ended(self, reply: Reply, now: float) -> None:
-        """A rank has finished its part."""
+        """Note that a rank has finished its part."""
         self._repairs.note_group(reply.rank, reply.grouped)
         cell = self._running.get(reply.serial)
         if cell is None:
@@ -120,7 +119,7 @@ class Cells:
         self._leave(cell, reply.rank, reply, reply.status != "ok", now)
 
     def died(self, died: Died, now: float) -> None:
-        """A rank has died."""
+        """Handle the death of a rank."""
         for each in self._running.values():
             each.watch.forget(died.rank)
         self._repairs.died(died.rank, now)
@@ -131,28 +130,28 @@ class Cells:
         else:
             self._leave(cell, died.rank, died, True, now)
             if cell.left and cell.ladder is None:
-                self._descend(cell, sorted(cell.left), now, together=False, grace=_DEATH_GRACE)
+                self._descend(cell, sorted(cell.left), now, together=False, grace=limits.SURVIVORS)
         self._repairs.go_on(now)
 
     def answered(self, answer: Answer, now: float) -> None:
-        """A control thread has answered a question of ours."""
+        """Handle a control thread's answer to one of our questions."""
         self._inquiries.answered(answer, now)
         self._repairs.go_on(now)
 
     def in_order(self, rank: int, report: InOrder, now: float) -> None:
-        """A rank has done what Recover asked."""
+        """Note that a rank has carried out a Recover."""
         self._repairs.in_order(rank, report)
         self._repairs.go_on(now)
 
     def due(self) -> float | None:
-        """When `tick` wants to be called."""
+        """Return the time of the next `tick`."""
         dues: list[float | None] = [cell.watch.due for cell in self._running.values() if not cell.stopping]
         dues += [cell.ladder.due for cell in self._running.values() if cell.ladder is not None]
         dues.append(self._repairs.due())
         return min((due for due in dues if due is not None), default=None)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at this time."""
         for cell in list(self._running.values()):
             if not cell.stopping:
                 cell.watch.tick(now)
@@ -180,7 +179,7 @@ class Cells:
         cell.ladder = Ladder(serial, ranks, ask, raise_on, say, now, together=together, **keywords)
 
     def _asking_about(self, serial: int) -> AskRanks:
-        """Asks ranks about a cell; after its end nobody wants to know any more."""
+        """Return a function that asks ranks about a cell; after the cell ends, answers are dropped."""
 
         def ask(ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None:
             if isinstance(question, Cut | Strand) and serial in self._running:
@@ -195,7 +194,7 @@ class Cells:
         return ask
 
     def _free(self, serial: int, ranks: Sequence[int]) -> None:
-        """Free ranks that wait for one that has failed."""
+        """Free ranks that wait for one that failed."""
         for rank in ranks:
             self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
         self._asking_about(serial)(ranks, Cut(serial, force=True))

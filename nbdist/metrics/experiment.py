@@ -45,7 +45,7 @@ class Balance(msgspec.Struct, frozen=True):
 
 
 def experiment(name: str = "", *, keep: Iterable[str] = ()) -> Experiment:
-    """A stretch of work whose names are deleted at its end, with what it consumed, gave back and leaked.
+    """Return a stretch of work whose names are deleted at its end, with what it consumed, gave back and leaked.
 
     In a notebook and on ranks it looks after the names of cells, in a script after those of the calling module.
 
@@ -107,7 +107,7 @@ class Experiment:
         self._failed = False
 
     def begin(self) -> Experiment:
-        """From now on names belong to it. Returns itself.
+        """Start assigning new names to it. Returns itself.
 
         Raises:
             UsageError: It has begun before.
@@ -165,7 +165,7 @@ class Experiment:
             raise
 
     def _check_kept(self) -> None:
-        """A name that is misspelled must not cost what it was meant to keep."""
+        """Check the names to keep: a misspelled one must not delete what it was meant to keep."""
         missing = sorted(self._keep - set(self._namespace))
         self._keep -= set(missing)
         if missing and not self._failed:
@@ -182,11 +182,11 @@ class Experiment:
         self._forget()
 
     def _goes(self, name: str, value: Any) -> bool:
-        """Modules stay: they stay loaded anyway. So do experiments, which would not be there to be ended."""
+        """Return modules stay: they stay loaded anyway. So do experiments, which would not be there to be ended."""
         return name not in self._before | self._keep and not isinstance(value, (types.ModuleType, Experiment))
 
     def _after(self) -> MemoryUsage:
-        """Memory once all is given back that can be."""
+        """Return memory once all is given back that can be."""
         gc.collect()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -250,7 +250,7 @@ def _figures(one: Balance) -> list[str]:
 
 
 def _names(names: Iterable[str]) -> set[str]:
-    """The names, checked.
+    """Return the names, checked.
 
     Raises:
         UsageError: One of them is not a variable name.

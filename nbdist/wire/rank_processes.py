@@ -9,9 +9,9 @@ from nbdist.wire.message import Message
 
 
 class RankSetup(msgspec.Struct, frozen=True):
-    """What a rank needs to know, given to it by file descriptor.
+    """A rank's settings, passed to it through a file descriptor.
 
-    folder: for temporary files, which the agent removes when the rank has ended; empty: there is none.
+    folder: for temporary files, which the agent removes when the rank has ended; empty if there is none.
     """
 
     epoch: int
@@ -29,17 +29,17 @@ class RankSetup(msgspec.Struct, frozen=True):
 
     @property
     def local_rank(self) -> int:
-        """Its number on this node; `rank` is that in the whole job."""
+        """The rank's number on this node; `rank` is its number in the whole job."""
         return self.rank - self.options.ranks.start
 
     @property
     def world_size(self) -> int:
-        """The ranks of the whole job."""
+        """The number of ranks in the whole job."""
         return self.options.place.world_size if self.options.place is not None else self.options.count
 
 
 class Ready(Message, frozen=True):
-    """A rank is up. `failure` says why it is not."""
+    """A rank is up. failure: why it is not."""
 
     rank: int
     device: str
@@ -48,7 +48,7 @@ class Ready(Message, frozen=True):
 
 
 class Quit(Message, frozen=True):
-    """Leave in an orderly way: run what atexit has, then go."""
+    """Exit in an orderly way: run atexit handlers first."""
 
 
 class Spawn(Message, frozen=True):
@@ -67,14 +67,14 @@ class Spawned(Message, frozen=True):
 
 
 class Spawning(Message, frozen=True):
-    """All ranks of the epoch are forked. `notes` are lines for the user."""
+    """All ranks of the epoch are forked. notes: lines for the user."""
 
     epoch: int
     notes: list[str]
 
 
 class SpawnFailed(Message, frozen=True):
-    """The agent could not bring up the epoch; it has cleaned up what there was."""
+    """The agent could not start the epoch; it has cleaned up."""
 
     epoch: int
     text: str
@@ -82,17 +82,17 @@ class SpawnFailed(Message, frozen=True):
 
 
 class Kill(Message, frozen=True):
-    """End the ranks of an epoch: after `grace` seconds by force."""
+    """End the ranks of an epoch, by force after `grace` seconds."""
 
     epoch: int
     grace: float
 
 
 class Exited(Message, frozen=True):
-    """A process of the epoch has ended, its output is all read and its process group is gone.
+    """A process of the epoch has ended, all its output is read and its process group is gone.
 
-    rank: None for the store. code: as subprocess has it, -9 for SIGKILL. cause: whose end it follows from, if it is not
-    its own.
+    rank: None for the store. code: as in subprocess, -9 for SIGKILL. cause: the end it follows from, if it is not its
+    own.
     """
 
     epoch: int

@@ -16,15 +16,13 @@ from typing import Any
 
 import zmq
 
-from nbdist.metrics.node import active_meter
 from nbdist.wire.cells import Interrupt
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.knowing import GetLap, Lap
 from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Answer, Ask
 from nbdist.worker.cell.interrupts import InterruptGate
+from nbdist.worker.control.slow_questions import Questions, Work
 from nbdist.worker.lanes import streams
-from nbdist.worker.questions import Questions, Work
 
 
 class ControlThread:
@@ -52,7 +50,7 @@ class ControlThread:
         self.on_interrupt: Callable[[], None] = lambda: None
         self.overdue: Callable[[], float | None] = lambda: None
         self.on_overdue: Callable[[], None] = lambda: None
-        self.answers: dict[type[Question[Any]], Work] = dict([GetLap.by(_lap)])
+        self.answers: dict[type[Question[Any]], Work] = {}
         self.questions = Questions(rank, lambda: not self.gate.running, self._answer_later)
         self._answered: deque[bytes] = deque()
 
@@ -101,19 +99,14 @@ class ControlThread:
             self._socket.send(self._answer(message, self.answers[type(message.question)]))
 
     def _answer_later(self, message: Ask, work: Work) -> None:
-        """From the thread that has worked it out: the socket belongs to this one."""
+        """Send an answer from the thread that computed it: the socket belongs to this one."""
         self._answered.append(self._answer(message, work))
         self.wake()
 
     def _answer(self, message: Ask, work: Work) -> bytes:
-        """The answer's frame, whatever the work raises or returns: the thread must outlive any question."""
+        """Return the answer's frame, whatever the work raises or returns: the thread must outlive any question."""
         try:
             return encode(Answer(message.request, self._rank, work(message.question), message.asker))
         except BaseException as error:
             why = traceback.format_exception_only(type(error), error)[-1].strip()
             return encode(Answer(message.request, self._rank, NoAnswer(why), message.asker))
-
-
-def _lap(_: GetLap) -> Lap:
-    """The training steps of what ran last here."""
-    return Lap(active_meter.last_lap())

@@ -46,7 +46,7 @@ def eight(lab: Lab, browser: Browser) -> Iterator[Notebook]:
 
 def test_rows_appear_and_numbers_move_while_a_cell_runs(lab: Lab, browser: Browser) -> None:
     grow = "%%distributed\nimport time, torch\nkept = []\nfor _ in range(600):\n"
-    grow += "    kept.append(torch.ones((1 + rank) << 20)); time.sleep(0.1)"
+    grow += "    kept.append(torch.ones((1 + rank) << 17)); time.sleep(0.1)"  # slowly: below a GiB
     start = "%load_ext nbdist\n%distributed start -n 2\n%distributed panel --rate 0.25"
     with Notebook(lab, browser, [start, grow, "%distributed stop"]) as notebook:
         notebook.run(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbdist.train.data.batches import map_tensors
+from nbdist.train.collective.nested import map_tensors
 
 WINDOW = 20  # batches
 _SHARE = 0.25  # of the time between two batches

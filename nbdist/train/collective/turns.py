@@ -148,7 +148,7 @@ def _first(function: str, mine: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if mine:  # also where it has raised: the others must not wait for ever
+        if mine:  # also where it has raised: the others must not wait forever
             wait_for_everyone()
 
 

@@ -3,7 +3,7 @@
 Leans on private parts of torch (DDP's reducer, FSDP2's state, GradScaler's state); each is probed when used, and a
 missing one costs that model only, with a note. Knows nothing of process groups' backends, cells or the wire: whoever
 calls it has put the groups in order before, and calls it on all ranks, because a reset DDP model agrees on its
-buckets anew, with a collective, in its next forward.
+buckets again, with a collective, in its next forward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def let_groups_outlive_ddp() -> None:
     """Have DDP models that are freed let go of their process group last.
 
     A reducer that is the last to hold a gloo group ends the group's threads with the GIL held, and one of them may be
-    waiting for it: the rank would hang for ever where `destroy_process_group()` came before the end of the model.
+    waiting for it: the rank would hang forever where `destroy_process_group()` came before the end of the model.
     Python's own reference lets go of the GIL for that.
     """
     from torch.nn.parallel import DistributedDataParallel
@@ -217,7 +217,7 @@ _NEEDED_FOR_REDUCER = (
 
 
 def _is_settled(model: Any) -> bool:
-    """Return buckets are laid out anew once, in an early forward; with unused parameters in a changing graph never."""
+    """Return whether buckets are final: they are laid out once more in an early forward, or never."""
     if getattr(model, "_has_rebuilt_buckets", False) or getattr(model, _SETTLED, False):
         return True
     return bool(model.find_unused_parameters and not model.static_graph)
@@ -328,7 +328,7 @@ def _parameters(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[A
 
 
 def _drop_gradients(parameters: Iterable[Any]) -> bool:
-    """Set gradients to None, as `zero_grad()` does; DDP makes its views of buckets anew."""
+    """Set gradients to None, as `zero_grad()` does; DDP makes its views of buckets again."""
     dropped = False
     for parameter in parameters:
         if parameter.grad is not None:

@@ -8,7 +8,7 @@ object: models, meshes and the user's own handles stay valid.
 
 gloo can't abort. But a gloo device keeps its connections in one epoll set of its own, which appears when the backend is
 made; shutting down exactly these connections frees a rank at once, and nothing of the user's is among them. Only their
-reading side: when a write fails in gloo's own thread, the operation is lost, and who waits for it waits for ever. For
+reading side: when a write fails in gloo's own thread, the operation is lost, and who waits for it waits forever. For
 the same reason the peers must not notice: a copy of each descriptor keeps the connection open until all are renewed.
 While a group is made, a rank may wait for a peer to connect: this rank then connects in its place, and hangs up.
 """
@@ -290,7 +290,7 @@ class Collectives:
         self._cut |= set(chosen)  # until they are renewed, should that fail
         base = self.store()
         for name in chosen:
-            # What still waits for a collective of before must not wait for ever.
+            # What still waits for a collective of before must not wait forever.
             self._abort(name, living[name], limit=_RENEWAL_LIMIT)
             self._groups.setdefault(name, _Group()).epolls.clear()
             store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)

@@ -72,7 +72,7 @@ def _parse(target: str) -> tuple[str, int]:
 
 
 def _reach(host: str, port: int, patience: float) -> str:
-    """The address at which somebody listens, once somebody does."""
+    """Wait until something listens there, and return its address."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -188,7 +188,7 @@ def _own_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Signals that ask this process to end, as they come."""
+    """Collect the signals that ask this process to end."""
     asked: list[int] = []
     before = {
         number: signal.signal(number, lambda received, frame: asked.append(received))

@@ -148,7 +148,7 @@ class NodeTable:
             self._tell(Invited(self._url.removeprefix("tcp://"), tokens))
 
     def join(self, guest: bytes, key: bytes, message: Join) -> bool:
-        """A guest wants to be a node. Returns whether it is one now.
+        """Let a guest become a node. Return whether it is one now.
 
         Args:
             guest: Its lane.
@@ -178,7 +178,7 @@ class NodeTable:
         return True
 
     def _objection(self, key: bytes, message: Join) -> str:
-        """Why a guest can't be a node; "": it can."""
+        """Return why a guest can't be a node; "" if it can."""
         if key not in self._guests:
             return "its token was used by another node; each node needs one of its own"
         if message.version != VERSION:
@@ -220,11 +220,11 @@ class NodeTable:
     # --- signs of life
 
     def due(self) -> float:
-        """When `tick` wants to be called."""
+        """Return when `tick` should be called."""
         return min(self._ping_at, self.due_to_come)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Act on what is due."""
         if now < self._ping_at:
             return
         self._ping_at = now + PING_PERIOD if len(self._nodes) > 1 else float("inf")
@@ -243,13 +243,13 @@ class NodeTable:
                 )
 
     def lose(self, node: KnownNode, why: str) -> None:
-        """A node has gone."""
+        """Remove a lost node."""
         if self._nodes.pop(node.number, None) is not None:
             self._switchboard.lose(node.number)
             self._lost(node, why)
 
     def heard(self, number: int, message: Pong, now: float) -> None:
-        """A node has answered."""
+        """Note that a node has answered."""
         node = self._nodes.get(number)
         if node is None:
             return

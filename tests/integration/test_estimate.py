@@ -85,7 +85,7 @@ def test_each_rank_takes_what_was_estimated_for_its_strategy(training: Kernel) -
 
 
 def test_the_embedding_and_the_head_are_estimated_as_they_are_gathered(training: Kernel) -> None:
-    settings = {"strategy": "fsdp", "precision": "bf16"}
+    settings: dict[str, Any] = {"strategy": "fsdp", "precision": "bf16"}
     found = estimate(Untied(), SHAPES[Untied], Plan(**settings), world_size=2)
     for rank in real(training, Untied, settings):
         assert found.total == pytest.approx(rank.pop("total"), rel=0.1)

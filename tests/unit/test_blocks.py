@@ -84,7 +84,7 @@ def test_an_embedding_that_is_named_as_a_block_is_one() -> None:
 
 @MODELS
 def test_models_of_transformers_name_their_embedding(make: Callable[[], nn.Module]) -> None:
-    model = make().base_model
+    model: Any = make().base_model
     assert find_ends(model, find_blocks(model)) == Ends([model.get_input_embeddings()], [])
 
 

@@ -283,7 +283,7 @@ def _reset_fsdp(root: Any) -> None:
 
 
 def _reset_iteration(root: Any) -> None:
-    """What `reset_iter_state` does, which `FSDPModule` has from torch 2.13 on."""
+    """Do what `reset_iter_state` does, which `FSDPModule` has from torch 2.13 on."""
     shared, communication = root._state_ctx, root._comm_ctx
     current = communication.device_handle.current_stream()
     for name in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):

@@ -59,7 +59,7 @@ def test_a_head_of_its_own_shows_that_the_embedding_is_only_called() -> None:
 def test_a_model_whose_logits_may_come_from_its_embedding_has_no_ends() -> None:
     tied, bare = Language(), Language()
     tied.head.weight = tied.embed.weight
-    bare.head = nn.Identity()
+    bare.register_module("head", nn.Identity())
     for model in (tied, bare):
         assert find_ends(model, find_blocks(model)) == Ends([], [])
 
@@ -71,9 +71,9 @@ def test_a_classifier_is_not_taken_for_a_head_of_a_short_embedding() -> None:
 
 
 def test_a_head_inside_of_a_list_is_found() -> None:
-    model = Language()
-    model.head = nn.ModuleList([nn.Sequential(nn.GELU(), nn.Linear(4, 16))])
-    assert find_ends(model, find_blocks(model)) == Ends([model.embed], [model.norm, model.head[0]])
+    model, head = Language(), nn.Sequential(nn.GELU(), nn.Linear(4, 16))
+    model.register_module("head", nn.ModuleList([head]))
+    assert find_ends(model, find_blocks(model)) == Ends([model.embed], [model.norm, head])
 
 
 def test_an_embedding_that_is_named_as_a_block_is_one() -> None:

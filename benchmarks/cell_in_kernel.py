@@ -14,7 +14,7 @@ BUDGET = 5e-3
 
 def main() -> None:
     _tools.prepare()
-    from tests.support.harness import kernel_with_ranks
+    from testbed.kernel import kernel_with_ranks
 
     with kernel_with_ranks(RANKS) as kernel:
 

@@ -22,7 +22,7 @@ _CELLS = {
 
 def main() -> None:
     _tools.prepare()
-    from tests.support.harness import Kernel, kernel_with_ranks
+    from testbed.kernel import Kernel, kernel_with_ranks
 
     def measure(kernel: Kernel, code: str) -> float:
         victim = kernel.rank_pids()[3]

@@ -22,10 +22,10 @@ AT_MOST = 1 / 0.9  # of the estimate: it is within 10 % of a real step
 
 def main() -> None:
     _tools.prepare()
-    import tests.support.train_estimate as models
     from nbdist.client.session.session import Session
     from nbdist.plan import Plan
     from nbdist.train.estimate.estimate import estimate, estimate_each
+    from testbed import train_estimate as models
 
     settings = SETTINGS[: _tools.size(len(SETTINGS), 1)]
     _tools.header("estimate: peak of a real step, ratio to what was estimated")

@@ -20,7 +20,7 @@ def main() -> None:
     from nbdist.client.session.session import Session
     from nbdist.plan import Plan
     from nbdist.train.estimate.estimate import estimate_each
-    from tests.gpu import programs
+    from testbed import gpu_programs as programs
 
     width, depth = (4096, 16) if device == "cuda" else (64, 2)
     plans = [Plan(**each) for each in SETTINGS]

@@ -27,7 +27,7 @@ def main() -> int:
     _tools.gpu()
     _tools.prepare()
     from nbdist import RankError, Session
-    from tests.gpu import sharing
+    from testbed import gpu_sharing as sharing
 
     os.environ |= sharing.ENVIRONMENT
     with Session(2, init=False) as session:
@@ -52,7 +52,7 @@ def main() -> int:
 def _interrupted(session: Session, *, now: bool) -> tuple[float, list[str | None]]:
     """Seconds from the interrupt to the end of the next collective, and what that one gave."""
     from nbdist import RankError
-    from tests.gpu import sharing
+    from testbed import gpu_sharing as sharing
 
     background = session.run_in_background(sharing.stuck_cell(_STUCK, "time.sleep(1000)"), show=False)
     deadline = time.monotonic() + LIMIT

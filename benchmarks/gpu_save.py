@@ -13,7 +13,7 @@ def main() -> None:
     device = _tools.gpu()
     _tools.prepare()
     from nbdist.client.session.session import Session
-    from tests.gpu import programs
+    from testbed import gpu_programs as programs
 
     _tools.header("state of 8 layers and AdamW, fsdp, 2 ranks")
     with Session(2) as session:

@@ -14,7 +14,7 @@ BUDGET = 1.0
 
 def main() -> None:
     _tools.prepare()
-    from tests.support.harness import kernel_with_ranks
+    from testbed.kernel import kernel_with_ranks
 
     with kernel_with_ranks(RANKS) as kernel:
         processes = _tools.session_processes(kernel.pid)

@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     arguments = parser.parse_args()
     _tools.prepare()
-    from tests.stress.resilience import PHASES, WRAPPERS
+    from testbed.resilience import PHASES, WRAPPERS
 
     rows = [Row(*pair, phase) for pair in _pairs(WRAPPERS) for phase in PHASES]
     results: dict[Row, list[Any]] = {row: [] for row in rows}
@@ -60,7 +60,7 @@ def _pairs(wrappers: dict[str, tuple[int, ...]]) -> list[tuple[str, int]]:
 def _turn(wrapper: str, ranks: int, seed: int, count: int) -> Iterator[tuple[str, Any]]:
     """Some interrupts in each phase, with ranks of their own. When something went wrong, the next phase gets others."""
     import nbdist
-    from tests.stress.resilience import PHASES, Training
+    from testbed.resilience import PHASES, Training
 
     phases = list(PHASES)
     while phases:
@@ -87,7 +87,7 @@ def _report(results: dict[Row, list[Any]]) -> int:
 
 
 def _print(head: str, found: list[Any]) -> None:
-    from tests.stress.resilience import HANGS, LOST, UNEQUAL
+    from testbed.resilience import HANGS, LOST, UNEQUAL
 
     rounds = [each for result in found for each in result.rounds]
     line, late = head, False

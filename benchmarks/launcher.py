@@ -46,7 +46,7 @@ def main() -> None:
 @contextlib.contextmanager
 def _kernel(package: str) -> Iterator[Any]:
     """A kernel that has launched once."""
-    from tests.support.harness import Kernel
+    from testbed.kernel import Kernel
 
     with Kernel() as kernel:
         kernel.ok(f"import os, signal, sys, time, torch\nfrom {package} import notebook_launcher\n{_PORTS[package]}")

@@ -25,7 +25,7 @@ _LOCAL = (
 
 def main() -> None:
     _tools.prepare()
-    from tests.support.harness import Kernel, Outcome, kernel_with_ranks
+    from testbed.kernel import Kernel, Outcome, kernel_with_ranks
 
     seen: dict[str, tuple[float, Outcome]] = {}
 

@@ -17,7 +17,7 @@ def main() -> None:
     _tools.prepare()
     from nbdist.metrics.compute.counting import Counting
     from nbdist.metrics.steps import StepMeter
-    from tests.support.closed_forms import Gpt, indices
+    from testbed.closed_forms import Gpt, indices
 
     torch.set_num_threads(1)
     model, ids = Gpt(layers=4), indices(2, 16)

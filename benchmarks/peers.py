@@ -133,7 +133,7 @@ def _different() -> str:
 
 def _in_kernel(begin: list[str], magic: str, end: str) -> dict[str, float]:
     """Figures of a package that lives in a kernel."""
-    from tests.support.harness import Kernel
+    from testbed.kernel import Kernel
 
     with Kernel() as kernel:
 

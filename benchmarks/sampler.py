@@ -22,7 +22,7 @@ def main() -> None:
     _tools.prepare()
     from nbdist.client.costs.monitor import Monitor
     from nbdist.client.session.session import Session
-    from tests.stand_ins.nvml import as_module, machine
+    from testbed.nvml import as_module, machine
 
     with tempfile.TemporaryDirectory() as folder:
         as_module(Path(folder), machine(GPUS))

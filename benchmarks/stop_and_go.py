@@ -37,7 +37,7 @@ def main() -> None:
     import nbdist
     from nbdist.client.session.cell_options import CellOptions
     from nbdist.client.session.session import rank_set_of
-    from tests.support.harness import Kernel, kernel_with_ranks
+    from testbed.kernel import Kernel, kernel_with_ranks
 
     def stopped(kernel: Kernel, code: str, forced: bool) -> float:
         """Seconds from the interrupt that does it to the end of the next cell."""

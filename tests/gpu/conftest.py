@@ -15,8 +15,8 @@ import pytest
 
 import nbdist
 from nbdist.client.session import rank_set
+from testbed.gpu_sharing import ENVIRONMENT, make_group
 from tests.conftest import gpu_works
-from tests.gpu.sharing import ENVIRONMENT, make_group
 
 Record = Callable[[str, object], None]
 
@@ -86,8 +86,8 @@ def nccl_session(monkeypatch: pytest.MonkeyPatch) -> nbdist.Session:
 
 
 def values(session: nbdist.Session, code: str, timeout: float | None = None) -> list[Any]:
-    """What the last line of a cell is worth on each rank; `programs` is `tests.gpu.programs` there."""
-    found = session.run(f"from tests.gpu import programs\n{code}", timeout=timeout)
+    """What the last line of a cell is worth on each rank; `programs` is `testbed.gpu_programs` there."""
+    found = session.run(f"from testbed import gpu_programs as programs\n{code}", timeout=timeout)
     return [ast.literal_eval(each.result or "None") for each in found.values()]
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 import nbdist
+from testbed.kernel import wait_until
 from tests.gpu.conftest import Record, values
-from tests.support.harness import wait_until
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 1 << 20, 1 << 30

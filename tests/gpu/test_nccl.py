@@ -7,9 +7,9 @@ import time
 import pytest
 
 import nbdist
+from testbed.gpu_sharing import is_stuck, stuck_cell
+from testbed.kernel import wait_until
 from tests.gpu.conftest import Record, join_nccl, nccl_session, value, values
-from tests.gpu.sharing import is_stuck, stuck_cell
-from tests.support.harness import wait_until
 from tests.support.roles import alive
 
 pytestmark = pytest.mark.gpu

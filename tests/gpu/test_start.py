@@ -7,8 +7,8 @@ import time
 import pytest
 
 import nbdist
+from testbed.kernel import Kernel, wait_until
 from tests.gpu.conftest import Record, value, values
-from tests.support.harness import Kernel, wait_until
 
 pytestmark = pytest.mark.gpu
 

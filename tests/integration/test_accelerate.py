@@ -11,7 +11,7 @@ import inspect
 
 import pytest
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 pytest.importorskip("accelerate")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.support.cells import on_ranks, refused, value
-from tests.support.harness import Kernel
 
 SETUP = """
 import logging, os, pickle, torch, nbdist

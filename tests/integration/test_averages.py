@@ -13,8 +13,8 @@ from torch import nn
 import nbdist
 from nbdist.plan import Plan
 from nbdist.train import state
+from testbed.kernel import Kernel
 from tests.support.cells import on_ranks, refused, value
-from tests.support.harness import Kernel
 from tests.support.train_models import Net, values
 
 SETUP = """

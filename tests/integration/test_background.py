@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel, wait_until
+from testbed.kernel import Kernel, wait_until
 
 
 def start(kernel: Kernel, code: str, flags: str = "") -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.harness import Kernel, Outcome
+from testbed.kernel import Kernel, Outcome
 
 
 def refuses(kernel: Kernel, cell: str, ename: str = "UsageError") -> str:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.harness import Kernel, Outcome, both, lines_by_rank
+from testbed.kernel import Kernel, Outcome, both, lines_by_rank
 
 
 def on_ranks(kernel: Kernel, code: str) -> Outcome:

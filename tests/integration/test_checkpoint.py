@@ -16,9 +16,9 @@ from nbdist.errors import CheckpointError, UsageError
 from nbdist.train import state
 from nbdist.train.checkpoint.checkpoint import load_state, save_state
 from nbdist.train.data.loaders import prepare_loader
+from testbed.kernel import Kernel, Outcome
 from tests.conftest import shared_kernel
 from tests.support import train_checkpoint
-from tests.support.harness import Kernel, Outcome
 from tests.support.train_checkpoint import Training, equal
 
 HELPERS = Path(train_checkpoint.__file__).read_text()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import LIMIT, Kernel, wait_until
+from testbed.kernel import LIMIT, Kernel, wait_until
 
 DEFINITIONS = (
     "import torch\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.stand_ins.guard import write_packages
-from tests.support.harness import Kernel
 
 
 @pytest.fixture

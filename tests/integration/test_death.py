@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel, both, wait_until
+from testbed.kernel import Kernel, both, wait_until
 from tests.support.roles import revive
 
 HANG = 20.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nbdist.ranks import parse_ranks
-from tests.support.harness import Kernel, Outcome, both, lines_by_rank
+from testbed.kernel import Kernel, Outcome, both, lines_by_rank
 
 IMPORTS = "%%distributed\nfrom IPython.display import *\n"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel, lines_by_rank
+from testbed.kernel import Kernel, lines_by_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nbdist
-from tests.support.harness import Kernel, both
+from testbed.kernel import Kernel, both
 from tests.support.roles import find
 
 HANG = 30.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.harness import Kernel, Outcome, wait_until
+from testbed.kernel import Kernel, Outcome, wait_until
 
 
 def fails(kernel: Kernel, code: str, magic: str = "%%distributed") -> Outcome:

@@ -21,8 +21,8 @@ from nbdist.plan import Plan
 from nbdist.train.estimate.child import answer_to
 from nbdist.train.estimate.estimate import Estimate, _packed, estimate, estimate_each
 from nbdist.train.estimate.trial_step import TrialSetup, TrialTask
-from tests.support.harness import Kernel
-from tests.support.train_estimate import SHAPES, ConvNet, Gpt, Mlp, Untied
+from testbed.kernel import Kernel
+from testbed.train_estimate import SHAPES, ConvNet, Gpt, Mlp, Untied
 
 NONE = Plan(strategy="none")
 FLOAT = 4  # bytes
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.torch_private
 
 @pytest.fixture(scope="module")
 def training(ranks: Kernel) -> Kernel:
-    ranks.ok("import nbdist\nfrom tests.support.train_estimate import *\ncall = nbdist.get_session().call")
+    ranks.ok("import nbdist\nfrom testbed.train_estimate import *\ncall = nbdist.get_session().call")
     return ranks
 
 

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 BOUND = 150_000_000  # bytes that any process of ours may grow by
 

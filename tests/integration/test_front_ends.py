@@ -13,7 +13,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 from papermill.exceptions import PapermillExecutionError
 
-from tests.support.harness import both, lines_by_rank
+from testbed.kernel import both, lines_by_rank
 
 BEFORE = ["%load_ext nbdist\n%distributed start -n 2", "%%distributed\nprint('seen'); rank"]
 FAILING = "%%distributed\nprint('last words'); raise ValueError('why')"

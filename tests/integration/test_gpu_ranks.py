@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.stand_ins.nvml import as_module, machine
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
+from testbed.nvml import as_module, machine
 
 NAMES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",

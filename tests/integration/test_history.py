@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import Kernel, wait_until
+from testbed.kernel import Kernel, wait_until
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel, Outcome, both, wait_until
+from testbed.kernel import Kernel, Outcome, both, wait_until
 
 DATASET = """%%distributed
 import time, torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 # As a DataLoader's iterator whose queue was interrupted between the acquiring of its lock and the `with` block.
 HELD = """%%distributed

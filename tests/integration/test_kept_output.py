@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 LINES = 1500  # of 100 kB
 FLOOD = f"for i in range({LINES}): print(f'{{i:099999d}}')"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.harness import Kernel, lines_by_rank, wait_until
+from testbed.kernel import Kernel, lines_by_rank, wait_until
 from tests.support.roles import children, find
 
 pytestmark = pytest.mark.torch_private  # torch's elastic agent is young

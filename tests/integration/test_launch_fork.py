@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from testbed.kernel import Kernel, both, lines_by_rank
 from tests.stand_ins.guard import write_packages
-from tests.support.harness import Kernel, both, lines_by_rank
 
 SETUP = """
 import os, signal, sys, threading, time

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.harness import Kernel, both, lines_by_rank, wait_until
+from testbed.kernel import Kernel, both, lines_by_rank, wait_until
 from tests.support.roles import children
 
 EXIT_CODE = "child.join() or child.exitcode"

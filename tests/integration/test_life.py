@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.harness import Kernel, both, files_of_sessions, kernel_with_ranks, wait_until
+from testbed.kernel import Kernel, both, files_of_sessions, kernel_with_ranks, wait_until
 from tests.support.roles import alive, await_end, await_role, family, find
 
 HANG = 20.0

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.closed_forms import gpt, gpt_blocks, gpt_scores_again
-from tests.support.harness import Kernel
+from testbed.closed_forms import gpt, gpt_blocks, gpt_scores_again
+from testbed.kernel import Kernel
 from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from tests.support.closed_forms import Gpt, Graphs, indices, loss_of
+from testbed.closed_forms import Gpt, Graphs, indices, loss_of
 torch.set_num_threads(1)
 mesh, backend, each = init_device_mesh("cpu", (2,)), Graphs(), []
 
@@ -172,7 +172,7 @@ def test_fresh_ranks_are_measured_as_well() -> None:
 def test_a_notebook_without_ranks_has_its_own_line(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist")
     kernel.ok("%distributed tflops on")
-    kernel.ok("import torch\nfrom tests.support.closed_forms import *\nmodel = Gpt(); ids = indices(2, 16)")
+    kernel.ok("import torch\nfrom testbed.closed_forms import *\nmodel = Gpt(); ids = indices(2, 16)")
     cell = """optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for _ in range(5):
     loss_of(model, ids).backward()

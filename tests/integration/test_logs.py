@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.harness import Kernel, Outcome, kernel_with_ranks, wait_until
+from testbed.kernel import Kernel, Outcome, kernel_with_ranks, wait_until
 
 
 def number_of(outcome: Outcome) -> int:

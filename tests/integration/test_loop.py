@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.support.cells import on_ranks, refused, value
-from tests.support.harness import Kernel
 
 SETUP = """
 import copy, os, warnings, torch, nbdist

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from nbdist.client.magics.parsers import verb_parsers
-from tests.support.harness import Kernel, Outcome, both, wait_until
+from testbed.kernel import Kernel, Outcome, both, wait_until
 
 
 def number_of(outcome: Outcome) -> int:

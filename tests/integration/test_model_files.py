@@ -10,8 +10,8 @@ import torch
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.train.checkpoint.model_files import load_model, save_model
+from testbed.kernel import Kernel
 from tests.support import train_checkpoint
-from tests.support.harness import Kernel
 from tests.support.train_checkpoint import Net, equal
 
 HELPERS = Path(train_checkpoint.__file__).read_text()

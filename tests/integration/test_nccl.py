@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from testbed.kernel import Kernel, both
 from tests.conftest import shared_kernel
-from tests.support.harness import Kernel, both
 from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private

@@ -13,8 +13,8 @@ from torch import nn
 import nbdist
 from nbdist.plan import Plan
 from nbdist.train import state
+from testbed.kernel import Kernel
 from tests.support.cells import on_ranks, refused, value
-from tests.support.harness import Kernel
 
 SETUP = "import torch, nbdist\nfrom nbdist.plan import Plan\nfrom tests.support.train_optimizers import *"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel, both, lines_by_rank, wait_until
+from testbed.kernel import Kernel, both, lines_by_rank, wait_until
 
 # Many lines, since one may be late on a busy machine.
 IN_STEP = """%%distributed

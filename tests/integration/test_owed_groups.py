@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Execution, Kernel, wait_until
 from tests.conftest import shared_kernel
-from tests.support.harness import Execution, Kernel, wait_until
 
 pytestmark = pytest.mark.torch_private
 

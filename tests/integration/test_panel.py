@@ -16,8 +16,8 @@ import pytest
 from nbconvert import HTMLExporter
 
 from nbdist.panel.updates import LIMIT
-from tests.support.harness import LIMIT as PATIENCE
-from tests.support.harness import Kernel, Outcome
+from testbed.kernel import LIMIT as PATIENCE
+from testbed.kernel import Kernel, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDGET = "application/vnd.jupyter.widget-view+json"

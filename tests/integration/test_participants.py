@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.support.cells import on_ranks
-from tests.support.harness import Kernel
 
 SETUP = """
 import nbdist, pathlib, time, torch

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import LIMIT, Kernel
+from testbed.kernel import LIMIT, Kernel
 
 PLAN_ON_RANKS = "%%distributed\nfrom nbdist.plan import Plan; Plan.from_environment().to_json()"
 VARIABLES = "import os; {n: v for n, v in os.environ.items() if n.startswith(('ACCEL', 'FSDP', 'PARALL'))}"

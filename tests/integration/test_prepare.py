@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from testbed.kernel import Kernel
 from tests.support.cells import on_ranks, refused, value
-from tests.support.harness import Kernel
 
 SETUP = """
 import copy, io, os, pickle, torch, nbdist

@@ -6,7 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 
 def test_a_profiled_cell_shows_where_its_time_went_and_writes_one_trace(ranks: Kernel, tmp_path: Path) -> None:

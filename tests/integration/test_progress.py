@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.harness import Execution, Kernel, Outcome, both, lines_by_rank
+from testbed.kernel import Execution, Kernel, Outcome, both, lines_by_rank
 
 IMPORTS = "%%distributed\nimport os, sys, time, torch.distributed as dist\nfrom tqdm import tqdm\n"
 

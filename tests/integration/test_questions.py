@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import LIMIT, Kernel, both
+from testbed.kernel import LIMIT, Kernel, both
 
 NAMES = """%%distributed
 import threading, time

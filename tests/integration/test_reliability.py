@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Kernel, both
 from tests.conftest import shared_kernel
-from tests.support.harness import Kernel, both
 from tests.support.odd_cells import DIES, FAILS, ODD_CELLS, OddCell
 from tests.support.roles import revive
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
-from tests.support.harness import Kernel
 
 DDP = """
 import nbdist, torch

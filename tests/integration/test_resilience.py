@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from testbed.kernel import Kernel, wait_until
+from testbed.resilience import PHASES, WRAPPERS
 from tests.conftest import shared_kernel
-from tests.stress.resilience import PHASES, WRAPPERS
-from tests.support.harness import Kernel, wait_until
 from tests.support.spare import spare_with_ranks
 
 SEED = int(os.environ.get("NBDIST_TEST_SEED", "2026"))
@@ -18,7 +18,7 @@ INTERRUPTS = 2  # in each phase
 TRAIN = """
 import pathlib, tempfile
 import nbdist
-from tests.stress.resilience import Training
+from testbed.resilience import Training
 folder = tempfile.TemporaryDirectory()
 training = Training(nbdist.get_session(), {wrapper!r}, {seed}, pathlib.Path(folder.name))
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 TRAIN = """
 from nbdist import notebook_launcher

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.support.cells import on_ranks, refused, value
-from tests.support.harness import Kernel
 
 SETUP = """
 import gc, json, os, torch, nbdist

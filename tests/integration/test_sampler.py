@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from testbed.kernel import Kernel, kernel_with_ranks, wait_until
+from testbed.nvml import GIB, as_module, machine
 from tests.conftest import shared_kernel
-from tests.stand_ins.nvml import GIB, as_module, machine
-from tests.support.harness import Kernel, kernel_with_ranks, wait_until
 
 FOR_EVER = 1e6
 NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Kernel, both
 from tests.conftest import shared_kernel
-from tests.support.harness import Kernel, both
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from tests.support.harness import Kernel, both, files_of_sessions
+from testbed.kernel import Kernel, both, files_of_sessions
 from tests.support.roles import alive, family, find
 
 SILENCE_MS = 400  # that an intruder waits for an answer

@@ -13,8 +13,8 @@ from typing import cast
 import pytest
 import websocket
 
+from testbed.kernel import LIMIT, Kernel
 from tests.conftest import _shared
-from tests.support.harness import LIMIT, Kernel
 from tests.support.jupyter import Server
 
 EXCEEDED = "rate exceeded"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 from tests.support.roles import alive, await_end
 
 HANG = 30.0

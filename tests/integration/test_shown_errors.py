@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel, Outcome
+from testbed.kernel import Kernel, Outcome
 
 SCRIPT = "def train():\n    raise ValueError('no data')  # the cause\n\n\ntrain()\n"
 NOTEBOOK = (

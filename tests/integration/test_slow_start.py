@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 from tests.support.roles import find
 
 HANG = 60.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 
 @pytest.mark.parametrize("options", ["", "-r 0", "--record"])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
-from tests.support.harness import Kernel
 
 pytestmark = pytest.mark.torch_private
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.support.harness import Kernel, wait_until
+from testbed.kernel import Kernel, wait_until
 
 STUCK = """import torch, torch.distributed as dist, time
 

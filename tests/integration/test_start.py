@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.stand_ins.nvml import as_module, machine
-from tests.support.harness import Kernel, both
+from testbed.kernel import Kernel, both
+from testbed.nvml import as_module, machine
 from tests.support.roles import alive, family, find, listening
 
 HANG = 30.0

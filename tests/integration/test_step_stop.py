@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import Kernel, Outcome
+from testbed.kernel import Kernel, Outcome
 
 pytestmark = pytest.mark.torch_private
 

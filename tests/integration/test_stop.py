@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel, wait_until
+from testbed.kernel import Kernel, wait_until
 from tests.support.roles import alive, await_end, children, family, find, listening, revive
 
 HANG = 20.0

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from nbdist.ranks import parse_ranks
-from tests.support.harness import Kernel, both, wait_until
+from testbed.kernel import Kernel, both, wait_until
 from tests.support.spare import spare_with_ranks
 
 SETUP = """%%distributed

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.harness import Kernel, wait_until
+from testbed.kernel import Kernel, wait_until
 from tests.support.roles import await_role, children, find
 
 TRAIN = """%%distributed

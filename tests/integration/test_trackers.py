@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 RUN = """
 import torch

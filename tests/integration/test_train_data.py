@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 SETUP = """
 import torch

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
-from tests.support.harness import Kernel
 
 STRATEGIES = ["none", "ddp", "fsdp", "hsdp"]
 

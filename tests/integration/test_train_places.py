@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import nbdist
+from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
-from tests.support.harness import Kernel
 from tests.support.train_places import train
 
 ROOT = Path(__file__).resolve().parents[2]

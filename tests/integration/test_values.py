@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Kernel, both, wait_until
+from testbed.kernel import Kernel, both, wait_until
 
 
 def on_ranks(kernel: Kernel, code: str, magic: str = "%%distributed") -> list[str]:

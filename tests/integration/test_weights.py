@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from nbdist.errors import UsageError
+from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
 from tests.support.cells import on_ranks, refused, value
-from tests.support.harness import Kernel
 from tests.support.train_weights import fake_hub, filled, gpt2, llama, on_meta, prepared, without_prefix
 
 SETUP = """

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
+from testbed.kernel import LIMIT, MARK, Kernel, wait_until
 from tests.conftest import _shared
-from tests.support.harness import LIMIT, MARK, Kernel, wait_until
 from tests.support.jupyter import Server
 
 ROOT = Path(__file__).resolve().parents[2]

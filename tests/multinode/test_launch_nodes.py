@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from testbed.kernel import Execution, Kernel, Outcome, lines_by_rank, wait_until
 from tests.conftest import sharing
 from tests.multinode.hosts import Host, two_hosts
-from tests.support.harness import Execution, Kernel, Outcome, lines_by_rank, wait_until
 
 SETUP = """
 import os, time

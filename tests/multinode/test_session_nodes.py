@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from testbed.kernel import Execution, Kernel, Outcome
 from tests.conftest import sharing
 from tests.multinode.hosts import Host, two_hosts
-from tests.support.harness import Execution, Kernel, Outcome
 
 SUM = """
 import torch, torch.distributed as dist

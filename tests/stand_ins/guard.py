@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.stand_ins.nvml import GIB, as_module, machine
+from testbed.nvml import GIB, as_module, machine
 
 # The CPU build's own `_lazy_init` runs, with stand-ins for the functions that only a CUDA build has.
 PRETEND = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.harness import Kernel
+from testbed.kernel import Kernel
 
 
 def on_ranks(kernel: Kernel, code: str) -> list[str]:

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.support.harness import LIMIT, wait_until
+from testbed.kernel import LIMIT, wait_until
 
 
 class Server:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.harness import Kernel, wait_until
+from testbed.kernel import Kernel, wait_until
 
 MODULES = {
     "controller": "nbdist.controller.controller_boot",

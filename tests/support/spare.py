@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from tests.support.harness import Kernel, files_of_sessions, spare_files
+from testbed.kernel import Kernel, files_of_sessions, spare_files
 from tests.support.roles import MODULES
 
 _AS_NEW = "__import__('tests.support.as_new').support.as_new"

@@ -13,10 +13,10 @@ import pytest
 from nbdist import cuda_guard
 from nbdist.errors import RankError
 from nbdist.metrics.node import nvml
+from testbed.kernel import wait_until
+from testbed.nvml import FakeNvml
 from tests.stand_ins.driver import compiled
 from tests.stand_ins.guard import seen_by_nvml, write_packages
-from tests.stand_ins.nvml import FakeNvml
-from tests.support.harness import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "CUDA is not initialized in this process."

@@ -10,7 +10,7 @@ import pytest
 
 from nbdist import devices
 from nbdist.devices import nccl_variables, unusable_gpus, visible_gpus
-from tests.stand_ins.nvml import FakeNvml, machine
+from testbed.nvml import FakeNvml, machine
 
 
 @pytest.fixture

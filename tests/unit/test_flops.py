@@ -15,8 +15,8 @@ from nbdist.metrics import flops
 from nbdist.metrics.compute import passes
 from nbdist.metrics.compute.counting import Counting, FlopCount
 from nbdist.metrics.flops import count
-from tests.support import closed_forms
-from tests.support.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
+from testbed import closed_forms
+from testbed.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
 
 pytestmark = pytest.mark.torch_private
 

@@ -15,7 +15,7 @@ import nbdist
 from nbdist.client.costs.history import History
 from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
-from tests.support.harness import wait_until
+from testbed.kernel import wait_until
 
 GIB = 1 << 30
 RANK = RankSample(0, node="n", device="cuda:0", gpu="GPU-a", pid=7, private=1, allocated=1, reserved=GIB)

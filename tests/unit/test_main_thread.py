@@ -13,7 +13,7 @@ import pytest
 
 from nbdist.worker.cell import main_thread
 from nbdist.worker.cell.main_thread import MainThreadLook
-from tests.support.harness import wait_until
+from testbed.kernel import wait_until
 
 LIMIT = 20.0
 MAIN = threading.main_thread().ident

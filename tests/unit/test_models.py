@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.worker.recovery.reset_models import buckets_settled, living, reset_models
+from testbed.kernel import Kernel
 from tests.conftest import _shared as shared
 from tests.stress.lost_steps import Scenarios
-from tests.support.harness import Kernel
 
 DDP_KINDS = [
     "DDP",

@@ -13,7 +13,7 @@ import pytest
 from nbdist.client.costs.monitor import Monitor
 from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import Sample
-from tests.support.harness import wait_until
+from testbed.kernel import wait_until
 
 LIMIT = 20.0
 

@@ -13,7 +13,7 @@ import pytest
 
 from nbdist.metrics.node.nvml import Nvml
 from nbdist.metrics.node.sample import GpuSample
-from tests.stand_ins.nvml import GIB, FakeNvml, as_module, gpu, machine
+from testbed.nvml import GIB, FakeNvml, as_module, gpu, machine
 
 NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22
 

@@ -15,9 +15,9 @@ from nbdist.metrics.allocation.oom import Account
 from nbdist.metrics.allocation.tensors import Block
 from nbdist.metrics.node import nvml
 from nbdist.metrics.node.sample import GpuSample
+from testbed.kernel import wait_until
+from testbed.nvml import FakeNvml, machine
 from tests.stand_ins.cuda import ASSERTED, OUT_OF_MEMORY, Torch, accelerator_error
-from tests.stand_ins.nvml import FakeNvml, machine
-from tests.support.harness import wait_until
 
 GIB = 1 << 30
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from nbdist.processes import describe_exit, python_command
-from tests.support.harness import wait_until
+from testbed.kernel import wait_until
 from tests.support.roles import alive
 
 HERE = str(Path(__file__).resolve().parents[2])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nbdist.worker.recovery.position import PositionProbe
+from testbed.kernel import wait_until
 from tests.stand_ins.spinning import spin, spinning_until
-from tests.support.harness import wait_until
 
 
 def seen_from_aside(look: Callable[[], bool]) -> bool:

@@ -11,8 +11,8 @@ import torch
 from nbdist.metrics.node import device
 from nbdist.metrics.node.nvml import Nvml
 from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, gpu_of, non_torch
+from testbed.nvml import GIB, FakeNvml, gpu, machine
 from tests.stand_ins.cuda import Torch
-from tests.stand_ins.nvml import GIB, FakeNvml, gpu, machine
 
 
 def with_gpus(*uuids: str, reserved: dict[int, int] | None = None) -> Torch:

@@ -15,8 +15,8 @@ import pytest
 from nbdist.metrics.node.nvml import Nvml
 from nbdist.metrics.node.sample import NodeSample
 from nbdist.metrics.node.sampler import FASTEST, Sampler
-from tests.stand_ins.nvml import GIB, FakeNvml, machine
-from tests.support.harness import wait_until
+from testbed.kernel import wait_until
+from testbed.nvml import GIB, FakeNvml, machine
 
 LIMIT = 20.0
 FOR_EVER = 1e6

@@ -246,7 +246,7 @@ def compiled(strategy: Strategy) -> tuple[bool, int, float, float]:
 
 def checkpointed(kind: Recomputation, offload: bool = False) -> tuple[float, int]:
     """The norm of all gradients of one step of a transformer, and its peak in MiB."""
-    from tests.support.train_estimate import Gpt
+    from testbed.train_estimate import Gpt
 
     torch.manual_seed(0)
     plan = Plan(strategy="ddp", activation_checkpointing=kind, activation_offload=offload)

@@ -26,7 +26,7 @@ Measure = Callable[[], float]
 
 
 def prepare() -> None:
-    """Let this process and the kernels that it starts find nbdist and the tests' kernel, as they stand here."""
+    """Let this process and the kernels that it starts find nbdist and `testbed`, as they are here."""
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

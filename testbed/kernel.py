@@ -1,4 +1,4 @@
-"""What tests stand on: a real kernel as a user has it, and the search for what a test has left behind."""
+"""A real kernel as a user has it, driven over its own protocol, and what its cells show."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 from nbdist.ranks import parse_ranks
 
 LIMIT = 60.0
-MARK = "NBDIST_TEST_RUN"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _NAMED = re.compile(r"\[([\d,-]+)\] (.*)", re.DOTALL)
 
@@ -241,29 +238,3 @@ def wait_until(reached: Callable[[], object], what: str | Callable[[], str], lim
     while not reached():
         assert time.monotonic() < deadline, f"not in {limit:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
-
-
-def processes_of_this_run() -> dict[int, str]:
-    """All processes that carry this test run's mark but the run itself, with their command lines."""
-    mark = f"{MARK}={os.environ[MARK]}".encode()
-    found = {}
-    for folder in os.listdir("/proc"):  # after every test: psutil would read four files of every process
-        if not folder.isdigit() or int(folder) == os.getpid():
-            continue
-        with contextlib.suppress(OSError, psutil.Error):
-            if mark not in Path(f"/proc/{folder}/environ").read_bytes().split(b"\0"):
-                continue
-            process = psutil.Process(int(folder))
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = " ".join(process.cmdline())[:200]
-    return found
-
-
-spare_files: set[str] = set()  # of the kernel that waits for its next test: tests/support/spare.py
-
-
-def files_of_sessions() -> set[str]:
-    """Key files and log folders of sessions that tests have."""
-    runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
-    temporary = Path(os.environ["TMPDIR"])
-    return {str(path) for folder in (runtime, temporary) for path in folder.glob("nbdist-*")} - spare_files

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from nbdist.devices import visible_gpus
-from testbed.kernel import MARK, Kernel, files_of_sessions, kernel_with_ranks, processes_of_this_run, wait_until
+from testbed.kernel import Kernel, kernel_with_ranks, wait_until
+from tests.support.leftovers import MARK, files_of_sessions, processes_of_this_run
 from tests.support.spare import close_spare, processes_of_spare, spare_with_ranks
 
 REHEARSAL = "NBDIST_GPU_REHEARSAL"  # set to 1: tests marked `gpu` that can do with a CPU run there

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from testbed.kernel import Execution, Kernel, Outcome, both, files_of_sessions, wait_until
+from testbed.kernel import Execution, Kernel, Outcome, both, wait_until
+from tests.support.leftovers import files_of_sessions
 from tests.support.roles import alive, await_end, await_role, children, family, find, find_store, revive
 
 KINDS = {

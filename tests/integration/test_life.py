@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from testbed.kernel import Kernel, both, files_of_sessions, kernel_with_ranks, wait_until
+from testbed.kernel import Kernel, both, kernel_with_ranks, wait_until
+from tests.support.leftovers import files_of_sessions
 from tests.support.roles import alive, await_end, await_role, family, find
 
 HANG = 20.0

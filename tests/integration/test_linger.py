@@ -15,7 +15,8 @@ from nbdist.wire.keys import read_key_file
 from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect
 from nbdist.wire.life import Shutdown
 from nbdist.wire.output import LogPart, ReadLog
-from testbed.kernel import Kernel, files_of_sessions, kernel_with_ranks, wait_until
+from testbed.kernel import Kernel, kernel_with_ranks, wait_until
+from tests.support.leftovers import files_of_sessions
 from tests.support.roles import await_end, family
 
 LIMIT_MS = 10_000

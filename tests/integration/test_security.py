@@ -15,7 +15,8 @@ import psutil
 import pytest
 import zmq
 
-from testbed.kernel import Kernel, both, files_of_sessions
+from testbed.kernel import Kernel, both
+from tests.support.leftovers import files_of_sessions
 from tests.support.roles import alive, family, find
 
 SILENCE_MS = 400  # that an intruder waits for an answer

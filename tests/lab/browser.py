@@ -16,9 +16,10 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from testbed.kernel import LIMIT, MARK, Kernel, wait_until
+from testbed.kernel import LIMIT, Kernel, wait_until
 from tests.conftest import _shared
 from tests.support.jupyter import Server
+from tests.support.leftovers import MARK
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "screenshots"

@@ -1,6 +1,5 @@
-"""Stand-ins for what needs an NVIDIA GPU, all that there are: tests use no others.
+"""Stand-ins for what needs an NVIDIA GPU. Tests use no others, except the driver's library: `testbed.nvml`.
 
-nvml       the driver's library: late, in containers, old, with reserved memory
 cuda       torch.cuda: an allocator behind a lock that is waited for with the GIL, sticky errors
 spinning   calls that wait for a kernel as CUDA does
 nccl       ProcessGroupNCCL: abort that blocks, the watchdog; in one process, and in real ranks over gloo

@@ -1,1 +1,1 @@
-"""What tests stand on: kernels, sessions, models, cells that are odd."""
+"""What tests share and benchmarks don't: sessions, models, cells that are odd."""

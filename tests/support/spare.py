@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import psutil
 
-from testbed.kernel import Kernel, files_of_sessions, spare_files
+from testbed.kernel import Kernel
+from tests.support.leftovers import files_of_sessions, spare_files
 from tests.support.roles import MODULES
 
 _AS_NEW = "__import__('tests.support.as_new').support.as_new"

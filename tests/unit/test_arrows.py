@@ -1,14 +1,21 @@
-"""Which room of nbdist may import which, lazily and for types only included; and that each name is given once."""
+"""Which room of nbdist may import which, lazily and for types only included; and that each name is given once.
+
+Also: which of the folders around nbdist may import which.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "nbdist"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "nbdist"
 
 # A room is a folder of nbdist (`client.costs`) or a module at its top (`text`). What all rooms may import:
 SHARED = {"_version", "checks", "errors", "limits", "ranks", "text"}
@@ -92,13 +99,19 @@ def modules() -> dict[str, Path]:
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The modules of nbdist that a file imports anywhere."""
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name.removeprefix("nbdist.") in known else node.module for name in whole]
+        names = imported_names(node)
+        if isinstance(node, ast.ImportFrom):
+            names = [name if name.removeprefix("nbdist.") in known else node.module or "" for name in names]
         yield from (name.removeprefix("nbdist").lstrip(".") for name in names if name.split(".")[0] == "nbdist")
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """What a statement imports, by full names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
 
 
 def room_of(module: str, known: dict[str, Path]) -> str:
@@ -155,3 +168,34 @@ def test_no_two_public_classes_have_the_same_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 counts[node.name] += 1
     assert sorted(name for name, count in counts.items() if count > 1) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        ("nbdist", {"benchmarks", "scripts", "testbed", "tests"}),
+        ("testbed", {"benchmarks", "tests"}),
+        ("benchmarks", {"tests"}),
+        ("tests", {"benchmarks"}),
+    ],
+)
+def test_a_folder_does_not_import_those_that_use_it(folder: str, others: set[str]) -> None:
+    """Nor does the code in its strings, which kernels and ranks run."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    found = {(str(path.relative_to(ROOT)), name) for path in paths for name in top_packages(path.read_text())}
+    assert paths and sorted(pair for pair in found if pair[1] in others) == []
+
+
+def top_packages(source: str) -> set[str]:
+    """The packages that a source imports, in the strings that it contains too."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    code = {name for text in texts for name in re.findall(r"^\s*(?:from|import) +(\w+)", text, re.MULTILINE)}
+    return code | {name.partition(".")[0] for node in nodes for name in imported_names(node)}
+
+
+@pytest.mark.parametrize(
+    "source", ["import tests.x", "def f():\n from tests import x", "cell = 'x\\n from tests.x import y'"]
+)
+def test_an_import_is_seen_wherever_it_is(source: str) -> None:
+    assert "tests" in top_packages(source)

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from testbed.kernel import Kernel
 
+# What cells of a training have imported, when a test runs them after this.
+TRAINING = """
+import copy, os, pickle, warnings, torch, nbdist
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from nbdist.plan import Plan
+from nbdist.train import state
+from tests.support.train_models import *
+"""
+
 
 def on_ranks(kernel: Kernel, code: str) -> list[str]:
     """Run it, and say what the ranks show."""

@@ -19,14 +19,18 @@ _END_LIMIT = 3.0  # seconds
 
 # The current folder is not searched: a `random.py` there would take the library's place. An exit code that is not 0
 # means that this machine never was a node; how a node has left, the session knows from its agent.
-_JOIN = (
-    "import sys, os; sys.path[:] = [p for p in sys.path if p]\n"
-    "try: from nbdist.command import main\n"
-    f"except ModuleNotFoundError: sys.exit({NO_NBDIST})\n"
-    f"code = main(['join', sys.argv[1], '--token-file', '-', '--token-line', os.environ.get('SLURM_PROCID', '0') if "
-    "sys.argv[2] == 'by-task' else '0'])\n"
-    f"sys.exit(code if code == {CANNOT_JOIN} else 0)"
-)
+_JOIN = f"""\
+import os, sys
+sys.path[:] = [entry for entry in sys.path if entry]
+line = os.environ.get("SLURM_PROCID", "0") if sys.argv[2] == "by-task" else "0"
+try:
+    from nbdist.command import main
+    code = main(["join", sys.argv[1], "--token-file", "-", "--token-line", line])
+except ModuleNotFoundError as error:
+    print(error, file=sys.stderr)
+    sys.exit({NO_NBDIST})
+sys.exit(code if code == {CANNOT_JOIN} else 0)
+"""
 
 
 def join_command(python: str, address: str, by_task: bool = False) -> list[str]:

@@ -126,7 +126,7 @@ class Slurm:
                 pause, ask_at = min(2 * pause, _LONGEST_PAUSE), now + pause
                 state = _state_of(self._name)
                 if state == "RUNNING":
-                    yield StarterProgress("Slurm has given the nodes", JOIN_LIMIT)
+                    yield StarterProgress("Slurm has given the nodes" if said else "", JOIN_LIMIT)
                     waiting = False
                     break
                 if state and state != said:

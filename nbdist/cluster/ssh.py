@@ -116,8 +116,8 @@ class Ssh:
             return f"host {host!r} has no Python at {self._python}: name the one that has nbdist with `--python PATH`"
         if code == NO_NBDIST:
             return (
-                f"{self._python} of host {host!r} has no nbdist: type `{self._python} -m pip install nbdist` there, or "
-                "name a Python that has it with `--python PATH`"
+                f"{self._python} of host {host!r} has no nbdist ({said}): type `{self._python} -m pip install nbdist` "
+                "there, or name a Python that has it with `--python PATH`"
             )
         if code == CANNOT_JOIN:
             return f"host {host!r}: {said.removeprefix('nbdist: ')}"

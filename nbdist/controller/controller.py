@@ -55,6 +55,7 @@ from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNod
 from nbdist.wire.rank_processes import Gone, Ready
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
+_LONGEST_POLL = 1 << 30  # milliseconds; zmq takes no more than an int
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
 
 
@@ -189,7 +190,7 @@ class Controller:
     def _patience(self) -> int | None:
         dues = [self._leave_at, self._nodes.due(), self._members.due() if self._members is not None else None]
         due = min(due for due in dues if due is not None)
-        return None if due == float("inf") else max(0, int((due - time.monotonic()) * 1000) + 1)
+        return None if due == float("inf") else min(max(0, int((due - time.monotonic()) * 1000) + 1), _LONGEST_POLL)
 
     def _tick(self) -> None:
         now = time.monotonic()

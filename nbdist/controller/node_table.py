@@ -168,7 +168,8 @@ class NodeTable:
         why = ""
         for report in self.starters.received():
             if isinstance(report, StarterProgress):
-                self._tell(Progress("nodes", report.text))
+                if report.text:
+                    self._tell(Progress("nodes", report.text))
                 if report.patience is not None and self.missing > 0:
                     self.due_to_come = time.monotonic() + report.patience
             elif isinstance(report, StarterFailed):

@@ -64,10 +64,11 @@ Host stranger
   UserKnownHostsFile /dev/null
 Host locked
   IdentityFile {folder / "stranger"}
+Host * !locked
+  IdentityFile {folder / "user"}
 Host *
   HostName 127.0.0.1
   Port {port}
-  IdentityFile {folder / "user"}
   IdentitiesOnly yes
   IdentityAgent none
   UserKnownHostsFile {folder / "known_hosts"}

@@ -33,7 +33,10 @@ class StarterSetup(msgspec.Struct, frozen=True):
 
 
 class StarterProgress(msgspec.Struct, tag=True, frozen=True):
-    """What the engine is doing; "": nothing to report. patience: seconds that a node may take to come from now on; None: as before."""
+    """What the engine is doing; "": nothing to report.
+
+    patience: seconds that a node may take to come from now on; None: as before.
+    """
 
     text: str
     patience: Seconds | None = None

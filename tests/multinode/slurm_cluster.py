@@ -23,9 +23,11 @@ class SlurmCluster:
 
     Attributes:
         environment: What its programs need to be set.
+        daemons: Its processes.
     """
 
     environment: dict[str, str]
+    daemons: list[subprocess.Popen[bytes]]
 
     def ask(self, *command: str) -> str:
         """What one of its programs prints."""
@@ -88,17 +90,17 @@ PartitionName=main Nodes=slurm-a,slurm-b Default=YES MaxTime=60 State=UP
 PartitionName=closed Nodes=slurm-a,slurm-b MaxTime=60 State=DOWN
 """
     )
-    cluster = SlurmCluster({"SLURM_CONF": str(config)})
+    cluster = SlurmCluster({"SLURM_CONF": str(config)}, [])
     munged = [
         *(str(programs["munged"]), "--foreground", "--force", f"--key-file={key}", f"--socket={munge}"),
         *(f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed"),
     ]
     with contextlib.ExitStack() as ends:
-        _run(ends, munged, {})
+        cluster.daemons.append(_run(ends, munged, {}))
         _await(munge.exists, "munged")
-        _run(ends, [str(programs["slurmctld"]), "-D"], cluster.environment)
+        cluster.daemons.append(_run(ends, [str(programs["slurmctld"]), "-D"], cluster.environment))
         for node in ("slurm-a", "slurm-b"):
-            _run(ends, [str(programs["slurmd"]), "-D", "-N", node], cluster.environment)
+            cluster.daemons.append(_run(ends, [str(programs["slurmd"]), "-D", "-N", node], cluster.environment))
         _await(lambda: _idle_nodes(cluster) == 2, "two nodes of Slurm")
         yield cluster
 
@@ -116,7 +118,7 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in found]
 
 
-def _run(ends: contextlib.ExitStack, command: list[str], environment: dict[str, str]) -> None:
+def _run(ends: contextlib.ExitStack, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -130,6 +132,7 @@ def _run(ends: contextlib.ExitStack, command: list[str], environment: dict[str, 
             process.wait()
 
     ends.callback(end)
+    return process
 
 
 def _await(done: Callable[[], bool], what: str) -> None:

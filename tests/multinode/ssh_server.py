@@ -7,11 +7,11 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,15 @@ class SshServer:
 
     config: Path
     pid: int
+
+    def nodes(self) -> list[int]:
+        """The processes of `nbdist join` that it runs."""
+        found = []
+        for process in psutil.Process(self.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "nbdist.command" in "".join(process.cmdline()[2:3]):
+                    found.append(process.pid)
+        return sorted(found)
 
 
 @contextlib.contextmanager
@@ -88,14 +97,3 @@ Host *
     finally:
         process.terminate()
         process.communicate(timeout=30)
-
-
-def join_processes() -> list[int]:
-    """The `nbdist join` of this test's nodes, wherever they are started from."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[:2] == [sys.executable.encode(), b"-c"] and b"nbdist.command" in words[2]:
-                found.append(int(folder.name))
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -21,7 +22,9 @@ print(rank, int(total), os.environ.get('SLURMD_NODENAME'))
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as found:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as found, ExitStack() as shared:
+        for daemon in found.daemons:
+            shared.enter_context(sharing(daemon))
         yield found
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import sharing
-from tests.multinode.ssh_server import SshServer, join_processes, ssh_server
+from tests.multinode.ssh_server import SshServer, ssh_server
 from tests.support.harness import Kernel
 
 RANKS = "import os\nprint(rank, local_rank, world_size, os.environ['GROUP_RANK'], os.environ.get('ONLY_THERE'))"
@@ -33,7 +33,7 @@ engine = "teleport"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    with ssh_server(tmp_path_factory.mktemp("ssh")) as found:
+    with ssh_server(tmp_path_factory.mktemp("ssh")) as found, sharing(found):
         yield found
 
 
@@ -60,12 +60,12 @@ def wait_for_end(pids: list[int]) -> list[int]:
 
 def test_hosts_are_started_with_their_numbers_of_ranks_and_ended(kernel: Kernel, server: SshServer) -> None:
     assert "4 ranks on 3 nodes ready" in start(kernel, server, "--hosts node-a,node-b:2 -n 1")
-    nodes = join_processes()
+    nodes = server.nodes()
     said = kernel.run(f"%%distributed\n{RANKS}").stdout
     for line in ("[0] 0 0 4 0 None", "[1] 1 0 4 1 yes", "[2] 2 0 4 2 yes", "[3] 3 1 4 2 yes"):
         assert line in said, said
     assert "4 ranks on 3 nodes ready" in kernel.ok("%distributed restart").stdout
-    assert sorted(join_processes()) == sorted(nodes) and len(nodes) == 2
+    assert server.nodes() == nodes and len(nodes) == 2
     kernel.ok("%distributed stop")
     assert wait_for_end(nodes) == []
 
@@ -73,7 +73,7 @@ def test_hosts_are_started_with_their_numbers_of_ranks_and_ended(kernel: Kernel,
 def test_a_profile_is_started_by_its_name_and_this_machine_may_have_no_ranks(kernel: Kernel) -> None:
     assert "3 ranks on 2 nodes ready" in kernel.ok("%distributed start --on pair").stdout
     said = kernel.run(
-        "%%distributed\nimport torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)\n"
+        "%%distributed\nimport torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)\n"
         f"print(int(total))\n{RANKS}"
     ).stdout
     assert "[0-2] 3" in said and "[0] 0 0 3 0 yes" in said and "[2] 2 1 3 1 yes" in said, said
@@ -83,7 +83,7 @@ def test_a_profile_is_started_by_its_name_and_this_machine_may_have_no_ranks(ker
 
 def test_an_ssh_that_ends_is_a_lost_node_and_the_others_keep_their_variables(kernel: Kernel, server: SshServer) -> None:
     start(kernel, server, "--hosts node-a -n 1")
-    nodes = join_processes()
+    nodes = server.nodes()
     kernel.run("%%distributed\nkept = rank + 10")
     cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank: time.sleep(100)")
     cell.wait_for("[0-1] at it")
@@ -102,7 +102,7 @@ def test_nodes_end_with_a_notebook_that_is_killed(server: SshServer) -> None:
     with Kernel() as doomed:
         doomed.ok("%load_ext nbdist")
         start(doomed, server, "--hosts node-a -n 1")
-        nodes = join_processes()
+        nodes = server.nodes()
         os.kill(doomed.pid, signal.SIGKILL)
         assert nodes and wait_for_end(nodes) == []
 
@@ -123,7 +123,7 @@ def test_what_fails_on_a_host_is_one_message_and_nothing_is_left(
 ) -> None:
     outcome = kernel.fails(f"%distributed start --ssh-config {server.config} {arguments} -n 1", "SessionBroken")
     assert words in outcome.evalue, str(outcome)
-    assert wait_for_end(join_processes()) == []
+    assert wait_for_end(server.nodes()) == []
 
 
 def test_a_python_without_nbdist_is_named(kernel: Kernel, server: SshServer, tmp_path: Path) -> None:

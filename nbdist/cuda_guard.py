@@ -393,7 +393,7 @@ def _torch_refuses_in_child() -> bool:
 
 
 def _exit_code(child: int) -> int:
-    """Wait for a child, not for ever: one that hangs is killed."""
+    """Wait for a child, not forever: one that hangs is killed."""
     ended: list[tuple[int, int]] = []
     process = os.pidfd_open(child)
     try:

@@ -42,7 +42,7 @@ class Outgoing:
                 yield Chunk(self._key, number, offset, os.pread(descriptor, CHUNK, offset))
 
     def next_chunks(self, taken: int = 0) -> Iterator[Chunk]:
-        """What may be sent now.
+        """Yield what may be sent now.
 
         Args:
             taken: Bytes that the other side has taken since the last call.

@@ -10,12 +10,12 @@ import psutil
 
 
 def endpoint(host: str, port: int) -> str:
-    """An address as text: `10.0.0.1:29500`, `[fd00::1]:29500`."""
+    """Return an address as text: `10.0.0.1:29500`, `[fd00::1]:29500`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_literal(host: str) -> bool:
-    """Whether this is an address, not a name."""
+    """Return whether this is an address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -24,7 +24,7 @@ def is_literal(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address is this machine's."""
+    """Return whether an address belongs to this machine."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, (address, *_rest) in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe:
@@ -34,7 +34,7 @@ def is_local(host: str) -> bool:
 
 
 def address_towards(host: str, port: int = 1) -> str:
-    """The address of this machine from which it reaches another; "" where there is no way.
+    """Return the address of this machine that is used to reach another; "" if there is no route.
 
     Raises:
         OSError: The name is not known.
@@ -47,7 +47,7 @@ def address_towards(host: str, port: int = 1) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address; "" if none of this machine has it."""
+    """Return the network interface that has an address; "" if none has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(own.address.partition("%")[0] == address for own in addresses):
             return name

@@ -33,19 +33,25 @@ step() {
     fi
 }
 
-# use_torch VERSION: from here on the environment is one for this version of torch, below build/, and stays there.
-# VERSION+cuda: the build for CUDA, which is the one that PyPI calls VERSION, whatever builds lie on this machine: `===`
-# matches no other. It is tested without a GPU too.
-use_torch() {
-    local folder="$root/build/torch-$1" wanted="==$1"
-    [[ $1 != *+cuda ]] || wanted="===${1%+cuda}"
+# use_versions PYTHON TORCH: from here on the environment is one for these versions, below build/, and stays there. An
+# empty one is the usual. TORCH+cuda: the build for CUDA, which is the one that PyPI calls TORCH, whatever builds lie on
+# this machine: `===` matches no other. It is tested without a GPU too.
+use_versions() {
+    local name="${1:+python-$1}${1:+${2:+-}}${2:+torch-$2}" wanted="==$2"
+    local folder="$root/build/$name"
     mkdir -p "$folder"
-    sed "s/^torch==[^ ]*/torch$wanted/" "$constraints" >"$folder/constraints.txt"
+    if [[ -n $1 ]]; then
+        NBDIST_PYTHON="$(find_python "$1")" || exit
+    fi
+    if [[ -n $2 ]]; then
+        [[ $2 != *+cuda ]] || wanted="===${2%+cuda}"
+        sed "s/^torch==[^ ]*/torch$wanted/" "$constraints" >"$folder/constraints.txt"
+        constraints="$folder/constraints.txt"
+        pytorch="PyTorch $2"
+    fi
     venv="$folder/venv"
     python="$venv/bin/python"
-    constraints="$folder/constraints.txt"
-    pytorch="PyTorch $1"
-    [[ -e $venv ]] || say "an environment for $pytorch, once: two minutes, 6 GB with CUDA, kept in $folder"
+    [[ -e $venv ]] || say "an environment for $name, once: two minutes, 6 GB with CUDA, kept in $folder"
 }
 
 # Makes the environment, or does nothing (some milliseconds) when it is as pyproject.toml and the constraints ask.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import multiprocessing
 import os
 import runpy
 import secrets
@@ -37,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tests-of-nbdist-", dir="/tmp"))  # short: paths of sockets lie in it
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ[MARK] = secrets.token_hex(8)
+    multiprocessing.set_start_method("fork", force=True)  # as ranks do; Python 3.14 has another
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch 2.8 starts and keeps others
     for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         path = folder / name.lower()
         path.mkdir(mode=0o700)

@@ -34,7 +34,7 @@ export class Header {
 
   constructor(wishes: Wishes) {
     this.rate.append(...RATES.map(([seconds, words]) => option(seconds.toString(), words)));
-    this.rate.setAttribute("aria-label", "How often to look");
+    this.rate.setAttribute("aria-label", "Update interval");
     this.rate.addEventListener("change", () => {
       wishes.rate(Number(this.rate.value));
     });

@@ -122,7 +122,7 @@ class Panel implements View {
 
   private readonly setRate = (seconds: number): void => {
     const soon = this.send({ type: "rate", value: seconds }) || !this.busy;
-    this.say(soon ? "" : "The new rate holds when the cell that runs has ended.");
+    this.say(soon ? "" : "The new rate takes effect when the running cell ends.");
   };
 
   private readonly show = (metric: Metric): void => {
@@ -134,8 +134,8 @@ class Panel implements View {
   private readonly snapshot = (): void => {
     const rank = this.chosen === null ? undefined : this.state.ranks[this.chosen];
     if (rank === undefined) return;
-    const when = this.busy ? " It is written when the cell that runs has ended." : "";
-    this.say(`A memory snapshot of ${nameOf(rank)} is asked for.${when}`);
+    const when = this.busy ? " It is written when the running cell ends." : "";
+    this.say(`A memory snapshot of ${nameOf(rank)} was requested.${when}`);
     this.send({ type: "snapshot", value: rank.rank });
   };
 
@@ -293,7 +293,7 @@ class Panel implements View {
       row.element.hidden = rank === undefined;
       if (rank !== undefined) row.draw(rank, undefined);
     });
-    write(this.others, found.length > ATTENTION ? `… and ${found.length - ATTENTION} more that are worth a look` : "");
+    write(this.others, found.length > ATTENTION ? `… and ${found.length - ATTENTION} more worth a look` : "");
   }
 
   private drawDetails(): void {
@@ -324,7 +324,7 @@ class NodeLine {
     const facts = [node.gpus, node.why];
     if (node.cpu !== null) facts.push(`CPU ${percent(node.cpu)}`);
     if (node.used !== null && node.total !== null) facts.push(`memory ${partOf(node.used, node.total)}`);
-    if (node.period !== null && node.period > 1.5 * rate) facts.push(`looked at every ${node.period} s`);
+    if (node.period !== null && node.period > 1.5 * rate) facts.push(`sampled every ${node.period} s`);
     const words = facts.filter(Boolean).join(" · ");
     write(this.name, node.name === "" ? "this machine" : node.name);
     write(this.facts, words);

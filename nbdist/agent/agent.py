@@ -412,7 +412,7 @@ class Agent:
         group.expected += 1
 
     def _choose_interface(self, group: _Set) -> None:
-        """Which network leads to the other nodes, if there are any."""
+        """Choose the network that leads to the other nodes, if there are any."""
         place = group.spawn.options.place
         if place is not None and place.num_nodes > 1 and not place.master_addr:
             address = group.store.host if group.has_store else network.address_towards(group.store.host)

@@ -34,11 +34,11 @@ class Link:
         self.events = control.get_monitor_socket()
 
     def heard(self) -> None:
-        """The controller has given a sign of life."""
+        """Note a sign of life from the controller."""
         self._heard = time.monotonic()
 
     def is_lost(self, event: bool) -> bool:
-        """Whether the controller is gone, or out of reach for good.
+        """Return whether the controller is gone, or unreachable for good.
 
         Args:
             event: Whether there is something in `events`.
@@ -55,11 +55,11 @@ class Link:
         return False
 
     def patience(self) -> float:
-        """Seconds until `is_lost` wants to be called."""
+        """Return the seconds until `is_lost` should be called."""
         return SILENCE
 
     def _is_refused(self) -> bool:
-        """Whether the machine answers, and nobody listens there: its end of the connection has ended unheard."""
+        """Return whether the machine answers but nothing listens there: the controller ended, and we missed it."""
         try:
             socket.create_connection(self._address, timeout=_CONNECT_LIMIT).close()
         except ConnectionRefusedError:

@@ -28,7 +28,7 @@ _PREFIXES_OF_A_MACHINE = (
 
 
 def here(options: StartOptions) -> tuple[StartOptions, list[str]]:
-    """What ranks of this node start with.
+    """Complete the options for ranks of this node.
 
     Args:
         options: What the notebook asks for, without what is its machine's own.

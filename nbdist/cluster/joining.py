@@ -75,7 +75,7 @@ def _parse(target: str) -> tuple[str, int]:
 
 
 def _reach(host: str, port: int, patience: float) -> str:
-    """The address at which somebody listens, once somebody does."""
+    """Wait until something listens there, and return its address."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -102,7 +102,8 @@ def _introduce(token: Token, url: str) -> Welcome:
     guest = connect(context, keys, lane, zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
     events = guest.get_monitor_socket()
     try:
-        guest.send(encode(Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()))))
+        with contextlib.suppress(zmq.Again):  # the keys were refused already, and nothing takes it
+            guest.send(encode(Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()))), zmq.NOBLOCK)
         answer = _answer(guest, events)
     finally:
         guest.disable_monitor()
@@ -197,7 +198,7 @@ def _own_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Signals that ask this process to end, as they come."""
+    """Collect the signals that ask this process to end."""
     asked: list[int] = []
     before = {
         number: signal.signal(number, lambda received, frame: asked.append(received))

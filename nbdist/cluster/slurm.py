@@ -66,13 +66,15 @@ class Slurm:
                 "there is no `srun` here: --slurm is for machines of a Slurm cluster. If this is one, its programs are "
                 "not in PATH; for other machines: `--hosts node-a,node-b`"
             )
-        check_seconds("wait", options.wait)
-        patience = options.wait or LONGEST
+        check_seconds("wait", options.wait)  # `watch` sees to it
         if "SLURM_JOB_ID" not in os.environ:
             if options.nodes is None:
                 raise UsageError(f"give the number of nodes to ask Slurm for: {_EXAMPLE}")
             count = check_whole("the number of nodes", options.nodes, 1, _EXAMPLE)
-            return Layout([None] * count, 0, _some_node(str(options.partition)), patience)
+            name = options.partition
+            which = f"--partition={name}" if name else ""
+            where = _address_of(which, f"partition {name!r}" if name else "the default partition")
+            return Layout([None] * count, 0, where, LONGEST)
         given = [f"--{'num-nodes' if name == 'nodes' else name}" for name in _OF_REQUEST if getattr(options, name)]
         if given:
             job = os.environ["SLURM_JOB_ID"]
@@ -82,7 +84,8 @@ class Slurm:
         others = _other_nodes()
         if not others:
             raise UsageError("this job of Slurm has no other node: `%distributed start` alone uses this one")
-        return Layout([None] * len(others), 0 if _own_node() not in _nodes_of_job() else None, others[0])
+        where = _address_of(f"--nodes={others[0]}", f"node {others[0]!r}")
+        return Layout([None] * len(others), 0 if _own_node() not in _nodes_of_job() else None, where)
 
     def start(self, invitation: Invitation) -> None:
         """Start one srun for all seats."""
@@ -121,7 +124,7 @@ class Slurm:
                     yield StarterFailed(self._explain(self._srun))
                     return
                 now = time.monotonic()
-                if now < ask_at:
+                if now < min(ask_at, gave_up_at):
                     continue
                 pause, ask_at = min(2 * pause, _LONGEST_PAUSE), now + pause
                 state = _state_of(self._name)
@@ -181,14 +184,15 @@ def _nodes_of_job() -> list[str]:
     return _ask("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", ""))
 
 
-def _some_node(partition: str) -> str:
-    """Return the address of a node of a partition; of the default one, if none is named."""
-    addresses = _ask(
-        "sinfo", "--noheader", "--Node", "--format=%o", *([f"--partition={partition}"] if partition else [])
-    )
+def _address_of(filter: str, what: str) -> str:
+    """Return the address of the first node that sinfo finds.
+
+    Raises:
+        UsageError: It finds none.
+    """
+    addresses = _ask("sinfo", "--noheader", "--Node", "--format=%o", *([filter] if filter else []))
     if not addresses:
-        which = f"partition {partition!r} of Slurm has no nodes" if partition else "Slurm has no nodes"
-        raise UsageError(f"{which}, or does not answer: `sinfo` shows what there is")
+        raise UsageError(f"{what} of Slurm has no nodes, or Slurm does not answer: `sinfo` shows what there is")
     return addresses[0]
 
 

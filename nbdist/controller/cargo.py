@@ -87,7 +87,7 @@ class Cargo:
         return key
 
     def handle(self, node: int, message: Message) -> None:
-        """A node's agent has something to say about a value."""
+        """Handle what a node's agent reports about a value."""
         if isinstance(message, Taken):
             delivery = self._deliveries.get(message.key)
             if delivery is not None and node in delivery.outgoing:
@@ -139,7 +139,7 @@ class Cargo:
             collection.done([], why)
 
     def lose(self, node: int) -> None:
-        """A node has gone: nothing goes there or comes from there any more."""
+        """Give up all that goes to a lost node or comes from it."""
         for delivery in list(self._deliveries.values()):
             if (outgoing := delivery.outgoing.pop(node, None)) is not None:
                 outgoing.close()
@@ -153,7 +153,7 @@ class Cargo:
             self.drop(key)
 
     def drop(self, key: int) -> None:
-        """Nobody needs a value any more, wherever it is."""
+        """Release a value, wherever it is."""
         if (delivery := self._deliveries.pop(key, None)) is not None:
             for outgoing in delivery.outgoing.values():
                 outgoing.close()

@@ -504,7 +504,7 @@ class Controller:
 
 
 def _on_our_clock(reply: Reply, offset: float) -> Reply:
-    """A reply whose failure happened at a time of our own clock, so that the first of all nodes is known."""
+    """Return the reply with its failure's time on our clock, so that failures of all nodes compare."""
     if reply.failure is None or not offset:
         return reply
     failure = msgspec.structs.replace(reply.failure, when=reply.failure.when - offset)

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from nbdist import limits
 from nbdist.controller.inquiries import AskRanks
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import Aim, Arm, Cut, Disarm, Meet, StepsMade
 
 ARM, AIM, MEET, RAISE, CUT = "arm", "aim", "meet", "raise", "cut"
 
-_ARM_LIMIT = 0.5  # seconds for ranks to report how many steps they have made
-_STEP_LIMIT = 2.0  # minimum seconds for ranks to reach the step at which all stop
 _STEPS = 3  # ... and how many median steps
 _SPARE_STEPS = 2  # extra steps allowed to a rank that is behind
-_BEHIND_STEPS_LIMIT = 10.0  # maximum seconds for a rank that is behind
 _LONG = 1.0  # seconds: a wait this long is worth a line
-_HURRIED_ARM_LIMIT = 0.2  # ... when the user does not want to wait
-_BEHIND_LIMIT = 0.2  # seconds for ranks to finish a step that others have made
-_BODY_LIMIT = 0.05  # seconds for ranks to finish the loop's body before they are freed by force
-_STUCK_AFTER = 2.0  # seconds after the request until a rank that still runs counts as stuck
-_RAISE_GRACE = 1.0  # minimum seconds for a rank to stop after KeyboardInterrupt
 _CUT_EVERY = 0.5
 
 
@@ -57,7 +50,7 @@ class Ladder:
         now: float,
         *,
         together: bool = True,
-        grace: float = _STUCK_AFTER,
+        grace: float = limits.STUCK,
     ) -> None:
         self.serial = serial
         self.left = set(ranks)
@@ -75,7 +68,7 @@ class Ladder:
         self._in_the_end = ""  # replaces the line in the end
         if together:
             self._arm()
-            self.due = now + _ARM_LIMIT
+            self.due = now + limits.ARM
         else:
             self._raise(now)
 
@@ -151,7 +144,7 @@ class Ladder:
             return
         self.rung = MEET
         self._steps = {}
-        self.due = now + (_HURRIED_ARM_LIMIT if self._forced else _ARM_LIMIT)
+        self.due = now + (limits.HURRIED_ARM if self._forced else limits.ARM)
         self._arm()
 
     def _meet(self, now: float) -> None:
@@ -161,7 +154,7 @@ class Ladder:
         self._behind = {rank for rank, answer in steps.items() if answer.count < target}  # in that step, or before it
         self._ask(sorted(self.left), Meet(self.serial, target))
         if self._behind or self._forced:
-            self.due = now + (_BEHIND_LIMIT if self._behind else _BODY_LIMIT)
+            self.due = now + (limits.FINISH_STEP if self._behind else limits.FORCED)
         else:
             self._wait(now)
 
@@ -177,7 +170,7 @@ class Ladder:
     def _wait(self, now: float) -> None:
         """Wait for interrupted ranks; those that do not end are stuck."""
         self.rung = RAISE
-        self.due = max(self._began + self._grace, now + min(_RAISE_GRACE, self._grace))
+        self.due = max(self._began + self._grace, now + min(limits.RAISE, self._grace))
 
     def _cut(self, now: float) -> None:
         self.rung = CUT
@@ -195,15 +188,15 @@ class Ladder:
 
 def _stepping(steps: Sequence[StepsMade]) -> bool:
     """Return whether every rank has recently made a step in this cell."""
-    recent = max(_STEP_LIMIT, _STEPS * _median(steps))
+    recent = max(limits.REACH_STEP, _STEPS * _median(steps))
     return all(answer.count > 0 and (answer.age or 0.0) < recent for answer in steps)
 
 
 def _limit(answer: StepsMade, left: int) -> float:
     """Return the seconds a rank gets to make `left` steps: the slowest rank decides, up to a limit."""
     median = answer.median or 0.0
-    behind = min(_BEHIND_STEPS_LIMIT, (left + _SPARE_STEPS) * median)
-    return max(_STEP_LIMIT, _STEPS * median, behind)
+    behind = min(limits.CATCH_UP, (left + _SPARE_STEPS) * median)
+    return max(limits.REACH_STEP, _STEPS * median, behind)
 
 
 def _median(steps: Sequence[StepsMade]) -> float:

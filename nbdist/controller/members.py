@@ -148,15 +148,15 @@ class Members:
         return [rank.rank for rank in self.ranks.values() if not rank.dead and not rank.serial]
 
     def dead(self) -> list[int]:
-        """Ranks that have died."""
+        """Return the ranks that have died."""
         return [rank.rank for rank in self.ranks.values() if rank.dead]
 
     def everyone(self) -> list[int]:
-        """All ranks, the dead too."""
+        """Return all ranks, including dead ones."""
         return list(self.ranks)
 
     def statuses(self) -> list[RankStatus]:
-        """What is known of each rank."""
+        """Return what is known of each rank."""
         return [
             RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
             for r in self.ranks.values()
@@ -198,7 +198,7 @@ class Members:
             self._tell(Reply(message.serial, rank, status, failure))
 
     def release(self, serial: int) -> None:
-        """The notebook has what a cell has sent, or does not want it."""
+        """Release what a cell has sent: the notebook has it, or does not want it."""
         for key in self._collections.pop(serial, ()):
             self._cargo.drop(key)
 
@@ -208,11 +208,11 @@ class Members:
             self._cargo.drop(key)
 
     def handle_freight(self, node: int, message: Message) -> None:
-        """An agent sends or takes a part of a value."""
+        """Handle a part of a value that an agent sends or takes."""
         self._cargo.handle(node, message)
 
     def stop(self, message: Interrupt) -> None:
-        """The user wants a cell to stop."""
+        """Stop a cell."""
         waiting = self._on_their_way.pop(message.serial, None)
         if waiting is not None:
             self._refuse(waiting, "interrupted", "KeyboardInterrupt", "it was interrupted before it began")
@@ -260,7 +260,7 @@ class Members:
                 self._nodes.send(node, Spawn(self.epoch, options, message.store, self._interface))
 
     def ready(self, rank: Rank, message: Ready) -> None:
-        """A rank is up, or says why it is not."""
+        """Note that a rank is ready, or why it is not."""
         if self.up:
             raise ValueError(f"rank {rank.rank} is ready already")
         if message.failure:
@@ -274,13 +274,13 @@ class Members:
         self._moved = time.monotonic()
 
     def fail(self, text: str, obstacle: Obstacle = "other") -> None:
-        """They can't be brought up."""
+        """Report that the ranks can't be started, and end them."""
         if not self.ending:
             self.to_notebook(StartFailed(text, obstacle))
             self.end()
 
     def _get_on(self, progress: Progress) -> None:
-        """The start has made progress. `progress` is what it does now."""
+        """Note that the start made progress. `progress` is what it does now."""
         self._moved = time.monotonic()
         if progress != self._progress:
             self._progress = progress
@@ -298,7 +298,7 @@ class Members:
             said = self._progress.text if self._progress is not None else ""
             where = f"{describe_ranks(missing)} not ready" if forked else said
             self.fail(
-                f"the start has made no progress for {self._patience:g} s ({where or 'no process came up'}). "
+                f"the start made no progress for {self._patience:g} s ({where or 'no process came up'}). "
                 f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
                 "the environment to wait longer."
             )
@@ -311,7 +311,7 @@ class Members:
     # --- as time passes
 
     def due(self) -> float | None:
-        """When `tick` wants to be called."""
+        """Return when `tick` should be called."""
         dues = [due for number in self._late if (due := self.ranks[number].due) is not None]
         if not self.up and not self.ending:
             dues.append(self._moved + self._patience)
@@ -320,7 +320,7 @@ class Members:
         return min(dues, default=None)
 
     def tick(self, now: float) -> None:
-        """Time has passed, or something has come."""
+        """Act on what is due."""
         if not self.up and not self.ending:
             self._check_start(now)
         self._check_cells(now)
@@ -351,7 +351,7 @@ class Members:
     # --- from agents
 
     def handle_agent(self, node: int, message: Message) -> None:
-        """An agent reports how processes begin and end, and what they print."""
+        """Handle an agent's report of processes that start, end or print."""
         if isinstance(message, Output):
             rank = self._rank_on(node, message.rank)
             rank.print(message)
@@ -414,12 +414,12 @@ class Members:
             Notice(
                 f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
                 "groups that exist go on, but no new group can be made. "
-                "`%distributed restart` brings up a fresh set."
+                "`%distributed restart` starts fresh ranks."
             )
         )
 
     def lose(self, node: KnownNode, why: str) -> None:
-        """A node has gone, and its ranks with it."""
+        """Note that a node is gone, and its ranks with it."""
         cause = f"node {node.number} ({node.host}) is lost: {why}"
         self._left.add(node.number)
         self._cargo.lose(node.number)
@@ -436,22 +436,22 @@ class Members:
                 self.cells.died(died, now)
 
     def on_node(self, node: int) -> Iterable[Rank]:
-        """The ranks of a node."""
+        """Return the ranks of a node."""
         return [self.ranks[number] for number, where in self._node_of.items() if where == node]
 
     # --- from ranks
 
     def offset(self, rank: int) -> float:
-        """Seconds that the clock of a rank's node is ahead of ours."""
+        """Return how far the clock of a rank's node is ahead of ours, in seconds."""
         node = self._node_of[rank]
         return self._nodes[node].offset if node in self._nodes else 0.0
 
     def is_on(self, rank: int, node: int) -> bool:
-        """Whether a rank is on a node."""
+        """Return whether a rank is on a node."""
         return self._node_of.get(rank) == node
 
     def _part_ended(self, reply: Reply) -> None:
-        """A cell is over on a rank."""
+        """Note that a cell is over on a rank."""
         self.cells.ended(reply, time.monotonic())
         if reply.serial in self._deliveries and all(rank.serial != reply.serial for rank in self.ranks.values()):
             self._drop_delivery(reply.serial)
@@ -472,7 +472,7 @@ class Members:
             self._nodes.send(node, Kill(self.epoch, grace if self.up else 0.0))
 
     def gone(self, node: int) -> None:
-        """No process of it is left on a node."""
+        """Note that none of its processes is left on a node."""
         self._left.add(node)
         if self.all_gone:
             self._cargo.close()

@@ -184,7 +184,7 @@ class NodeTable:
         return next((node for node in self if node.seat == seat), None)
 
     def join(self, guest: bytes, key: bytes, message: Join) -> bool:
-        """A guest wants to be a node. Returns whether it is one now.
+        """Let a guest become a node. Return whether it is one now.
 
         Args:
             guest: Its lane.
@@ -214,7 +214,7 @@ class NodeTable:
         return True
 
     def _objection(self, key: bytes, message: Join) -> str:
-        """Why a guest can't be a node; "": it can."""
+        """Return why a guest can't be a node; "" if it can."""
         if key not in self._guests:
             return "its token was used by another node; each node needs one of its own"
         if message.version != VERSION:
@@ -257,11 +257,11 @@ class NodeTable:
     # --- signs of life
 
     def due(self) -> float:
-        """When `tick` wants to be called."""
+        """Return when `tick` should be called."""
         return min(self._ping_at, self.due_to_come)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Act on what is due."""
         if now < self._ping_at:
             return
         self._ping_at = now + PING_PERIOD if len(self._nodes) > 1 else float("inf")
@@ -280,13 +280,13 @@ class NodeTable:
                 )
 
     def lose(self, node: KnownNode, why: str) -> None:
-        """A node has gone."""
+        """Remove a lost node."""
         if self._nodes.pop(node.number, None) is not None:
             self._switchboard.lose(node.number)
             self._lost(node, why)
 
     def heard(self, number: int, message: Pong, now: float) -> None:
-        """A node has answered."""
+        """Note that a node has answered."""
         node = self._nodes.get(number)
         if node is None:
             return

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nbdist import limits
 from nbdist.controller.inquiries import AskRanks
 from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import InOrder, Recover
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import GetState, RankState
-
-_COMPARE_LIMIT = 1.0  # seconds for idle ranks to report where they are
-_RENEW_LIMIT = 15.0
 
 
 @dataclass
@@ -169,7 +167,7 @@ class Recovery:
         self.late: set[int] = set()
         self.missing: set[int] = set()
         self.began = now
-        self.due: float | None = now + _COMPARE_LIMIT
+        self.due: float | None = now + limits.COMPARE
         self._cell = cell
         self._regroup = regroup
         self._ranks = [rank for rank in cell.ranks if rank in idle]
@@ -279,7 +277,7 @@ class Recovery:
         if found.renew or self._regroup:
             self.generation += 1
         self.lost += found.lost
-        self.due = now + _RENEW_LIMIT
+        self.due = now + limits.RENEW
         self._tell(
             self._idle,
             Recover(

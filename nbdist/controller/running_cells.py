@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from nbdist import limits
 from nbdist.controller.inquiries import A, AskRanks, Handler, Inquiries
 from nbdist.controller.ladder import Ladder
 from nbdist.controller.recovery import FailedCell
@@ -20,8 +21,6 @@ from nbdist.wire.message import Message
 from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Answer
 from nbdist.wire.stopping import Cut, Strand
-
-_DEATH_GRACE = 0.03  # seconds until the survivors of a death count as stuck
 
 
 @dataclass
@@ -131,7 +130,7 @@ class Cells:
         else:
             self._leave(cell, died.rank, died, True, now)
             if cell.left and cell.ladder is None:
-                self._descend(cell, sorted(cell.left), now, together=False, grace=_DEATH_GRACE)
+                self._descend(cell, sorted(cell.left), now, together=False, grace=limits.SURVIVORS)
         self._repairs.go_on(now)
 
     def answered(self, answer: Answer, now: float) -> None:

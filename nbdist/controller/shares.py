@@ -14,7 +14,7 @@ from nbdist.wire.nodes import NodesWanted
 def shared_out(
     options: StartOptions, wanted: NodesWanted | None, nodes: Iterable[KnownNode]
 ) -> dict[int, StartOptions]:
-    """What each node is to start. Ranks are numbered through, node by node.
+    """Return what each node has to start. Ranks are numbered node by node.
 
     Args:
         options: What the notebook asks for, on its own machine.
@@ -22,7 +22,7 @@ def shared_out(
         nodes: Those that have come.
 
     Raises:
-        NoEntrance: A node has no GPU, and it was not said how many ranks it is to have.
+        NoEntrance: A node has no GPU, and no number of ranks was given.
     """
     if wanted is None or wanted.count == 1:
         return {0: options}
@@ -49,12 +49,10 @@ def _count(options: StartOptions, wanted: NodesWanted, node: KnownNode) -> int:
     if node.number == 0:
         return 0 if count == 0 else options.count
     if not (count := count or node.gpus):
-        raise NoEntrance(
-            f"node {node.number} ({node.host}) has no GPU, so say how many ranks each node is to have: `-n 8`"
-        )
+        raise NoEntrance(f"node {node.number} ({node.host}) has no GPU, so pass the number of ranks per node: `-n 8`")
     return count
 
 
 def _without_surroundings(options: StartOptions) -> StartOptions:
-    """Without what is the notebook's machine's own; the node has its own, which need not be the same."""
+    """Remove what belongs to the notebook's machine; other nodes have their own."""
     return msgspec.structs.replace(options, environment={}, sys_path=[], gpus=None, open_files=0, umask=0)

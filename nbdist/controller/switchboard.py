@@ -72,28 +72,28 @@ class Switchboard:
         return self._listener.listen(address, port)
 
     def close_to_others(self, url: str) -> None:
-        """Listen there no more."""
+        """Stop listening there."""
         self._listener.stop_listening(url)
 
     def invite(self, url: str) -> Keys:
-        """Keys for one guest."""
+        """Make keys for one guest."""
         return self._listener.admit(GUEST, url)
 
     def welcome(self, guest: bytes, node: int, url: str) -> Keys:
-        """Keys for a node, in place of those of the guest that it was; `guest`: their public one."""
+        """Make keys for a node, to replace those of the guest that it was (public key `guest`)."""
         self._listener.expel(guest)
         return self._listener.admit(_node(node), url)
 
     def key_of(self, guest: bytes) -> bytes:
-        """The public key of a guest."""
+        """Return the public key of a guest."""
         return self._guests[guest]
 
     def dismiss(self, public_key: bytes) -> None:
-        """These keys open nothing any more."""
+        """Admit no new connections with these keys."""
         self._listener.expel(public_key)
 
     def lose(self, node: int) -> None:
-        """Nothing comes from a node any more, nor from its ranks."""
+        """Drop the lanes of a lost node and of its ranks."""
         gone = {lane for lane in self._connected if parse_lane(lane)[1:] == (-1, node)}
         gone |= {lane for lane, relay in self._relays.items() if relay in gone}
         self._connected -= gone
@@ -115,7 +115,7 @@ class Switchboard:
             write_key_file(self.key_file, keys)
 
     def received(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
-        """What has come, at most so many: each with the lane that it came by."""
+        """Yield messages that have arrived, at most `limit`, each with its lane."""
         for identity, parts, key in self._listener.received(limit, self._connected):
             if key is not None and not self._may_be(identity, holder := self._listener.holder(key)):
                 continue
@@ -130,7 +130,7 @@ class Switchboard:
             yield lane, frames
 
     def _may_be(self, identity: bytes, holder: str) -> bool:
-        """Whether who has these keys may have a lane. Ranks have those of the agent of this machine."""
+        """Return whether the holder of a key may use a lane. Ranks have the keys of this machine's agent."""
         try:
             name, _, number = parse_lane(identity)
         except ValueError:
@@ -172,7 +172,7 @@ class Switchboard:
             self._waiting.setdefault(lane, []).append(frame)
 
     def forward_to_all(self, lanes: Iterable[bytes], frame: bytes) -> None:
-        """The same message by several lanes: once for each node that they lead over."""
+        """Send the same message by several lanes, once per node that they lead through."""
         together: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for lane in lanes:
             if (relay := self._relays.get(lane)) is not None and lane in self._connected:
@@ -183,7 +183,7 @@ class Switchboard:
             self.socket.send_multipart([relay, b" ".join(there), frame])
 
     def relay_of(self, lane: bytes) -> int:
-        """The node that a lane leads over; 0: this one."""
+        """Return the node that a lane leads through; 0 for this one."""
         relay = self._relays.get(lane)
         return parse_lane(relay)[2] if relay is not None else 0
 

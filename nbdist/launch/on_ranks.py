@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist import transfer
+from nbdist import limits, transfer
 from nbdist.client.session import calls
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.rank_set import RankSet
@@ -25,10 +25,6 @@ from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
 from nbdist.text import counted
 from nbdist.wire.life import Place, StartOptions
-
-_COLLECTIVE_GRACE = 0.5  # seconds that ranks may wait in a collective for one that raised
-_FAILED_GRACE = 0.5  # seconds for ranks to end when another has failed
-_DEATH_GRACE = 0.1  # ... when it has died: its error must be shown within half a second
 
 
 def launch(
@@ -87,11 +83,11 @@ def conclude(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
     try:
         task.wait(request.timeout)
     except RankTimeout:
-        _end(rank_set, _FAILED_GRACE)
+        _end(rank_set, limits.FAILED_GRACE)
         raise
     except RankError as error:
         died = any(failure.kind == "died" for failure in error.failures.values())
-        _end(rank_set, _DEATH_GRACE if died else _FAILED_GRACE)
+        _end(rank_set, limits.DEATH_IN_LAUNCH if died else limits.FAILED_GRACE)
         raise launch_error(error, request.name, rank_set.ranks[0].rank) from None
     return values(rank_set, task, request)
 
@@ -136,8 +132,8 @@ def _port(request: Request) -> int:
 
 
 def submit(rank_set: RankSet, request: Request, packed: transfer.Packed | None) -> Task:
-    """Let the ranks call the function."""
-    options = CellOptions(grace=_COLLECTIVE_GRACE, show=True)
+    """Have the ranks call the function."""
+    options = CellOptions(grace=limits.COLLECTIVE_GRACE, show=True)
     return rank_set.submit("launch", request.name, None, options, packed.parcel if packed is not None else None)
 
 

@@ -182,7 +182,7 @@ class Experiment:
         self._forget()
 
     def _goes(self, name: str, value: Any) -> bool:
-        """Return modules stay: they stay loaded anyway. So do experiments, which would not be there to be ended."""
+        """Return whether a variable is deleted. Modules and experiments stay."""
         return name not in self._before | self._keep and not isinstance(value, (types.ModuleType, Experiment))
 
     def _after(self) -> MemoryUsage:

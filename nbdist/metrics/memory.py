@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -316,13 +315,3 @@ def kept_by_malloc() -> int:
         return 0
     function.restype = _MallocInfo
     return int(function().fordblks)
-
-
-def resolution() -> int:
-    """Return the possible error, in bytes, of a CPU peak after memory was freed: the kernel counts in batches.
-
-    Linux 6.2 and later, include/linux/percpu_counter.h: max(32, 2 x cores) pages on each core, for each of three kinds
-    of pages. What is in use at the start and the end is summed exactly.
-    """
-    cores = os.cpu_count() or 1
-    return 3 * cores * max(32, 2 * cores) * os.sysconf("SC_PAGE_SIZE")

@@ -222,7 +222,7 @@ def _worth_a_look(view: View) -> list[Row]:
 
 
 def _beyond(rows: Sequence[Row]) -> list[str]:
-    return [f"… and {len(rows) - _LINES} more that are worth a look"] if len(rows) > _LINES else []
+    return [f"… and {len(rows) - _LINES} more worth a look"] if len(rows) > _LINES else []
 
 
 def _used_of_total(row: Row) -> str:

@@ -140,7 +140,7 @@ class _Table:
         self._look: Callable[[Any], Any] = list
 
     def reset(self, rows: Sequence[Any], encode: Callable[[Any], Encoded], look: Callable[[Any], Any]) -> None:
-        """Begin anew: `encode` makes of a row what is sent, `look` what the eye tells apart."""
+        """Begin again: `encode` makes of a row what is sent, `look` what the eye tells apart."""
         self._encode, self._look = encode, look
         self.told, self._seen = [encode(row) for row in rows], [look(row) for row in rows]
         self._waiting = [0] * len(rows)

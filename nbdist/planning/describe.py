@@ -42,7 +42,7 @@ def _strategy(plan: Settings, world_size: int | None) -> str:
         )
     state = "parameters, gradients and optimizer state are split"
     if plan.strategy == "fsdp":
-        return f"{state} over {ranks}; each block is gathered when it is needed"
+        return f"{state} over {ranks}; blocks, embedding and head are gathered when needed"
     if plan.replicas is None:
         return f"{state} over the ranks of each node; gradients are averaged between nodes"
     groups = f"{plan.replicas} group{'s' if plan.replicas > 1 else ''} of ranks"

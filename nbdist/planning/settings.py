@@ -159,6 +159,12 @@ def _tf32(plan: Settings, kind: str) -> str:
     return "float32 matrix products keep 10 bits of the mantissa, and are faster"
 
 
+def _numa(plan: Settings, kind: str) -> str:
+    if plan.numa == "exclusive":
+        return "each rank is bound to cores of its own next to its GPU, and to the memory there"
+    return "each rank is bound to the cores and the memory next to its GPU"
+
+
 def _seed(plan: Settings, kind: str) -> str:
     return f"all random generators start from {plan.seed}{' plus the rank' if plan.seed_per_rank else ', on all ranks'}"
 
@@ -238,7 +244,8 @@ class Settings:
         seed_per_rank: Whether each rank adds its rank to the seed.
         deterministic: Whether only deterministic algorithms are used.
         tf32: Whether float32 matrix products may use TF32; None: not touched.
-        numa: Whether each rank is bound to the cores and the memory next to its GPU.
+        numa: Whether each rank is bound to the cores and the memory next to its GPU; "exclusive": to a part of these
+            cores that no other rank has.
         gc_interval: Collect garbage every so many optimizer steps instead of whenever Python wants to; 0: Python's way.
         dispatch: Whether rank 0 alone reads the data and hands each rank its part.
         even_batches: Whether the tail of the data is filled up so that all ranks see as many batches.
@@ -445,12 +452,13 @@ class Settings:
         tell="only deterministic algorithms; an operation that has none raises",
     )
     tf32: bool | None = _setting(None, OptionalSwitch(), _RANK, "TF32 for float32 products", tell=_on_gpus(_tf32))
-    numa: bool = _setting(
+    numa: bool | Literal["exclusive"] = _setting(
         False,
-        Switch(),
+        Way("exclusive"),
         _RANK,
-        "bind to the cores and memory next to the GPU",
-        tell=_on_gpus("each rank is bound to the cores and the memory next to its GPU"),
+        "bind to the cores and memory next to the GPU; exclusive: each rank to cores of its own",
+        metavar="MODE",
+        tell=_on_gpus(_numa),
     )
     gc_interval: int = _setting(
         0,

@@ -79,7 +79,7 @@ def _why(culprit: object, error: Exception) -> str:
 
 
 def _path(root: object, name: str, culprit: object, pickles: Callable[[object], bool]) -> str | None:
-    """Return the shortest way from root to the culprit, or to one like it (some are made anew each time)."""
+    """Return the shortest way from root to the culprit, or to one like it (some are made again each time)."""
     alike: list[tuple[object, str]] = []
     for obj, path in _walk(root, name):
         if obj is culprit:

@@ -30,6 +30,6 @@ def write_key_file(path: Path, keys: Keys) -> None:
 
 
 def read_key_file(path: Path) -> Keys:
-    """The keys in a file that `write_key_file` wrote."""
+    """Read keys from a file that `write_key_file` wrote."""
     fields = json.loads(path.read_text())
     return Keys(fields["url"], *(fields[name].encode() for name in ("server_key", "public_key", "secret_key")))

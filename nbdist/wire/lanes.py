@@ -49,12 +49,12 @@ def lane(name: str, epoch: int, rank: int) -> bytes:
 
 
 def node_lane(name: str, node: int) -> bytes:
-    """The identity of an agent's connection, or of one that nobody else has with this number."""
+    """Return the identity of a connection that belongs to a node, or to a guest."""
     return b"%s/%d" % (name.encode(), node)
 
 
 def parse_lane(identity: bytes) -> tuple[str, int, int]:
-    """Name, epoch and number of a connection: of its rank, or, with epoch -1, of its node. -1 for the notebook's.
+    """Return the name, epoch and number of a lane: its rank's, or with epoch -1 its node's; both -1 for the notebook's.
 
     Raises:
         ValueError: It is none.
@@ -105,7 +105,7 @@ def whole(frames: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, identity: bytes, events: int = 0) -> zmq.Socket[bytes]:
-    """A connection to the controller, encrypted, that has said hello.
+    """Return an encrypted connection to the controller that has said hello.
 
     Args:
         context: Of the process.

@@ -70,15 +70,15 @@ class Listener:
         self._holders.pop(public_key, None)
 
     def holder(self, public_key: bytes) -> str:
-        """Who was given this key; "" if nobody has it any more."""
+        """Return who was given this key; "" if it admits nobody any more."""
         return self._holders.get(public_key, "")
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """For the authenticator, whose thread calls it."""
+        """Admit a key. Called by the authenticator's thread."""
         return key in self._holders
 
     def received(self, limit: int, known: set[bytes]) -> Iterator[tuple[bytes, list[bytes], bytes | None]]:
-        """What has come, at most so many messages.
+        """Yield the messages that have arrived.
 
         Args:
             limit: Of messages.

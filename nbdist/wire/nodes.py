@@ -68,7 +68,7 @@ class Versions(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls) -> Versions:
-        """Of this process's Python, without importing anything of it."""
+        """Return those of this Python, without importing the packages."""
         version = ".".join(map(str, sys.version_info[:2]))  # code travels as bytecode, which goes by these two
         return cls(version, *(_installed(name) for name in ("torch", "nbdist")))
 
@@ -127,7 +127,7 @@ class Token(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """The token in a text.
+        """Read a token from a text.
 
         Raises:
             ValueError: It is none.

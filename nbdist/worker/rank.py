@@ -285,7 +285,7 @@ class RankProcess:
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _execute(self, task: Execute) -> None:
-        """Run a task and report, whatever comes: a rank that does not report is busy for ever."""
+        """Run a task and report, whatever comes: a rank that does not report is busy forever."""
         reply: Reply | None = None
         try:
             self._shell.forget_failure()

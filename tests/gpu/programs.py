@@ -285,8 +285,8 @@ def tf32_after_the_new_setting() -> str:
 
 
 def cores_before_during_and_after_numa() -> list[list[int]]:
-    """The number of cores of each thread (fewest, most): before a plan with `numa`, with it, and with one without."""
-    return [_cores(), *(_cores_with(Plan(strategy="none", numa=numa)) for numa in (True, False))]
+    """The number of cores of each thread (fewest, most): before plans with `numa`, with them, and after."""
+    return [_cores(), *(_cores_with(Plan(strategy="none", numa=numa)) for numa in (True, "exclusive", False))]
 
 
 def _cores_with(plan: Plan) -> list[int]:

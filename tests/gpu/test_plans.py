@@ -65,8 +65,8 @@ def test_fp8_trains_and_keeps_weights_tied(pair: nbdist.Session, strategy: str, 
 
 
 def test_a_plan_without_numa_gives_all_threads_their_cores_back(two: nbdist.Session, record_property: Record) -> None:
-    before, bound, after = values(two, "programs.cores_before_during_and_after_numa()")[0]
-    record_property("cores of threads (fewest, most) before, bound, after", [before, bound, after])
+    before, bound, alone, after = values(two, "programs.cores_before_during_and_after_numa()")[0]
+    record_property("cores of threads (fewest, most) before, bound, exclusive, after", [before, bound, alone, after])
     assert after == before
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -105,8 +106,11 @@ def test_a_death_while_a_value_is_pulled_pushed_or_a_function_is_called_is_named
         own.ok("%%distributed\nimport os")
 
 
-def test_a_death_in_a_background_cell_is_shown_below_it_and_raised_by_wait(own: Kernel) -> None:
-    own.ok("%%distributed --background -r 1 --capture later\ntime.sleep(0.2); os._exit(3)")
+def test_a_death_in_a_background_cell_is_shown_below_it_and_raised_by_wait(own: Kernel, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    wait = f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    own.ok(f"%%distributed --background -r 1 --capture later\n{wait}\nos._exit(3)")
+    gate.touch()
     living = "__import__('nbdist').get_session()._rank_set.living()"
     wait_until(lambda: own.value(living) == [0], "the death to be known")
     wait_until(lambda: own.value("later[1].error is not None"), "the failure")

@@ -82,15 +82,22 @@ def test_ranks_that_failed_alike_are_one_word(ranks: Kernel) -> None:
     assert lines[-1] in ("rank 0: same", "rank 1: same")
 
 
-def test_another_failure_is_one_line_with_its_place(ranks: Kernel) -> None:
-    code = "import time\nif rank == 1:\n    time.sleep(0.2)\n    raise ValueError('second\\nmore')\n1/0"
-    outcome = fails(ranks, code)
-    assert outcome.evalue == "rank 0 raised ZeroDivisionError: division by zero"
+def in_turn(gate: Path, late: int, error: str, first: str) -> str:
+    """A cell in which one rank raises an error once the other's was raised."""
+    return (
+        f"from tests.support.gates import await_gate, opening\nif rank == {late}:\n    await_gate({str(gate)!r})\n"
+        f"    raise {error}\nraise opening({first}, {str(gate)!r})"
+    )
+
+
+def test_another_failure_is_one_line_with_its_place(ranks: Kernel, tmp_path: Path) -> None:
+    outcome = fails(ranks, in_turn(tmp_path / "gate", 1, "ValueError('second\\nmore')", "KeyError('first')"))
+    assert outcome.evalue == "rank 0 raised KeyError: 'first'"
     assert outcome.traceback.splitlines()[-1] == f"rank 1: ValueError: second (cell {number_of(outcome)} line 5)"
 
 
-def test_the_rank_that_failed_first_is_named_first(ranks: Kernel) -> None:
-    code = "import time\nif rank == 0:\n    time.sleep(0.2)\n    raise KeyError('late')\nraise ValueError('early')"
+def test_the_rank_that_failed_first_is_named_first(ranks: Kernel, tmp_path: Path) -> None:
+    code = in_turn(tmp_path / "gate", 0, "KeyError('late')", "ValueError('early')")
     assert fails(ranks, code).evalue == "rank 1 raised ValueError: early"
 
 
@@ -98,10 +105,13 @@ def test_ranks_that_ended_well_are_named(ranks: Kernel) -> None:
     assert fails(ranks, "if rank == 0: 1/0").traceback.splitlines()[-1] == "rank 1: finished"
 
 
-def test_what_follows_from_another_rank_s_failure_comes_second(ranks: Kernel) -> None:
+def test_what_follows_from_another_rank_s_failure_comes_second(ranks: Kernel, tmp_path: Path) -> None:
+    """Even if it was raised first."""
     ranks.ok(
         "%%distributed\n"
-        "import datetime, gc, time, torch, torch.distributed as dist\n"
+        "import datetime, gc, torch, torch.distributed as dist\n"
+        "from tests.support.gates import await_gate, opening\n"
+        f"gate = {str(tmp_path / 'gate')!r}\n"
         "extra = dist.new_group(timeout=datetime.timedelta(seconds=10))\n"
         "dist.all_reduce(torch.ones(1), group=extra)"
     )
@@ -110,9 +120,13 @@ def test_what_follows_from_another_rank_s_failure_comes_second(ranks: Kernel) ->
         "    dist.destroy_process_group(extra)\n"
         "    del extra\n"
         "    gc.collect()\n"
-        "    time.sleep(0.3)\n"
+        "    await_gate(gate)\n"
         "    raise ValueError('the cause')\n"
-        "dist.all_reduce(torch.ones(1), group=extra)"
+        "try:\n"
+        "    dist.all_reduce(torch.ones(1), group=extra)\n"
+        "except RuntimeError as error:\n"
+        "    opening(error, gate)\n"
+        "    raise"
     )
     outcome = fails(ranks, code)
     assert outcome.evalue == "rank 0 raised ValueError: the cause"

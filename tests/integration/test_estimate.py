@@ -22,7 +22,7 @@ from nbdist.train.estimate.child import answer_to
 from nbdist.train.estimate.estimate import Estimate, _packed, estimate, estimate_each
 from nbdist.train.estimate.trial_step import TrialSetup, TrialTask
 from tests.support.harness import Kernel
-from tests.support.train_estimate import SHAPES, ConvNet, Gpt, Mlp
+from tests.support.train_estimate import SHAPES, ConvNet, Gpt, Mlp, Untied
 
 NONE = Plan(strategy="none")
 FLOAT = 4  # bytes
@@ -82,6 +82,14 @@ def test_each_rank_takes_what_was_estimated_for_its_strategy(training: Kernel) -
         for rank in real(training, Gpt, settings):
             assert found.total == pytest.approx(rank.pop("total"), rel=0.1), settings
             assert {name: getattr(found, name) for name in rank} == rank, settings
+
+
+def test_the_embedding_and_the_head_are_estimated_as_they_are_gathered(training: Kernel) -> None:
+    settings: dict[str, Any] = {"strategy": "fsdp", "precision": "bf16"}
+    found = estimate(Untied(), SHAPES[Untied], Plan(**settings), world_size=2)
+    for rank in real(training, Untied, settings):
+        assert found.total == pytest.approx(rank.pop("total"), rel=0.1)
+        assert {name: getattr(found, name) for name in rank} == rank
 
 
 # --- what a plan changes

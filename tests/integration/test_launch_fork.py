@@ -197,7 +197,7 @@ def test_an_accelerator_of_the_notebook_is_refused_as_in_accelerate(kernel: Kern
         refused = kernel.fails(fork("pass"), "UsageError")
         by_itself = kernel.fails(fork("with lock: pass", "num_processes=2"), "TransferError")
         kernel.ok("accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)")
-    assert "this notebook has made an `Accelerator`" in refused.evalue and "leave start_method out" in refused.evalue
+    assert "this notebook has made an `Accelerator`" in refused.evalue and "leave out start_method" in refused.evalue
     assert "Nor can it be forked from here" in by_itself.evalue and "an `Accelerator`" in by_itself.evalue
 
 

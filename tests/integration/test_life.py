@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -31,14 +32,15 @@ def await_nothing(pids: list[int]) -> None:
         ("in a cell", "os.kill(os.getpid(), signal.SIGTERM)"),
     ],
 )
-def test_nothing_outlives_a_kernel_that_dies(own_ranks: Kernel, moment: str, death: str) -> None:
+def test_nothing_outlives_a_kernel_that_dies(own_ranks: Kernel, moment: str, death: str, tmp_path: Path) -> None:
     everyone = family(own_ranks.pid)
-    own_ranks.ok("import os, signal, threading")
+    own_ranks.ok("import os, signal, threading, time")
     if moment == "in a cell":
-        own_ranks.ok(f"reached = threading.Event()\ndef die():\n    reached.wait()\n    {death}")
-        own_ranks.ok("threading.Thread(target=die, daemon=True).start()")
-        own_ranks.start("threading.Timer(0.3, reached.set).start()")
-        own_ranks.start("%%distributed\nimport time\ntime.sleep(60)")
+        gate = tmp_path / "gate"
+        wait = f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+        own_ranks.ok(f"def die():\n    {wait}\n    {death}\nthreading.Thread(target=die, daemon=True).start()")
+        own_ranks.start("%%distributed\nimport time\nprint('busy')\ntime.sleep(60)").wait_for("busy")
+        gate.touch()
     else:
         own_ranks.start(death)
     await_nothing(everyone)

@@ -77,6 +77,77 @@ gradient = model.get_input_embeddings().weight.grad.full_tensor()
     assert value(ranks, code) == str((apart, apart, True, True))
 
 
+def test_while_blocks_compute_neither_embedding_nor_head_is_whole(ranks: Kernel) -> None:
+    code = """
+torch.manual_seed(0); net = Language(); copied = copy.deepcopy(net)
+model = nbdist.prepare(net, plan=Plan(strategy="fsdp")); seen = set()
+look = lambda *_: seen.update(gathered(model))
+for block in model.blocks:
+    block.linear.register_forward_hook(look); block.linear.register_full_backward_pre_hook(look)
+tokens = torch.arange(6).view(2, 3)
+logits = model(tokens); during = gathered(model); logits.square().sum().backward()
+copied(tokens).square().sum().backward()
+grads = [torch.equal(own.grad.full_tensor(), other.grad) for own, other in zip(model.parameters(), copied.parameters())]
+sorted({name.split(".")[0] for name in seen}), during, all(grads), gathered(model)"""
+    kept = ["norm.weight", "norm.bias", "head.weight"]
+    assert value(ranks, code) == str((["blocks"], kept, True, []))
+
+
+def test_a_head_may_be_used_without_being_called(ranks: Kernel) -> None:
+    code = """
+class Fused(Language):
+    def forward(self, tokens):
+        self.head, head = nn.Identity(), self.head
+        try: return nn.functional.linear(super().forward(tokens), head.weight)
+        finally: self.head = head
+
+torch.manual_seed(0); net = Fused(); copied = copy.deepcopy(net)
+model = nbdist.prepare(net, plan=Plan(strategy="fsdp")); tokens = torch.arange(6).view(2, 3)
+for _ in range(2):
+    copied.zero_grad(); model.zero_grad()
+    for each in (model, copied): each(tokens).square().sum().backward()
+all(torch.equal(own.grad.full_tensor(), other.grad) for own, other in zip(model.parameters(), copied.parameters()))"""
+    assert value(ranks, code) == "True"
+
+
+def test_each_end_of_a_language_model_is_gathered_once_in_a_step(ranks: Kernel) -> None:
+    code = """
+from torch.distributed.tensor.debug import CommDebugMode
+model = nbdist.prepare(Language(), plan=Plan(strategy="fsdp"))
+for _ in range(2):
+    with CommDebugMode() as sent:
+        model(torch.arange(6).view(2, 3)).sum().backward()
+{str(kind): count for kind, count in sent.get_comm_counts().items() if count}"""
+    # Each of three blocks is gathered for forward and for backward.
+    assert value(ranks, code) == "{'c10d._allgather_base_': 8, 'c10d._reduce_scatter_base_': 5}"
+
+
+@pytest.mark.torch_private
+def test_all_batchnorms_are_gathered_at_once(ranks: Kernel) -> None:
+    code = """
+from torch.distributed.tensor.debug import CommDebugMode
+model = nbdist.prepare(Normed(), plan=Plan(strategy="fsdp", precision="bf16"))
+for _ in range(2):
+    with CommDebugMode() as sent:
+        model(batch()).sum().backward()
+{str(kind): count for kind, count in sent.get_comm_counts().items() if count}"""
+    assert value(ranks, code) == "{'c10d._allgather_base_': 7, 'c10d._reduce_scatter_base_': 4}"
+
+
+@pytest.mark.torch_private
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_a_batchnorm_may_be_left_out_of_some_steps(ranks: Kernel, reshard: bool | None) -> None:
+    code = f"""
+found = []
+ddp = Plan(precision="bf16", find_unused_parameters=True)
+for plan in (ddp, Plan(strategy="fsdp", precision="bf16", reshard={reshard})):
+    torch.manual_seed(0); net = Normed()
+    model, optimizer = nbdist.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan=plan)
+    found.append(losses(model, optimizer, [True, False, False, True]))
+found[0] == found[1] or found"""
+    assert value(ranks, code) == "True"
+
+
 def test_small_tensors_go_to_the_other_ranks_together(ranks: Kernel) -> None:
     code = """
 torch.manual_seed(rank)

@@ -195,15 +195,17 @@ def test_an_error_that_reads_like_a_stop_at_a_step_is_an_error(ranks: Kernel) ->
 @pytest.mark.parametrize(
     "code",
     [
-        "raise RuntimeError('connection closed by the data server')",
-        "raise RuntimeError('timed out waiting for the store')",
-        "class KeyboardInterrupt(Exception): pass\nraise KeyboardInterrupt('connection reset')",
+        "raise opening(RuntimeError('connection closed by the data server'), gate)",
+        "raise opening(RuntimeError('timed out waiting for the store'), gate)",
+        "class KeyboardInterrupt(Exception): pass\nraise opening(KeyboardInterrupt('connection reset'), gate)",
     ],
 )
-def test_an_error_that_reads_like_a_lost_rank_is_the_cause(ranks: Kernel, code: str) -> None:
+def test_an_error_that_reads_like_a_lost_rank_is_the_cause(ranks: Kernel, code: str, tmp_path: Path) -> None:
     code = "\n    ".join(code.split("\n"))
     outcome = ranks.fails(
-        f"%%distributed\nimport time\nif rank == 0:\n    {code}\ntime.sleep(0.2)\nraise ValueError('later')",
+        "%%distributed\nfrom tests.support.gates import await_gate, opening\n"
+        f"gate = {str(tmp_path / 'gate')!r}\n"
+        f"if rank == 0:\n    {code}\nawait_gate(gate)\nraise ValueError('later')",
         "RankError",
     )
     assert outcome.evalue.startswith("rank 0 raised "), outcome

@@ -46,7 +46,7 @@ def eight(lab: Lab, browser: Browser) -> Iterator[Notebook]:
 
 def test_rows_appear_and_numbers_move_while_a_cell_runs(lab: Lab, browser: Browser) -> None:
     grow = "%%distributed\nimport time, torch\nkept = []\nfor _ in range(600):\n"
-    grow += "    kept.append(torch.ones((1 + rank) << 20)); time.sleep(0.1)"
+    grow += "    kept.append(torch.ones((1 + rank) << 17)); time.sleep(0.1)"  # slowly: below a GiB
     start = "%load_ext nbdist\n%distributed start -n 2\n%distributed panel --rate 0.25"
     with Notebook(lab, browser, [start, grow, "%distributed stop"]) as notebook:
         notebook.run(0)
@@ -62,7 +62,7 @@ def test_rows_appear_and_numbers_move_while_a_cell_runs(lab: Lab, browser: Brows
 
         # What the reader wants reaches the kernel meanwhile, too.
         notebook.listen()
-        notebook.panel.get_by_label("How often to look").select_option("0.5")
+        notebook.panel.get_by_label("Update interval").select_option("0.5")
         notebook.wait_until(lambda: ["live", 0.5] in notebook.told, "the kernel's word that it has the rate")
         notebook.panel.get_by_role("button", name="Pause").click()
         notebook.wait_until(lambda: ["paused", 0.5] in notebook.told, "the kernel's word that it rests")
@@ -117,7 +117,7 @@ def test_buttons_reach_the_kernel_and_pause_holds_at_once(eight: Notebook) -> No
     expect(eight.panel.locator(".nbdist-live")).to_have_text("‖ paused")
     eight.panel.get_by_role("button", name="Resume").click()
     expect(eight.panel.locator(".nbdist-live")).to_have_text("● live")
-    eight.panel.get_by_label("How often to look").select_option("5")
+    eight.panel.get_by_label("Update interval").select_option("5")
     eight.panel.locator(".nbdist-row").nth(1).click()
     eight.panel.get_by_role("button", name="Memory snapshot of rank 1").click()
     expect(eight.panel.locator(".nbdist-message").last).to_contain_text("%distributed start")

@@ -1,7 +1,9 @@
 """Where GPUs and cores lie, as Linux says in /sys.
 
 `numa_node` is a number, -1 where the firmware does not tell (Documentation/ABI/testing/sysfs-bus-pci); `cpulist` is as
-in Documentation/ABI/stable/sysfs-devices-node. Containers may hide both: then there are no such files.
+in Documentation/ABI/stable/sysfs-devices-node; `thread_siblings_list` names the hyperthreads of a core, itself among
+them (Documentation/admin-guide/cputopology.rst), often n and n + half of all. Containers may hide all of this:
+there are no such files then.
 """
 
 from __future__ import annotations
@@ -21,3 +23,11 @@ def node(folder: Path, number: int, cores: str) -> None:
     found = folder / f"devices/system/node/node{number}"
     found.mkdir(parents=True)
     (found / "cpulist").write_text(f"{cores}\n")
+
+
+def core(folder: Path, threads: list[int]) -> None:
+    """A physical core with these hyperthreads."""
+    for number in threads:
+        found = folder / f"devices/system/cpu/cpu{number}/topology"
+        found.mkdir(parents=True)
+        (found / "thread_siblings_list").write_text(f"{','.join(map(str, threads))}\n")

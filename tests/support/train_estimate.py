@@ -64,6 +64,14 @@ class Gpt(nn.Module):
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())}
 
 
+class Untied(Gpt):
+    """With a head of its own."""
+
+    def __init__(self, width: int = 384, layers: int = 4, length: int = 128) -> None:
+        super().__init__(width, layers, length)
+        self.head.weight = nn.Parameter(torch.ones_like(self.embed.weight))
+
+
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -86,12 +94,13 @@ class ConvNet(nn.Module):
         return self.head(self.blocks(F.relu(self.stem(images))).mean((2, 3)))
 
 
-SHAPES = {Mlp: (512, 1024), Gpt: (4, 128), ConvNet: (12, 3, 96, 96)}
-_SMALL = {Mlp: ((32, 2), (4, 32)), Gpt: ((48, 2, 16), (2, 16)), ConvNet: ((16, 2), (2, 3, 32, 32))}
+SHAPES = {Mlp: (512, 1024), Gpt: (4, 128), Untied: (4, 128), ConvNet: (12, 3, 96, 96)}
+_TINY_GPT = ((48, 2, 16), (2, 16))
+_SMALL = {Mlp: ((32, 2), (4, 32)), Gpt: _TINY_GPT, Untied: _TINY_GPT, ConvNet: ((16, 2), (2, 3, 32, 32))}
 
 
 def batch_of(kind: type[nn.Module], shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int64) if kind is Gpt else torch.ones(shape)
+    return torch.zeros(shape, dtype=torch.int64) if issubclass(kind, Gpt) else torch.ones(shape)
 
 
 class Trained:

@@ -42,6 +42,38 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Language(nn.Module):
+    """Tokens in, logits out, by two weights."""
+
+    def __init__(self, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Normed(nn.Module):
+    """BatchNorms in blocks, in a list of their own, and one that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+        self.extra = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor, extra: bool = True) -> torch.Tensor:
+        for module in [*self.blocks, *self.norms]:
+            x = module(x)
+        return self.extra(x) if extra else x
+
+
 class Stubborn(nn.Module):
     """Cannot set its own values."""
 
@@ -76,6 +108,24 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def gathered(model: nn.Module) -> list[str]:
+    """The parameters that are whole on this rank now."""
+    return [name for name, parameter in model.named_parameters() if not hasattr(parameter, "full_tensor")]
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, extras: list[bool]) -> list[float]:
+    """Of steps with a Normed, each with its last layer or without, and of a forward without gradients after each."""
+    found = []
+    for extra in extras:
+        loss = model(batch(state.rank()), extra).square().sum()
+        nbdist.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found += [loss.item(), model(batch(), not extra).sum().item()]
+    return found
 
 
 def values(model: nn.Module) -> torch.Tensor:

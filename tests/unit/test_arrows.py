@@ -11,11 +11,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "nbdist"
 
 # A room is a folder of nbdist (`client.costs`) or a module at its top (`text`). What all rooms may import:
-SHARED = {"_version", "checks", "errors", "ranks", "text"}
+SHARED = {"_version", "checks", "errors", "limits", "ranks", "text"}
 
 # What else each may import. Lower lines import from higher ones only.
 ALLOWED = {
     "_version": "",
+    "limits": "",
     "text": "",
     "errors": "",
     "checks": "",

@@ -1,4 +1,4 @@
-"""Blocks that are computed again in backward: the models of transformers, with the cache that is their default."""
+"""Blocks and the layers beside them; blocks that are computed again in backward, with the cache of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbdist.train.structure.activations import Offloaded, keep_less
-from nbdist.train.structure.blocks import find_blocks
+from nbdist.train.structure.blocks import Ends, find_blocks, find_ends
+from tests.support.train_models import Language
 
 KINDS = ["full", "selective", "selective-half"]
 BATCH = torch.arange(12).view(2, 6)
@@ -45,6 +46,49 @@ def gpt2() -> nn.Module:
 
 
 MODELS = pytest.mark.parametrize("make", [llama, qwen3, gpt2])
+
+
+# --- what is beside the blocks
+
+
+def test_a_head_of_its_own_shows_that_the_embedding_is_only_called() -> None:
+    model = Language()
+    assert find_ends(model, find_blocks(model)) == Ends([model.embed], [model.norm, model.head])
+
+
+def test_a_model_whose_logits_may_come_from_its_embedding_has_no_ends() -> None:
+    tied, bare = Language(), Language()
+    tied.head.weight = tied.embed.weight
+    bare.register_module("head", nn.Identity())
+    for model in (tied, bare):
+        assert find_ends(model, find_blocks(model)) == Ends([], [])
+
+
+def test_a_classifier_is_not_taken_for_a_head_of_a_short_embedding() -> None:
+    model = Language()
+    model.kinds, model.head = nn.Embedding(2, 4), nn.Linear(4, 2)
+    assert find_ends(model, find_blocks(model)) == Ends([], [])
+
+
+def test_a_head_inside_of_a_list_is_found() -> None:
+    model, head = Language(), nn.Sequential(nn.GELU(), nn.Linear(4, 16))
+    model.register_module("head", nn.ModuleList([head]))
+    assert find_ends(model, find_blocks(model)) == Ends([model.embed], [model.norm, head])
+
+
+def test_an_embedding_that_is_named_as_a_block_is_one() -> None:
+    model = Language()
+    blocks = find_blocks(model, ("Block", "Embedding"))
+    assert model.embed in blocks and find_ends(model, blocks) == Ends([], [model.norm, model.head])
+
+
+@MODELS
+def test_models_of_transformers_name_their_embedding(make: Callable[[], nn.Module]) -> None:
+    model: Any = make().base_model
+    assert find_ends(model, find_blocks(model)) == Ends([model.get_input_embeddings()], [])
+
+
+# --- what is computed again
 
 
 def made(make: Callable[[], nn.Module], kind: Any = "none", offload: bool = False) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -18,12 +19,22 @@ from hypothesis import strategies as st
 from nbdist.metrics import memory
 from nbdist.metrics.allocation import watermarks
 from nbdist.metrics.allocation.watermarks import Peaks, SharedDevices, SharedStats, Watermark
-from nbdist.metrics.memory import DeviceUsage, MemoryMeter, MemoryUsage, Usage, resolution
+from nbdist.metrics.memory import DeviceUsage, MemoryMeter, MemoryUsage, Usage
 from tests.stand_ins.cuda import Allocator, Torch
 
 PAGE = 4096
 MIB = 1 << 20
 NOISE = 64 * PAGE  # what Python itself may take meanwhile
+
+
+def resolution() -> int:
+    """Return the possible error, in bytes, of a CPU peak after memory was freed: the kernel counts in batches.
+
+    Linux 6.2 and later, include/linux/percpu_counter.h: max(32, 2 x cores) pages on each core, for each of three kinds
+    of pages. What is in use at the start and the end is summed exactly.
+    """
+    cores = os.cpu_count() or 1
+    return 3 * cores * max(32, 2 * cores) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)

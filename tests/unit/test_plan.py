@@ -58,7 +58,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "seed_per_rank": {"seed": 0, "seed_per_rank": True},
     "deterministic": {"deterministic": True},
     "tf32": {"tf32": False},
-    "numa": {"numa": True},
+    "numa": {"numa": "exclusive"},
     "gc_interval": {"gc_interval": 100},
     "dispatch": {"dispatch": True},
     "even_batches": {"even_batches": False},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nbdist.worker.groups import flight_record
@@ -62,6 +63,7 @@ def test_what_has_been_given_up_is_not_named_again_until_it_moves(monkeypatch: p
 
 
 @pytest.mark.torch_private
+@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="torch 2.8 records nothing of gloo")
 def test_torch_has_what_is_read() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

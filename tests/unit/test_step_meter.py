@@ -110,7 +110,7 @@ def test_steps_with_a_compiled_backward_pass_take_what_the_counted_one_did(meter
     if compiled == "loss":
         loss = torch.compile(loss_of, backend="aot_eager")
     optimizer = SGD(model.parameters(), 0.01)
-    for _ in range(3):  # compiled, counted, compiled
+    for _ in range(5):  # compiled, counted, compiled; torch 2.8 compiles anew then, and that is counted too
         loss(model, indices(B, T)).backward()
         optimizer.step()
     found = meter.sample()

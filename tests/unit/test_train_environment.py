@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -119,6 +120,59 @@ def test_a_machine_that_does_not_tell_its_nodes_is_left_alone(tmp_path: Path) ->
     assert environment.numa_node("0000:3b:00.0", tmp_path) is None
     assert environment.numa_node("0000:ff:00.0", tmp_path) is None
     assert environment.cores_of_node(0, tmp_path) == set()
+
+
+def test_ranks_of_a_node_divide_its_physical_cores_with_their_hyperthreads(tmp_path: Path) -> None:
+    for number in range(5):
+        sysfs.core(tmp_path, [number, number + 8])
+    cores = {*range(5), *range(8, 13)} - {9}  # of which a container has not got all
+    parts = [environment.part_of_cores(cores, number, 2, tmp_path) for number in range(2)]
+    assert parts == [{0, 8, 1}, {2, 10, 3, 11, 4, 12}]
+    assert environment.part_of_cores({0, 8}, 0, 2, tmp_path) == set()  # one core for two
+
+
+def test_cores_are_divided_where_hyperthreads_are_not_reported(tmp_path: Path) -> None:
+    assert [environment.part_of_cores({1, 2, 3, 4}, number, 2, tmp_path) for number in range(2)] == [{1, 2}, {3, 4}]
+
+
+# Two GPUs, on the nodes that the arguments name; -1: the firmware does not report it.
+EXCLUSIVE = """
+import os, sys, torch
+from pathlib import Path
+from types import SimpleNamespace
+from nbdist.plan import Plan
+from nbdist.train.prepare import environment
+from tests.stand_ins import sysfs
+
+folder, nodes, cores = Path(sys.argv[1]), eval(sys.argv[2]), sorted(os.sched_getaffinity(0))[:2]
+for number, node in enumerate(nodes):
+    sysfs.gpu(folder, f"0000:0{number}:00.0", node)
+for node in {*nodes} - {-1}:
+    sysfs.node(folder, node, ",".join(map(str, cores)))
+torch.cuda.device_count = lambda: len(nodes)
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(pci_domain_id=0, pci_bus_id=index, pci_device_id=0)
+os.sched_setaffinity(0, cores)
+own = int(os.environ["LOCAL_RANK"])
+environment.bind_to_numa_node(torch.device("cuda", own), folder, exclusive=True)
+bound = {frozenset(os.sched_getaffinity(int(name))) for name in os.listdir("/proc/self/task")}
+environment.apply(Plan(), torch.device("cpu"))
+print([[cores.index(core) for core in sorted(each)] for each in bound], os.sched_getaffinity(0) == {*cores})
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [([1, 1], ["[[0]]", "[[1]]"]), ([0, 1], ["[[0, 1]]"] * 2), ([-1, -1], ["[[0]]", "[[1]]"])],
+    ids=["one node", "a node each", "no nodes"],
+)
+def test_ranks_share_no_core_until_the_next_plan(tmp_path: Path, nodes: list[int], expected: list[str]) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    for rank in range(2):
+        environ = os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+        command = [sys.executable, "-c", EXCLUSIVE, str(tmp_path / str(rank)), str(nodes)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+        assert done.stdout == f"{expected[rank]} True\n", done.stderr
 
 
 def test_without_a_gpu_nothing_is_bound() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.train import state
-from nbdist.train.data.batches import map_tensors
+from nbdist.train.collective.nested import map_tensors, rebuilt, tensors_in
 from nbdist.train.data.feed import DeviceFeed, LoadingWatch
 from nbdist.train.data.loaders import prepare_loader, skip_first_batches
 from tests.support.train_data import Numbers, Pair, PlacedStream, Stream, all_ranks, flat, lists, maker, real, rounds
@@ -312,6 +312,12 @@ def test_even_batches_can_be_changed_between_epochs() -> None:
 class Record:
     tensor: Any
     name: str = "name"
+
+
+def test_tensors_are_put_back_into_mappings_that_take_more_than_their_items() -> None:
+    value: defaultdict[str, Any] = defaultdict(list, {"logits": torch.zeros(2)})
+    found = rebuilt(value, iter([tensor + 1 for _, tensor in tensors_in(value, "gather")]))
+    assert type(found) is defaultdict and found["logits"].tolist() == [1, 1] and found["more"] == []
 
 
 def test_tensors_in_any_structure_are_found_and_its_types_stay() -> None:

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from nbdist import shells
+from nbdist import limits, shells
 from nbdist.client.session import observers
 from nbdist.client.session.observers import Observer
 from nbdist.client.session.report import describe_death
@@ -35,7 +35,6 @@ from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Look, WatchNodes
 
 SLOWEST = 60.0  # seconds
-_ANSWER_LIMIT = 0.5  # seconds for ranks to answer; one that does not is in a call that blocks Python
 _NODE_LIMIT = 0.5  # seconds that the first sample waits for its node's data
 
 Watcher = Callable[[Sample], None]
@@ -216,7 +215,7 @@ class Monitor(Observer):
             return None
         rank_set = rank_set_of(session)
         living = rank_set.living()
-        answers = rank_set.traffic.ask(living, GetMetrics(), timeout=_ANSWER_LIMIT)
+        answers = rank_set.traffic.ask(living, GetMetrics(), timeout=limits.METRICS_ANSWER)
         running = rank_set.traffic.running(living)
         nodes = list(self._nodes.values())
         ranks = [

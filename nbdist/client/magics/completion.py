@@ -13,6 +13,7 @@ from IPython.core import page
 from IPython.core.completer import Completion
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist import limits
 from nbdist.client.magics.magic_line import MagicParser
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import get_session, rank_set_of
@@ -20,7 +21,6 @@ from nbdist.errors import SessionClosed, UsageError
 from nbdist.ranks import ranks_among
 from nbdist.wire.knowing import Complete, Completions, Inspect, Inspection
 
-_PATIENCE = 0.15  # seconds that a rank may take to answer
 _KIND = "nbdist"
 _CELL_MAGIC = re.compile(r"\s*%%(distributed|dist|rank)\b([^\n]*)\n")
 _CELL_LINE = re.compile(r"\s*%%(distributed|dist|rank)\s+(.*)$")
@@ -170,7 +170,7 @@ def _complete_on_ranks(rank_set: RankSet, code: str, start: int, ranks: str | No
     chosen = _chosen(rank_set, ranks)
     idle = next((rank for rank in chosen if not rank_set.traffic.running([rank])), None)
     if idle is not None:
-        answer = rank_set.traffic.ask([idle], Complete(code, len(code)), timeout=_PATIENCE).get(idle)
+        answer = rank_set.traffic.ask([idle], Complete(code, len(code)), timeout=limits.COMPLETION_ANSWER).get(idle)
         if isinstance(answer, Completions):
             return [
                 Completion(start + item.start, start + item.end, item.text, type=item.kind) for item in answer.matches
@@ -199,7 +199,7 @@ def _inspect(name: str, detail: int) -> dict[str, Any] | None:
     for rank in rank_set.living():
         if rank_set.traffic.running([rank]) or root not in rank_set.traffic.names.get(rank, []):
             continue
-        answer = rank_set.traffic.ask([rank], Inspect(name, detail), timeout=_PATIENCE).get(rank)
+        answer = rank_set.traffic.ask([rank], Inspect(name, detail), timeout=limits.COMPLETION_ANSWER).get(rank)
         if answer is not None:
             return answer.bundle if isinstance(answer, Inspection) else None
     text = f"{root} lives on ranks, which are busy: its documentation is available when they are done"

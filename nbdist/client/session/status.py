@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nbdist import limits
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
 from nbdist.client.session.task import Task
@@ -15,13 +16,11 @@ from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import RankStatus
 from nbdist.wire.stopping import GetStack, ThreadStack
 
-_LIMIT = 1.0  # seconds for ranks to answer
-
 
 def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
     """Return where ranks are; the arguments are those of `Session.stacks`."""
     chosen = rank_set.choose(rank_set.living() if ranks is None else ranks)
-    answers = rank_set.traffic.ask(chosen, GetStack(), timeout=_LIMIT)
+    answers = rank_set.traffic.ask(chosen, GetStack(), timeout=limits.STATUS_ANSWER)
     cells = {rank: task.describe() for rank, task in rank_set.traffic.running(chosen).items()}
     found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
     if native:
@@ -40,8 +39,8 @@ def status_of(rank_set: RankSet) -> list[dict[str, Any]]:
     rank_set.check_open()
     traffic, living = rank_set.traffic, rank_set.living()
     known = traffic.status()
-    memory = traffic.ask(living, GetMemory(), timeout=_LIMIT)
-    stacks = traffic.ask(living, GetStack(), timeout=_LIMIT)
+    memory = traffic.ask(living, GetMemory(), timeout=limits.STATUS_ANSWER)
+    stacks = traffic.ask(living, GetStack(), timeout=limits.STATUS_ANSWER)
     running = traffic.running(living)
     places = {info.rank: info.host for info in rank_set.ranks}
     return [_row(row, places[row.rank], rank_set.generation, memory, stacks, running) for row in known]

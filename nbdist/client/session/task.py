@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from nbdist import shells
+from nbdist import limits, shells
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.session import interruption, observers, report
@@ -32,16 +32,8 @@ from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.stopping import GetStack
 
 _EXPLAIN_AFTER = 1.0  # seconds after an interrupt or another rank's failure until a rank that still runs is explained
-# A death is shown within 0.5 s: the time for survivors to stop, and then to report where they are.
 _TAKE = 0.01  # seconds for which arriving messages are taken before they are shown
-_DEATH_GRACE = 0.3
-_DEATH_ANSWER = 0.1
-# A launch's ranks end with it: a failing one ends the others, as with torchrun, and Ctrl-C leaves nothing after 1 s.
-_LAUNCH_GRACE = 1.0
 _ELSEWHERE_GRACE = 0.5  # seconds for ranks to stop when one on another node has failed
-_LAUNCH_PATIENCE = 0.4  # seconds after an interrupt until a rank that still runs counts as stuck
-_TIMEOUT_GRACE = 4.0  # seconds for ranks to stop after --timeout
-_FORCE_GRACE = 2.0  # seconds for ranks to stop after the second Ctrl-C, before the notebook is given back without them
 
 
 class Carrier(Protocol):
@@ -195,7 +187,7 @@ class Task:
             now: Don't wait for the end of a step, or for a rank to leave a collective by itself.
         """
         chosen = self._left if ranks is None else self._left & set(ranks)
-        patience = _LAUNCH_PATIENCE if self._launch else None
+        patience = limits.LAUNCH_PATIENCE if self._launch else None
         self._traffic.send(Interrupt(self.serial, sorted(chosen), now, patience))
 
     def others_returned(self, ranks: Sequence[int]) -> None:
@@ -251,7 +243,7 @@ class Task:
             self.result[event.rank].result = event.result
         elif isinstance(event, Died):
             self._end_rank(event.rank, report.from_death(event, self._running()), now)
-            self._give_up_at = now + _DEATH_GRACE
+            self._give_up_at = now + limits.DEATH_GRACE
         elif isinstance(event, RankFailure):
             self.failures.setdefault(event.rank, event)
             self._give_up_at = now + _ELSEWHERE_GRACE
@@ -277,7 +269,7 @@ class Task:
             return
         self.failures[rank] = self.result[rank].error = failure
         if self._launch and failure.kind == "raised" and self._give_up_at is None:
-            self._give_up_at = now + _LAUNCH_GRACE
+            self._give_up_at = now + limits.LAUNCH_GRACE
         elif self._explain_at is None and failure.kind == "raised" and self._left:
             self._explain_at = now + self._options.grace + _EXPLAIN_AFTER
 
@@ -401,13 +393,13 @@ class Task:
             self._explain_at = now + _EXPLAIN_AFTER
         elif self._interrupts == 2:
             self.interrupt(now=True)
-            self._give_up_at = now + (_LAUNCH_PATIENCE if self._launch else _FORCE_GRACE)
+            self._give_up_at = now + (limits.LAUNCH_PATIENCE if self._launch else limits.FORCE_GRACE)
         else:
             self._give_up_at = now
 
     def _time_out(self, now: float) -> None:
         self.interrupt()
-        self._give_up_at = now + _TIMEOUT_GRACE
+        self._give_up_at = now + limits.TIMEOUT_GRACE
 
     def _explain(self) -> None:
         """Report which ranks still run, where, and what the user can do."""
@@ -470,7 +462,7 @@ class Task:
         kind = "ended" if self._launch and self.failures else "running"
         if self._launch and self._interrupts:  # they end with the launch
             kind = "interrupted"
-        lines = self._lines(_DEATH_ANSWER if self.bereaved else 0.3)
+        lines = self._lines(limits.DEATH_ANSWER if self.bereaved else 0.3)
         for rank in self._left:
             text = f"in {lines[rank]}" if lines.get(rank) else "in a call that blocks Python"
             where = f"  {text}" if kind == "interrupted" else ""

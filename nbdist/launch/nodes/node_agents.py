@@ -425,7 +425,7 @@ class Nodes:
         return f" ({'node' if len(missing) == 1 else 'nodes'} {', '.join(missing)} did not)" if missing else ""
 
     def own_address(self) -> str:
-        """This node's address, as the node where all meet sees it."""
+        """Return this node's address, as the node where all meet sees it."""
         if self._server is not None and network.is_literal(self.host):
             return self.host
         with contextlib.suppress(OSError):
@@ -435,7 +435,7 @@ class Nodes:
         return socket.getfqdn()
 
     def interface(self) -> str:
-        """The network interface that leads to the other nodes; "" where that is not known."""
+        """Return the network interface that leads to the other nodes; "" if unknown."""
         own, literal = self.own_address(), network.is_literal
         if not literal(own) or (ipaddress.ip_address(own).is_loopback and not literal(self.host)):
             return ""

@@ -30,7 +30,7 @@ class Counter(Protocol):
         """Return the largest values since the last reset, or since ever."""
 
     def reset(self) -> bool:
-        """Begin anew from the current values. False: that is not possible here."""
+        """Begin again from the current values. False: that is not possible here."""
 
 
 class Scope:
@@ -121,7 +121,7 @@ class ResidentPeak:
         return {"resident": resident()[1]}
 
     def reset(self) -> bool:
-        """See Counter. What `getrusage` gives as `ru_maxrss` begins anew with it."""
+        """See Counter. What `getrusage` gives as `ru_maxrss` begins again with it."""
         try:
             _PAGE_FLAGS.write_text(_RESET_PEAK)
         except OSError:

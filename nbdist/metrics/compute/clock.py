@@ -21,14 +21,14 @@ class Clock(Protocol[T]):
     """What both clocks do."""
 
     def tick(self, step: T) -> list[tuple[T, float]]:
-        """Return a step ends here.
+        """Note the end of a step.
 
         Returns:
             Steps whose seconds are known by now, each once.
         """
 
     def restart(self) -> list[tuple[T, float]]:
-        """Return what follows belongs to no step, until the next tick.
+        """Count the time until the next tick as part of no step.
 
         Returns:
             Steps whose seconds are known by now.

@@ -52,12 +52,12 @@ class Draft:
         files = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir()) if path.name != _LOCK}
         content = {"format": FORMAT, "saved_at": time.time(), **manifest, "files": files}
         write_durably(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
-        _sync_folder(self.folder)
+        sync(self.folder)
         previous = _sibling(self.path, _PREVIOUS)
         if self.path.exists():
             self.path.rename(previous)
         self.folder.rename(self.path)
-        _sync_folder(self.path.parent)
+        sync(self.path.parent)
         self._release(self.path)
         if previous.exists():
             _retire(previous)
@@ -231,7 +231,8 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have what was written to a file or a folder be there after a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

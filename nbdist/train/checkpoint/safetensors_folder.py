@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 
 from nbdist.checks import is_whole
 from nbdist.errors import CheckpointError, UsageError
+from nbdist.train.checkpoint.checkpoint_folder import sync
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -84,7 +84,7 @@ class ModelDraft:
         mode = path.stat().st_mode
         save_file(dict(tensors), path, metadata=self._metadata)
         path.chmod(mode)  # the library makes files that only their owner can read
-        _sync(path)
+        sync(path)
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def commit(self) -> None:
@@ -97,9 +97,9 @@ class ModelDraft:
             places = {name: file for file, shard in zip(self._names, self._shards, strict=True) for name in shard}
             content = {"metadata": {"total_size": self._bytes, **self._metadata}, "weight_map": places}
             self._partial(INDEX).write_text(json.dumps(content, indent=2) + "\n")
-            _sync(self._partial(INDEX))
+            sync(self._partial(INDEX))
             self._partial(INDEX).replace(self._folder / INDEX)
-        _sync(self._folder)
+        sync(self._folder)
         kept = {*self._names, INDEX} if len(self._names) > 1 else {SINGLE}
         self._remove(path for path in self._earlier if path.name not in kept)
 
@@ -228,11 +228,3 @@ def read_index(index: Path) -> dict[str, str]:
 
 def _is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -241,7 +241,7 @@ def without_group_warning() -> Iterator[None]:
 
 
 def _group_beside_training() -> dist.ProcessGroup | None:
-    """Return a process group that training doesn't use; made on first use, and anew where a rank has lost it."""
+    """Return a process group that training doesn't use; made on first use, and again where a rank has lost it."""
     global _side_group
     if world_size() == 1:
         return None

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import UsageError
-from nbdist.train.checkpoint.generators import restore_random, take_random
+from nbdist.train.collective.rng import restore_random, take_random
 from nbdist.train.loop.averages import averages_of, empty_average
 from nbdist.train.loop.gradients import parameters_of
 from nbdist.train.state import State

@@ -1,11 +1,13 @@
-"""Tensors inside lists, tuples and dicts: taken out, and put back.
+"""Tensors inside lists, tuples, dicts and the other structures that batches are: taken out, put back, replaced.
 
-Knows nothing of ranks.
+Knows nothing of ranks, devices or loaders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -48,16 +50,49 @@ def _a(data: Any) -> str:
 
 
 def rebuilt(data: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return the same lists, tuples and dicts around other tensors, in the order of `tensors_in`."""
-    if isinstance(data, torch.Tensor):
-        return next(tensors)
-    return with_items(data, lambda item: rebuilt(item, tensors))
+    """Return the same structure around other tensors, in the order of `tensors_in`."""
+    return map_tensors(lambda _: next(tensors), data)
 
 
-def with_items(data: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a list, tuple or dict of the same type with each item changed."""
-    if isinstance(data, Mapping):
-        return type(data)({key: change(item) for key, item in data.items()})  # type: ignore[call-arg]
-    if hasattr(data, "_fields"):
-        return type(data)(*map(change, data))
-    return type(data)(map(change, data))
+def is_tensor(value: Any) -> bool:
+    """Return whether it is a tensor, for `map_tensors`."""
+    return isinstance(value, torch.Tensor)
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> Any:
+    """Return the same structure with each tensor replaced by `function(tensor)`.
+
+    Looked into are lists, tuples, named tuples, mappings and dataclasses, of which the types stay; all else is kept.
+
+    Args:
+        function: Called with each tensor.
+        value: The structure.
+        is_leaf: Tells what is replaced, if not tensors.
+    """
+
+    def within(item: Any) -> Any:
+        return map_tensors(function, item, is_leaf)
+
+    if is_leaf(value):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(within, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(within, value))
+    if isinstance(value, Mapping):
+        return map_mapping(within, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: within(getattr(value, name)) for name in names})
+    return value
+
+
+def map_mapping(within: Callable[[Any], Any], value: Mapping[Any, Any]) -> Any:
+    """Return a mapping of the same type with each item changed."""
+    items = {key: within(item) for key, item in value.items()}
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]
+    changed = copy.copy(value)  # keeps what a defaultdict or the output of a tokenizer has beside its items
+    for key, item in items.items():
+        changed[key] = item
+    return changed

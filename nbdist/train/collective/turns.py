@@ -19,7 +19,7 @@ from nbdist.errors import UsageError
 from nbdist.train import state as training
 from nbdist.train.collective import collectives
 from nbdist.train.collective.flags import Flag
-from nbdist.train.collective.nested import with_items
+from nbdist.train.collective.nested import map_mapping
 from nbdist.train.collective.participants import refuse_partial
 from nbdist.train.collective.process_group import ensure_group
 
@@ -148,7 +148,7 @@ def _first(function: str, mine: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if mine:  # also where it has raised: the others must not wait for ever
+        if mine:  # also where it has raised: the others must not wait forever
             wait_for_everyone()
 
 
@@ -172,7 +172,7 @@ def _share(inputs: Any, apply_padding: bool) -> Any:
         lengths = {key: _length(item) for key, item in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise UsageError(f"split_between_processes takes a dict of values of equal length, not {lengths}")
-        return with_items(inputs, lambda item: _share(item, apply_padding))
+        return map_mapping(lambda item: _share(item, apply_padding), inputs)
     number, rank, ranks = _length(inputs), training.rank(), training.world_size()
     each, more = divmod(number, ranks)
     start = rank * each + min(rank, more)

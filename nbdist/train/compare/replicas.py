@@ -255,7 +255,7 @@ def _refuse_other_models(described: Mapping[int, Described]) -> None:
 
 
 def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
-    """Return the shards of the replica that is given to all must belong to one step.
+    """Raise an error if the shards of the replica copied to all belong to different steps.
 
     Returns:
         A warning if that can't be known.

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import UsageError
+from nbdist.train.collective.nested import map_tensors
 from nbdist.train.collective.participants import refuse_partial
-from nbdist.train.data.batches import map_tensors
 
 _ALIGNMENT = 64  # bytes: tensors of any type can begin there
 

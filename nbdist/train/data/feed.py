@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbdist.train.data.batches import map_tensors
+from nbdist.train.collective.nested import map_tensors
 
 WINDOW = 20  # batches
 _SHARE = 0.25  # of the time between two batches
@@ -87,7 +87,7 @@ class LoadingWatch:
         self._asked = self._clock()
 
     def arrived(self) -> tuple[float, float] | None:
-        """Return the batch is there.
+        """Note that the batch has arrived.
 
         Returns:
             Seconds of waiting, and seconds in all, for each of the last 20 batches, if the waiting is too long. Said

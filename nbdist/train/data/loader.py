@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from nbdist.train import state
 from nbdist.train.collective import agreement
-from nbdist.train.collective.agreed import draw_seed, seed_of_rank
+from nbdist.train.collective.rng import draw_seed, seed_of_rank
 from nbdist.train.data.dispatch import dispatched
 from nbdist.train.data.epoch_position import Beginning, EpochPosition, LoaderPosition, agree
 from nbdist.train.data.feed import WINDOW, DeviceFeed, LoadingWatch

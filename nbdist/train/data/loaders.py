@@ -34,7 +34,7 @@ def prepare_loader(
     """Make a loader give each rank its batches, of the size that the loader has, on the rank's device.
 
     Of a map-style dataset each rank takes every `world_size`-th batch of one order, whatever sampler or batch sampler
-    it comes from; it is shuffled anew in each epoch, the same on all ranks. Of an iterable dataset each rank and
+    it comes from; it is shuffled again in each epoch, the same on all ranks. Of an iterable dataset each rank and
     worker reads the whole stream and keeps its share; where that is too slow, let the dataset share itself out and
     say `sharded=True`. A DistributedSampler is left as it is, and told the epochs.
 

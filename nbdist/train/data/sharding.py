@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from nbdist.errors import UsageError
-from nbdist.train.collective.agreed import AgreedDraws
+from nbdist.train.collective.rng import AgreedDraws
 
 _INDICES = (list, tuple, range, numpy.ndarray, torch.Tensor)  # what batches of indices come in
 

@@ -200,7 +200,7 @@ def renew_scale(state: training.State) -> None:
 
 
 def forget_unscaled(state: training.State) -> None:
-    """Let gradients be unscaled anew after a step that was given up. The scale stays."""
+    """Let gradients be unscaled again after a step that was given up. The scale stays."""
     if state.scaler is not None and any(record.phase != "scaled" for record in state.records.values()):
         state.scaler.update(state.scaler.get_scale())
 

@@ -207,7 +207,7 @@ def _zero_grad(state: State, original: Original, optimizer: Optimizer, *args: An
     if not (record.consumed or state.window == 1 or nothing_gathered or given_up):
         return None
     if record.phase == "unscaled":
-        precision.renew_scale(state)  # there was no step: the scaler is to begin anew
+        precision.renew_scale(state)  # there was no step: the scaler is to begin again
     record.consumed = False
     return original(optimizer, *args, **kwargs)
 

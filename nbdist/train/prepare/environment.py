@@ -12,6 +12,7 @@ import os
 import platform
 import random
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ def apply(plan: Plan, device: torch.device) -> None:
     if plan.compile and plan.activation_budget is not None:
         _budget_activations(plan.activation_budget)
     if plan.numa:
-        bind_to_numa_node(device)
+        bind_to_numa_node(device, exclusive=plan.numa == "exclusive")
     if plan.gc_interval and gc.isenabled():
         _undo.append(gc.enable)
         gc.disable()
@@ -102,7 +103,7 @@ def set_seed(seed: int, *, per_rank: bool = False) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def bind_to_numa_node(device: torch.device, sysfs: Path = _SYSFS) -> int | None:
+def bind_to_numa_node(device: torch.device, sysfs: Path = _SYSFS, *, exclusive: bool = False) -> int | None:
     """Bind this process to the cores and the memory that are next to its GPU, until the next plan. Linux only.
 
     Threads that are there already are bound as well, for example those of autograd. Only this one's memory policy can
@@ -111,22 +112,68 @@ def bind_to_numa_node(device: torch.device, sysfs: Path = _SYSFS) -> int | None:
     Args:
         device: This rank's device.
         sysfs: Where the kernel tells of its devices.
+        exclusive: Whether this machine's ranks with a GPU on the same node divide its cores. Where there is one node
+            only, they divide all cores.
 
     Returns:
         The NUMA node; None if there is none to bind to: no GPU, one node only, or the machine does not tell.
     """
     if device.type != "cuda" or not sys.platform.startswith("linux"):
         return None
-    place: Any = torch.cuda.get_device_properties(device)
-    node = numa_node(f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0", sysfs)
-    if node is None:
+    node = _node_of_gpu(torch.cuda.current_device() if device.index is None else device.index, sysfs)
+    if node is None and not exclusive:
         return None
-    cores = cores_of_node(node, sysfs) & os.sched_getaffinity(0)
+    cores = os.sched_getaffinity(0)
+    if node is not None:
+        cores &= cores_of_node(node, sysfs)
     if not cores:  # a container may own none of them
         return None
-    bind_threads(cores)
-    _prefer_memory(node)
+    bind_threads(_share(cores, node, sysfs) if exclusive else cores)
+    if node is not None:
+        _prefer_memory(node)
     return node
+
+
+def _node_of_gpu(index: int, sysfs: Path) -> int | None:
+    place: Any = torch.cuda.get_device_properties(index)
+    return numa_node(f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0", sysfs)
+
+
+def _share(cores: set[int], node: int | None, sysfs: Path) -> set[int]:
+    """Return this rank's part of the cores of its node. Ranks have GPUs in their order, in turn if there are fewer."""
+    own, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = [_node_of_gpu(index, sysfs) for index in range(torch.cuda.device_count())]
+    neighbors = [rank for rank in range(ranks) if rank == own or gpus[rank % len(gpus)] == node]
+    found = part_of_cores(cores, neighbors.index(own), len(neighbors), sysfs)
+    if not found:
+        warnings.warn(
+            f"{len(neighbors)} ranks have a GPU next to the same cores, and there are fewer cores than ranks "
+            f"({len(cores)} with hyperthreads): the ranks share them",
+            stacklevel=2,
+        )
+    return found or cores
+
+
+def part_of_cores(cores: set[int], number: int, parts: int, sysfs: Path = _SYSFS) -> set[int]:
+    """Return one of several parts of cores: whole physical cores, hyperthreads together.
+
+    Args:
+        cores: As Linux numbers them, hyperthreads counted.
+        number: Which part, from 0.
+        parts: How many there are.
+        sysfs: Where the kernel reports its cores.
+
+    Returns:
+        The cores of this part, the same number of physical ones in each, or one more; none if there are too few.
+    """
+    physical: dict[int, set[int]] = {}
+    for core in sorted(cores):
+        siblings = _cores_in(sysfs / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        physical.setdefault(min(siblings, default=core), set()).add(core)
+    if len(physical) < parts:
+        return set()
+    first, end = (len(physical) * each // parts for each in (number, number + 1))
+    return set().union(*list(physical.values())[first:end])
 
 
 def bind_threads(cores: set[int]) -> None:
@@ -167,8 +214,13 @@ def numa_node(address: str, sysfs: Path = _SYSFS) -> int | None:
 
 def cores_of_node(node: int, sysfs: Path = _SYSFS) -> set[int]:
     """Return the cores of a NUMA node; none if the machine does not tell."""
+    return _cores_in(sysfs / f"devices/system/node/node{node}/cpulist")
+
+
+def _cores_in(path: Path) -> set[int]:
+    """Return the cores in a list such as "4-6,12"; none if there is no such file."""
     try:
-        text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
+        text = path.read_text().strip()
     except OSError:
         return set()
     spans = [span.partition("-") for span in text.split(",") if span]

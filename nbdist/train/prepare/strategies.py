@@ -6,11 +6,11 @@ checkpointed, then compiled, then sharded.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from nbdist.train.loop import precision
 from nbdist.train.state import State
 from nbdist.train.structure import float8, meshes
 from nbdist.train.structure.activations import keep_less
-from nbdist.train.structure.blocks import compile_blocks, find_blocks, refuse_without_blocks
+from nbdist.train.structure.blocks import Ends, compile_blocks, find_blocks, find_ends, refuse_without_blocks
 from nbdist.train.structure.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.structure.shadow import restore
 
@@ -236,41 +236,75 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
     if plan.offload and device.type != "cpu":
         options["offload_policy"] = CPUOffloadPolicy()
     materializer = Materializer(device) if weights is None else None
-    norms = _norms(model) if block_policy.param_dtype is not None else []
-    for norm in norms:
-        _make_alike([norm], norm, materializer, device)
-        fully_shard(norm, mp_policy=precision.full_precision_policy(), **options)
-    groups = [*_input_embedding(model, blocks), *blocks]
-    for group in groups:
-        _make_alike([module for module in group.modules() if module not in norms], None, materializer, device)
-        fully_shard(group, mp_policy=block_policy, **options)
-    inside = {module for group in groups for module in group.modules()} | set(norms)
+    embeddings, head = _ends(model, found)
+    inside: set[nn.Module] = set()
+    for group in _groups(model, embeddings, blocks, head, block_policy):
+        below = [module for each in group.modules for module in each.modules() if module not in inside]
+        _make_alike(below, None, materializer, device)
+        kept = {"reshard_after_forward": False} if group.is_kept else {}
+        fully_shard(list(group.modules), mp_policy=group.policy, **kept | options)
+        inside.update(below)
     rest = [module for module in model.modules() if module not in inside]
     _make_alike(rest, None if inside else model, materializer, device)
     fully_shard(model, mp_policy=root_policy, **options)
+    for embedding in embeddings:
+        if type(embedding).forward is nn.Embedding.forward:
+            embedding.set_unshard_in_backward(False)  # type: ignore[operator]  # a lookup's gradient takes no weight
     if weights is not None:
         give_storage(model, device, parameters_on=torch.device("cpu") if plan.offload else None)
         weights.fill(model)
-    _prefetch(blocks, plan.prefetch)
+    _prefetch([*embeddings, *blocks, *head[:1]], plan.prefetch)
     if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
     return model
 
 
-def _input_embedding(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the input embedding of a model of transformers, if it can be sharded by itself.
+class _Group(NamedTuple):
+    """Modules that are gathered in one all-gather.
 
-    With the rest it would be whole from the first block to the last, gigabytes for a large vocabulary. Other models may
-    use an embedding's weight without calling it, for example for their logits; `shard_by` can name it.
+    Attributes:
+        modules: Gathered when the first of them is called.
+        policy: FSDP's mixed precision.
+        is_kept: Whether their parameters stay gathered from forward to backward unless the plan decides.
     """
-    if not callable(tell := getattr(model, "get_input_embeddings", None)):
-        return []
-    with contextlib.suppress(NotImplementedError):  # of a model that has several, or none
-        found = tell()
-        inside = {module for block in blocks for module in block.modules()}
-        if isinstance(found, nn.Module) and found is not model and found not in inside:
-            return _separable(model, [found])
-    return []
+
+    modules: Sequence[nn.Module]
+    policy: Any
+    is_kept: bool = False
+
+
+def _groups(
+    model: nn.Module,
+    embeddings: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    head: Sequence[nn.Module],
+    policy: Any,
+) -> Iterator[_Group]:
+    """Return what is gathered by itself; the rest of the model is one more group, from the beginning of forward."""
+    norms = _norms(model) if policy.param_dtype is not None else []
+    for group in [norms] if norms and _completes_groups() else [[norm] for norm in norms]:
+        yield _Group(group, precision.full_precision_policy(), is_kept=_completes_groups())
+    for module in [*embeddings, *(block for block in blocks if block not in norms)]:
+        yield _Group([module], policy)
+    if head:  # computed in the type of what it is given, as the rest of the model is
+        yield _Group(head, dataclasses.replace(policy, cast_forward_inputs=False), is_kept=True)
+
+
+def _ends(model: nn.Module, blocks: Sequence[nn.Module]) -> Ends:
+    """Return the embeddings and the head that can be groups: those that share no parameter with the rest."""
+    ends = find_ends(model, blocks)
+    is_apart = _completes_groups() and len(_separable(model, ends.head)) == len(ends.head)
+    return Ends(_separable(model, ends.embeddings), ends.head if is_apart else [])
+
+
+def _completes_groups() -> bool:
+    """Return whether this torch ends the forward of a group if one of its modules was not called: 2.13 and newer do.
+
+    Older ones would not gather such a group in the next step.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return hasattr(FSDPState, "_force_complete_incomplete_states")
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:

@@ -1,13 +1,14 @@
-"""The blocks of a model: which they are; and torch.compile for each.
+"""The blocks of a model and the large layers beside them: which they are; and torch.compile for each block.
 
 Knows nothing of ranks, sharding or training loops.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -90,6 +91,72 @@ def _computing(container: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _computing(child)
+
+
+class Ends(NamedTuple):
+    """The large layers of a language model that are in none of its blocks.
+
+    Attributes:
+        embeddings: What tokens go through first. Each is needed where it is called only.
+        head: What makes logits: a linear layer, behind what follows the last block. Needed at once in forward and
+            backward.
+    """
+
+    embeddings: list[nn.Module]
+    head: list[nn.Module]
+
+
+def find_ends(model: nn.Module, blocks: Sequence[nn.Module]) -> Ends:
+    """Return the embedding and the head of a language model, where its structure shows that they are two.
+
+    A head is a linear layer after the last block with an output for each row of the model's longest embedding, and a
+    weight of its own. With such a layer, the embedding's weight is not needed for the logits, so the embedding is only
+    ever called. Models of transformers name their input embedding themselves.
+
+    Args:
+        model: The whole model.
+        blocks: Its blocks, from `find_blocks`. A model without blocks has no ends.
+    """
+    if not blocks:
+        return Ends([], [])
+    chosen = set(blocks)
+    parts = list(_outermost(model, lambda module: module in chosen or _is_beside(chosen, module)))
+    after = parts[1 + max(number for number, part in enumerate(parts) if part in chosen) :]
+    embeddings = _longest([module for module in model.modules() if isinstance(module, nn.Embedding)])
+    heads = [
+        number for number, part in enumerate(after) if any(_reads_out(embeddings, each) for each in part.modules())
+    ]
+    head = [part for part in after[: heads[-1] + 1] if next(part.parameters(), None) is not None] if heads else []
+    inside = {module for block in blocks for module in block.modules()}
+    first = dict.fromkeys([*_named_embedding(model), *(embeddings if head else [])])
+    return Ends([each for each in first if each not in inside], head)
+
+
+def _is_beside(blocks: set[nn.Module], module: nn.Module) -> bool:
+    return _computes(module) and blocks.isdisjoint(module.modules())
+
+
+def _longest(embeddings: Sequence[nn.Embedding]) -> list[nn.Embedding]:
+    """Return those of the vocabulary: positions and kinds of tokens are fewer."""
+    rows = max((each.num_embeddings for each in embeddings), default=0)
+    return [each for each in embeddings if each.num_embeddings == rows]
+
+
+def _reads_out(embeddings: Sequence[nn.Embedding], module: nn.Module) -> bool:
+    """Return whether a layer makes logits of the tokens that are embedded, by a weight of its own."""
+    return isinstance(module, nn.Linear) and any(
+        module.out_features == each.num_embeddings and module.weight is not each.weight for each in embeddings
+    )
+
+
+def _named_embedding(model: nn.Module) -> list[nn.Module]:
+    """Return the input embedding of a model of transformers."""
+    if not callable(tell := getattr(model, "get_input_embeddings", None)):
+        return []
+    with contextlib.suppress(NotImplementedError):  # of a model that has several, or none
+        found = tell()
+        return [found] if isinstance(found, nn.Module) and found is not model else []
+    return []
 
 
 def _refuse_unknown(model: nn.Module, names: Iterable[str]) -> None:

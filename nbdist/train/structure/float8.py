@@ -117,5 +117,5 @@ def after_step(models: Iterable[nn.Module], plan: Plan) -> None:
 
 
 def _gathers_in_fp8(plan: Plan) -> bool:
-    """Return only with one scale for each weight can shards be cast before they are gathered."""
+    """Return whether shards are cast before they are gathered, which needs one scale per weight."""
     return plan.strategy in SHARDED and plan.fp8_recipe == "tensorwise"

@@ -53,7 +53,7 @@ class CsvLog:
         self._replace([self._columns, *(row + [""] * (len(self._columns) - len(row)) for row in rows[1:])])
 
     def _replace(self, rows: Sequence[Sequence[str]]) -> None:
-        """Write the whole file anew, all at once."""
+        """Write the whole file again, all at once."""
         beside = self._path.with_name(f"{self._path.name}.partial")
         beside.write_text("".join(map(_line, rows)), encoding="utf-8", newline="")
         os.replace(beside, self._path)

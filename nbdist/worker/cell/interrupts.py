@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-_RESEND = 1.0  # seconds until a KeyboardInterrupt that did not end the cell is sent again
+from nbdist import limits
+
 _RESEND_UNRAISABLE = 0.02
 _INTERRUPTS = {signal.SIGINT}
 
@@ -112,7 +113,7 @@ class InterruptGate:
         if self._running != self._asked:
             self._due = None
             return
-        self._due = time.monotonic() + _RESEND
+        self._due = time.monotonic() + limits.RESEND
         self._wake()
         signal.pthread_kill(self._main, signal.SIGINT)
 

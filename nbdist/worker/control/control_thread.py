@@ -59,7 +59,7 @@ class ControlThread:
         threading.Thread(target=self._run, name="nbdist-control", daemon=True).start()
 
     def wake(self) -> None:
-        """Look at what is due anew. From any thread."""
+        """Look at what is due again. From any thread."""
         with contextlib.suppress(BlockingIOError):  # it has been woken already
             os.write(self._wake_write, b".")
 

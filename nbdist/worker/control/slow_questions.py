@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from nbdist import limits
 from nbdist.metrics.node import device, host
 from nbdist.wire.knowing import (
     Complete,
@@ -30,9 +31,6 @@ from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Ask
 from nbdist.worker.cell.main_thread import MainThreadLook
 from nbdist.worker.cell.shell import RankShell
-
-_STALE = 1.0  # seconds after which nobody waits for an answer any more
-
 
 Work = Callable[[Any], Any]  # from a question to its answer; `Question.by` has seen to it that they belong together
 
@@ -80,7 +78,7 @@ class Questions:
     def _run(self) -> None:
         while True:
             asked_at, question = self._waiting.get()
-            late = time.monotonic() - asked_at > _STALE
+            late = time.monotonic() - asked_at > limits.STALE
             self._answer(question, _too_late if late else self._known[type(question.question)])
 
     def memory(self) -> ProcessMemory:

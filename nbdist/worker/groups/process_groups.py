@@ -1,6 +1,6 @@
 """The process groups of a rank that lives on: where they stand, how a stuck one is freed, how a broken one is renewed.
 
-The module for private parts of torch.distributed; each is probed when used. Knows nothing of cells, models or sockets.
+Knows nothing of cells, models or sockets; torch's private parts: `torch_groups`.
 
 An interrupt between two collectives leaves ranks a collective apart, and then sums are silently wrong. So ranks compare
 how many collectives each has entered, and a group that is out of step gets a new backend inside the living ProcessGroup
@@ -8,7 +8,7 @@ object: models, meshes and the user's own handles stay valid.
 
 gloo can't abort. But a gloo device keeps its connections in one epoll set of its own, which appears when the backend is
 made; shutting down exactly these connections frees a rank at once, and nothing of the user's is among them. Only their
-reading side: when a write fails in gloo's own thread, the operation is lost, and who waits for it waits for ever. For
+reading side: when a write fails in gloo's own thread, the operation is lost, and who waits for it waits forever. For
 the same reason the peers must not notice: a copy of each descriptor keeps the connection open until all are renewed.
 While a group is made, a rank may wait for a peer to connect: this rank then connects in its place, and hangs up.
 """
@@ -16,28 +16,27 @@ While a group is made, a rank may wait for a peer to connect: this rank then con
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import struct
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from nbdist import limits
 from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.wire.rank_processes import StoreAddress
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
-from nbdist.worker.groups import descriptors
+from nbdist.worker.groups import descriptors, torch_groups
 from nbdist.worker.groups.flight_record import Record
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
-_RENEWAL_LIMIT = timedelta(seconds=10)  # all members are idle and come at once; more means that one has gone
+_RENEWAL_LIMIT = timedelta(seconds=limits.RENEWAL)
 _STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
 
@@ -161,7 +160,7 @@ class Collectives:
 
     def name_of(self, group: Any) -> str:
         """Return the name that torch has given a group (None: the default one); "" for none that it knows."""
-        world = _world()
+        world = torch_groups.world()
         if group is None:
             group = getattr(world, "default_pg", None)
         return str(getattr(world, "pg_names", {}).get(group, ""))
@@ -176,12 +175,12 @@ class Collectives:
     def begin(self) -> None:
         """Begin a cell: what is entered from now on counts as its own."""
         self.stranded = ""
-        living = _living()
+        living = torch_groups.living()
         while self._copies and not self._cut & living.keys():  # peers must notice nothing until all are renewed
             with contextlib.suppress(OSError):  # a cell has closed it
                 os.close(self._copies.pop())
         for name, group in living.items():
-            self._groups.setdefault(name, _Group()).entered = _entered(group)
+            self._groups.setdefault(name, _Group()).entered = torch_groups.entered(group)
 
     def groups(self, *, current: bool) -> dict[str, GroupState]:
         """Return where this rank stands in every group, by name. From any thread.
@@ -190,18 +189,18 @@ class Collectives:
             current: Whether the cell in question is the one that began last; else nothing was entered in it.
         """
         groups = {}
-        for name, group in _living().items():
+        for name, group in torch_groups.living().items():
             known = self._groups.get(name) or _Group()
-            now = _entered(group)
+            now = torch_groups.entered(group)
             before = known.entered if len(known.entered) == len(now) else (0,) * len(now)
             delta = [late - early for late, early in zip(now, before, strict=True)] if current else [0] * len(now)
-            groups[name] = GroupState(_members(group), delta, name in self._cut)
+            groups[name] = GroupState(torch_groups.members(group), delta, name in self._cut)
         return groups
 
     @property
     def numbered(self) -> int:
         """How many groups torch has numbered."""
-        return int(getattr(_world(), "group_count", 0))
+        return int(getattr(torch_groups.world(), "group_count", 0))
 
     # --- freeing a stuck rank
 
@@ -210,7 +209,7 @@ class Collectives:
 
         Groups that it has used can't be used any more until they are renewed.
         """
-        names = [name for name, group in _living().items() if self._abort(name, group)]
+        names = [name for name, group in torch_groups.living().items() if self._abort(name, group)]
         for creation in list(self._creating):
             for fd in creation.new_epolls(dict(descriptors.links())):
                 self._silence(fd)
@@ -224,8 +223,8 @@ class Collectives:
         if group.size() < 2:
             return False
         aborted = False
-        for backend in _backends(group).values():
-            if "gloo" not in _kind(backend) and hasattr(backend, "abort"):
+        for backend in torch_groups.backends(group).values():
+            if "gloo" not in torch_groups.kind_of(backend) and hasattr(backend, "abort"):
                 self._abort_apart(backend).join(limit.total_seconds())
                 aborted = True
         known = self._groups.get(name)
@@ -236,7 +235,7 @@ class Collectives:
         return aborted
 
     def _abort_apart(self, backend: Any) -> threading.Thread:
-        """Return NCCL's abort can wait for as long as the group's own time-out, and the control thread never may."""
+        """Abort in a thread: NCCL's can wait as long as the group's own time-out, and the control thread never may."""
         thread = self._aborts.get(id(backend))
         if thread is None:
 
@@ -280,10 +279,10 @@ class Collectives:
 
         for name in stale:
             self._drop(name)
-        world = _world()
+        world = torch_groups.world()
         if world is not None and getattr(world, "group_count", count) < count:
             world.group_count = count
-        living = _living()
+        living = torch_groups.living()
         chosen = [name for name in sorted(groups, key=_order) if name in living]
         if not chosen:
             return
@@ -291,7 +290,7 @@ class Collectives:
         self._cut |= set(chosen)  # until they are renewed, should that fail
         base = self.store()
         for name in chosen:
-            # What still waits for a collective of before must not wait for ever.
+            # What still waits for a collective of before must not wait forever.
             self._abort(name, living[name], limit=_RENEWAL_LIMIT)
             self._groups.setdefault(name, _Group()).epolls.clear()
             store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)
@@ -315,16 +314,19 @@ class Collectives:
             raise RuntimeError("this torch can't give a living group a new backend")
         name, description = group.group_name, group.group_desc
         made: dict[str, tuple[Any, Any]] = {}
-        for device, backend in _backends(group).items():
-            kind = _kind(backend)
+        for device, backend in torch_groups.backends(group).items():
+            kind = torch_groups.kind_of(backend)
             if kind not in made:
-                made[kind] = (_make_backend(backend, dist.PrefixStore(kind, store), group), _next_slot(group, known))
+                made[kind] = (
+                    torch_groups.make_backend(backend, dist.PrefixStore(kind, store), group, _RENEWAL_LIMIT),
+                    _next_slot(group, known),
+                )
             new, slot = made[kind]
             register(torch.device(device), slot, new)
         group._set_group_name(name)  # the backends keep it, and functional collectives (DTensor's) go by it
         group._set_group_desc(description)
-        known.entered = _entered(group)
-        world = _world()
+        known.entered = torch_groups.entered(group)
+        world = torch_groups.world()
         if world is not None and group in world.pg_map:
             world.pg_map[group] = (world.pg_map[group][0], store)  # what further groups meet through
 
@@ -332,7 +334,7 @@ class Collectives:
         """Forget a group that is not whole; using it raises from now on."""
         import torch.distributed as dist
 
-        group = _living().get(name)
+        group = torch_groups.living().get(name)
         if group is None:
             return
         self._stale.add(name)
@@ -360,7 +362,7 @@ class Collectives:
             f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed restart` starts "
             "fresh ranks; among the survivors: `dist.new_group([...], use_local_synchronization=True)`"
         )
-        for name, group in _living().items():
+        for name, group in torch_groups.living().items():
             if name in groups:
                 self._groups.setdefault(name, _Group()).unusable = why
                 self._abort(name, group, limit=_RENEWAL_LIMIT)
@@ -372,9 +374,9 @@ class Collectives:
             Their members (global ranks), by name.
         """
         found = {}
-        for name, group in _living().items():
+        for name, group in torch_groups.living().items():
             if group.size() > 1 and (groups is None or name in groups):
-                found[name] = _members(group)
+                found[name] = torch_groups.members(group)
                 self._cut.add(name)
                 known = self._groups.setdefault(name, _Group())
                 known.unusable = known.unusable or (
@@ -405,60 +407,9 @@ class Collectives:
         return None
 
 
-# --- torch's side
-
-
-def _world() -> Any:
-    """Return Torch's own registry of groups; None where there is none yet."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    return getattr(c10d, "_world", None)
-
-
-def _living() -> dict[str, Any]:
-    """Return the groups that this rank is a member of, by name."""
-    world = _world()
-    names: dict[Any, str] = getattr(world, "pg_names", {}) if world is not None else {}
-    return {name: group for group, name in list(names.items()) if hasattr(group, "size") and group.rank() >= 0}
-
-
-def _members(group: Any) -> list[int]:
-    """Return global ranks, in the order of their ranks in the group."""
-    world = _world()
-    mapping = world.pg_group_ranks.get(group) or {rank: rank for rank in range(group.size())}
-    return sorted(mapping, key=mapping.__getitem__)
-
-
-def _backends(group: Any) -> dict[str, Any]:
-    """Return the backends of a group that are in use, by device type."""
-    import torch
-
-    found = {}
-    for device in getattr(group, "_device_types", []):
-        with contextlib.suppress(RuntimeError):  # one that is made at first use
-            found[str(torch.device(device).type)] = group._get_backend(torch.device(device))
-    return found
-
-
-def _kind(backend: Any) -> str:
-    """Return the name of a backend's kind: "gloo", "nccl", ..."""
-    with contextlib.suppress(Exception):
-        return str(backend.name()).lower()
-    return type(backend).__name__.removeprefix("ProcessGroup").lower()
-
-
-def _entered(group: Any) -> tuple[int, ...]:
-    """Return collectives and messages that this rank has entered in a group, by backend.
-
-    The group's own number is that of its first backend, which may have been replaced.
-    """
-    numbers = []
-    seen: list[Any] = []
-    for backend in _backends(group).values():
-        if not any(backend is known for known in seen):
-            seen.append(backend)
-            with contextlib.suppress(Exception):  # a backend that does not count
-                numbers.append(int(backend._get_sequence_number_for_group()))
-    return tuple(numbers)
+def _order(name: str) -> tuple[bool, int, str]:
+    """Return the same order of groups on all ranks: else two ranks wait for each other in different ones."""
+    return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
 
 
 def _next_slot(group: Any, known: _Group) -> Any:
@@ -466,37 +417,6 @@ def _next_slot(group: Any, known: _Group) -> Any:
         raise RuntimeError("this group has been renewed as often as torch allows")
     known.slot += 1
     return type(group).BackendType(known.slot - 1)
-
-
-def _make_backend(old: Any, store: Any, group: Any) -> Any:
-    """Return a backend like another, that meets its peers through this store."""
-    import torch.distributed as dist
-
-    kind = _kind(old)
-    backend: Any
-    timeout = getattr(getattr(old, "options", None), "_timeout", None)
-    if kind == "gloo":
-        backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=_RENEWAL_LIMIT)
-        if timeout is not None:
-            backend._set_default_timeout(timeout)
-    elif kind == "nccl":
-        backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), _nccl_options(old))
-    else:
-        raise RuntimeError(f"a {kind} group can't be renewed; gloo and nccl can")
-    backend._set_sequence_number_for_group()  # without, the counting stops
-    return backend
-
-
-def _nccl_options(old: Any) -> Any:
-    """Return the options of a backend, for another that takes its place: its connections come from no other group's."""
-    options = copy.deepcopy(old.options)
-    options.split_from, options.split_color = None, type(options)().split_color
-    return options
-
-
-def _order(name: str) -> tuple[bool, int, str]:
-    """Return the same order of groups on all ranks: else two ranks wait for each other in different ones."""
-    return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
 
 
 # --- gloo's side

@@ -1,6 +1,6 @@
 """Forks whose child really runs, on Pythons where it may not.
 
-CPython before 3.10.15 and 3.11.10 takes the lock on its list of threads in the child before it makes that lock anew
+CPython before 3.10.15 and 3.11.10 takes the lock on its list of threads in the child before it makes that lock again
 (gh-112275). If another thread holds it at the fork, the child waits forever: gloo's threads do, for a moment after each
 collective, when they free its tensors. A DataLoader then waits for a worker that never begins.
 """

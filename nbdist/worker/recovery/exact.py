@@ -23,7 +23,7 @@ _NOTHING_KEPT = (
 
 
 class ExactState:
-    """Keeps one snapshot, taken anew after each optimizer step. All calls on the main thread."""
+    """Keeps one snapshot, taken again after each optimizer step. All calls on the main thread."""
 
     def __init__(self) -> None:
         self._buffers: list[_KeptBuffer] = []

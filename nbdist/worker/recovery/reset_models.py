@@ -3,7 +3,7 @@
 Leans on private parts of torch (DDP's reducer, FSDP2's state, GradScaler's state); each is probed when used, and a
 missing one costs that model only, with a note. Knows nothing of process groups' backends, cells or the wire: whoever
 calls it has put the groups in order before, and calls it on all ranks, because a reset DDP model agrees on its
-buckets anew, with a collective, in its next forward.
+buckets again, with a collective, in its next forward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def let_groups_outlive_ddp() -> None:
     """Have DDP models that are freed let go of their process group last.
 
     A reducer that is the last to hold a gloo group ends the group's threads with the GIL held, and one of them may be
-    waiting for it: the rank would hang for ever where `destroy_process_group()` came before the end of the model.
+    waiting for it: the rank would hang forever where `destroy_process_group()` came before the end of the model.
     Python's own reference lets go of the GIL for that.
     """
     from torch.nn.parallel import DistributedDataParallel
@@ -217,7 +217,7 @@ _NEEDED_FOR_REDUCER = (
 
 
 def _is_settled(model: Any) -> bool:
-    """Return buckets are laid out anew once, in an early forward; with unused parameters in a changing graph never."""
+    """Return whether buckets are final: they are laid out once more in an early forward, or never."""
     if getattr(model, "_has_rebuilt_buckets", False) or getattr(model, _SETTLED, False):
         return True
     return bool(model.find_unused_parameters and not model.static_graph)
@@ -274,11 +274,34 @@ def _reset_fsdp(root: Any) -> None:
     if state._is_root is None:
         _forget(state)  # an unshard() that was asked for before the first forward
         return
-    if not hasattr(root, "reset_iter_state"):
-        raise _CannotRevive("this torch can't reset it; build the model again, or use torch 2.13 or newer")
     for part in state._state_ctx.all_states:
         _forget(part)
-    root.reset_iter_state()
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_iteration(state)
+
+
+def _reset_iteration(root: Any) -> None:
+    """Do what `reset_iter_state` does, which `FSDPModule` has from torch 2.13 on."""
+    shared, communication = root._state_ctx, root._comm_ctx
+    current = communication.device_handle.current_stream()
+    for name in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):
+        current.wait_stream(getattr(communication, f"{name}_stream"))
+    communication.all_gather_state = communication.reduce_scatter_state = None
+    getattr(communication, "reduce_scatter_states", []).clear()  # torch 2.12 has several
+    communication.post_forward_order.clear()
+    for part in shared.all_states:
+        part._modules_to_run_forward.clear()
+        part._training_state = type(part._training_state).IDLE
+        for group in parameter_groups(part):
+            group._training_state = type(group._training_state).IDLE
+            group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
 
 
 def _forget(state: Any) -> None:
@@ -305,7 +328,7 @@ def _parameters(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[A
 
 
 def _drop_gradients(parameters: Iterable[Any]) -> bool:
-    """Set gradients to None, as `zero_grad()` does; DDP makes its views of buckets anew."""
+    """Set gradients to None, as `zero_grad()` does; DDP makes its views of buckets again."""
     dropped = False
     for parameter in parameters:
         if parameter.grad is not None:

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nbdist import limits
 from nbdist.metrics.compute import step_events
 from nbdist.wire.stopping import StepsMade
 from nbdist.worker.cell.interrupts import StepStop
@@ -33,9 +34,6 @@ from nbdist.worker.cell.interrupts import StepStop
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_AIM_LIMIT = 10.0  # seconds that a rank waits in its step for the target
-_BODY_LIMIT = 1.0  # seconds until the end of the loop's body is no longer waited for
-_HURRIED_BODY_LIMIT = 0.1  # ... when the rank is to be interrupted anyway
 _RECENT = 32  # step-to-step times that the median is of
 _NOT_THE_USERS = {"IPython", "asyncio", "contextlib", "nbdist", "torch"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap.get("JUMP_BACKWARD_NO_INTERRUPT")}  # that one goes on with an await
@@ -126,7 +124,7 @@ class StepCounter:
         frames = self._frames_since_step()
         if not frames or sys.gettrace() is not None or sys.exc_info()[0] is not None:
             return False
-        request = _Request(_HURRIED_BODY_LIMIT)
+        request = _Request(limits.HURRIED_BODY)
         body = _LoopBody(frames, request, self._stop)
         if not body.goes_on:
             return False
@@ -168,7 +166,7 @@ class StepCounter:
         """
         request = self._requests.get(serial)
         if request is not None:
-            request.limit = _HURRIED_BODY_LIMIT if hurry else _BODY_LIMIT
+            request.limit = limits.HURRIED_BODY if hurry else limits.BODY
             request.aim(target)
 
     def disarm(self, serial: int) -> None:
@@ -278,7 +276,7 @@ class _Request:
         limit: Seconds that the rest of the loop's body may take.
     """
 
-    def __init__(self, limit: float = _BODY_LIMIT) -> None:
+    def __init__(self, limit: float = limits.BODY) -> None:
         self.limit = limit
         self.target: int | None = None
         self.over = False  # reached, called off, or given up
@@ -296,7 +294,7 @@ class _Request:
         """Return the target, once it is known; None when the request is over."""
         while self.target is None and not self.over:
             try:
-                self._news.get(timeout=_AIM_LIMIT)
+                self._news.get(timeout=limits.AIM)
             except queue.Empty:
                 self.over = True
         return None if self.over else self.target

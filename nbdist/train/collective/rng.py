@@ -1,4 +1,7 @@
-"""The random generators of this process: Python's, NumPy's, torch's on the CPU and on this rank's GPU."""
+"""The random generators of this process: Python's, NumPy's, torch's on the CPU and on this rank's GPU.
+
+Knows nothing of samplers, loaders, checkpoints or process groups.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -70,3 +76,43 @@ def _plain(state: Any) -> Any:
 
 def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class AgreedDraws:
+    """A context in which torch (CPU), `random` and NumPy draw what `seed` says.
+
+    A sampler that shuffles with the global generators would shuffle differently on each rank, and would move the
+    numbers that dropout draws. Outside their states are as they were. Entered again, it goes on where it was left.
+
+    Args:
+        seed: The same on all ranks, from 0 to 2**64 - 1.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: dict[str, Any] | None = None
+        self._outside: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._outside = take_random(_CPU)
+        if self._inside is not None:
+            restore_random(self._inside, _CPU)
+            return
+        for generator in _generators(_CPU).values():
+            generator.seed(self._seed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._inside = take_random(_CPU)
+        restore_random(self._outside, _CPU)
+
+
+def draw_seed() -> int:
+    """Return a seed from torch's global generator, so that it follows torch.manual_seed."""
+    return int(torch.randint(2**62, ()))
+
+
+def seed_of_rank(seed: int, epoch: int, rank: int) -> int:
+    """Return a seed for what must differ between ranks and epochs, and be the same in each run."""
+    return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,235 @@
+"""A session of 1,024 ranks on 128 nodes: the real notebook and controller, stub nodes whose ranks do nothing.
+
+The first node is real, with ranks of its own. All other nodes are in one process, join as real ones do, and answer for
+their ranks at once: what is left is the cost of the controller, the wire and the notebook.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import time
+
+import _tools
+import psutil
+
+RANKS = 8  # on each node
+NODES = (16, 128)
+BUDGETS = {1024: 0.1, 4096: 0.5}
+START_BUDGET = 5.0
+MEMORY_BUDGET = 100e6
+
+
+def main() -> None:
+    _tools.prepare()
+    from nbdist.processes import allow_many_files
+
+    allow_many_files()
+    _tools.header("many nodes")
+    for count in (NODES[0],) if _tools.ONCE else NODES:
+        _measure(count)
+
+
+def _measure(nodes: int) -> None:
+    from nbdist import RankError
+    from nbdist.client.session.session import Session, rank_set_of
+
+    stub: list[subprocess.Popen[str]] = []
+
+    def progress(line: str) -> None:
+        if "NBDIST_TOKEN" in line:
+            stub.append(_start_stub(line))
+
+    began = time.perf_counter()
+    with Session(RANKS, num_nodes=nodes, master_addr="127.0.0.1", init=False, progress=progress) as session:
+        up = time.perf_counter() - began
+        controller = psutil.Process(rank_set_of(session)._connection._process.pid)
+
+        def fail() -> None:
+            try:
+                session.run(f"if rank >= {RANKS}: raise ValueError('boom')")
+            except RankError:
+                return
+            raise AssertionError("nobody failed")
+
+        measures = {
+            "nothing": _tools.timed(functools.partial(session.run, "pass")),
+            "line": _tools.timed(functools.partial(session.run, "print('a line')")),
+            "fail": _tools.timed(fail),
+        }
+        samples = _tools.rounds(10, measures, warm_up=2)
+        memory = float(controller.memory_info().rss)
+    ranks = nodes * RANKS
+    limit = _tools.limit(BUDGETS[ranks]) if ranks in BUDGETS else {}
+    _tools.row(f"{ranks} ranks on {nodes} nodes: a cell that does nothing", samples["nothing"], **limit)
+    _tools.row("  a line from each", samples["line"])
+    _tools.row("  all raise, and are compared", samples["fail"], **_tools.limit(0.5))
+    _tools.row("  start", [up], **(_tools.limit(START_BUDGET) if ranks == 1024 else {}))
+    print(f"  controller {memory / 1e6:.0f} MB")
+    for process in stub:
+        process.wait(30)
+
+
+def _start_stub(line: str) -> subprocess.Popen[str]:
+    """Have a process be all the nodes that are invited."""
+    process = subprocess.Popen([sys.executable, __file__, "stub"], stdin=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    process.stdin.write(line)
+    process.stdin.close()
+    return process
+
+
+# --- the stub nodes
+
+
+def be_nodes() -> None:
+    """Join with every token that stands on standard input, and answer for the ranks."""
+    _tools.prepare()
+    from nbdist.processes import allow_many_files
+
+    allow_many_files()
+    words = [line.split() for line in sys.stdin.read().splitlines() if "NBDIST_TOKEN" in line]
+    tokens = [(assignment.partition("=")[2], address) for assignment, _, _, address in words]
+    nodes = [_StubNode(token, address) for token, address in tokens]
+    _serve(nodes)
+
+
+class _StubNode:
+    def __init__(self, token: str, address: str) -> None:
+        import zmq
+
+        from nbdist.wire.frames import decode, encode
+        from nbdist.wire.keys import Keys
+        from nbdist.wire.lanes import (
+            AGENT_CONTROL,
+            AGENT_OUTPUT,
+            GUEST,
+            RELAY_CONTROL,
+            RELAY_OUTPUT,
+            connect,
+            node_lane,
+        )
+        from nbdist.wire.message import VERSION
+        from nbdist.wire.nodes import Join, Token, Versions, Welcome
+
+        parsed = Token.parse(token)
+        context = _context()
+        keys = Keys(f"tcp://{address}", parsed.server_key, zmq.curve_public(parsed.secret_key), parsed.secret_key)
+        guest = connect(context, keys, f"{GUEST}/{id(self)}".encode())
+        guest.send(encode(Join(VERSION, "stub", Versions.here(), 0)))
+        welcome = decode(guest.recv())
+        assert isinstance(welcome, Welcome), welcome
+        guest.close(linger=0)
+        names = (AGENT_CONTROL, AGENT_OUTPUT, RELAY_CONTROL, RELAY_OUTPUT)
+        lanes = [connect(context, welcome.keys, node_lane(name, welcome.node)) for name in names]
+        self.control, self.output, self.relay, self.displays = lanes
+
+    def handle_agent(self, frame: bytes) -> bool:
+        """Do what the controller says to the agent. False: the session is over."""
+        from nbdist.wire.frames import decode, encode
+        from nbdist.wire.life import Shutdown
+        from nbdist.wire.nodes import Ping, Pong
+        from nbdist.wire.rank_processes import Gone, Kill, Spawn, Spawned, Spawning
+
+        message = decode(frame)
+        if isinstance(message, Spawn):
+            for rank in message.options.ranks:
+                self.control.send(encode(Spawned(message.epoch, rank, 100_000 + rank)))
+                self._introduce(message.epoch, rank)
+            self.control.send(encode(Spawning(message.epoch, [])))
+        elif isinstance(message, Kill):
+            self.output.send(encode(Gone(message.epoch)))
+        elif isinstance(message, Ping):
+            self.control.send(encode(Pong(message.sent, time.monotonic())))
+        return not isinstance(message, Shutdown)
+
+    def _introduce(self, epoch: int, rank: int) -> None:
+        from nbdist.wire.frames import encode
+        from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, lane
+        from nbdist.wire.message import VERSION, Hello
+        from nbdist.wire.rank_processes import Ready
+
+        hello = encode(Hello(VERSION, 0))
+        self.relay.send_multipart([lane(RANK_CELL, epoch, rank), hello])
+        self.relay.send_multipart([lane(RANK_CONTROL, epoch, rank), hello])
+        self.displays.send_multipart([lane(RANK_DISPLAY, epoch, rank), hello])
+        self.relay.send_multipart([lane(RANK_CELL, epoch, rank), encode(Ready(rank, "cpu", "none"))])
+
+    def handle_ranks(self, lanes: list[bytes], frame: bytes) -> None:
+        """Answer for ranks that are all sent the same."""
+        from nbdist.wire.cells import Execute, Failure, InOrder, Recover, Reply
+        from nbdist.wire.frames import decode, encode
+        from nbdist.wire.lanes import parse_lane
+        from nbdist.wire.output import END, PLAIN_END, STDOUT, Output
+        from nbdist.wire.questions import Answer, Ask
+
+        message = decode(frame)
+        outputs = []
+        for name in lanes:
+            rank = parse_lane(name)[2]
+            if isinstance(message, Execute):
+                printed = b"a line\n" if "print" in message.code else b""
+                if failed := "raise" in message.code:
+                    failure = Failure("ValueError", "boom", "ValueError: boom", time.monotonic())
+                    reply = Reply(message.serial, rank, "error", failure)
+                    self.relay.send_multipart([name, encode(reply)])
+                mark = message.serial, END if failed else PLAIN_END
+                outputs.append(encode(Output(rank, STDOUT, printed, mark)))
+            elif isinstance(message, Ask) and message.request:
+                answer = Answer(message.request, rank, _answer(message.question), message.asker)
+                self.relay.send_multipart([name, encode(answer)])
+            elif isinstance(message, Recover):
+                self.relay.send_multipart([name, encode(InOrder())])
+        if outputs:
+            self.output.send_multipart(outputs)
+
+
+def _answer(question: object):  # type: ignore[no-untyped-def]
+    from nbdist.wire.question import Done, NoAnswer
+    from nbdist.wire.stopping import GetPosition, GetState, Position, RankState
+
+    if isinstance(question, GetState):
+        return RankState({}, 0, True)
+    if isinstance(question, GetPosition):
+        return Position(0, time.monotonic())
+    return NoAnswer("a stub") if type(question).__name__.startswith("Get") else Done()
+
+
+@functools.cache
+def _context():  # type: ignore[no-untyped-def]
+    import zmq
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 8192)
+    return context
+
+
+def _serve(nodes: list[_StubNode]) -> None:
+    import zmq
+
+    poller = zmq.Poller()
+    owners = {}
+    for node in nodes:
+        for socket in (node.control, node.relay, node.displays):
+            poller.register(socket, zmq.POLLIN)
+            owners[socket] = node
+    while owners:
+        for socket, _ in poller.poll():
+            if socket not in owners:
+                continue
+            node = owners[socket]
+            if socket is not node.control:
+                lanes, frame = socket.recv_multipart()
+                node.handle_ranks(lanes.split(), frame)
+            elif not node.handle_agent(socket.recv()):
+                for other in (node.control, node.relay, node.displays):
+                    poller.unregister(other)
+                    del owners[other]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["stub"]:
+        be_nodes()
+    else:
+        main()

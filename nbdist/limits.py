@@ -1,0 +1,53 @@
+"""Limits that depend on one another, in seconds: of waits that race each other, mostly in different processes.
+
+`tests/unit/test_limits.py` has what must hold between them. What nothing else depends on is where it is used.
+"""
+
+from __future__ import annotations
+
+# --- stopping a cell at a step: the rank's side, then the controller's ladder
+
+AIM = 10.0  # that a rank waits in its step to be told where to stop
+BODY = 1.0  # until the end of the loop's body is no longer waited for
+HURRIED_BODY = 0.1  # ... when the rank is to be interrupted anyway
+ARM = 0.5  # for ranks to report how many steps they have made
+HURRIED_ARM = 0.2  # ... when the user does not want to wait
+REACH_STEP = 2.0  # at least, for ranks to reach the step at which all stop
+CATCH_UP = 10.0  # at most, for a rank that is behind
+FINISH_STEP = 0.2  # for ranks to finish a step that others have made, and the loop's body
+FORCED = 0.05  # from a forced interrupt to force, if no rank is behind
+
+# --- KeyboardInterrupt
+
+RESEND = 1.0  # until one that did not end the cell is sent again
+RAISE = 1.0  # at least, for a rank to stop after it
+STUCK = 2.0  # from the request until a rank that still runs counts as stuck
+FORCE_GRACE = 2.0  # for ranks to stop after the second Ctrl-C, before the notebook is given back without them
+TIMEOUT_GRACE = 4.0  # for ranks to stop after --timeout
+
+# --- a death, which is shown within half a second
+
+SURVIVORS = 0.03  # until the survivors count as stuck
+DEATH_IN_LAUNCH = 0.1  # for the other ranks of a launch to end
+DEATH_GRACE = 0.3  # for survivors to stop
+DEATH_ANSWER = 0.1  # for them to report where they are
+
+# --- a launch: a rank that fails ends the others, as with torchrun, and Ctrl-C leaves nothing after a second
+
+LAUNCH_PATIENCE = 0.4  # from an interrupt until a rank that still runs counts as stuck
+LAUNCH_GRACE = 1.0  # for ranks to stop when another one has failed
+FAILED_GRACE = 0.5  # for them to end then
+COLLECTIVE_GRACE = 0.5  # that ranks may wait in a collective for one that raised
+
+# --- repairs after a cell that has failed
+
+COMPARE = 1.0  # for idle ranks to report where they are
+RENEWAL = 10.0  # that a rank waits for the others to renew a group: all are idle, so more means that one has gone
+RENEW = 15.0  # for ranks to carry out their repairs
+
+# --- questions to ranks
+
+COMPLETION_ANSWER = 0.15  # for a rank to complete or inspect a name
+METRICS_ANSWER = 0.5  # ... to report what the panel shows
+STATUS_ANSWER = 1.0  # ... to report its memory
+STALE = 1.0  # after which nobody waits for an answer any more, so that it is not worked out

@@ -4,5 +4,5 @@ joining    this machine becomes one: `nbdist join`
 starter    the process that has other machines run that, by an engine
 engines    what an engine is, and how it is found: ssh, slurm, others
 remote     the program (ssh, srun) that runs `nbdist join` elsewhere
-profiles   options by name
+cluster_profiles   options by name
 """

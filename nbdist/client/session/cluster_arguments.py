@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from nbdist import network
+from nbdist.cluster.cluster_profiles import profile, profiles_file
 from nbdist.cluster.engines import Layout, load, options_of
-from nbdist.cluster.profiles import profile, profiles_file
 from nbdist.errors import UsageError
 
 

@@ -68,8 +68,16 @@ def test_survivors_are_interrupted_in_sleep(own: Kernel) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_survivors_in_a_collective_with_the_dead_are_free_and_keep_their_variables(own: Kernel, rank: int) -> None:
-    code = f"dist.barrier()\nif rank == {rank}:\n    time.sleep(0.3); os._exit(3)\ndist.all_reduce(torch.ones(1))"
+def test_survivors_in_a_collective_with_the_dead_are_free_and_keep_their_variables(
+    own: Kernel, rank: int, tmp_path: Path
+) -> None:
+    code = f"""
+from tests.support.gates import await_gate, open_inside
+if rank == {rank}:
+    await_gate({str(tmp_path / "gate")!r})
+    os._exit(3)
+open_inside("all_reduce", {str(tmp_path / "gate")!r})
+dist.all_reduce(torch.ones(1))"""
     outcome = own.fails(f"%%distributed\n{code}", "RankDied", HANG)
     assert f"rank {rank} died: exit code 3" in outcome.evalue
     assert f"rank {1 - rank}: " in outcome.traceback

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.torch_private
 
 SETUP = """%%distributed
 import random, time, torch, torch.distributed as dist
+jitter = random.Random(rank)
 from torch.nn.parallel import DistributedDataParallel
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -23,7 +24,7 @@ LOOP = """%%distributed
 while done < 100_000:
     optimizer.zero_grad()
     model(torch.randn(8, 4)).square().mean().backward()
-    time.sleep(random.random() * 0.01)
+    time.sleep(jitter.random() * 0.01)
     optimizer.step()
     scheduler.step()
     done += 1
@@ -76,7 +77,7 @@ def test_a_background_cell_stops_at_a_step_by_the_verb(ranks: Kernel) -> None:
 
 def test_now_does_not_wait_for_the_step(ranks: Kernel) -> None:
     ranks.ok(SETUP)
-    slow = LOOP.replace("random.random() * 0.01", "5 if done > 9 else 0")
+    slow = LOOP.replace("jitter.random() * 0.01", "5 if done > 9 else 0")
     ranks.start(slow.replace("%%distributed", "%%distributed --background")).finish()
     ranks.ok("handle = _\nimport time\nwhile handle.output[0].stdout.count('five') < 2: time.sleep(0.01)")
     ranks.ok("%distributed interrupt --now")

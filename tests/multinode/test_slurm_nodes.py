@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from testbed.kernel import Kernel
 from tests.conftest import sharing
 from tests.multinode.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.multinode.ssh_server import ROOT
-from tests.support.harness import Kernel
 
 SUM = """
 import os, torch, torch.distributed as dist

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from testbed.kernel import Kernel
 from tests.conftest import sharing
 from tests.multinode.ssh_server import SshServer, ssh_server
-from tests.support.harness import Kernel
 
 RANKS = "import os\nprint(rank, local_rank, world_size, os.environ['GROUP_RANK'], os.environ.get('ONLY_THERE'))"
 PROFILES = """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +16,22 @@ def await_gate(path: str) -> None:
     """Until somebody has opened it."""
     while not Path(path).exists():
         time.sleep(0.005)
+
+
+def open_inside(function: str, path: str) -> None:
+    """Open a gate once the main thread is inside a function of this name, which may wait there for ever."""
+    threading.Thread(target=_open_inside, args=(function, path), daemon=True).start()
+
+
+def _open_inside(function: str, path: str) -> None:
+    while function not in _functions_of_main_thread():
+        time.sleep(0.005)
+    Path(path).touch()
+
+
+def _functions_of_main_thread() -> list[str]:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return [each.f_code.co_name for each, _ in traceback.walk_stack(frame)]
 
 
 def opening(error: E, path: str) -> E:

@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     join = verbs.add_parser("join", help="let this machine be a node of a session on another one")
     join.add_argument("address", metavar="HOST:PORT", help="what `%%distributed start --num-nodes` has printed")
     join.add_argument("--token-file", metavar="FILE", help="read the token from there, not from NBDIST_TOKEN; -: stdin")
+    join.add_argument("--token-line", type=int, default=0, help=argparse.SUPPRESS)  # Slurm gives all tasks one stdin
     join.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for the session to listen")
     join.set_defaults(run=_join)
     return parser
@@ -42,19 +43,19 @@ def _join(parsed: argparse.Namespace) -> int:
     from nbdist.cluster.joining import join
     from nbdist.wire.nodes import TOKEN_VARIABLE
 
-    token = _read(parsed.token_file) if parsed.token_file else os.environ.get(TOKEN_VARIABLE, "")
+    token = _read(parsed.token_file, parsed.token_line) if parsed.token_file else os.environ.get(TOKEN_VARIABLE, "")
     if not token.strip():
         raise UsageError(
             f"no token: paste the whole line that `%distributed start` prints ({TOKEN_VARIABLE}=... nbdist join ...), "
             "or name a file that holds it with --token-file"
         )
-    return join(parsed.address, token, parsed.wait)
+    return join(parsed.address, token, parsed.wait, leash=sys.stdin.fileno() if parsed.token_file == "-" else None)
 
 
-def _read(name: str) -> str:
+def _read(name: str, line: int) -> str:
     try:
         if name == "-":
-            return sys.stdin.readline()
+            return [sys.stdin.readline() for _ in range(line + 1)][-1]
         with open(name) as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,8 @@
 """How other machines become nodes of a session.
 
 joining    this machine becomes one: `nbdist join`
+starter    the process that has other machines run that, by an engine
+engines    what an engine is, and how it is found: ssh, slurm, others
+remote     the program (ssh, srun) that runs `nbdist join` elsewhere
+cluster_profiles   options by name
 """

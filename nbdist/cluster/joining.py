@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from nbdist.wire.setup import AgentSetup, encode_line
 _CONNECT_LIMIT = 5.0  # seconds for one attempt
 _ANSWER_LIMIT = 20.0  # seconds for the controller to answer; it may be busy
 _LAST_WORDS = 1.0  # seconds
+_LET_GO = "the connection that had started it has ended"
 _AGAIN = "Paste the line that `%distributed start` prints in the notebook"
 
 
@@ -40,13 +42,14 @@ class CannotJoin(UsageError):
     """This machine can't become a node; nothing is left running."""
 
 
-def join(target: str, token: str, patience: float) -> int:
+def join(target: str, token: str, patience: float, leash: int | None = None) -> int:
     """Become a node, and stay one until the session ends.
 
     Args:
         target: Where the session's controller listens: `10.0.0.1:29500`.
         token: What it printed for one node.
         patience: Seconds to wait for it to listen.
+        leash: A descriptor; when nothing can come from it any more, the node leaves.
 
     Returns:
         The exit code: 0 if the session has ended, or this node was asked to leave.
@@ -61,7 +64,7 @@ def join(target: str, token: str, patience: float) -> int:
         raise CannotJoin(f"{TOKEN_VARIABLE} does not hold a token of nbdist. {_AGAIN}") from None
     address = _reach(host, port, patience)
     welcome = _introduce(parsed, f"tcp://{network.endpoint(address, port)}")
-    return _serve(welcome, target)
+    return _serve(welcome, target, leash)
 
 
 def _parse(target: str) -> tuple[str, int]:
@@ -127,7 +130,7 @@ def _answer(guest: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> object:
     raise CannotJoin(f"the session did not answer within {_ANSWER_LIMIT:g} s; is it still there? {_AGAIN}")
 
 
-def _serve(welcome: Welcome, target: str) -> int:
+def _serve(welcome: Welcome, target: str, leash: int | None) -> int:
     """Run the agent of this node."""
     with _own_folder() as folder, _signals() as asked:
         command = python_command("nbdist.agent.agent_boot", "urgent", str(os.getpid()))
@@ -145,9 +148,9 @@ def _serve(welcome: Welcome, target: str) -> int:
             agent.stdin.write(encode_line(setup))
             agent.stdin.close()
         print(f"joined the session of {welcome.host} at {target} as node {welcome.node}; Ctrl-C leaves", flush=True)
-        code = _await_end(agent, asked)
-    if asked:
-        _say_last(welcome, "it was stopped there, by Ctrl-C or a signal")
+        code, let_go = _await_end(agent, asked, leash)
+    if asked or let_go:
+        _say_last(welcome, _LET_GO if let_go else "it was stopped there, by Ctrl-C or a signal")
         print("left the session", flush=True)
         return 0
     if code:
@@ -159,14 +162,21 @@ def _serve(welcome: Welcome, target: str) -> int:
     return 0
 
 
-def _await_end(agent: subprocess.Popen[bytes], asked: list[int]) -> int:
+def _await_end(agent: subprocess.Popen[bytes], asked: list[int], leash: int | None) -> tuple[int, bool]:
+    """Return the agent's exit code, and whether it was ended because the leash was let go of."""
     while True:
         try:
-            return agent.wait(0.2)
+            return agent.wait(0.2), False
         except subprocess.TimeoutExpired:
-            if asked:
+            let_go = leash is not None and _has_ended(leash)
+            if asked or let_go:
                 agent.kill()
-                return agent.wait()
+                return agent.wait(), let_go
+
+
+def _has_ended(leash: int) -> bool:
+    ready, _, _ = select.select([leash], [], [], 0)
+    return bool(ready) and not os.read(leash, 1 << 12)
 
 
 def _say_last(welcome: Welcome, why: str) -> None:

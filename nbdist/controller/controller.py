@@ -55,6 +55,7 @@ from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNod
 from nbdist.wire.rank_processes import Gone, Ready
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
+_LONGEST_POLL = 1 << 30  # milliseconds; zmq takes no more than an int
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
 
 
@@ -64,13 +65,16 @@ def run(agent: subprocess.Popen[bytes]) -> None:
     Args:
         agent: The agent process, just started and waiting for its setup on standard input.
     """
+    starters: list[int] = []
     try:
         controller = _make(agent)
         if controller is not None:
-            with contextlib.closing(controller):
+            try:
                 controller.run()
+            finally:
+                starters = controller.close()
     finally:
-        end_descendants()
+        end_descendants(keep=starters)
 
 
 def _make(agent: subprocess.Popen[bytes]) -> Controller | None:
@@ -143,7 +147,8 @@ class Controller:
     def run(self) -> None:
         """Serve until the notebook is gone or asks to stop."""
         poller = zmq.Poller()
-        for source in (self._switchboard.socket, self._kernel, self._agent_end, self._log.fileno()):
+        starters = self._nodes.starters.fileno()
+        for source in (self._switchboard.socket, self._kernel, self._agent_end, self._log.fileno(), starters):
             poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(self._patience()))
@@ -159,24 +164,33 @@ class Controller:
                 return
             if self._log.fileno() in ready:
                 self._log.finish()
+            if starters in ready and (why := self._nodes.heed_starters()):
+                self._nodes_fail(why)
             self._tick()
             self._deliver_news()
 
-    def close(self) -> None:
-        """End everything that this controller has started, and leave nothing behind."""
+    def close(self) -> list[int]:
+        """End everything that this controller has started, and leave nothing behind.
+
+        Returns:
+            The processes that still end other nodes, and then themselves.
+        """
         self._nodes.broadcast(Shutdown())
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._agent.wait(1)
-        end_descendants()
+        self._nodes.starters.close()
+        left = self._nodes.starters.alive()
+        end_descendants(keep=left)
         self._deliver_news()
         self._log.close()
         self._switchboard.remove_files()
         self._switchboard.close()
+        return left
 
     def _patience(self) -> int | None:
         dues = [self._leave_at, self._nodes.due(), self._members.due() if self._members is not None else None]
         due = min(due for due in dues if due is not None)
-        return None if due == float("inf") else max(0, int((due - time.monotonic()) * 1000) + 1)
+        return None if due == float("inf") else min(max(0, int((due - time.monotonic()) * 1000) + 1), _LONGEST_POLL)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -397,6 +411,15 @@ class Controller:
             )
         )
 
+    def _nodes_fail(self, why: str) -> None:
+        """Nodes that are waited for won't come."""
+        if self._pending is not None and self._members is None:
+            self._pending = None
+            self._nodes.dismiss()
+            self.to_notebook(StartFailed(f"{why}. Then type `%distributed start` again"))
+        else:
+            self.to_notebook(Notice(why))
+
     def _stop(self, grace: float) -> None:
         self._pending = None
         self._nodes.broadcast(WatchNodes(0.0))  # for another session the agents are asked anew
@@ -449,7 +472,7 @@ class Controller:
 
     def _agent_died(self) -> None:
         code = self._agent.wait()
-        end_descendants()  # its ranks were reparented to this process
+        end_descendants(keep=self._nodes.starters.alive())  # its ranks were reparented to this process
         connected = self._switchboard.is_connected(CLIENT_EVENTS)
         if not connected and self._switchboard.socket.poll(int(_HELLO_GRACE * 1000)):
             self._receive_all()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from nbdist.controller.node_starters import NodeStarters
 from nbdist.controller.switchboard import Switchboard
 from nbdist.network import endpoint
 from nbdist.processes import describe_owner
@@ -35,6 +36,7 @@ from nbdist.wire.nodes import (
     Welcome,
 )
 from nbdist.wire.output import Notice
+from nbdist.wire.starter_lines import Invitation, Seat, StarterFailed, StarterProgress, StarterSetup
 
 
 class NoEntrance(Exception):
@@ -49,6 +51,7 @@ class KnownNode:
         number: 0: the controller's own.
         host: What it calls itself; of two nodes with one name the second is "name#2".
         gpus: That it could use; 0 for node 0, whose GPUs the notebook counts.
+        seat: Which of the nodes that are wanted it is; ranks are numbered in this order.
         offset: Seconds that its monotonic clock is ahead of ours.
         round_trip: Seconds, the shortest seen.
         heard: When it was last heard of.
@@ -58,6 +61,7 @@ class KnownNode:
     number: int
     host: str
     gpus: int = 0
+    seat: int = 0
     offset: float = 0.0
     round_trip: float = field(default=float("inf"))
     heard: float = 0.0
@@ -82,7 +86,8 @@ class NodeTable:
         self._nodes = {0: KnownNode(0, socket.gethostname())}
         self._url = ""
         self._wanted: NodesWanted | None = None
-        self._guests: list[bytes] = []  # public keys of those who are invited
+        self._guests: dict[bytes, int] = {}  # by public key, the seats of those who are invited
+        self.starters = NodeStarters()
         self._next = 1
         self._ping_at = float("inf")
         self.due_to_come = float("inf")  # when those who are missing are waited for no longer
@@ -110,8 +115,7 @@ class NodeTable:
             NoEntrance: Nodes can't come in there.
         """
         before, self._wanted = self._wanted, wanted
-        there = (wanted.address, wanted.port, wanted.count) if wanted is not None else None
-        if before is not None and there != (before.address, before.port, before.count):
+        if before is not None and (wanted is None or not wanted.same_nodes(before)):
             self.dismiss()
             self._wanted = wanted
         if wanted is None:
@@ -139,13 +143,45 @@ class NodeTable:
         """Make a token for each node that is missing and has none."""
         assert self._wanted is not None
         self.due_to_come = time.monotonic() + self._wanted.patience if self.missing > 0 else float("inf")
-        tokens = []
-        while len(self._guests) < self.missing:
-            keys = self._switchboard.invite(self._url)
-            self._guests.append(keys.public_key)
-            tokens.append(str(Token(keys.server_key, keys.secret_key)))
-        if tokens:
-            self._tell(Invited(self._url.removeprefix("tcp://"), tokens))
+        taken = {*self._guests.values(), *(node.seat for node in self)}
+        seats = []
+        for seat in range(1, self._wanted.count):
+            if seat not in taken:
+                keys = self._switchboard.invite(self._url)
+                self._guests[keys.public_key] = seat
+                seats.append(Seat(seat, str(Token(keys.server_key, keys.secret_key))))
+        if not seats:
+            return
+        address = self._url.removeprefix("tcp://")
+        if self._wanted.engine:
+            invitation = Invitation(address, seats)
+            self.starters.begin(StarterSetup(self._wanted.engine, self._wanted.engine_options, invitation))
+        else:
+            self._tell(Invited(address, [seat.token for seat in seats]))
+
+    def heed_starters(self) -> str:
+        """Take what those who start nodes have reported.
+
+        Returns:
+            Why nodes that are missing won't come; "": nothing is known of that.
+        """
+        why = ""
+        for report in self.starters.received():
+            if isinstance(report, StarterProgress):
+                if report.text:
+                    self._tell(Progress("nodes", report.text))
+                if report.patience is not None and self.missing > 0:
+                    self.due_to_come = time.monotonic() + report.patience
+            elif isinstance(report, StarterFailed):
+                why = why or (report.text if self.missing > 0 else "")
+            elif (node := self._in_seat(report.seat)) is not None:
+                self.lose(node, report.text)
+            elif report.seat in self._guests.values():
+                why = why or report.text
+        return why
+
+    def _in_seat(self, seat: int) -> KnownNode | None:
+        return next((node for node in self if node.seat == seat), None)
 
     def join(self, guest: bytes, key: bytes, message: Join) -> bool:
         """Let a guest become a node. Return whether it is one now.
@@ -162,14 +198,14 @@ class NodeTable:
             self._switchboard.disconnect(guest)
             return False
         number, self._next = self._next, self._next + 1
-        self._guests.remove(key)
+        seat = self._guests.pop(key)
         keys = self._switchboard.welcome(key, number, self._url)
         self._switchboard.send(guest, Welcome(number, socket.gethostname(), keys))
         self._switchboard.disconnect(guest)
         names = {node.host for node in self}
         host = message.host if message.host not in names else f"{message.host}#{number}"
         now = time.monotonic()
-        self._nodes[number] = KnownNode(number, host, message.gpus, heard=now)
+        self._nodes[number] = KnownNode(number, host, message.gpus, seat, heard=now)
         self._ping_at = min(self._ping_at, now)
         assert self._wanted is not None
         self.due_to_come = now + self._wanted.patience if self.missing else float("inf")
@@ -194,6 +230,7 @@ class NodeTable:
     def dismiss(self) -> None:
         """Let go of all other nodes, and let nobody in any more."""
         self.broadcast(Shutdown(), others=True)
+        self.starters.end()
         for number in [node.number for node in self if node.number]:
             del self._nodes[number]
         for key in self._guests:

@@ -26,26 +26,29 @@ def shared_out(
     """
     if wanted is None or wanted.count == 1:
         return {0: options}
-    counts = {node.number: _count(options, wanted, node) for node in sorted(nodes, key=lambda node: node.number)}
+    ordered = sorted(nodes, key=lambda node: node.seat)
+    counts = {node.number: _count(options, wanted, node) for node in ordered}
+    working = [number for number, count in counts.items() if count]
     world, gpus = sum(counts.values()), {node.number: node.gpus for node in nodes}
     gpus[0] = len(options.gpus or [])
     each_has_its_own = all(gpus[number] >= count for number, count in counts.items())
     shares, first = {}, 0
-    for place, (number, count) in enumerate(counts.items()):
+    for number, count in counts.items():
         shares[number] = msgspec.structs.replace(
             options if number == 0 else _without_surroundings(options),
             count=count,
             backend=options.backend or ("cpu:gloo,cuda:nccl" if each_has_its_own else "gloo"),
-            place=Place(first, world, place, len(counts)),
+            place=Place(first, world, working.index(number) if count else 0, len(working)),
         )
         first += count
     return shares
 
 
 def _count(options: StartOptions, wanted: NodesWanted, node: KnownNode) -> int:
+    count = wanted.ranks_of(node.seat)
     if node.number == 0:
-        return options.count
-    if not (count := wanted.ranks or node.gpus):
+        return 0 if count == 0 else options.count
+    if not (count := count or node.gpus):
         raise NoEntrance(f"node {node.number} ({node.host}) has no GPU, so pass the number of ranks per node: `-n 8`")
     return count
 

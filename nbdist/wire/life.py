@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from nbdist.wire.message import Count, Message, Seconds
+from nbdist.wire.message import Message, Seconds, Whole
 from nbdist.wire.nodes import NodesWanted
 from nbdist.wire.system_text import as_text
 
@@ -44,6 +44,7 @@ else:
 class StartOptions(msgspec.Struct, frozen=True):
     """The options of a `start`. The environment is the notebook's at that moment.
 
+    count: of ranks on this node; 0: only the store of those on others.
     patience: seconds without progress after which the start fails.
     exact: also restore buffers and random numbers that an interrupted step changed.
     fresh: each rank is its own Python process, not forked from the template.
@@ -54,7 +55,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     own. Nodes other than the notebook's get these, and all else is theirs.
     """
 
-    count: Count
+    count: Whole
     environment: dict[SystemText, SystemText]
     cwd: SystemText
     sys_path: list[SystemText]

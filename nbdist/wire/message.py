@@ -15,6 +15,7 @@ VERSION = 1
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 

@@ -25,7 +25,9 @@ class NodesWanted(msgspec.Struct, frozen=True):
 
     count: of nodes, this one too. ranks: on each; None: one for each GPU. address, port: where this node listens for
     the others (0: at any port). interface: the network between them; "": the one that leads to `address`.
-    patience: seconds that a node may take to come after another has.
+    patience: seconds that a node may take to come after another has. shares: of each node, this one first, its number
+    of ranks if it is not `ranks` (0: no ranks). engine: what starts the others; "": the user does. engine_options: its
+    options, as JSON.
     """
 
     count: Count
@@ -34,6 +36,20 @@ class NodesWanted(msgspec.Struct, frozen=True):
     ranks: int | None = None
     interface: str = ""
     patience: Seconds = 600.0
+    shares: list[int | None] = []
+    engine: str = ""
+    engine_options: str = ""
+
+    def ranks_of(self, seat: int) -> int | None:
+        """Number of ranks of a node, by its place among them; None: one for each GPU."""
+        share = self.shares[seat] if seat < len(self.shares) else None
+        return self.ranks if share is None else share
+
+    def same_nodes(self, other: NodesWanted) -> bool:
+        """Whether the same nodes are meant, whatever they are to run."""
+        return msgspec.structs.replace(self, ranks=None, shares=[], interface="") == msgspec.structs.replace(
+            other, ranks=None, shares=[], interface=""
+        )
 
 
 class Invited(Message, frozen=True):

@@ -65,7 +65,7 @@ ALLOWED = {
     "__main__": "command",
     # the notebook
     "client.output": "shells wire",
-    "client.session": "client.output devices metrics.allocation metrics.node network plan planning processes "
+    "client.session": "client.output cluster devices metrics.allocation metrics.node network plan planning processes "
     "shells train transfer wire",
     "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",

@@ -24,6 +24,7 @@ from nbdist.client.costs.cell_memory import parse_mark
 from nbdist.client.costs.profiles import CellProfile
 from nbdist.client.magics import parsers
 from nbdist.client.magics import plan_verb as plans
+from nbdist.client.magics.cluster_flags import cluster_flags
 from nbdist.client.magics.completion import install_completion
 from nbdist.client.magics.cost_verbs import CostVerbs
 from nbdist.client.magics.magic_line import HelpShown, suggest_verb, without_comment
@@ -233,6 +234,7 @@ class DistributedMagics(Magics):
             master_addr=arguments.master_addr,
             master_port=arguments.master_port,
             interface=arguments.interface,
+            on=cluster_flags(arguments),
             gpus=arguments.gpus,
             backend=arguments.backend,
             init=not arguments.no_init,

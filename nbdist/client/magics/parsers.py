@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from nbdist.client.costs.cell_memory import MODES
+from nbdist.client.magics.cluster_flags import add_cluster_flags
 from nbdist.client.magics.magic_line import MagicParser, count, item, number, seconds, seconds_or_none, variable
 from nbdist.client.magics.plan_line import plan_parser
 from nbdist.metrics.allocation.memory_snapshot import EVENTS
@@ -80,6 +81,7 @@ def _start() -> MagicParser:
     parser.add_argument("--master-addr", metavar="ADDRESS", help="of this machine, by which the others reach it")
     parser.add_argument("--master-port", type=number, metavar="PORT", help="where it listens for them (default: any)")
     parser.add_argument("--interface", metavar="NAME", help="the network between them (default: the one to ADDRESS)")
+    add_cluster_flags(parser)
     parser.add_argument(
         "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
 
@@ -17,7 +19,12 @@ _LARGEST_PORT = (1 << 16) - 1
 
 
 def nodes_wanted(
-    count: int, ranks: int | None, address: str | None, port: int | None, interface: str | None
+    count: int,
+    ranks: int | None,
+    address: str | None,
+    port: int | None,
+    interface: str | None,
+    on: str | Mapping[str, Any] | None = None,
 ) -> NodesWanted | None:
     """Check which nodes a session is to have.
 
@@ -27,6 +34,7 @@ def nodes_wanted(
         address: Of this machine, for the others.
         port: Where it listens; None: anywhere.
         interface: The network between them; None: the one that leads to `address`.
+        on: The cluster whose nodes are to be started; None: they join by themselves.
 
     Returns:
         The nodes; None: this machine only.
@@ -35,6 +43,8 @@ def nodes_wanted(
         UsageError: They can't be had like that.
     """
     check_whole("num_nodes", count, 1, _EXAMPLE)
+    if on is not None:
+        return _started(on, count if count > 1 else None, ranks, address, port, interface)
     if count == 1:
         given = {"master_addr": address, "master_port": port, "interface": interface}
         if useless := [name for name, value in given.items() if value is not None]:
@@ -42,12 +52,48 @@ def nodes_wanted(
         return None
     if address is None:
         raise UsageError(f"the other machines need an address of this one: `{_EXAMPLE}` ({_own_addresses()})")
+    _check(port, interface)
+    return NodesWanted(count, _checked(address), port or 0, ranks, interface or "")
+
+
+def _started(
+    on: str | Mapping[str, Any],
+    count: int | None,
+    ranks: int | None,
+    address: str | None,
+    port: int | None,
+    interface: str | None,
+) -> NodesWanted:
+    """Return nodes that an engine starts. What is given here wins over the profile."""
+    from nbdist.client.session.cluster_arguments import cluster_of, own_address  # others need not wait for it
+
+    cluster = cluster_of(on, count)
+    layout, profile = cluster.layout, cluster.session
+    ranks = profile.n if ranks is None else ranks
+    port = profile.master_port if port is None else port
+    interface = interface or profile.interface
+    if ranks is not None:
+        check_whole("the number of ranks", ranks, 1, "-n 8")
+    _check(port, interface)
+    return NodesWanted(
+        1 + len(layout.ranks),
+        _checked(address or profile.master_addr or own_address(cluster)),
+        port or 0,
+        ranks,
+        interface or "",
+        layout.patience,
+        [layout.here, *layout.ranks],
+        cluster.engine,
+        cluster.options,
+    )
+
+
+def _check(port: int | None, interface: str | None) -> None:
     if port is not None and check_whole("master_port", port, 1, "--master-port 29500") > _LARGEST_PORT:
         raise UsageError(f"master_port must be {_LARGEST_PORT} at most, not {port}: `--master-port 29500`")
     if interface is not None and interface not in psutil.net_if_addrs():
         known = ", ".join(sorted(psutil.net_if_addrs()))
         raise UsageError(f"this machine has no network interface {interface!r}: it has {known}")
-    return NodesWanted(count, _checked(address), port or 0, ranks, interface or "")
 
 
 def _checked(given: str) -> str:

@@ -101,6 +101,8 @@ class Session:
         master_addr: The address of this machine by which the others reach it.
         master_port: The port where it listens for them; None: any.
         interface: The network between the nodes; None: the one that leads to `master_addr`.
+        on: The cluster on which nbdist starts the other nodes: the name of a profile in ~/.config/nbdist/clusters.toml,
+                or what a profile would hold, `{"engine": "ssh", "hosts": ["node-a", "node-b:4"]}`.
         gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them: [0, 2], "0,2"; None: all, as far as ranks need them.
         backend: Backend of the process group ("gloo", "nccl", ...); None: the right one for the devices.
         init: Whether to make the process group at all.
@@ -126,6 +128,7 @@ class Session:
         master_addr: str | None = None,
         master_port: int | None = None,
         interface: str | None = None,
+        on: str | Mapping[str, Any] | None = None,
         gpus: Sequence[int | str] | int | str | None = None,
         backend: str | None = None,
         init: bool = True,
@@ -140,8 +143,8 @@ class Session:
         self._rank_set = RankSet(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
-        self._nodes = nodes_wanted(num_nodes, num_processes, master_addr, master_port, interface)
-        options = self._plan.carry(self._arguments.options(num_processes))
+        self._nodes = nodes_wanted(num_nodes, num_processes, master_addr, master_port, interface, on)
+        options = self._plan.carry(self._arguments.options(self._own_ranks(num_processes)))
         if replace:
             _stop_others()
         self._rank_set.start(options, progress, self._nodes)
@@ -156,9 +159,15 @@ class Session:
             num_processes: Number of ranks, on each node; None: as many as before.
         """
         if self._nodes is not None and num_processes is not None:
-            self._nodes = msgspec.structs.replace(self._nodes, ranks=num_processes)
-        count = num_processes or sum(info.node == 0 for info in self.ranks)
+            here = [0] if self._nodes.ranks_of(0) == 0 else []
+            self._nodes = msgspec.structs.replace(self._nodes, ranks=num_processes, shares=here)
+        count = self._own_ranks(num_processes or len(self.ranks))
         self._rank_set.start(self._plan.carry(self._arguments.options(count)), progress, self._nodes)
+
+    def _own_ranks(self, count: int | None) -> int | None:
+        """Return the number of ranks of this machine to prepare; None: one for each GPU."""
+        own = self._nodes.ranks_of(0) if self._nodes is not None else count
+        return 1 if own == 0 else own  # none is started then, and the store is no rank
 
     def close(self, grace: float = 1.0) -> None:
         """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.

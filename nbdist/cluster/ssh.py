@@ -1,0 +1,161 @@
+"""Nodes by OpenSSH: one `ssh` for each host, which is its node's life."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from nbdist.cluster.engines import Layout
+from nbdist.cluster.remote import CANNOT_JOIN, NO_NBDIST, Remote, ended, join_command
+from nbdist.errors import UsageError
+from nbdist.processes import describe_exit
+from nbdist.text import split_commas
+from nbdist.wire.starter_lines import Invitation, NodeEnded, Report
+
+_SSH_FAILED = 255  # of ssh itself, not of what it has run
+_NO_SUCH_COMMAND = (126, 127)  # of every shell
+_OPTIONS = (
+    "BatchMode=yes",  # nobody is there to answer
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=12",  # as long as a node may be silent
+    "ForwardX11=no",
+    "ClearAllForwardings=yes",
+)
+_EXAMPLE = "`--hosts node-a,node-b:4`"
+_HOST = re.compile(r"(?P<name>\[[^\]]+\]|[^:\s]+)(:(?P<ranks>\d+))?")
+
+
+class _Host(NamedTuple):
+    name: str
+    ranks: int | None
+
+    @property
+    def here(self) -> bool:
+        own = socket.gethostname()
+        return self.name in ("localhost", own, own.partition(".")[0])
+
+
+class SshOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a user can set.
+
+    hosts: as for ssh, each with `:N` for its number of ranks. python: the Python there; "": at the path of this one.
+    ssh_config: a file to use in place of ~/.ssh/config.
+    """
+
+    hosts: list[str] | str
+    python: str = ""
+    ssh_config: str = ""
+
+
+class Ssh:
+    """The engine."""
+
+    Options = SshOptions
+
+    def __init__(self, options: SshOptions) -> None:
+        self._options = options
+        self._hosts = [host for host in _hosts(options) if not host.here]
+        self._python = options.python or sys.executable
+        self._seats: dict[int, str] = {}
+        self._remotes: dict[int, Remote] = {}
+
+    @classmethod
+    def check(cls, options: SshOptions) -> Layout:
+        """Return the nodes; nothing is connected to yet."""
+        if shutil.which("ssh") is None:
+            raise UsageError("there is no `ssh` here: install it (Debian calls its package openssh-client)")
+        hosts = _hosts(options)
+        others = [host for host in hosts if not host.here]
+        if not others:
+            raise UsageError(f"--hosts names no other machine: {_EXAMPLE}, or `%distributed start -n 2` for this one")
+        for host in others:
+            if host.ranks == 0:
+                raise UsageError(f"host {host.name!r} can't have 0 ranks: leave it out, or give `{host.name}:1`")
+        here = next((host.ranks for host in hosts if host.here), None)
+        return Layout([host.ranks for host in others], here, _host_name(options, others[0].name))
+
+    def start(self, invitation: Invitation) -> None:
+        """Start one ssh for each seat."""
+        for seat in invitation.seats:
+            host = self._hosts[seat.number - 1].name
+            command = shlex.join(join_command(self._python, invitation.address))
+            self._seats[seat.number] = host
+            self._remotes[seat.number] = Remote(
+                [*_ssh(self._options), "-T", host, "--", f"exec {command}"], [seat.token]
+            )
+
+    def watch(self) -> Iterator[Report]:
+        """Yield the end of each."""
+        for seat in ended(self._remotes):
+            if seat is not None:
+                yield NodeEnded(seat, self._explain(self._seats[seat], self._remotes[seat]))
+
+    def stop(self) -> None:
+        """End all."""
+        for remote in self._remotes.values():
+            remote.let_go()
+        for remote in self._remotes.values():
+            remote.end()
+
+    def _explain(self, host: str, remote: Remote) -> str:
+        code, said = remote.wait(), remote.last_line
+        if code == _SSH_FAILED:
+            what = f"ssh to host {host!r} failed: {said or 'no reason was given'}".rstrip(".")
+            trial = shlex.join([*_ssh(self._options, ()), host, "true"])
+            return f"{what}. `{trial}` in a terminal has to work without a question"
+        if code in _NO_SUCH_COMMAND:
+            return f"host {host!r} has no Python at {self._python}: name the one that has nbdist with `--python PATH`"
+        if code == NO_NBDIST:
+            return (
+                f"{self._python} of host {host!r} has no nbdist ({said}): type `{self._python} -m pip install nbdist` "
+                "there, or name a Python that has it with `--python PATH`"
+            )
+        if code == CANNOT_JOIN:
+            return f"host {host!r}: {said.removeprefix('nbdist: ')}"
+        return f"`nbdist join` on host {host!r} has ended: {describe_exit(code)}{': ' if said else ''}{said}"
+
+
+def _ssh(options: SshOptions, settings: tuple[str, ...] = _OPTIONS) -> list[str]:
+    config = ["-F", options.ssh_config] if options.ssh_config else []
+    return ["ssh", *config, *(word for setting in settings for word in ("-o", setting))]
+
+
+def _hosts(options: SshOptions) -> list[_Host]:
+    """Return the hosts.
+
+    Raises:
+        UsageError: One can't be meant.
+    """
+    texts = split_commas(options.hosts) if isinstance(options.hosts, str) else options.hosts
+    hosts = []
+    for text in texts:
+        found = _HOST.fullmatch(text)
+        if found is None or text.startswith("-"):
+            raise UsageError(f"invalid host {text!r}: give its name, and its number of ranks after a colon: {_EXAMPLE}")
+        hosts.append(_Host(found["name"].strip("[]"), int(found["ranks"]) if found["ranks"] else None))
+    names = [host.name for host in hosts]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"host {twice!r} is named twice: name it once, with all its ranks: `--hosts {twice}:8`")
+    return hosts
+
+
+def _host_name(options: SshOptions, host: str) -> str:
+    """Return the name or address that ssh connects to for a host, which may be an alias.
+
+    Raises:
+        UsageError: ssh does not accept its configuration.
+    """
+    found = subprocess.run([*_ssh(options, ()), "-G", host], check=False, capture_output=True, text=True)
+    if found.returncode:
+        raise UsageError(f"ssh does not accept host {host!r}: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
+    settings = dict(line.partition(" ")[::2] for line in found.stdout.splitlines())
+    return settings.get("hostname", host)

@@ -1,0 +1,186 @@
+"""Nodes that nbdist starts itself by ssh, and profiles of them. The server is real, and listens on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import sharing
+from tests.multinode.ssh_server import SshServer, ssh_server
+from tests.support.harness import Kernel
+
+RANKS = "import os\nprint(rank, local_rank, world_size, os.environ['GROUP_RANK'], os.environ.get('ONLY_THERE'))"
+PROFILES = """
+[pair]
+engine = "ssh"
+hosts = ["localhost:0", "node-a:1", "node-b:2"]
+ssh_config = "{config}"
+[wrong]
+engine = "ssh"
+hosts = ["node-a"]
+prot = 22
+[strange]
+engine = "teleport"
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    with ssh_server(tmp_path_factory.mktemp("ssh")) as found, sharing(found):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def kernel(server: SshServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A notebook without a session, whose user has profiles."""
+    home = tmp_path_factory.mktemp("config")
+    (home / "nbdist").mkdir()
+    (home / "nbdist" / "clusters.toml").write_text(PROFILES.format(config=server.config))
+    with Kernel(XDG_CONFIG_HOME=str(home)) as found, sharing(found):
+        found.ok("%load_ext nbdist")
+        yield found
+
+
+def start(kernel: Kernel, server: SshServer, arguments: str) -> str:
+    return kernel.ok(f"%distributed start --ssh-config {server.config} {arguments}").stdout
+
+
+def wait_for_end(pids: list[int]) -> list[int]:
+    """Those that have not ended in time."""
+    living = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return [process.pid for process in psutil.wait_procs(living, timeout=20)[1]]
+
+
+def test_hosts_are_started_with_their_numbers_of_ranks_and_ended(kernel: Kernel, server: SshServer) -> None:
+    assert "4 ranks on 3 nodes ready" in start(kernel, server, "--hosts node-a,node-b:2 -n 1")
+    nodes = server.nodes()
+    said = kernel.run(f"%%distributed\n{RANKS}").stdout
+    for line in ("[0] 0 0 4 0 None", "[1] 1 0 4 1 yes", "[2] 2 0 4 2 yes", "[3] 3 1 4 2 yes"):
+        assert line in said, said
+    assert "4 ranks on 3 nodes ready" in kernel.ok("%distributed restart").stdout
+    assert server.nodes() == nodes and len(nodes) == 2
+    kernel.ok("%distributed stop")
+    assert wait_for_end(nodes) == []
+
+
+def test_a_profile_is_started_by_its_name_and_this_machine_may_have_no_ranks(kernel: Kernel) -> None:
+    assert "3 ranks on 2 nodes ready" in kernel.ok("%distributed start --on pair").stdout
+    said = kernel.run(
+        "%%distributed\nimport torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)\n"
+        f"print(int(total))\n{RANKS}"
+    ).stdout
+    assert "[0-2] 3" in said and "[0] 0 0 3 0 yes" in said and "[2] 2 1 3 1 yes" in said, said
+    assert "3 ranks on 2 nodes ready" in kernel.ok("%distributed restart").stdout
+    kernel.ok("%distributed stop")
+
+
+def test_an_ssh_that_ends_is_a_lost_node_and_the_others_keep_their_variables(kernel: Kernel, server: SshServer) -> None:
+    start(kernel, server, "--hosts node-a -n 1")
+    nodes = server.nodes()
+    kernel.run("%%distributed\nkept = rank + 10")
+    cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank: time.sleep(100)")
+    cell.wait_for("[0-1] at it")
+    children = psutil.Process(kernel.pid).children(recursive=True)
+    (ssh,) = [process for process in children if process.name() == "ssh"]
+    ssh.send_signal(signal.SIGKILL)
+    outcome = cell.finish()
+    assert outcome.ename == "RankDied" and "is lost" in str(outcome), str(outcome)
+    assert wait_for_end(nodes) == []
+    assert "[0] 10" in kernel.run("%%distributed -r 0\nprint(kept)").stdout
+    assert "2 ranks on 2 nodes ready" in kernel.ok("%distributed restart").stdout  # with a new node in its place
+    kernel.ok("%distributed stop")
+
+
+def test_nodes_end_with_a_notebook_that_is_killed(server: SshServer) -> None:
+    with Kernel() as doomed:
+        doomed.ok("%load_ext nbdist")
+        start(doomed, server, "--hosts node-a -n 1")
+        nodes = server.nodes()
+        os.kill(doomed.pid, signal.SIGKILL)
+        assert nodes and wait_for_end(nodes) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--hosts closed", "ssh to host 'closed' failed: "),
+        ("--hosts stranger", "ssh to host 'stranger' failed: "),
+        ("--hosts locked", "ssh to host 'locked' failed: "),
+        ("--hosts unknown --master-addr 127.0.0.1", "ssh to host 'unknown' failed: "),
+        ("--hosts node-a,closed", "ssh to host 'closed' failed: "),
+        ("--hosts node-a --python /no/python", "host 'node-a' has no Python at /no/python"),
+    ],
+)
+def test_what_fails_on_a_host_is_one_message_and_nothing_is_left(
+    kernel: Kernel, server: SshServer, arguments: str, words: str
+) -> None:
+    outcome = kernel.fails(f"%distributed start --ssh-config {server.config} {arguments} -n 1", "SessionBroken")
+    assert words in outcome.evalue, str(outcome)
+    assert wait_for_end(server.nodes()) == []
+
+
+def test_a_python_without_nbdist_is_named(kernel: Kernel, server: SshServer, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} -S -I "$@"\n')
+    python.chmod(0o755)
+    outcome = kernel.fails(
+        f"%distributed start --ssh-config {server.config} --hosts node-a --python {python} -n 1", "SessionBroken"
+    )
+    assert f"{python} of host 'node-a' has no nbdist" in outcome.evalue, str(outcome)
+
+
+def test_an_interrupt_ends_the_waiting_for_a_host(kernel: Kernel, server: SshServer, tmp_path: Path) -> None:
+    mark, python = tmp_path / "began", tmp_path / "python"
+    os.mkfifo(mark)
+    python.write_text(f"#!/bin/sh\necho began > {mark}\nexec cat\n")  # until its standard input ends
+    python.chmod(0o755)
+    cell = kernel.start(f"%distributed start --ssh-config {server.config} --hosts node-a --python {python} -n 1")
+    assert mark.read_text() == "began\n"
+    kernel.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--on pairs", "has no profile 'pairs': did you mean 'pair'? It has pair, wrong, strange"),
+        ("--on wrong", "has no option 'prot'"),
+        ("--on strange", "unknown cluster engine 'teleport'. There are slurm, ssh"),
+        ("--on pair --partition gpu", "has no option 'partition'"),
+        ("--hosts node-a --slurm", "exclude each other"),
+        ("--hosts node-a --num-nodes 2", "leave out --num-nodes"),
+        ("--hosts node-a,node-a", "host 'node-a' is named twice"),
+        ("--hosts node-a:x", "invalid host 'node-a:x'"),
+        ("--hosts -oProxyCommand=x", "expected one argument"),
+        ("--hosts localhost:2", "names no other machine"),
+        ("--gres gpu:8", "--gres is for machines that nbdist starts: add `--slurm`"),
+        ("--hosts nowhere.invalid", "add `--master-addr ADDRESS`"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(kernel: Kernel, arguments: str, words: str) -> None:
+    assert words in kernel.fails(f"%distributed start {arguments} -n 1", "UsageError").evalue
+
+
+def test_the_end_of_standard_input_makes_a_node_leave_that_got_its_token_there(kernel: Kernel) -> None:
+    cell = kernel.start("%distributed start --num-nodes 2 --master-addr 127.0.0.1 -n 1")
+    cell.wait_for("nbdist join")
+    token, address = cell.outcome.stdout.split("NBDIST_TOKEN=")[1].split()[0::3][:2]
+    node = subprocess.Popen(
+        [sys.executable, "-m", "nbdist", "join", address, "--token-file", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert node.stdin is not None
+    node.stdin.write(f"{token}\n")
+    node.stdin.flush()
+    assert cell.finish().status == "ok"
+    assert node.communicate(timeout=30)[0].endswith("left the session\n")  # it closes standard input first
+    kernel.ok("%distributed stop")

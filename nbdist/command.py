@@ -36,7 +36,21 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument("--token-line", type=int, default=0, help=argparse.SUPPRESS)  # Slurm gives all tasks one stdin
     join.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for the session to listen")
     join.set_defaults(run=_join)
+    doctor = verbs.add_parser("doctor", help="look whether this machine can be a node, and what would fail")
+    doctor.add_argument("address", metavar="HOST:PORT", nargs="?", default="", help="try the way to a session, too")
+    doctor.set_defaults(run=_examine)
     return parser
+
+
+def _examine(parsed: argparse.Namespace) -> int:
+    from nbdist.cluster.doctor import examine
+
+    levels = set()
+    for finding in examine(parsed.address):
+        mark = {"ok": " ", "note": "?", "problem": "!"}[finding.level]
+        print(f"{mark} {finding.subject:14} {finding.text}", flush=True)
+        levels.add(finding.level)
+    return 1 if "problem" in levels else 0
 
 
 def _join(parsed: argparse.Namespace) -> int:

@@ -8,10 +8,24 @@ import socket
 
 import psutil
 
+from nbdist.errors import UsageError
+
 
 def endpoint(host: str, port: int) -> str:
     """Return an address as text: `10.0.0.1:29500`, `[fd00::1]:29500`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Read `10.0.0.1:29500` or `[fd00::1]:29500`.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{text!r} is not an address with a port: write, for example, 10.0.0.1:29500")
+    return host.strip("[]"), int(port)
 
 
 def is_literal(host: str) -> bool:

@@ -1,39 +1,45 @@
-"""How users write sets of ranks: "0,2-3" and "all". Knows nothing of sessions; numbers and text only."""
+"""How users write sets of ranks: "0,2-3", "all" and "@node-b". Numbers and text only; independent of sessions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from nbdist.errors import UsageError
 
+_NO_NODES: Mapping[str, Sequence[int]] = {}
 _PIECE = re.compile(r"(?P<first>[0-9]+)(?:\s*-\s*(?P<last>[0-9]+))?")
 
 
-def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+def parse_ranks(text: str, world_size: int, nodes: Mapping[str, Sequence[int]] = _NO_NODES) -> tuple[int, ...]:
     """Read a set of ranks.
 
     Args:
-        text: Ranks and ranges separated by commas, such as "0,2-3", or "all". Blanks don't matter.
+        text: Ranks, ranges and nodes (with an "@") separated by commas, such as "0,2-3" or "@node-b", or "all". Blanks
+            don't matter.
         world_size: Number of ranks in the session, at least 1.
+        nodes: The ranks of each node, by its name; empty with one node.
 
     Returns:
         The ranks, each once, in ascending order.
 
     Raises:
-        UsageError: A piece is not a rank or range, or not in the session. The message says what is allowed.
+        UsageError: A piece is not a rank, range or node, or not in the session. The message says what is allowed.
     """
     if text.strip().lower() == "all":
         return tuple(range(world_size))
     ranks: set[int] = set()
-    for piece in text.split(","):
-        ranks.update(_parse_piece(piece.strip(), world_size))
+    for piece in map(str.strip, text.split(",")):
+        ranks.update(_ranks_of(piece[1:], nodes) if piece[:1] == "@" else _parse_piece(piece, world_size))
     return tuple(sorted(ranks))
 
 
-def ranks_among(text: str | None, world_size: int) -> list[int] | None:
-    """Return the ranks that "0,2-3" names, as `parse_ranks` reads it; None: none were named."""
-    return None if text is None else list(parse_ranks(text, world_size))
+def _ranks_of(node: str, nodes: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    if node in nodes:
+        return nodes[node]
+    if not nodes:
+        raise UsageError(f"'@{node}' names a machine, and this session has only this one: leave it out")
+    raise UsageError(f"'@{node}' is not a machine of this session: it has {', '.join(f'@{name}' for name in nodes)}")
 
 
 def _parse_piece(piece: str, world_size: int) -> range:

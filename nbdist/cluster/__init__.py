@@ -1,6 +1,7 @@
 """How other machines become nodes of a session.
 
 joining    this machine becomes one: `nbdist join`
+doctor     whether it could, and what would fail: `nbdist doctor`
 starter    the process that has other machines run that, by an engine
 engines    what an engine is, and how it is found: ssh, slurm, others
 remote     the program (ssh, srun) that runs `nbdist join` elsewhere

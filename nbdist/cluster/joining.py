@@ -57,7 +57,7 @@ def join(target: str, token: str, patience: float, leash: int | None = None) -> 
     Raises:
         CannotJoin: Why not, and what to do.
     """
-    host, port = _parse(target)
+    host, port = network.parse_endpoint(target)
     try:
         parsed = Token.parse(token)
     except ValueError:
@@ -65,13 +65,6 @@ def join(target: str, token: str, patience: float, leash: int | None = None) -> 
     address = _reach(host, port, patience)
     welcome = _introduce(parsed, f"tcp://{network.endpoint(address, port)}")
     return _serve(welcome, target, leash)
-
-
-def _parse(target: str) -> tuple[str, int]:
-    host, _, port = target.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise CannotJoin(f"{target!r} is not an address with a port: `nbdist join 10.0.0.1:29500`")
-    return host.strip("[]"), int(port)
 
 
 def _reach(host: str, port: int, patience: float) -> str:

@@ -73,7 +73,7 @@ class Remote:
             self._process.stdin.flush()
 
     def fileno(self) -> int:
-        """What to wait for before `read`."""
+        """Return what to wait for before `read`."""
         assert self._process.stderr is not None
         return self._process.stderr.fileno()
 

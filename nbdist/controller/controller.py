@@ -412,7 +412,7 @@ class Controller:
         )
 
     def _nodes_fail(self, why: str) -> None:
-        """Nodes that are waited for won't come."""
+        """Give up nodes that won't come."""
         if self._pending is not None and self._members is None:
             self._pending = None
             self._nodes.dismiss()

@@ -30,7 +30,7 @@ class NodeStarters:
         self._ending: list[subprocess.Popen[bytes]] = []
 
     def fileno(self) -> int:
-        """What to poll before `received`."""
+        """Return what to poll before `received`."""
         return self._ready.fileno()
 
     def begin(self, setup: StarterSetup) -> None:
@@ -48,7 +48,7 @@ class NodeStarters:
         self._ready.register(descriptor, select.EPOLLIN)
 
     def received(self) -> Iterator[Report]:
-        """What has been reported."""
+        """Yield what has been reported."""
         for descriptor, _ in self._ready.poll(0):
             found = os.read(descriptor, 1 << 16)
             *lines, self._rests[descriptor] = (self._rests[descriptor] + found).split(b"\n")
@@ -85,5 +85,5 @@ class NodeStarters:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def alive(self) -> list[int]:
-        """The process ids of those that still end what they have started, and then themselves."""
+        """Return the pids of starters that are still ending what they have started."""
         return [process.pid for process in (*self._processes.values(), *self._ending) if process.poll() is None]

@@ -46,7 +46,7 @@ class NodesWanted(msgspec.Struct, frozen=True):
         return self.ranks if share is None else share
 
     def same_nodes(self, other: NodesWanted) -> bool:
-        """Whether the same nodes are meant, whatever they are to run."""
+        """Return whether the same nodes are meant, whatever they have to run."""
         return msgspec.structs.replace(self, ranks=None, shares=[], interface="") == msgspec.structs.replace(
             other, ranks=None, shares=[], interface=""
         )

@@ -11,6 +11,7 @@ import pytest
 
 from testbed.kernel import Kernel
 from testbed.nvml import as_module, machine
+from tests.stand_ins import heartbeat
 
 NAMES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -54,6 +55,29 @@ def test_ranks_on_gpus_find_what_libraries_read_but_once(machine_with_gpus: Kern
     machine_with_gpus.ok("%env CUBLAS_WORKSPACE_CONFIG=:16:8\n%distributed start -n 2 --backend gloo")
     found = on_ranks(machine_with_gpus, f"{{name: __import__('os').environ.get(name) for name in {NAMES}}}")
     assert found == [dict(zip(NAMES, ("0", "0", "0", ":16:8", "expandable_segments:True"), strict=True))] * 2
+
+
+@pytest.fixture
+def long_hold(tmp_path: Path) -> str:
+    """A cell in which rank 1 holds the GIL for longer than NCCL's watchdog may be without a heartbeat."""
+    library = heartbeat.compiled(tmp_path)
+    if library is None:
+        pytest.skip("NCCL's heartbeat monitor has to be compiled, and there is no C compiler")
+    return f"%%distributed -r 1\nfrom tests.stand_ins.heartbeat import Heart\nHeart({str(library)!r}).hold_gil()"
+
+
+def test_a_rank_survives_a_long_hold_of_the_gil(machine_with_gpus: Kernel, long_hold: str) -> None:
+    machine_with_gpus.ok("%env TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1\n%distributed start -n 2 --backend gloo")
+    machine_with_gpus.ok("%%distributed\nkept = 10 + rank")
+    machine_with_gpus.ok(long_hold)
+    assert on_ranks(machine_with_gpus, "kept") == [10, 11]
+
+
+def test_nccl_s_monitor_ends_a_rank_if_the_user_wants_it(machine_with_gpus: Kernel, long_hold: str) -> None:
+    machine_with_gpus.ok("%env TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1\n%env TORCH_NCCL_ENABLE_MONITORING=1")
+    machine_with_gpus.ok("%distributed start -n 2 --backend gloo")
+    outcome = machine_with_gpus.run(long_hold, limit=60)
+    assert outcome.ename == "RankDied" and "rank 1" in outcome.evalue and "SIGABRT" in outcome.evalue, str(outcome)
 
 
 def test_ranks_without_gpus_find_nothing_of_that(ranks: Kernel) -> None:

@@ -128,8 +128,8 @@ def test_ranks_that_agree_are_left_alone(ranks: Kernel) -> None:
     ("call", "advice"),
     [
         ("nbdist.sync(model, src=7)", "src=7 is not one of ranks 0-1: pass src=0"),
-        ("nbdist.sync(model, src=rank)", "rank 0 with src=0; rank 1 with src=1. Give all ranks the same"),
-        ("nbdist.sync()", "type nbdist.sync(model, optimizer)"),
+        ("nbdist.sync(model, src=rank)", "rank 0 with src=0; rank 1 with src=1. Pass the same on all ranks"),
+        ("nbdist.sync()", "write nbdist.sync(model, optimizer)"),
         ("nbdist.check('model')", "check can't handle 'str' objects"),
         ("nbdist.check(*[model, optimizer][:rank + 1])", "ranks called check with different arguments"),
         ("nbdist.sync(torch.nn.Linear(3, rank + 1))", "weight is float32[1, 3] on rank 0, float32[2, 3] on rank 1"),

@@ -156,6 +156,10 @@ def test_status_names_the_nodes(session: Kernel) -> None:
     assert found == [name, name, f"{name}#1", f"{name}#1"], rows
 
 
+def test_a_cell_runs_on_the_ranks_of_one_node(session: Kernel) -> None:
+    assert "[2-3] here" in run(session, "print('here')", f"-r @{os.uname().nodename}#1").stdout
+
+
 def test_restart_keeps_the_nodes(session: Kernel) -> None:
     outcome = session.ok("%distributed restart")
     assert "NBDIST_TOKEN" not in outcome.stdout and "4 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
@@ -221,7 +225,7 @@ def test_an_interrupt_ends_the_waiting_for_nodes(kernel: Kernel) -> None:
     ("arguments", "words"),
     [
         ("--num-nodes 2 -n 2", "need an address of this one"),
-        ("--num-nodes 2 --master-addr 192.0.2.1 -n 2", "is not an address of this machine"),
+        ("--num-nodes 2 --master-addr 203.0.113.1 -n 2", "is not an address of this machine"),
         ("--num-nodes 2 --master-addr localhost -n 2", "which no other machine reaches"),
         ("--num-nodes 2 --master-addr 0.0.0.0 -n 2", "would listen on every network"),
         ("--num-nodes 2 --master-addr nowhere.invalid -n 2", "is not a known address"),

@@ -15,8 +15,8 @@ What it does, and where torch 2.13 does so (its sources; headers as in the wheel
   keeps for itself.
 - A UUID is written bare, without NVML's "GPU-" (`cudaDeviceProp::uuid`).
 
-Kernels that end later, and calls that spin until they do: `tests.stand_ins.spinning`. Streams with memory of their own
-are not modeled: nothing here measures by stream.
+Kernels that end later, and calls that spin until they do: `tests.stand_ins.spinning`. Streams with memory of their own:
+`tests.stand_ins.streams`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ one GPU afterwards. It has no other calls.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
+
+from tests.stand_ins import native
 
 _SOURCE = """
 static int ready;
@@ -19,11 +19,4 @@ int cuDeviceGetCount(int *count) { *count = 1; return ready ? 0 : 3; }
 
 def compiled(folder: Path) -> Path | None:
     """The library, made in a folder; None without a C compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return None
-    source, library = folder / "driver.c", folder / "driver.so"
-    source.write_text(_SOURCE)
-    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
-    subprocess.run(command, check=True)
-    return library
+    return native.compiled(folder, "driver", _SOURCE, "-Wl,-soname,libcuda.so.1")

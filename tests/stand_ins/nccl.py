@@ -15,7 +15,8 @@ What it does, and where torch 2.13 does so (torch/csrc/distributed/c10d; headers
 - A slot of a ProcessGroup is taken once and for all: registering another backend there keeps the first
   (ProcessGroup.hpp, `setBackend`).
 
-Peers' watchdogs that see a remote error, and the heartbeat monitor, are not modeled: both end the process likewise.
+The watchdog's own heartbeat: `tests.stand_ins.heartbeat`. Peers' watchdogs that see a remote error are not modeled:
+they end the process likewise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch.distributed.distributed_c10d as c10d
 from tests.stand_ins.spinning import spin, spinning_until
 
 _TEARS_DOWN = ("1", "3")
-_LOOK = 0.1  # seconds between two looks of the watchdog
+LOOK = 0.1  # seconds between two looks of the watchdog
 _MEETING = timedelta(seconds=30)
 _SLOT = 200  # of the backend that `install` makes: nbdist takes them from 16 upward
 _CPU = torch.device("cpu")
@@ -181,7 +182,7 @@ class NcclOverGloo(dist.ProcessGroupGloo):
     def watch(self, work: Any) -> None:
         """The watchdog: end the process if the collective takes longer than the time-out."""
         end = time.monotonic() + self._options._timeout.total_seconds()
-        while not work.is_completed() and not self._abort.asked.wait(_LOOK):
+        while not work.is_completed() and not self._abort.asked.wait(LOOK):
             if time.monotonic() > end and self._tears_down:
                 os.abort()
 

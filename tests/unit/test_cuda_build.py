@@ -15,6 +15,7 @@ from nbdist.metrics.allocation import oom
 from nbdist.worker.cell import failures
 from tests.stand_ins import nccl
 from tests.stand_ins.cuda import ASSERTED, Torch, accelerator_error
+from tests.stand_ins.streams import Gpu, Stream
 
 pytestmark = pytest.mark.cuda_build
 
@@ -39,6 +40,8 @@ def raised(function: Callable[[], object]) -> BaseException:
         pytest.param(nccl.Group, lambda: dist.ProcessGroup, id="a group"),
         pytest.param(Torch("GPU-1")._C, lambda: torch._C, id="torch._C"),
         pytest.param(Torch("GPU-1").cuda, lambda: torch.cuda, id="torch.cuda"),
+        pytest.param(Gpu().cuda, lambda: torch.cuda, id="torch.cuda, of streams"),
+        pytest.param(Stream, lambda: torch.cuda.Stream, id="a stream"),
     ],
 )
 def test_a_stand_in_has_no_name_that_the_real_one_lacks(stand_in: Any, real: Callable[[], Any]) -> None:

@@ -50,6 +50,24 @@ def test_what_is_no_set_of_ranks_is_refused_by_name(text: str, complaint: str) -
     assert complaint in str(refused.value)
 
 
+def test_ranks_of_a_node_are_named_by_it() -> None:
+    nodes = {"a": [0, 1], "b": [2, 3]}
+    assert parse_ranks("@b", 4, nodes) == (2, 3)
+    assert parse_ranks("0, @b", 4, nodes) == (0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "complaint"),
+    [
+        ({"a": [0, 1], "b": [2, 3]}, "'@c' is not a machine of this session: it has @a, @b"),
+        ({}, "'@c' names a machine, and this session has only this one"),
+    ],
+)
+def test_a_node_that_is_not_there_is_refused(nodes: dict[str, list[int]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        parse_ranks("@c", 4, nodes)
+
+
 def test_a_refusal_says_what_is_allowed_and_gives_an_example() -> None:
     with pytest.raises(ValueError) as refused:
         parse_ranks("9", 4)

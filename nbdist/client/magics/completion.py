@@ -18,7 +18,6 @@ from nbdist.client.magics.magic_line import MagicParser
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import get_session, rank_set_of
 from nbdist.errors import SessionClosed, UsageError
-from nbdist.ranks import ranks_among
 from nbdist.wire.knowing import Complete, Completions, Inspect, Inspection
 
 _KIND = "nbdist"
@@ -184,7 +183,7 @@ def _complete_on_ranks(rank_set: RankSet, code: str, start: int, ranks: str | No
 def _chosen(rank_set: RankSet, ranks: str | None) -> list[int]:
     living = rank_set.living()
     try:
-        wanted = ranks_among(ranks, len(rank_set.ranks))
+        wanted = rank_set.among(ranks)
     except UsageError:
         wanted = None
     return living if wanted is None else [rank for rank in wanted if rank in living]

@@ -16,7 +16,6 @@ from nbdist.client.costs.cell_memory import CellMemory
 from nbdist.client.costs.cell_steps import CellSteps, measure_peaks
 from nbdist.client.session.session import get_session, living_session, rank_set_of
 from nbdist.metrics.node import host
-from nbdist.ranks import ranks_among
 from nbdist.text import size, table
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class CostVerbs:
             session.record_snapshots(0 if arguments.stop else arguments.events)
             print("ranks no longer record allocations" if arguments.stop else "ranks record allocations")
             return
-        for rank in ranks_among(arguments.ranks, len(session.ranks)) or rank_set_of(session).living():
+        for rank in rank_set_of(session).among(arguments.ranks) or rank_set_of(session).living():
             path = session.snapshot(rank)
             print(f"rank {rank}: {path} ({size(path.stat().st_size)})")
         print("open them at https://pytorch.org/memory_viz")

@@ -41,7 +41,7 @@ from nbdist.client.session.starting import StartLine
 from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
 from nbdist.errors import SessionClosed, UsageError
-from nbdist.ranks import describe_ranks, ranks_among
+from nbdist.ranks import describe_ranks
 from nbdist.text import counted, size, table
 
 
@@ -155,7 +155,7 @@ class DistributedMagics(Magics):
         code, offset = _strip(cell, 0 if arguments.auto else 1)
         number = shells.cell_number()
         _check_syntax(code, offset, number)
-        ranks = ranks_among(arguments.ranks, len(session.ranks))
+        ranks = rank_set_of(session).among(arguments.ranks)
         show = not arguments.quiet and (arguments.capture is None or arguments.tee)
         keep = arguments.capture is not None or arguments.background
         options = CellOptions(number, offset, arguments.grace, show, keep)
@@ -308,7 +308,7 @@ class DistributedMagics(Magics):
         session = get_session()
         if arguments.target is not None and len(arguments.names) != 1:
             raise UsageError("--as names one variable, so pull one at a time: `%distributed pull loss --as first`")
-        ranks = ranks_among(arguments.ranks, len(session.ranks))
+        ranks = rank_set_of(session).among(arguments.ranks)
         single = ranks[0] if ranks is not None and len(ranks) == 1 else None
         if len(session.ranks) == 1:
             single = 0
@@ -321,7 +321,7 @@ class DistributedMagics(Magics):
 
     def _logs(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        ranks = ranks_among(arguments.ranks, len(session.ranks))
+        ranks = rank_set_of(session).among(arguments.ranks)
         log = CellLog(rank_set_of(session).traffic.read_log, arguments.cell)
         pieces = log.lines([info.rank for info in session.ranks] if ranks is None else ranks, arguments.tail)
         if arguments.save is not None:

@@ -28,7 +28,7 @@ from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.devices import unusable_gpus
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
-from nbdist.ranks import describe_ranks, format_ranks, ranks_among
+from nbdist.ranks import describe_ranks, format_ranks, parse_ranks
 from nbdist.text import counted
 from nbdist.wire.cells import Execute, Kind, Reply
 from nbdist.wire.knowing import Release
@@ -378,7 +378,7 @@ class RankSet:
         self.check_open()
         everyone = [info.rank for info in self.ranks]
         if isinstance(ranks, str):
-            ranks = ranks_among(ranks, len(everyone))
+            ranks = self.among(ranks)
         elif isinstance(ranks, int):
             ranks = [ranks]
         chosen = everyone if ranks is None else sorted(set(ranks))
@@ -393,6 +393,18 @@ class RankSet:
             how = "; ".join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))
             raise UsageError(f"{describe_ranks(dead)} died ({how}): {others}`%distributed restart` starts fresh ranks")
         return chosen
+
+    def among(self, text: str | None) -> list[int] | None:
+        """Return the ranks that "0,2-3" or "@node-b" names; None if none were named.
+
+        Raises:
+            UsageError: One of them does not exist.
+        """
+        nodes: dict[str, list[int]] = {}
+        for info in self.ranks:
+            if info.host:
+                nodes.setdefault(info.host, []).append(info.rank)
+        return None if text is None else list(parse_ranks(text, len(self.ranks), nodes))
 
     def _busy(self, others: Mapping[int, Task]) -> SessionBusy:
         """Return an error that names what these ranks run, and where they are."""

@@ -15,6 +15,7 @@ _DEFAULTS = (
     # NCCL's watchdog ends the process when a collective times out or a peer fails, and the rank's variables with it.
     # nbdist watches the ranks itself, and frees those that wait for what can't come.
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("NCCL_ASYNC_ERROR_HANDLING",), "0"),
+    # Another thread of its ends the process when the watchdog is stuck, for example while a CUDA call holds the GIL.
     ("TORCH_NCCL_ENABLE_MONITORING", (), "0"),
     # It also ends the process when a kernel has failed, as on an index out of range, before that can be reported.
     ("TORCH_NCCL_RETHROW_CUDA_ERRORS", (), "0"),

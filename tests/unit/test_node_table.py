@@ -1,0 +1,122 @@
+"""The nodes of a session, as its controller knows them: who may join, who is silent, who is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from nbdist.controller.node_table import KnownNode, NodeTable, NoEntrance
+from nbdist.controller.switchboard import Switchboard
+from nbdist.wire.frames import decode
+from nbdist.wire.keys import Keys
+from nbdist.wire.lanes import connect
+from nbdist.wire.message import VERSION, Hello, Message
+from nbdist.wire.nodes import LOST, SILENCE, Invited, Join, NodesWanted, Pong, Refused, Token, Versions, Welcome
+from nbdist.wire.output import Notice
+
+
+class Table:
+    """A table of nodes, what it has said to the notebook, and whom it has lost."""
+
+    def __init__(self, folder: Path) -> None:
+        self.switchboard = Switchboard(folder)
+        self.said: list[Message] = []
+        self.lost: list[tuple[KnownNode, str]] = []
+        self.nodes = NodeTable(self.switchboard, self.said.append, lambda node, why: self.lost.append((node, why)))
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._guests = 0
+
+    def tokens(self) -> list[tuple[str, Token]]:
+        """Addresses and tokens of those who are invited."""
+        invited = [found for found in self.said if isinstance(found, Invited)]
+        return [(found.address, Token.parse(text)) for found in invited for text in found.tokens]
+
+    def join(self, address: str, token: Token, versions: Versions | None = None) -> Message:
+        """Be a guest with a token. Returns what it is answered."""
+        self._guests += 1
+        keys = Keys(f"tcp://{address}", token.server_key, zmq.curve_public(token.secret_key), token.secret_key)
+        guest = connect(self.context, keys, f"guest/{self._guests}".encode())
+        asked = Join(VERSION, "other", versions or Versions.here(), 0)
+        while not guest.poll(20):
+            for lane, (frame,) in self.switchboard.received(1):
+                if isinstance(decode(frame), Hello):
+                    self.nodes.join(lane, self.switchboard.key_of(lane), asked)
+        answer = decode(guest.recv())
+        guest.close(linger=0)
+        return answer
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        self.switchboard.remove_files()
+        self.switchboard.close()
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[Table]:
+    found = Table(tmp_path)
+    yield found
+    found.close()
+
+
+def test_each_missing_node_gets_a_token_of_its_own(table: Table) -> None:
+    table.nodes.want(NodesWanted(3, "127.0.0.1"))
+    tokens = [token for _, token in table.tokens()]
+    assert len(tokens) == 2 and tokens[0].secret_key != tokens[1].secret_key
+    assert table.nodes.missing == 2
+
+
+def test_who_has_a_token_becomes_a_node(table: Table) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    answer = table.join(*table.tokens()[0])
+    assert isinstance(answer, Welcome) and answer.node == 1
+    assert table.nodes.missing == 0 and table.nodes[1].host == "other"
+
+
+@pytest.mark.parametrize("name", ["Python", "torch", "nbdist"])
+def test_another_version_is_refused_and_its_token_is_still_good(table: Table, name: str) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    address, token = table.tokens()[0]
+    refused = table.join(address, token, msgspec.structs.replace(Versions.here(), **{name: "0.1"}))
+    assert isinstance(refused, Refused) and f"{name} 0.1 there" in refused.text
+    assert isinstance(table.join(*table.tokens()[0]), Welcome)
+
+
+def test_a_silent_node_is_reported_once_and_again_when_it_answers(table: Table) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    table.join(*table.tokens()[0])
+    table.said.clear()
+    heard = table.nodes[1].heard
+    for later in (SILENCE - 1, SILENCE + 1, SILENCE + 3):
+        table.nodes.tick(heard + later)
+    table.nodes.heard(1, Pong(heard + SILENCE + 3, 0.0), heard + SILENCE + 4)
+    texts = [found.text for found in table.said if isinstance(found, Notice)]
+    assert len(texts) == 2 and "has not answered for 11 s" in texts[0] and "answers again, after 14 s" in texts[1]
+    assert not table.lost
+
+
+def test_a_node_that_stays_silent_is_lost(table: Table) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    table.join(*table.tokens()[0])
+    table.nodes.tick(table.nodes[1].heard + LOST + 1)
+    [(node, why)] = table.lost
+    assert node.number == 1 and "has not answered for 61 s" in why
+    assert 1 not in table.nodes and table.nodes.missing == 1
+
+
+def test_the_clock_of_a_node_is_known_by_the_shortest_round_trip(table: Table) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    table.join(*table.tokens()[0])
+    table.nodes.heard(1, Pong(100.0, 1100.4), 101.0)
+    table.nodes.heard(1, Pong(200.0, 1200.1), 200.2)
+    table.nodes.heard(1, Pong(300.0, 1309.0), 310.0)
+    assert table.nodes[1].offset == pytest.approx(1000.0)
+
+
+def test_a_port_that_is_taken_is_named(table: Table) -> None:
+    port = int(table.switchboard.node_keys.url.rpartition(":")[2])
+    with pytest.raises(NoEntrance, match=f"port {port} of 127.0.0.1 is taken"):
+        table.nodes.want(NodesWanted(2, "127.0.0.1", port))

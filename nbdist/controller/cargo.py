@@ -48,6 +48,7 @@ class Cargo:
         self._keys = itertools.count(1)
         self._deliveries: dict[int, _Delivery] = {}
         self._collections: dict[int, _Collection] = {}
+        self._here: dict[int, Incoming] = {}  # what was collected, until it is dropped
 
     def deliver(
         self, given: Sequence[Segment], nodes: Iterable[int], done: Callable[[dict[int, Segments], str], None]
@@ -65,7 +66,8 @@ class Cargo:
         key = next(self._keys)
         delivery = self._deliveries[key] = _Delivery({}, done)
         try:
-            delivery.outgoing = {node: Outgoing(key, given) for node in nodes}
+            for node in nodes:
+                delivery.outgoing[node] = Outgoing(key, given)
         except (OSError, Unreachable) as error:
             self._spoil(key, str(error))
             return key
@@ -128,6 +130,7 @@ class Cargo:
             self._send(node, Taken(chunk.key, len(chunk.data)))
             return
         self._send(node, Discard(chunk.key))
+        self._here[chunk.key] = self._collections.pop(chunk.key).incoming
         collection.done(collection.incoming.segments, "")
 
     def _spoil(self, key: int, why: str) -> None:
@@ -149,7 +152,7 @@ class Cargo:
 
     def close(self) -> None:
         """Drop all."""
-        for key in [*self._deliveries, *self._collections]:
+        for key in [*self._deliveries, *self._collections, *self._here]:
             self.drop(key)
 
     def drop(self, key: int) -> None:
@@ -162,3 +165,5 @@ class Cargo:
         if (collection := self._collections.pop(key, None)) is not None:
             collection.incoming.close()
             self._send(collection.node, Discard(key))
+        if (incoming := self._here.pop(key, None)) is not None:
+            incoming.close()

@@ -170,7 +170,7 @@ class Members:
             return
         if not message.ranks or not self.ranks.keys() >= set(message.ranks):
             raise ValueError(f"there are no ranks {message.ranks}")
-        elsewhere = {self._node_of[rank] for rank in message.ranks} - {0}
+        elsewhere = {self._node_of[rank] for rank in message.ranks if not self.ranks[rank].dead} - {0}
         if message.parcel is None or not message.parcel.segments or not elsewhere:
             self.execute(message)
             return

@@ -233,6 +233,7 @@ class NodeTable:
         self.starters.end()
         for number in [node.number for node in self if node.number]:
             del self._nodes[number]
+            self._switchboard.lose(number)
         for key in self._guests:
             self._switchboard.dismiss(key)
         self._guests.clear()
@@ -281,6 +282,7 @@ class NodeTable:
 
     def lose(self, node: KnownNode, why: str) -> None:
         """Remove a lost node."""
+        self.send(node.number, Shutdown())  # should it hear that, it need not find out by itself
         if self._nodes.pop(node.number, None) is not None:
             self._switchboard.lose(node.number)
             self._lost(node, why)

@@ -93,7 +93,8 @@ class Switchboard:
         self._listener.expel(public_key)
 
     def lose(self, node: int) -> None:
-        """Drop the lanes of a lost node and of its ranks."""
+        """Drop the lanes of a node that is gone, and of its ranks. Its keys open nothing any more."""
+        self._listener.expel_holder(_node(node))
         gone = {lane for lane in self._connected if parse_lane(lane)[1:] == (-1, node)}
         gone |= {lane for lane, relay in self._relays.items() if relay in gone}
         self._connected -= gone

@@ -69,6 +69,10 @@ class Listener:
         """Admit nobody with this key any more; who is connected stays so."""
         self._holders.pop(public_key, None)
 
+    def expel_holder(self, who: str) -> None:
+        """Admit nobody any more with any key that this holder was given; who is connected stays so."""
+        self._holders = {key: holder for key, holder in self._holders.items() if holder != who}
+
     def holder(self, public_key: bytes) -> str:
         """Return who was given this key; "" if it admits nobody any more."""
         return self._holders.get(public_key, "")

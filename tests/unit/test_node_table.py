@@ -11,9 +11,9 @@ import zmq
 
 from nbdist.controller.node_table import KnownNode, NodeTable, NoEntrance
 from nbdist.controller.switchboard import Switchboard
-from nbdist.wire.frames import decode
+from nbdist.wire.frames import decode, encode
 from nbdist.wire.keys import Keys
-from nbdist.wire.lanes import connect
+from nbdist.wire.lanes import AGENT_CONTROL, connect, node_lane
 from nbdist.wire.message import VERSION, Hello, Message
 from nbdist.wire.nodes import LOST, SILENCE, Invited, Join, NodesWanted, Pong, Refused, Token, Versions, Welcome
 from nbdist.wire.output import Notice
@@ -120,3 +120,18 @@ def test_a_port_that_is_taken_is_named(table: Table) -> None:
     port = int(table.switchboard.node_keys.url.rpartition(":")[2])
     with pytest.raises(NoEntrance, match=f"port {port} of 127.0.0.1 is taken"):
         table.nodes.want(NodesWanted(2, "127.0.0.1", port))
+
+
+def test_the_keys_of_a_lost_node_open_nothing_any_more(table: Table) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    answer = table.join(*table.tokens()[0])
+    assert isinstance(answer, Welcome)
+    agent = connect(table.context, answer.keys, node_lane(AGENT_CONTROL, 1))
+    while not [lane for lane, _ in table.switchboard.received(1)]:
+        table.switchboard.socket.poll(100)
+    table.nodes.lose(table.nodes[1], "of this test")
+    agent.send(encode(Pong(0.0, 0.0)))
+    assert table.switchboard.socket.poll(5000)
+    heard = list(table.switchboard.received(1))
+    agent.close(linger=0)
+    assert heard == []

@@ -1,0 +1,109 @@
+"""Large values on their way between machines: from an agent's storage to the controller, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist import segments
+from nbdist.agent.storage import NodeStorage
+from nbdist.controller.cargo import Cargo
+from nbdist.wire.message import Message
+from nbdist.wire.parcel import Segment
+
+SIZE = 9 << 20  # more than may be under way at once
+DATA = os.urandom(1 << 10) * (SIZE >> 10)
+Found = tuple[list[Segment], str]
+
+
+class Way:
+    """A controller's cargo and the storage of node 1, with what is sent between them."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[bool, Message]] = []  # whether to the controller
+        self.cargo = Cargo(lambda node, message: self.queue.append((False, message)))
+        self.storage = NodeStorage(lambda message: self.queue.append((True, message)))
+        self.largest = 0
+
+    def carry(self, messages: int = 1 << 20) -> None:
+        while self.queue and messages:
+            up, message = self.queue.pop(0)
+            self.largest = max(self.largest, len(self.queue))
+            if up:
+                self.cargo.handle(1, message)
+            else:
+                self.storage.handle(message)
+            messages -= 1
+
+
+@pytest.fixture
+def value() -> Iterator[Segment]:
+    descriptor = segments.create()
+    os.write(descriptor, DATA)
+    segments.seal(descriptor)
+    yield segments.segment_of(descriptor)
+    os.close(descriptor)
+
+
+def read(segment: Segment) -> bytes:
+    descriptor = segments.open_segment(segment)
+    try:
+        return os.pread(descriptor, segment.size, 0)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_value_gets_to_a_node_whole(value: Segment) -> None:
+    way, found = Way(), list[tuple[dict[int, list[Segment]], str]]()
+    key = way.cargo.deliver([value], [1], lambda there, why: found.append((there, why)))
+    way.carry()
+    [(there, why)] = found
+    assert not why and read(there[1][0]) == DATA
+    way.cargo.drop(key)
+    way.carry()
+    with pytest.raises(segments.Unreachable):
+        segments.open_segment(there[1][0])
+
+
+def test_no_more_is_under_way_than_allowed(value: Segment) -> None:
+    way = Way()
+    way.cargo.deliver([value], [1], lambda there, why: None)
+    way.carry()
+    assert way.largest * (120 << 10) < 2 * (4 << 20)
+
+
+def test_a_value_that_has_come_stays_when_its_node_is_lost(value: Segment) -> None:
+    way, found = Way(), list[Found]()
+    way.cargo.fetch([value], 1, lambda there, why: found.append((there, why)))
+    way.carry()
+    way.cargo.lose(1)
+    [(there, why)] = found
+    assert not why and read(there[0]) == DATA
+
+
+def test_a_value_that_is_coming_is_given_up_with_its_node(value: Segment) -> None:
+    way, found = Way(), list[Found]()
+    way.cargo.fetch([value], 1, lambda there, why: found.append((there, why)))
+    way.carry(5)
+    way.cargo.lose(1)
+    way.carry()
+    assert found == [([], "node 1 is lost")]
+
+
+def test_a_delivery_waits_for_no_node_that_is_lost(value: Segment) -> None:
+    way, found = Way(), list[tuple[dict[int, list[Segment]], str]]()
+    way.cargo.deliver([value], [1, 2], lambda there, why: found.append((there, why)))
+    way.cargo.lose(2)
+    way.carry()
+    assert [sorted(there) for there, _ in found] == [[1]]
+
+
+def test_a_value_whose_sender_has_ended_is_an_error(value: Segment) -> None:
+    way, found = Way(), list[Found]()
+    gone = Segment(value.pid, value.fd, value.inode + 1, value.size)
+    way.cargo.fetch([gone], 1, lambda there, why: found.append((there, why)))
+    way.carry()
+    [(there, why)] = found
+    assert not there and "another file" in why

@@ -1,7 +1,7 @@
 """README and docs: every block of Python runs as a reader runs it, a page from its top in a fresh notebook.
 
 The language of a fence says what its block is: `python` is a cell of a notebook, `output` is what the cell above it
-prints, to the letter, `bash` is typed into a terminal, and `text` is anything else. A cell that can't run on any
+prints, to the letter, `bash` is typed into a terminal, `toml` is a file, and `text` is anything else. A cell that can't run on any
 machine has a comment above it, `<!-- not run: REASON -->`.
 """
 
@@ -18,7 +18,7 @@ from testbed.kernel import Kernel, lines_by_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"python", "output", "bash", "text"}
+LANGUAGES = {"python", "output", "bash", "toml", "text"}
 NOT_RUN = "<!-- not run: "
 FENCE = "```"
 

@@ -435,6 +435,21 @@ while True:
     assert kernel.fails(fork(body), "LaunchError").evalue == "rank 1 raised ValueError: too small"
 
 
+def test_a_default_port_that_is_taken_just_now_is_exchanged_for_another(kernel: Kernel) -> None:
+    take = """
+import socket
+held = []
+def take(frame, event, arg):
+    if event == "c_return" and arg.__name__ == "bind" and arg.__self__.getsockname() == ("127.0.0.1", 29500) and not held:
+        held.append(socket.create_server(("127.0.0.1", 29500)))
+sys.setprofile(take)
+"""
+    kernel.ok(take)
+    kernel.ok(fork("return int(os.environ['MASTER_PORT'])"))
+    kernel.ok("sys.setprofile(None)\nfor server in held: server.close()")
+    assert kernel.value("result")[0] != 29500
+
+
 def test_a_timeout_interrupts(kernel: Kernel) -> None:
     late = kernel.fails(fork("time.sleep(60)", "num_processes=2, start_method='fork', timeout=0.5"), "RankTimeout")
     assert late.evalue == "not done after 0.5 s (timeout); the ranks were interrupted"

@@ -95,12 +95,13 @@ class Forker:
         self.close()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed before anything connected, or the agent is gone
-            with self._listener:
-                channel = self._accept()
-            with channel:
-                self._forks = _Forks(channel, *self._make)
-                if not self._closed:
+        """Serve one set of ranks after another: a start whose port is taken is tried again with another."""
+        with contextlib.suppress(OSError), self._listener:  # closed, or the agent is gone
+            while True:
+                with self._accept() as channel:
+                    self._forks = _Forks(channel, self._listener, *self._make)
+                    if self._closed:
+                        return
                     self._forks.fork_on_request()
 
     def _accept(self) -> socket.socket:
@@ -116,8 +117,11 @@ class Forker:
 class _Forks(Template):
     """Forks like the template, but from a process with threads, whose memory the children keep."""
 
-    def __init__(self, channel: socket.socket, function: Callable[[], Any], in_cell: InCell) -> None:
+    def __init__(
+        self, channel: socket.socket, listener: socket.socket, function: Callable[[], Any], in_cell: InCell
+    ) -> None:
         super().__init__(channel)
+        self._listener = listener
         self._function = function
         self._in_cell = in_cell
         self._made: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # for each requested fork
@@ -147,6 +151,7 @@ class _Forks(Template):
 
     def _be_child(self, parent: int, request: Fork, descriptors: list[int]) -> None:
         _shed_notebook()
+        self._listener.close()
         self.let_go()
         if request.rank is None:
             rank.become_store(parent, *descriptors)

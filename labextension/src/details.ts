@@ -53,7 +53,7 @@ function factsOf(rank: Rank, node: string): [label: string, value: string][] {
     ...(onGpu(rank) ? gpuMemory(rank) : cpuMemory(rank)),
   ];
   if (rank.step !== null) {
-    facts.push(["step", milliseconds(rank.step)], ["speed", speed(rank.flops)]);
+    facts.push(["step", milliseconds(rank.step)], ["speed", (rank.least ? "≥ " : "") + speed(rank.flops)]);
     facts.push(["MFU", percent(rank.mfu, 1)]);
   }
   if (rank.badges.length > 0) facts.push(["worth a look", rank.badges.map(([, words]) => badgeOf(words)).join(", ")]);

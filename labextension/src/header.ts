@@ -92,7 +92,7 @@ class Tile {
   draw([label, value, note, level]: Stat): void {
     write(this.label, label);
     write(this.value, value);
-    write(this.note, level === null ? note : `⚠ ${note}`);
+    write(this.note, level === "warn" || level === "bad" ? `⚠ ${note}` : note);
     this.element.dataset["level"] = level ?? "";
   }
 }

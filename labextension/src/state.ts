@@ -26,6 +26,7 @@ export interface Rank {
   doing: string;
   step: number | null;
   flops: number | null;
+  least: boolean;
   mfu: number | null;
   badges: [Level, string][];
   why: string;
@@ -43,7 +44,7 @@ export interface Node {
 }
 
 /** One figure over all ranks, in words. */
-export type Stat = [label: string, value: string, note: string, level: Level | null];
+export type Stat = [label: string, value: string, note: string, level: Level | "stale" | null];
 
 export interface Head {
   title: string;

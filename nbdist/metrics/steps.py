@@ -31,8 +31,8 @@ from nbdist.metrics.node.sample import StepSample
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_WINDOW = 64  # steps, at most
-_WINDOW_STEPS, _WINDOW_SECONDS = 10, 2.0  # of a sample: whichever is more
+_WINDOW = 1024  # steps, at most
+_WINDOW_STEPS, _WINDOW_SECONDS = 10, 5.0  # of a sample: whichever is more
 _LAP = 4096  # steps that a lap's figures are of, the newest
 
 _PASSES = 1000  # of one step, at most
@@ -86,6 +86,7 @@ class StepMeter:
         self._unit = ""
         self._thread = 0
         self._clock_is_off = False  # in this lap
+        self._is_lap_over = False
         self._ends: list[Callable[[], None]] = []
 
     def __enter__(self) -> StepMeter:
@@ -125,7 +126,8 @@ class StepMeter:
             if len(recent) >= _WINDOW_STEPS and now - step.at > _WINDOW_SECONDS:
                 break
             recent.append(step)
-        return self._summary(self._steps, recent)
+        stalled = now - recent[0].at if recent and not self._is_lap_over else 0.0
+        return self._summary(self._steps, recent, stalled)
 
     def lap(self) -> StepSample:
         """Return the steps since the last lap; time until the next step belongs to none. In the starting thread.
@@ -139,23 +141,32 @@ class StepMeter:
         self._since_lap.clear()
         self._lap_steps = 0
         self._clock_is_off = False
+        self._is_lap_over = True
         step_events.of_this_thread().forget()
         self._gathered = _Gathered()
         return found
 
-    def _summary(self, made: int, steps: Sequence[_Step]) -> StepSample:
-        """Return one step in the middle: each shape's median, weighed by how often it came."""
+    def _summary(self, made: int, steps: Sequence[_Step], stalled: float = 0.0) -> StepSample:
+        """Return what steps took: sums over all their time.
+
+        Args:
+            made: How many there have been.
+            steps: The last of them.
+            stalled: Seconds since the last one ended. They count if they are more than any of these steps took.
+        """
         if not steps:
             return StepSample(steps=made, why=self._why_nothing(made))
         known = [(step, found) for step in steps if (found := self._counts.known.get(step.shape)) is not None]
-        chosen = [step for step, _ in known] or steps
         waited = [step.waiting for step in steps if step.waiting is not None]
-        units = _middle(chosen, _units) or _middle(steps, _units)
+        units = _middle(steps, _units)
+        whole = sum(map(_seconds, steps))
+        whole += stalled if stalled > max(map(_seconds, steps)) else 0.0
         sample = StepSample(
             steps=made,
-            seconds=_middle(chosen, _seconds),
+            seconds=whole / len(steps),
+            typical=_middle(steps, _seconds),
             uncounted=1 - len(known) / len(steps),
-            waiting=min(1.0, sum(waited) / sum(map(_seconds, steps))) if waited else None,
+            waiting=min(1.0, sum(waited) / whole) if waited else None,
             units=units or None,
             unit=self._unit if units else "",
             why=self._counts.why or self._counts.hindrance or "no step of this shape has been counted yet",
@@ -216,6 +227,7 @@ class StepMeter:
         self._counts.finish(shape)
         self._steps += 1
         self._lap_steps += 1
+        self._is_lap_over = False
         self._note(self._clock.tick(_Step(shape, gathered.waiting, gathered.units, counted)))
         if not self._counts.under_way:
             self._counts.consider(shape, len(self._serials), self._lap_steps, self._device)
@@ -263,9 +275,6 @@ def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
     peak = peaks.mixed(work, figures)
     tokens = [each.count.tokens for each in known if each.count.tokens]
     missing = [dtype for dtype, figure in figures.items() if figure is None]
-    why = [f"no peak is known for {peaks.name_of(device)} at {', '.join(missing)}"] if missing else []
-    if uncounted := sorted({name for each in known for name in each.count.uncounted}):
-        why.append(f"not counted: {', '.join(uncounted)}")
     return msgspec.structs.replace(
         sample,
         flops=statistics.fmean(each.count.model_flops for each in known),
@@ -274,7 +283,8 @@ def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
         unit=sample.unit or ("tokens" if tokens else ""),
         peak=None if peak is None else peak.tflops * 1e12,
         peak_source="" if peak is None else peak.source,
-        why="; ".join(why),
+        not_counted=sorted({name for each in known for name in each.count.uncounted}),
+        why=f"no peak is known for {peaks.name_of(device)} at {', '.join(missing)}" if missing else "",
     )
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from nbdist.panel.model import Row, Stat, View, min_mean_max, urgency
+from nbdist.panel.model import Row, Stat, View, marked, min_mean_max, urgency
 from nbdist.text import duration, flop_rate, part_of, percent, size
 
 _BAR = 22  # characters
@@ -31,7 +31,7 @@ def text(view: View, *, ended: bool = False) -> str:
         ended: Whether the session is over, so that this is the last of it.
     """
     head = " · ".join([view.title, *_status(ended), time.strftime("%H:%M:%S", time.localtime(view.at))])
-    figures = _aligned([[stat.label, stat.value, stat.note] for stat in view.stats])
+    figures = _aligned([[stat.label, stat.value, stat.remark] for stat in view.stats])
     nodes = [_text_node(view, index) for index in range(len(view.nodes))]
     more = [f"… and {len(nodes) - _LINES} more machines"] if len(nodes) > _LINES else []
     chosen = _worth_a_look(view)
@@ -135,8 +135,8 @@ def _style(identity: str) -> str:
 
 
 def _html_stat(stat: Stat) -> str:
-    note = f"⚠ {stat.note}" if stat.level else stat.note
-    styled = ((stat.label, _CELL), (stat.value, _CELL), (note, f"{_CELL};{_QUIET}"))
+    value = f"{_CELL};{_QUIET}" if stat.level == "stale" else _CELL
+    styled = ((stat.label, _CELL), (stat.value, value), (stat.remark, f"{_CELL};{_QUIET}"))
     return "<tr>" + "".join(f'<td style="{style}">{escape(words)}</td>' for words, style in styled) + "</tr>"
 
 
@@ -253,5 +253,5 @@ def _remarks(row: Row) -> str:
     remarks = [f"⚠ {words}" for _, words in row.badges]
     remarks += [row.doing] if row.state in ("dead", "stuck") else []
     remarks += [f"{duration(row.step)} a step"] if row.step is not None else []
-    remarks += [flop_rate(row.flops)] if row.flops is not None else []
+    remarks += [marked(flop_rate(row.flops), row.least)] if row.flops is not None else []
     return "; ".join(words for words in [*remarks, row.why] if words)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, non_torch
+from nbdist.metrics.node.sample import STALLING, NodeSample, RankSample, Sample, StepSample, gpu_of, non_torch
 from nbdist.text import duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows
@@ -23,6 +23,7 @@ _LONGEST = 96  # characters of an explanation
 WORKING = ("busy", "stuck")  # states of a rank that runs something
 
 Level = Literal["warn", "bad"]
+Look = Literal["warn", "bad", "stale"]  # of a figure; stale: of steps that are over
 
 
 class Row(NamedTuple):
@@ -40,6 +41,7 @@ class Row(NamedTuple):
         peak: Largest `allocated`, as torch tells it.
         step: Seconds of a training step.
         flops: Model FLOP/s, over the time of its own step.
+        least: Whether operations without a formula are missing in it.
         mfu: Share of the device's peak.
         badges: What deserves a look.
         why: What is not known and why.
@@ -65,6 +67,7 @@ class Row(NamedTuple):
     doing: str = ""
     step: float | None = None
     flops: float | None = None
+    least: bool = False
     mfu: float | None = None
     badges: tuple[tuple[Level, str], ...] = ()
     why: str = ""
@@ -98,14 +101,19 @@ class Stat(NamedTuple):
     label: str
     value: str
     note: str = ""
-    level: Level | None = None
+    level: Look | None = None
+
+    @property
+    def remark(self) -> str:
+        """The note, marked where it is a warning."""
+        return f"⚠ {self.note}" if self.level in ("warn", "bad") else self.note
 
 
 class View(NamedTuple):
     """All that there is to show.
 
     Attributes:
-        flops: FLOP/s of all ranks together, by the slowest one's step.
+        flops: FLOP/s of all ranks at work together, by the slowest one's step; None while none works.
     """
 
     at: float
@@ -134,7 +142,8 @@ def view_of(sample: Sample) -> View:
     lines = tuple(_node(name, nodes.get(name), counts) for name, counts in zip(names, gpus, strict=True))
     together = _Together.of(sample.ranks)
     stats = _stats(together, sample.ranks, rows, late)
-    return View(sample.at, _title(sample, rows), rows, lines, stats, together and together.per_second("flops"))
+    flops = together.per_second("flops") if together is not None and together.now else None
+    return View(sample.at, _title(sample, rows), rows, lines, stats, flops)
 
 
 def urgency(row: Row) -> int:
@@ -162,6 +171,7 @@ def _row(rank: RankSample, node: int, machine: NodeSample | None, late: dict[int
         doing=clip(rank.doing),
         step=_seconds(step),
         flops=_ratio(step.flops, _seconds(step)),
+        least=bool(step.not_counted),
         mfu=_ratio(_ratio(step.flops, _seconds(step)), step.peak),
     )
     row = _with_gpu(row, rank, machine) if rank.gpu or rank.device != "cpu" else _with_cpu(row, rank, machine)
@@ -281,7 +291,7 @@ def _title(sample: Sample, rows: Sequence[Row]) -> str:
 
 
 class _Together(NamedTuple):
-    """Ranks that train, or did last: their steps, how long the slowest one's is in seconds, whether one works now."""
+    """Ranks that train, or if none works now, those that did: their steps, and the seconds of the slowest one's."""
 
     steps: list[StepSample]
     slowest: float
@@ -290,17 +300,23 @@ class _Together(NamedTuple):
     @classmethod
     def of(cls, ranks: Sequence[RankSample]) -> _Together | None:
         """Return the ranks that train; None if none does."""
-        timed = [(rank, seconds) for rank in ranks if rank.step and (seconds := _seconds(rank.step))]
+        timed = [(rank, rank.step, seconds) for rank in ranks if rank.step and (seconds := _seconds(rank.step))]
+        working = [each for each in timed if each[0].state in WORKING]
         if not timed:
             return None
-        steps = [rank.step for rank, _ in timed if rank.step]
-        return cls(steps, max(seconds for _, seconds in timed), any(rank.state in WORKING for rank, _ in timed))
+        chosen = working or timed
+        return cls([step for _, step, _ in chosen], max(seconds for _, _, seconds in chosen), bool(working))
 
     def per_second(self, field: str) -> float | None:
         """Return the sum of something over all ranks, by the slowest rank's step; None if a rank does not know it."""
         amounts = [finite(getattr(step, field)) for step in self.steps]
         known = [amount for amount in amounts if amount is not None]
         return sum(known) / self.slowest if len(known) == len(amounts) else None
+
+    @property
+    def not_counted(self) -> list[str]:
+        """Operations whose work is missing in FLOPs, so that what is made of them is a least figure."""
+        return sorted({name for step in self.steps for name in step.not_counted})
 
 
 def _stats(
@@ -311,8 +327,13 @@ def _stats(
             (rank.step.why for rank in ranks if rank.step is not None and rank.step.why), "no training steps yet"
         )
         return _memory(rows), Stat("step", "n/a", clip(why)), Stat("TFLOPS", "n/a"), Stat("MFU", "n/a")
-    speed = (_step(together, late), _tflops(together), _mfu(together))
-    return (_memory(rows), *speed, *_throughput(together), *_shares(together.steps))
+    speed = [_step(together, late), _tflops(together), _mfu(together)]
+    speed += [*_throughput(together), *_shares(together.steps)]
+    return (_memory(rows), *(speed if together.now else map(_as_last_seen, speed)))
+
+
+def _as_last_seen(stat: Stat) -> Stat:
+    return stat._replace(note="as last seen" if stat.value != "n/a" else stat.note, level="stale")
 
 
 def _memory(rows: Sequence[Row]) -> Stat:
@@ -329,12 +350,20 @@ def _memory(rows: Sequence[Row]) -> Stat:
 
 
 def _step(ranks: _Together, late: dict[int, float]) -> Stat:
-    if not ranks.now:
-        return Stat("step", duration(ranks.slowest), "as last seen")
-    if not late:
-        return Stat("step", duration(ranks.slowest), "no straggler" if len(ranks.steps) > 1 else "")
-    worst = max(late, key=lambda rank: late[rank])
-    return Stat("step", duration(ranks.slowest), f"rank {worst} is late: +{percent(late[worst])}", "warn")
+    if late:
+        worst = max(late, key=lambda rank: late[rank])
+        return Stat("step", duration(ranks.slowest), f"rank {worst} is late: +{percent(late[worst])}", "warn")
+    notes = [f"typically {duration(typical)}"] if (typical := _without_stalls(ranks)) else []
+    if len(ranks.steps) > 1:
+        known = all(finite(step.communication) is not None for step in ranks.steps)
+        notes.append("no straggler" if known else "straggler n/a: time in collectives is not known")
+    return Stat("step", duration(ranks.slowest), ", ".join(notes))
+
+
+def _without_stalls(ranks: _Together) -> float | None:
+    """Return the seconds of a typical step; None where the mean is about that."""
+    typical = max((finite(step.typical) or 0.0 for step in ranks.steps), default=0.0)
+    return typical if 0 < STALLING * typical < ranks.slowest else None
 
 
 def _tflops(ranks: _Together) -> Stat:
@@ -343,9 +372,16 @@ def _tflops(ranks: _Together) -> Stat:
         return Stat("TFLOPS", "n/a", clip(next((step.why for step in ranks.steps if step.why), "not counted yet")))
     uncounted = statistics.fmean(step.uncounted for step in ranks.steps)
     scale, unit = flop_unit(total / count)
-    notes = [f"{flops_in(scale, total)} in all"] if count > 1 else []
+    notes = [f"without {', '.join(ranks.not_counted)}"] if ranks.not_counted else []
+    notes += [f"{flops_in(scale, total)} in all"] if count > 1 else []
     notes += [f"{percent(uncounted)} of steps not counted"] if uncounted >= 0.005 else []
-    return Stat(f"{unit} per rank" if count > 1 else unit, flops_in(scale, total / count), ", ".join(notes))
+    value = marked(flops_in(scale, total / count), bool(ranks.not_counted))
+    return Stat(f"{unit} per rank" if count > 1 else unit, value, clip(", ".join(notes)))
+
+
+def marked(figure: str, least: bool) -> str:
+    """Return a figure of FLOPs, marked if it is the least that it can be."""
+    return f"≥ {figure}" if least else figure
 
 
 def _mfu(ranks: _Together) -> Stat:
@@ -358,7 +394,7 @@ def _mfu(ranks: _Together) -> Stat:
     notes = [f"HFU {percent(hardware / sum(peaks), 1)}"] if hardware is not None and hardware > total else []
     notes.append(f"peak {flop_rate(statistics.fmean(peaks))}")
     notes += [ranks.steps[0].peak_source] if ranks.steps[0].peak_source else []
-    return Stat("MFU", percent(total / sum(peaks), 1), clip(", ".join(notes)))
+    return Stat("MFU", marked(percent(total / sum(peaks), 1), bool(ranks.not_counted)), clip(", ".join(notes)))
 
 
 def _throughput(ranks: _Together) -> list[Stat]:
@@ -375,7 +411,7 @@ def _shares(steps: Sequence[StepSample]) -> list[Stat]:
     if not known:
         return []
     values = " / ".join(percent(statistics.fmean(shares)) for _, shares in known)
-    return [Stat(" / ".join(label for label, _ in known), values, "of a step spent waiting")]
+    return [Stat(f"waiting for {' / '.join(label for label, _ in known)}", values, "of a step")]
 
 
 # --- arithmetic

@@ -65,10 +65,10 @@ def flops(kernel: Kernel, cell: str) -> list[tuple[float, float]]:
 
 def test_the_line_below_a_cell_tells_steps_time_rates_and_what_is_not_known(measured: Kernel) -> None:
     outcome = measured.ok("%%distributed\ntrain(DistributedDataParallel(Gpt()), 5)")
-    for words in ("5 steps", "ms a step (slowest: rank ", "tokens/s", "FLOPS a rank", "in all", "waiting for data n/a"):
+    for words in ("5 steps", "ms a step", "tokens/s", "FLOPS a rank", "in all"):
         assert words in outcome.stdout, str(outcome)
-    assert "MFU n/a | HFU n/a" in outcome.stdout and "no peak is known for the CPU at fp32" in outcome.stdout
-    assert outcome.stdout.count("\n") == 1
+    figures, reasons = outcome.stdout.splitlines()
+    assert len(figures) <= 100 and reasons.endswith("MFU n/a: no peak is known for the CPU at fp32")
 
 
 def test_each_rank_of_ddp_counts_its_own_batch(measured: Kernel) -> None:

@@ -130,6 +130,29 @@ def test_ranks_that_run_nothing_keep_nobody_waiting() -> None:
     assert (stat(view, "step").value, stat(view, "step").note) == ("2.00 s", "as last seen")
 
 
+def test_ranks_in_step_have_no_straggler_only_where_their_collectives_are_known() -> None:
+    unknown = training(*[StepSample(seconds=1.0)] * 2)
+    known = training(*[StepSample(seconds=1.0, communication=0.3)] * 2)
+    assert stat(unknown, "step").note == "straggler n/a: time in collectives is not known"
+    assert stat(known, "step").note == "no straggler"
+
+
+def test_steps_of_ranks_that_are_idle_decide_nothing_while_others_train() -> None:
+    ranks = [
+        RankSample(0, state="busy", step=StepSample(seconds=0.1, flops=1e12)),
+        RankSample(1, state="idle", step=StepSample(seconds=9.0, flops=1e12)),
+    ]
+    view = view_of(Sample(at=0.0, ranks=ranks))
+    assert (stat(view, "step").value, stat(view, "TFLOPS").value, view.flops) == ("100 ms", "10.0", 1e13)
+
+
+def test_when_all_are_idle_every_speed_is_as_last_seen_and_plots_have_a_gap() -> None:
+    view = training(*[StepSample(seconds=0.1, flops=1e12, peak=1e14, units=8, unit="samples")] * 2, state="idle")
+    speeds = [found for found in view.stats if not found.label.startswith("memory")]
+    assert len(speeds) >= 4 and {found.level for found in speeds} == {"stale"}
+    assert view.flops is None
+
+
 # --- figures
 
 
@@ -163,6 +186,18 @@ def test_a_share_of_steps_that_was_not_counted_is_said() -> None:
         stat(training(StepSample(seconds=1.0, flops=1e12, uncounted=0.25)), "TFLOPS").note
         == "25 % of steps not counted"
     )
+
+
+def test_work_without_a_formula_makes_figures_least_ones_and_is_named() -> None:
+    view = training(StepSample(seconds=1.0, flops=1e12, peak=1e13, not_counted=["mylib.gemm"]))
+    assert (stat(view, "TFLOPS").value, stat(view, "TFLOPS").note) == ("≥ 1.00", "without mylib.gemm")
+    assert stat(view, "MFU").value == "≥ 10.0 %"
+    assert "≥ 1.00 TFLOPS" in fallback.text(view)
+
+
+def test_a_step_with_stalls_says_how_long_a_typical_one_is() -> None:
+    assert stat(training(StepSample(seconds=0.1, typical=0.01)), "step").note == "typically 10.0 ms"
+    assert stat(training(StepSample(seconds=0.1, typical=0.09)), "step").note == ""
 
 
 def test_an_unknown_peak_is_no_mfu_and_says_how_to_get_one() -> None:

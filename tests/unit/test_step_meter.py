@@ -139,8 +139,9 @@ def test_each_shape_is_counted_once_and_a_sample_is_of_their_mixture(meter: Step
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     train(model, optimizer, *[(B, T)] * 3, *[(B, 2 * T)] * 3)
-    train(model, optimizer, *[(B, T), (B, 2 * T)] * 32)
-    found = meter.sample()
+    meter.lap()
+    train(model, optimizer, (B, T), *[(B, 2 * T), (B, T)] * 4)
+    found = meter.lap()
     assert found.flops == (gpt(B, T) + gpt(B, 2 * T)) / 2 and found.uncounted == 0
 
 
@@ -233,7 +234,7 @@ def test_a_lap_that_ends_within_a_counted_step_leaves_nothing_active(meter: Step
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
-# --- data
+# --- time
 
 
 class Clock:
@@ -242,6 +243,45 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def stalling(meter: StepMeter, clock: Clock, steps: int) -> None:
+    """Steps of a second, after every fourth of which there is a stall of four."""
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), 0.01)
+    for number in range(1, steps + 1):
+        model(torch.randn(1, 4)).sum().backward()
+        clock.now += 1.0
+        optimizer.step()
+        clock.now += 4.0 if number % 4 == 0 else 0.0
+
+
+def test_seconds_of_a_step_include_the_stalls_between_steps(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalling(meter, Clock(monkeypatch), 42)  # timed from the third on: ten times four, with ten stalls
+    found = meter.lap()
+    assert (found.seconds, found.typical) == (2.0, 1.0)
+
+
+def test_the_latest_steps_are_as_true_as_the_whole_lap(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalling(meter, Clock(monkeypatch), 42)
+    assert meter.sample().seconds == pytest.approx(2.0, rel=0.11)  # half a stall of ten seconds of steps
+
+
+def test_a_stall_that_lasts_slows_the_rate_before_it_is_over(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    stalling(meter, clock, 42)
+    before = meter.sample().seconds
+    clock.now += 100.0
+    after = meter.sample().seconds
+    assert before is not None and after is not None and after >= before + 5.0
+    lap = meter.lap().seconds
+    clock.now += 100.0
+    assert meter.sample().seconds == pytest.approx(before)
+    assert lap == 2.0
+
+
+# --- data
 
 
 def test_waiting_is_the_share_of_all_time_however_it_is_spread(

@@ -17,11 +17,13 @@ from nbdist.client.session.observers import Observer, subscribe
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.task import Task
 from nbdist.metrics.node import active_meter
-from nbdist.metrics.node.sample import StepSample
+from nbdist.metrics.node.sample import STALLING, StepSample
 from nbdist.ranks import describe_ranks
-from nbdist.text import duration, flop_rate, percent, table
+from nbdist.text import duration, flop_rate, flop_unit, flops_in, percent, table
 
 HERE = -1  # the notebook's own process, among ranks
+UNEQUAL = 1.1  # times the median rank's step, from which on the slowest rank is named
+_INDENT = "    "
 
 
 class CellSteps(Observer):
@@ -90,14 +92,14 @@ class CellSteps(Observer):
 
 
 def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> str:
-    """Return one line about the steps of a cell.
+    """Return a line about the steps of a cell, and below it what is not known, with the reason.
 
     Args:
         samples: By rank, of the whole cell.
         missing: Its ranks that have not answered.
 
     Returns:
-        Steps, time, units of work, TFLOPS, MFU, HFU, waiting, and what is unknown and why; empty without steps.
+        Steps, time, units of work, TFLOPS, MFU, HFU, waiting; empty without steps.
     """
     stepping = {rank: sample for rank, sample in samples.items() if sample.steps}
     if not stepping:
@@ -105,28 +107,60 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> st
     parts = [_steps(stepping)]
     timed = {rank: sample for rank, sample in stepping.items() if sample.seconds}
     if timed:
-        parts += [_time(timed), *_throughput(timed), _rate(timed), *_shares(timed)]
-    notes = sorted({sample.why for sample in stepping.values() if sample.why})
-    if timed and (uncounted := statistics.fmean(sample.uncounted for sample in timed.values())):
-        notes.append(f"{percent(uncounted)} of the steps have shapes that were not counted")
+        parts += [_time(timed), *_throughput(timed), *_rates(timed), *_waiting(timed)]
+    notes = _notes(stepping, timed)
     if missing:
         notes.append(f"{describe_ranks(sorted(missing))} missing")
-    line = " | ".join(part for part in parts if part)
-    return f"{line} | n/a: {'; '.join(notes)}" if notes else line
+    line = " | ".join(parts)
+    return f"{line}\n{_INDENT}{'; '.join(notes)}" if notes else line
+
+
+def _notes(stepping: Mapping[int, StepSample], timed: Mapping[int, StepSample]) -> list[str]:
+    """Return what is behind the figures, and what they lack and why."""
+    reasons = sorted({sample.why for sample in stepping.values() if sample.why})
+    notes = _stragglers_and_stalls(timed) if timed else []
+    notes += [f"{_unknown(timed)} n/a: {'; '.join(reasons)}"] if reasons else []
+    if names := _not_counted(timed):
+        notes.append(f"not counted: {', '.join(names)} (register_flops)")
+    if timed and (uncounted := statistics.fmean(sample.uncounted for sample in timed.values())):
+        notes.append(f"{percent(uncounted)} of the steps have shapes that were not counted")
+    return notes
+
+
+def _unknown(timed: Mapping[int, StepSample]) -> str:
+    """Return the names of the figures that a reason is for."""
+    if not timed:
+        return "time"
+    return "MFU" if all(sample.flops is not None for sample in timed.values()) else "TFLOPS"
+
+
+def _not_counted(timed: Mapping[int, StepSample]) -> list[str]:
+    return sorted({name for sample in timed.values() for name in sample.not_counted})
 
 
 def _steps(samples: Mapping[int, StepSample]) -> str:
-    least, most = min(each.steps for each in samples.values()), max(each.steps for each in samples.values())
-    return f"{f'{least:,}' if least == most else f'{least:,}-{most:,}':>6} step{'s' if most != 1 else ''}"
+    fewest, most = min(each.steps for each in samples.values()), max(each.steps for each in samples.values())
+    return f"{fewest:,} step{'s' if most != 1 else ''}" if fewest == most else f"{fewest:,}-{most:,} steps"
 
 
 def _time(samples: Mapping[int, StepSample]) -> str:
+    return f"{duration(statistics.median(sample.seconds or 0.0 for sample in samples.values()))} a step"
+
+
+def _stragglers_and_stalls(samples: Mapping[int, StepSample]) -> list[str]:
+    """Return what a mean hides: ranks that do not go in step with the others, and stalls between steps."""
     seconds = {rank: sample.seconds or 0.0 for rank, sample in samples.items()}
-    text = f"{duration(statistics.median(seconds.values())):>8} a step"
-    if len(seconds) == 1:
-        return text
+    middle = statistics.median(seconds.values())
     slowest = max(seconds, key=lambda rank: seconds[rank])
-    return f"{text} (slowest: rank {slowest}, {duration(seconds[slowest])})"
+    found = [f"slowest: rank {slowest}, {duration(seconds[slowest])}"] if seconds[slowest] > UNEQUAL * middle else []
+    typical = statistics.median(sample.typical or 0.0 for sample in samples.values())
+    if 0 < STALLING * typical < middle:
+        found.append(f"a typical step took {duration(typical)}, stalls the rest")
+    return found
+
+
+def _slowest(samples: Mapping[int, StepSample]) -> float:
+    return max(sample.seconds or 0.0 for sample in samples.values())
 
 
 def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
@@ -134,39 +168,33 @@ def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
     kinds = {sample.unit for sample in samples.values()}
     if len(kinds) != 1 or not all(sample.units for sample in samples.values()):
         return []
-    slowest = max(sample.seconds or 0.0 for sample in samples.values())
-    return [f"{sum(sample.units or 0.0 for sample in samples.values()) / slowest:,.0f} {kinds.pop()}/s"]
+    return [f"{sum(sample.units or 0.0 for sample in samples.values()) / _slowest(samples):,.0f} {kinds.pop()}/s"]
 
 
-def _rate(samples: Mapping[int, StepSample]) -> str:
-    if any(sample.flops is None for sample in samples.values()):
-        return "TFLOPS n/a"
-    slowest = max(sample.seconds or 0.0 for sample in samples.values())
-    total = sum(sample.flops or 0.0 for sample in samples.values()) / slowest
-    if len(samples) == 1:
-        return f"{flop_rate(total):>12}"
-    return f"{flop_rate(total / len(samples)):>12} a rank, {flop_rate(total):>12} in all"
-
-
-def _shares(samples: Mapping[int, StepSample]) -> list[str]:
-    slowest = max(sample.seconds or 0.0 for sample in samples.values())
-    peaks = [sample.peak for sample in samples.values()]
-    parts = []
-    for name, flops in (
-        ("MFU", [sample.flops for sample in samples.values()]),
-        ("HFU", [sample.hardware_flops for sample in samples.values()]),
-    ):
-        known = [each for each in flops if each is not None]
-        if len(known) < len(flops) or not all(peaks):
-            parts.append(f"{name} n/a")
-            continue
-        parts.append(f"{name} {percent(sum(known) / slowest / sum(peak or 0.0 for peak in peaks), 1):>6}")
-    if sources := {sample.peak_source.partition(":")[0] for sample in samples.values() if sample.peak}:
-        marks = [mark for mark in ("estimated", "measured here") if mark in sources]
-        parts[-1] += "".join(f" (of a peak {mark})" for mark in marks)
-    waiting = [sample.waiting for sample in samples.values() if sample.waiting is not None]
-    parts.append(f"waiting for data {percent(max(waiting)):>4}" if waiting else "waiting for data n/a")
+def _rates(samples: Mapping[int, StepSample]) -> list[str]:
+    """Return FLOP/s, and their shares of the peak where that is known."""
+    mark = "≥ " if _not_counted(samples) else ""
+    flops = [sample.flops for sample in samples.values() if sample.flops is not None]
+    if len(flops) < len(samples):
+        return ["TFLOPS n/a"]
+    total = sum(flops) / _slowest(samples)
+    scale, unit = flop_unit(total / len(samples))
+    rate = f"{mark}{flops_in(scale, total / len(samples))} {unit}"
+    parts = [rate if len(samples) == 1 else f"{rate} a rank ({flops_in(scale, total)} in all)"]
+    peaks = [sample.peak for sample in samples.values() if sample.peak]
+    if len(peaks) < len(samples):
+        return parts
+    hardware = sum(sample.hardware_flops or 0.0 for sample in samples.values()) / _slowest(samples)
+    parts.append(f"MFU {mark}{percent(total / sum(peaks), 1)}")
+    parts += [f"HFU {mark}{percent(hardware / sum(peaks), 1)}"] if hardware != total else []
+    sources = {sample.peak_source.partition(":")[0] for sample in samples.values()}
+    parts[-1] += "".join(f" (of a peak {mark})" for mark in ("estimated", "measured here") if mark in sources)
     return parts
+
+
+def _waiting(samples: Mapping[int, StepSample]) -> list[str]:
+    waiting = [sample.waiting for sample in samples.values() if sample.waiting is not None]
+    return [f"waiting for data {percent(max(waiting))}"] if waiting else []
 
 
 def measure_peaks(session: Session | None, dtype: str | None, seconds: float) -> str:

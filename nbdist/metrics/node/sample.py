@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+STALLING = 1.2  # times the typical step, from which on the mean is worth a word
+
 
 class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One GPU, or one MIG instance, as its driver sees it.
@@ -72,10 +74,12 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         steps: Optimizer steps since the rank's start.
-        seconds: Of one step, median of the window.
+        seconds: All time of the window, stalls included, by its steps. Rates are to be divided by it.
+        typical: Seconds of a step in the middle, which ignores stalls.
         flops: Model FLOPs of one step on this rank; None: not counted (`why`).
         hardware_flops: With recomputation.
         uncounted: Share of the window's steps whose shapes were not counted.
+        not_counted: Operations that worked in counted steps and have no formula, so that `flops` is a least figure.
         waiting: Share of the step spent waiting for data.
         communication: Share of the step in collectives, where it can be known.
         units: Samples or tokens of one step on this rank.
@@ -87,9 +91,11 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     steps: int = 0
     seconds: float | None = None
+    typical: float | None = None
     flops: float | None = None
     hardware_flops: float | None = None
     uncounted: float = 0.0
+    not_counted: list[str] = []
     waiting: float | None = None
     communication: float | None = None
     units: float | None = None

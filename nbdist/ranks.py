@@ -1,9 +1,11 @@
-"""How users write sets of ranks: "0,2-3", "all" and "@node-b". Numbers and text only; independent of sessions."""
+"""How sets of ranks are written: "0,2-3", "all", "@node-b". Numbers and text only; independent of sessions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from nbdist.errors import UsageError
 
@@ -76,6 +78,36 @@ def describe_ranks(ranks: Iterable[int]) -> str:
     if not numbers:
         return "no ranks"
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(_spans(numbers))
+
+
+@dataclass(frozen=True)
+class RankNames:
+    """How ranks are named where some are on other machines: with their node, if all are on one.
+
+    Attributes:
+        nodes: The ranks of each node, by its name; empty with one node.
+    """
+
+    nodes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Return a set of ranks for a sentence: "rank 9 (node-b)", "ranks 6-9"."""
+        numbers = set(ranks)
+        there = {self._node_of[rank] for rank in numbers if rank in self._node_of}
+        return describe_ranks(numbers) + (f" ({there.pop()})" if len(there) == 1 else "")
+
+    def label(self, ranks: Sequence[int]) -> str:
+        """Return the label of what ranks print: "[9] ", and for the whole of a node "[8-15] (node-b) "."""
+        node = self._node_of.get(ranks[0], "") if ranks else ""
+        whole = f" ({node})" if node and set(ranks) == set(self.nodes[node]) else ""
+        return f"[{format_ranks(ranks)}]{whole} "
+
+    @cached_property
+    def _node_of(self) -> dict[int, str]:
+        return {rank: node for node, ranks in self.nodes.items() for rank in ranks}
+
+
+ONE_NODE = RankNames()
 
 
 def _spans(ranks: Iterable[int]) -> list[str]:

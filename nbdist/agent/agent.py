@@ -25,6 +25,7 @@ from nbdist import network
 from nbdist.agent import surroundings
 from nbdist.agent.fork_channel import ForkChannel
 from nbdist.agent.link import EVENTS, Link
+from nbdist.agent.native_stacks import NativeStacks
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.relay import Relay
 from nbdist.agent.storage import NodeStorage
@@ -37,7 +38,8 @@ from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.nodes import Ping, Pong
 from nbdist.wire.output import STDERR, STDOUT, Credit
-from nbdist.wire.questions import Look, WatchNodes
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.questions import Answer, Ask, Look, WatchNodes
 from nbdist.wire.rank_processes import (
     Exited,
     Gone,
@@ -131,6 +133,7 @@ class Agent:
         self._storage = NodeStorage(self._send_freight)
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
+        self._stacks = NativeStacks()
         self._set: _Set | None = None
         self._watched: dict[ForkChannel, int] = {}  # sources of forks, and their polled descriptors
         self._notes: list[str] = []
@@ -139,7 +142,7 @@ class Agent:
     def run(self) -> None:
         """Serve until the controller is gone or asks to stop."""
         poller = zmq.Poller()
-        for source in (self._control, self._controller, self._pipes, self._sampler.wake):
+        for source in (self._control, self._controller, self._pipes, self._sampler.wake, self._stacks.wake):
             poller.register(source, zmq.POLLIN)
         for other in (self._link.events if self._link is not None else None, self._freight):
             if other is not None:
@@ -161,6 +164,9 @@ class Agent:
             if self._sampler.wake in ready:
                 for node in self._sampler.take():
                     self._say(Look(node))
+            if self._stacks.wake in ready:
+                for answer in self._stacks.take():
+                    self._say(answer)
             if self._freight in ready:
                 self._take_freight()
             if self._link is not None and self._link.is_lost(self._link.events in ready):
@@ -198,6 +204,7 @@ class Agent:
         return int(min(waits) * 1000) + 1 if waits else None
 
     def _end(self, remove: bool) -> None:
+        self._stacks.close()
         end_descendants()
         if remove or self._setup.node:
             _remove(self._setup.leftovers)
@@ -243,10 +250,20 @@ class Agent:
             self._kill(message)
         elif isinstance(message, WatchNodes):
             self._sampler.watch(message.period)
+        elif isinstance(message, Ask):
+            self._answer(message)
         elif isinstance(message, Ping):
             self._say(Pong(message.sent, time.monotonic()))
             if self._link is not None:
                 self._link.heard()
+
+    def _answer(self, message: Ask) -> None:
+        pids = {rank: pid for pid, rank in self._set.pids.items()} if self._set is not None else {}
+        for rank in message.ranks:
+            if rank in pids:
+                self._stacks.look(message, rank, pids[rank])
+            else:
+                self._say(Answer(message.request, rank, NoAnswer("it has ended"), message.asker))
 
     def _spawn(self, message: Spawn) -> None:
         self._notes = []
@@ -540,7 +557,8 @@ class Agent:
 
         A living rank adopts its own orphans, so all that are reparented to this process belonged to a dead rank.
         """
-        end_descendants(_ORPHANS_LIMIT, keep={self._template.pid} if self._template is not None else ())
+        own = {self._template.pid} if self._template is not None else set()
+        end_descendants(_ORPHANS_LIMIT, keep=own | self._stacks.pids)
 
     def _say(self, message: Message) -> None:
         self._control.send(encode(message))

@@ -51,7 +51,7 @@ from nbdist.wire.message import VERSION, Hello, Message
 from nbdist.wire.nodes import Join, NodeLeft, Pong
 from nbdist.wire.output import Credit, Display, LogPart, Notice, ReadLog, WidgetMessage
 from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
+from nbdist.wire.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, Status, WatchNodes
 from nbdist.wire.rank_processes import Gone, Ready
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 
@@ -321,6 +321,8 @@ class Controller:
         for number in message.ranks:
             if members is None or number not in members.ranks or members.ranks[number].dead:
                 self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))
+            elif isinstance(message.question, OF_AGENTS):
+                members.to_agent_of(number, msgspec.structs.replace(message, ranks=[number]))
             else:
                 members.to_rank(RANK_CONTROL, number, message)
 

@@ -17,7 +17,7 @@ from nbdist.controller.rank_order import Rank
 from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.processes import describe_exit
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import RankNames
 from nbdist.wire.cells import Execute, Failure, FailureKind, Interrupt, Outcome, Reply
 from nbdist.wire.frames import encode
 from nbdist.wire.lanes import AGENT_FREIGHT, RANK_CELL, RANK_CONTROL, lane
@@ -34,7 +34,7 @@ from nbdist.wire.life import (
 from nbdist.wire.message import Message
 from nbdist.wire.output import Notice, Output
 from nbdist.wire.parcel import Parcel, Segment
-from nbdist.wire.questions import RankStatus
+from nbdist.wire.questions import Answer, RankStatus
 from nbdist.wire.rank_processes import (
     Exited,
     Kill,
@@ -70,6 +70,7 @@ class Members:
         up: Whether all are ready.
         ending: Whether they are to end.
         cells: What they run.
+        names: How to name them.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class Members:
         self._first_serial = first_serial
         self._node_of = {rank: node for node, options in shares.items() for rank in options.ranks}
         self.ranks = {number: Rank(number, tell, keep, self._part_ended) for number in self._node_of}
+        hosts = {node: nodes[node].host for node in shares if len(shares) > 1 and node in nodes}
+        self.names = RankNames({host: shares[node].ranks for node, host in hosts.items()})
         self.up = False
         self.ending = False
         self.cells = Cells(self, self.execute)
@@ -296,7 +299,7 @@ class Members:
             self.to_notebook(Started(self.epoch, infos, self._backend, notes, self._first_serial))
         elif now > self._moved + self._patience:
             said = self._progress.text if self._progress is not None else ""
-            where = f"{describe_ranks(missing)} not ready" if forked else said
+            where = f"{self.names.describe(missing)} not ready" if forked else said
             self.fail(
                 f"the start made no progress for {self._patience:g} s ({where or 'no process came up'}). "
                 f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
@@ -372,6 +375,9 @@ class Members:
             self.fail(self._of_node(node, message.text), message.obstacle)
         elif isinstance(message, Exited):
             self._exited(node, message)
+        elif isinstance(message, Answer):
+            self._rank_on(node, message.rank)
+            self.to_notebook(message)
 
     def _rank_on(self, node: int, number: int) -> Rank:
         if self._node_of[number] != node:

@@ -18,7 +18,7 @@ import msgspec
 
 from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.recovery import FailedCell, Recovery
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import RankNames
 from nbdist.wire.cells import Execute, Failure, InOrder, Interrupt, Recover, Recovered, Remark, Reply
 from nbdist.wire.lanes import RANK_CELL
 from nbdist.wire.message import Message
@@ -29,7 +29,13 @@ _EXPLAIN_EVERY = 1.0  # seconds that a cell waits for ranks before this is shown
 
 
 class Wires(Protocol):
-    """What the controller does for this module."""
+    """What the controller does for this module.
+
+    Attributes:
+        names: How to name ranks.
+    """
+
+    names: RankNames
 
     def to_rank(self, lane: str, rank: int, message: Message) -> None:
         """Send to a rank, if it is alive."""
@@ -139,7 +145,7 @@ class Repairs:
             waiting.message = msgspec.structs.replace(waiting.message, ranks=rest)
         else:
             del self._waiting[message.serial]
-        who = describe_ranks(self._awaited(waiting))
+        who = self._wires.names.describe(self._awaited(waiting))
         if waiting.said and not rest:
             text = f"waited {now - waiting.since:.0f} s for {who}, then was dropped"
             self._wires.to_notebook(Remark(message.serial, text, "watch"))
@@ -242,7 +248,7 @@ class Repairs:
         if repair.last is None:
             return
         recovery = repair.recovery
-        who = describe_ranks(recovery.awaited)
+        who = self._wires.names.describe(recovery.awaited)
         text = f"{who} did not answer in time: process groups are checked before the next cell there starts"
         seconds = time.monotonic() - recovery.began
         self._wires.to_notebook(Recovered(repair.serial, self._generation, text, 0, seconds))
@@ -322,8 +328,9 @@ class Repairs:
         who = self._awaited(waiting)
         if not who:
             return
+        has = "has" if len(who) == 1 else "have"
         text = (
-            f"waiting for {describe_ranks(who)}, which {'has' if len(who) == 1 else 'have'} not answered for "
+            f"waiting for {self._wires.names.describe(who)}, which {has} not answered for "
             f"{now - waiting.since:.0f} s: stopped, or in a call that blocks Python. Interrupt this cell to "
             "drop it."
         )

@@ -77,6 +77,7 @@ class Cells:
             now,
             launch=message.kind == "launch",
             part=bool(self._running) or len(self._wires.idle()) > len(ranks),
+            names=self._wires.names,
             strand=lambda rank, why: self._asking_about(serial)([rank], Strand(serial, why)),
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nbdist.controller.inquiries import AskRanks
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import ONE_NODE, RankNames
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import GetPosition, Position
 
@@ -63,6 +63,7 @@ class Watch:
         launch: Whether the ranks exist only for this work, so that those that have finished wait for the others.
         part: Whether the session has ranks that the cell does not run on.
         strand: Ends what a rank waits in, because it can't happen any more. Further argument: the reason.
+        names: How to name ranks.
 
     Attributes:
         due: Time of the next `tick`.
@@ -83,6 +84,7 @@ class Watch:
         launch: bool = False,
         part: bool = False,
         strand: Callable[[int, str], None] = lambda rank, why: None,
+        names: RankNames = ONE_NODE,
     ) -> None:
         self._pauses = pauses or Pauses()
         self.serial = serial
@@ -97,6 +99,7 @@ class Watch:
         self._grace = grace
         self._launch = launch
         self._strand = strand
+        self._names = names
         self._stranded: set[int] = set()
         self._returned: dict[int, float] = {}  # when ranks returned; in a launch, also those of other nodes
         self._finished_at: float | None = None  # when the first rank finished
@@ -302,10 +305,10 @@ class Watch:
 
     def _explain(self, awaited: dict[int, set[int]], now: float) -> None:
         waits = {rank: self._wait(rank) for rank in awaited}
-        self.waits = {rank: f"{waits[rank]}, for {describe_ranks(awaited[rank])}" for rank in sorted(self._since)}
+        self.waits = {rank: f"{waits[rank]}, for {self._names.describe(awaited[rank])}" for rank in sorted(self._since)}
         whom = set().union(*awaited.values())
         rest = {rank: self._elsewhere(rank) for rank in sorted((self._left | whom) - awaited.keys())}
-        text = _sentence(waits, rest)
+        text = self._sentence(waits, rest)
         never = self._never(awaited)
         if never:
             text += ". They wait for each other, so none of them can continue"
@@ -317,12 +320,24 @@ class Watch:
 
     def _explain_late(self, now: float) -> None:
         assert self._finished_at is not None
-        who = describe_ranks([rank for rank in self._ranks if rank not in self._left])
-        where = _sentence({}, {rank: self._elsewhere(rank) for rank in sorted(self._left)})
+        who = self._names.describe([rank for rank in self._ranks if rank not in self._left])
+        where = self._sentence({}, {rank: self._elsewhere(rank) for rank in sorted(self._left)})
         news: tuple[dict[int, str], set[int], bool] = ({}, set(self._left), False)
         same, self._told = news == self._told, news
         self._waited_since = self._finished_at
         self._say(f"{who} finished {now - self._finished_at:.0f} s ago; {where}", same, True)
+
+    def _sentence(self, waits: dict[int, str], rest: dict[int, str]) -> str:
+        """Describe what each rank does, grouping ranks that do the same."""
+        clauses = [self._clause(ranks, words) for words, ranks in [*_by_words(waits).items(), *_by_words(rest).items()]]
+        if len(clauses) > _CLAUSES:
+            clauses[_CLAUSES:] = ["`%distributed stacks` shows the others"]
+        return "; ".join(clauses)
+
+    def _clause(self, ranks: Sequence[int], words: str) -> str:
+        """Return a clause for several ranks, from the clause for each."""
+        verb, _, rest = words.partition(" ")
+        return f"{self._names.describe(ranks)} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}"
 
     def _wait(self, rank: int) -> str:
         look = self._looks[rank]
@@ -330,7 +345,7 @@ class Watch:
 
     def _gone(self, ranks: set[int]) -> str:
         """Describe ranks that will not arrive any more, and what to do about it."""
-        who, has = describe_ranks(sorted(ranks)), "has" if len(ranks) == 1 else "have"
+        who, has = self._names.describe(ranks), "has" if len(ranks) == 1 else "have"
         if self._launch:
             return f"{who}, which {has} returned: make the same calls on all ranks before the function returns"
         return f"{who}, which {has} finished the cell: call it on all ranks, not under `if is_main_process()`"
@@ -361,7 +376,7 @@ class Watch:
         seconds = now - self._waited_since
         waited = f"waited {seconds:.0f} s" if seconds >= _WORTH_SAYING else "waited"
         _, others, _ = self._told
-        whom = f" for {describe_ranks(others)}" if others else ""
+        whom = f" for {self._names.describe(others)}" if others else ""
         self._told, self.waits = None, {}
         self._say(f"{waited}{whom}{end}", False, False)
 
@@ -378,20 +393,6 @@ def _is_same(look: Position, before: Position | None) -> bool:
 
 def _where(look: Position) -> tuple[object, ...]:
     return look.running, look.position, [sum(group.entered) for group in look.groups.values()]
-
-
-def _sentence(waits: dict[int, str], rest: dict[int, str]) -> str:
-    """Describe what each rank does, grouping ranks that do the same."""
-    clauses = [_clause(ranks, words) for words, ranks in [*_by_words(waits).items(), *_by_words(rest).items()]]
-    if len(clauses) > _CLAUSES:
-        clauses[_CLAUSES:] = ["`%distributed stacks` shows the others"]
-    return "; ".join(clauses)
-
-
-def _clause(ranks: Sequence[int], words: str) -> str:
-    """Return a clause for several ranks, from the clause for each."""
-    verb, _, rest = words.partition(" ")
-    return f"{describe_ranks(ranks)} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}"
 
 
 def _by_words(words: dict[int, str]) -> dict[str, list[int]]:

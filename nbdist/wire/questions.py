@@ -28,10 +28,12 @@ from nbdist.wire.stopping import (
     Disarm,
     Forbid,
     Forbidden,
+    GetNativeStack,
     GetPosition,
     GetStack,
     GetState,
     Meet,
+    NativeStack,
     Position,
     RankState,
     StepsMade,
@@ -50,6 +52,7 @@ AnyQuestion = (
     | Forbid
     | GetMemory
     | GetMetrics
+    | GetNativeStack
     | GetPosition
     | GetStack
     | GetState
@@ -65,6 +68,7 @@ AnyAnswer = (
     | Forbidden
     | Inspection
     | Metrics
+    | NativeStack
     | NoAnswer
     | Position
     | ProcessMemory
@@ -74,10 +78,13 @@ AnyAnswer = (
 )
 
 
-class Ask(Message, frozen=True):
-    """A question to the control threads of ranks, answered at once. request: counts the questions of its asker.
+OF_AGENTS = (GetNativeStack,)  # the questions that agents answer for their ranks
 
-    0 if the asker does not need the answer.
+
+class Ask(Message, frozen=True):
+    """A question to the control threads of ranks, answered at once, or to their agents (`OF_AGENTS`).
+
+    request: counts the questions of its asker; 0 if the asker does not need the answer.
     """
 
     request: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -69,6 +70,22 @@ class ThreadStack(AnswerBody, frozen=True):
 
 class GetStack(Question[ThreadStack], frozen=True):
     """What is the main thread's stack?"""
+
+
+class NativeStack(AnswerBody, frozen=True):
+    """The main thread's stack as py-spy sees it, with the frames of C code.
+
+    frames: the outermost first. obstacle: why there are none ("missing": there is no py-spy on that node; "refused":
+    the system does not allow it). text: more on that.
+    """
+
+    frames: list[str] = []
+    obstacle: Literal["", "missing", "refused", "late", "other"] = ""
+    text: str = ""
+
+
+class GetNativeStack(Question[NativeStack], frozen=True):
+    """What is the stack, C code included? Answered by the rank's agent."""
 
 
 # --- stopping a cell

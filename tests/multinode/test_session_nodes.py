@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.kernel import Execution, Kernel, Outcome
+from testbed.kernel import Execution, Kernel, Outcome, wait_until
 from tests.conftest import sharing
 from tests.multinode.hosts import Host, two_hosts
 
@@ -124,12 +124,14 @@ def test_ranks_are_numbered_node_by_node_and_are_one_group(session: Kernel) -> N
 
 def test_other_nodes_have_their_own_environment_and_what_the_notebook_has_set(session: Kernel) -> None:
     outcome = run(session, "import os\nprint(os.environ.get('SET_HERE'), os.environ.get('ONLY_THERE'))")
-    assert "[0-1] yes None" in outcome.stdout and "[2-3] yes yes" in outcome.stdout, str(outcome)
+    name = os.uname().nodename
+    assert f"[0-1] ({name}) yes None" in outcome.stdout, str(outcome)
+    assert f"[2-3] ({name}#1) yes yes" in outcome.stdout, str(outcome)
 
 
 def test_a_failure_on_another_node_is_shown_and_sums_are_right_after_it(session: Kernel) -> None:
     outcome = run(session, "import torch.distributed as dist\nif rank == 3: raise ValueError('boom')\ndist.barrier()")
-    assert outcome.evalue == "rank 3 raised ValueError: boom", str(outcome)
+    assert outcome.evalue == f"rank 3 ({os.uname().nodename}#1) raised ValueError: boom", str(outcome)
     assert "[0-3] 10" in run(session, SUM).stdout
 
 
@@ -157,7 +159,32 @@ def test_status_names_the_nodes(session: Kernel) -> None:
 
 
 def test_a_cell_runs_on_the_ranks_of_one_node(session: Kernel) -> None:
-    assert "[2-3] here" in run(session, "print('here')", f"-r @{os.uname().nodename}#1").stdout
+    node = f"{os.uname().nodename}#1"
+    assert f"[2-3] ({node}) here" in run(session, "print('here')", f"-r @{node}").stdout
+
+
+def test_the_watch_names_the_nodes_of_ranks_that_wait(session: Kernel) -> None:
+    cell = session.start(
+        "%%distributed\nimport time, torch.distributed as dist\nif rank == 0: time.sleep(1000)\ndist.barrier()"
+    )
+    name = os.uname().nodename
+    cell.wait_until(lambda seen: any(f"rank 0 ({name}) is at" in text for text in seen.plain), "a live line")
+    session.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("options", ["", "--native"])
+def test_stacks_of_other_nodes_are_shown(session: Kernel, options: str) -> None:
+    session.ok(
+        "handle = __import__('nbdist').get_session().run_in_background(\n"
+        "    'import time\\ntime.sleep(1000)', ranks=[2, 3], show=False)"
+    )
+    wait_until(lambda: "time.sleep" in session.ok("%distributed stacks").stdout, "ranks to sleep")
+    shown = session.ok(f"%distributed stacks {options}").stdout
+    session.ok("handle.interrupt(now=True)")
+    session.run("handle.wait(20)")
+    assert f"ranks 2-3 ({os.uname().nodename}#1), cell" in shown, shown
+    assert ("sleep" if options else "time.sleep(1000)") in shown, shown
 
 
 def test_restart_keeps_the_nodes(session: Kernel) -> None:
@@ -299,7 +326,8 @@ def hosts() -> Iterator[Hosts]:
 def test_hosts_with_networks_of_their_own_are_one_group(hosts: Hosts) -> None:
     outcome = run(hosts.kernel, SUM + "import os\nprint(os.environ['GLOO_SOCKET_IFNAME'])")
     assert "[0-3] 10" in outcome.stdout, str(outcome)
-    assert "[0-1] cable1" in outcome.stdout and "[2-3] cable2" in outcome.stdout, str(outcome)
+    assert re.search(r"\[0-1\] \(.*\) cable1", outcome.stdout), str(outcome)
+    assert re.search(r"\[2-3\] \(.*\) cable2", outcome.stdout), str(outcome)
 
 
 def test_everything_listens_on_the_given_network_or_on_loopback_only(hosts: Hosts) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nbdist.client.output.area import Area
 from nbdist.client.output.page import Shown, Text
+from nbdist.ranks import RankNames
 from nbdist.wire.output import Display, ItemKind
 
 
@@ -76,3 +77,12 @@ def test_memory_is_bounded() -> None:
         page.add(Text("stdout", "[1] " + "x" * 99_995 + "\n"))
     kept = cleared(page, 0)
     assert kept is not None and 500_000 < sum(map(len, kept)) <= 1_000_000
+
+
+def test_lines_that_are_kept_name_the_node_if_all_of_its_ranks_are_left() -> None:
+    names = RankNames({"node-a": [0], "node-b": [1, 2]})
+    area = Area(range(3), names)
+    for text in ("[1-2] (node-b) theirs\n", "[0-1] common\n"):
+        area.add(Text("stdout", text))
+    area.ask_clear([1])
+    assert area.clear() == [Text("stdout", "[2] theirs\n[0] (node-a) common\n")]

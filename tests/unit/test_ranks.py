@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.ranks import describe_ranks, format_ranks, parse_ranks
+from nbdist.ranks import ONE_NODE, RankNames, describe_ranks, format_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,25 @@ def test_ranks_are_written_as_short_as_possible(ranks: tuple[int, ...], text: st
 )
 def test_ranks_are_described_as_part_of_a_sentence(ranks: tuple[int, ...], text: str) -> None:
     assert describe_ranks(ranks) == text
+
+
+NODES = RankNames({"node-a": [0, 1], "node-b": [2, 3]})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([3], "rank 3 (node-b)"), ([2, 3], "ranks 2-3 (node-b)"), ([1, 2], "ranks 1-2"), ([], "no ranks")],
+)
+def test_ranks_of_one_node_are_described_with_it(ranks: list[int], words: str) -> None:
+    assert NODES.describe(ranks) == words
+
+
+@pytest.mark.parametrize(
+    ("ranks", "label"), [([2, 3], "[2-3] (node-b) "), ([3], "[3] "), ([0, 1, 2, 3], "[0-3] "), ([0, 2, 3], "[0,2-3] ")]
+)
+def test_a_label_names_a_node_if_it_is_all_of_its_ranks(ranks: list[int], label: str) -> None:
+    assert NODES.label(ranks) == label
+
+
+def test_with_one_node_none_is_named() -> None:
+    assert ONE_NODE.label([0, 1]) == "[0-1] " and ONE_NODE.describe([1]) == "rank 1"

@@ -8,6 +8,7 @@ from typing import Any
 from nbdist.controller.inquiries import A, Handler
 from nbdist.controller.recovery import FailedCell
 from nbdist.controller.repairs import Repairs
+from nbdist.ranks import RankNames
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply
 from nbdist.wire.message import Message
 from nbdist.wire.question import Question
@@ -53,6 +54,8 @@ class Ranks:
 
     def dead(self) -> list[int]:
         return []
+
+    names = RankNames()
 
     def everyone(self) -> list[int]:
         return [0, 1, 2]

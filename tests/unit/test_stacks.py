@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import select
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from nbdist.agent.native_stacks import NativeStacks
 from nbdist.client.session.stack_report import Stack, render, stack_of, with_native_frames
 from nbdist.errors import UsageError
-from nbdist.wire.stopping import ThreadStack
+from nbdist.ranks import ONE_NODE, RankNames
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.questions import Ask
+from nbdist.wire.stopping import GetNativeStack, NativeStack, ThreadStack
 
 DUMP = """Process 42: python
 Python v3.11.7 (/usr/bin/python3.11)
@@ -61,9 +66,20 @@ def test_a_rank_that_does_not_answer_is_said_not_to() -> None:
     assert render({0: stack_of(None, "cell 7 (9 s)")}).startswith("rank 0, cell 7 (9 s), in a call that blocks")
 
 
+def native(py_spy_says: str, py_spy: Path) -> NativeStack | NoAnswer:
+    """What an agent answers for a rank where py-spy says this."""
+    install(py_spy, py_spy_says)
+    stacks = NativeStacks()
+    stacks.look(Ask(1, [0], GetNativeStack()), 0, 42)
+    assert select.select([stacks.wake], [], [], 30)[0]
+    [answer] = stacks.take()
+    stacks.close()
+    return GetNativeStack().checked(answer.body)
+
+
 def test_native_frames_stand_below_the_cell_that_called_them(py_spy: Path) -> None:
-    install(py_spy, f"cat <<'END'\n{DUMP}END")
-    found = with_native_frames({0: busy(""), 1: stack_of(ThreadStack(), "")}, {0: 42, 1: 43})
+    seen = native(f"cat <<'END'\n{DUMP}END", py_spy)
+    found = with_native_frames({0: busy(""), 1: stack_of(ThreadStack(), "")}, {0: seen}, ONE_NODE)
     assert found[0].lines == (
         "cell 5 line 8",
         "cell 5 line 4, in train",
@@ -74,18 +90,35 @@ def test_native_frames_stand_below_the_cell_that_called_them(py_spy: Path) -> No
     assert str(found[1]) == "idle"
 
 
-def test_without_py_spy_it_says_what_to_install(py_spy: Path) -> None:
-    with pytest.raises(UsageError, match="pip install py-spy"):
-        with_native_frames({0: busy("")}, {0: 42})
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        pytest.param("rm $0; exec $0", r"rank 0 \(node-a\): .*not found", id="gone"),
+        pytest.param("echo 'Permission Denied: try sudo' >&2; exit 1", r"SYS_PTRACE.*without --native", id="refused"),
+        pytest.param("echo 'Error: no Python' >&2; exit 1", r"rank 0 \(node-a\): Error: no Python", id="other"),
+        pytest.param("exit 1", "it gave no reason", id="silent"),
+    ],
+)
+def test_what_keeps_py_spy_from_looking_is_said(py_spy: Path, says: str, words: str) -> None:
+    seen = native(says, py_spy)
+    with pytest.raises(UsageError, match=words):
+        with_native_frames({0: busy("")}, {0: seen}, RankNames({"node-a": [0], "node-b": [1]}))
 
 
-def test_a_system_that_forbids_it_is_named_with_what_to_do(py_spy: Path) -> None:
-    install(py_spy, "echo 'Permission Denied: Try running again with elevated permissions' >&2; exit 1")
-    with pytest.raises(UsageError, match=r"ptrace_scope=0.*SYS_PTRACE.*without --native"):
-        with_native_frames({0: busy("")}, {0: 42})
+@pytest.mark.parametrize(
+    ("seen", "words"), [(None, "did not finish rank 0: use"), (NativeStack(obstacle="missing"), "pip install py-spy")]
+)
+def test_a_node_without_an_answer_or_py_spy_says_what_to_do(seen: NativeStack | None, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        with_native_frames({0: busy("")}, {0: seen} if seen is not None else {}, ONE_NODE)
 
 
-def test_any_other_failure_of_py_spy_is_passed_on(py_spy: Path) -> None:
-    install(py_spy, "echo 'Error: Failed to find python version' >&2; exit 1")
-    with pytest.raises(UsageError, match=r"rank 0 \(pid 42\): Error: Failed to find python version"):
-        with_native_frames({0: busy("")}, {0: 42})
+def test_a_rank_that_ended_meanwhile_keeps_what_was_known() -> None:
+    stacks = {0: busy("cell 7 line 2: work()")}
+    assert with_native_frames(stacks, {0: NoAnswer("it has ended")}, ONE_NODE) == stacks
+
+
+def test_stacks_of_other_nodes_are_named_by_their_node() -> None:
+    names = RankNames({"node-a": [0, 1], "node-b": [2, 3]})
+    text = render({rank: busy("here" if rank < 2 else "there") for rank in range(4)}, names)
+    assert text.splitlines()[::2] == ["ranks 0-1 (node-a), cell 7 (9 s)", "ranks 2-3 (node-b), cell 7 (9 s)"]

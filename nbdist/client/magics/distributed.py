@@ -339,7 +339,7 @@ class DistributedMagics(Magics):
     def _stacks(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         found = look_at_stacks(rank_set_of(session), arguments.ranks, native=arguments.native)
-        print(stack_report.render(found))
+        print(stack_report.render(found, rank_set_of(session).traffic.places))
 
 
 class _Progress:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from nbdist.client.output.page import Shown, Text
-from nbdist.ranks import format_ranks, parse_ranks
+from nbdist.ranks import ONE_NODE, RankNames, parse_ranks
 from nbdist.wire.output import Display
 
 _LIMIT = 1_000_000  # maximum characters kept; older ones go with the next clear_output of any rank
@@ -24,9 +24,11 @@ class Area:
 
     Args:
         ranks: The ranks that print there.
+        names: How to name ranks.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks: Iterable[int], names: RankNames = ONE_NODE) -> None:
+        self._names = names
         self._ranks = set(ranks)
         self._world = max(self._ranks, default=0) + 1
         self._entries: deque[Text | Shown] = deque()
@@ -81,8 +83,9 @@ class Area:
         lines = []
         for line in text.splitlines(keepends=True) if "\r" not in text else _settled(text):
             match = _PREFIX.match(line)
-            if match and (left := ranks.intersection(parse_ranks(match[1], self._world))):
-                lines.append(f"[{format_ranks(left)}] {line[match.end() :]}")
+            those = parse_ranks(match[1], self._world) if match else ()
+            if left := sorted(ranks.intersection(those)):
+                lines.append(f"{self._names.label(left)}{line[len(self._names.label(those)) :]}")
         return "".join(lines)
 
     def _update(self, item: Display) -> None:

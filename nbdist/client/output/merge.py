@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from nbdist.client.output.bars import Tail, settle, summary
-from nbdist.client.output.page import Page, Shown, Stream, Text, prefix
+from nbdist.client.output.page import Page, Shown, Stream, Text
+from nbdist.ranks import ONE_NODE, RankNames
 
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 _BATCH = 256  # lines released at once: bounds the cost of a difference near the start of long chunks
@@ -38,15 +39,16 @@ class Merger:
     Args:
         ranks: The ranks that may print.
         window: Seconds that a line waits for the same line from other ranks.
+        names: How to name ranks.
     """
 
-    def __init__(self, ranks: Iterable[int], *, window: float = 0.05) -> None:
+    def __init__(self, ranks: Iterable[int], *, window: float = 0.05, names: RankNames = ONE_NODE) -> None:
         self._active = set(ranks)
         self._queues: dict[int, deque[_Run]] = {rank: deque() for rank in sorted(self._active)}
         self._window = window if len(self._active) > 1 else 0.0
         self._tails: dict[tuple[int, Stream], Tail] = {}
         self._waiting = _Waiting()
-        self._page = Page()
+        self._page = Page(names)
         self._bars_queued = 0
         # The last states, by rank, of bars that other ranks have not ended yet.
         self._ended: dict[_Bar, dict[int, str]] = {}
@@ -401,7 +403,7 @@ class Merger:
         for (where, signature), ended in self._ended.items():
             if where == stream and signature in bars:
                 bars[signature].update(ended)
-        line = "  ".join(prefix(tuple(sorted(bar))) + summary(bar) for bar in sorted(bars.values(), key=min))
+        line = "  ".join(self._page.prefix(tuple(sorted(bar))) + summary(bar) for bar in sorted(bars.values(), key=min))
         if not line or line == self._page.drawn.get(stream):
             return None, line
         return max(due, waited), line

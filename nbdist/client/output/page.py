@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from nbdist.ranks import format_ranks
+from nbdist.ranks import ONE_NODE, RankNames
 
 Stream = Literal["stdout", "stderr"]
 
@@ -50,9 +50,14 @@ class Page:
     Attributes:
         open: The last line while the cursor is in it.
         drawn: Progress lines followed only by other progress lines, by stream.
+        prefix: Returns the label of a line from its ranks.
+
+    Args:
+        names: How to name ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: RankNames = ONE_NODE) -> None:
+        self.prefix = lru_cache(maxsize=1024)(names.label)
         self.open: Line | None = None
         self.drawn: dict[Stream, str] = {}
         self._taken: list[Text | Shown] = []
@@ -68,7 +73,7 @@ class Page:
     def write_lines(self, stream: Stream, ranks: tuple[int, ...], lines: list[str]) -> None:
         """Write whole lines of these ranks."""
         self._make_way(stream)
-        start = prefix(ranks)
+        start = self.prefix(ranks)
         self._write(stream, start + ("\n" + start).join(lines) + "\n")
 
     def show(self, ranks: tuple[int, ...], item: Any) -> None:
@@ -81,7 +86,7 @@ class Page:
         """Begin a line of these ranks, and leave the cursor in it."""
         self._make_way(stream)
         self.open = Line(stream, ranks, 0)
-        self.continue_line(prefix(ranks) + text)
+        self.continue_line(self.prefix(ranks) + text)
 
     def continue_line(self, text: str) -> None:
         """Continue the open line."""
@@ -142,9 +147,3 @@ class Page:
         if self._pieces:
             self._taken.append(Text(self._stream, "".join(self._pieces)))
             self._pieces = []
-
-
-@lru_cache(maxsize=1024)
-def prefix(ranks: tuple[int, ...]) -> str:
-    """Return the label of a line, which names its ranks."""
-    return f"[{format_ranks(ranks)}] "

@@ -13,7 +13,7 @@ from nbdist.client.output.decoders import Decoders
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import Shown, Text
 from nbdist.client.output.publisher import Kind, Publisher, can_update
-from nbdist.ranks import format_ranks
+from nbdist.ranks import ONE_NODE, RankNames
 from nbdist.wire.output import STDERR, STDOUT, Display, Output
 
 _RESULTS_WAIT = 0.2  # seconds that the first last value waits for the others
@@ -28,14 +28,16 @@ class Screen:
         ranks: The ranks that run the cell.
         publisher: Where to show the output.
         key: A name that is unique to this cell.
+        names: How to name ranks.
     """
 
-    def __init__(self, ranks: list[int], publisher: Publisher, key: str) -> None:
+    def __init__(self, ranks: list[int], publisher: Publisher, key: str, names: RankNames = ONE_NODE) -> None:
         self.silent = True  # nothing has been shown
         self._publisher = publisher
-        self._merger = Merger(ranks)
+        self._names = names
+        self._merger = Merger(ranks, names=names)
         self._decoders = Decoders()
-        self._area = Area(ranks)
+        self._area = Area(ranks, names)
         self._results_id = f"nbdist-results-{key}"
         self._results: dict[int, Display] = {}  # last values that are plain text, by rank
         self._rich_results: dict[int, Display] = {}  # other last values, not shown yet
@@ -170,13 +172,13 @@ class Screen:
     def _publish_item(self, ranks: tuple[int, ...], item: Display) -> None:
         display_id = f"{item.display_id}-rank{item.rank}" if item.display_id else ""
         if _is_text(item):
-            data = {"text/plain": _labeled(ranks, item.data["text/plain"])}
+            data = {"text/plain": _labeled(self._names.label(ranks), item.data["text/plain"])}
             self._publisher.item("update" if item.kind == "update" else "display", data, item.metadata, display_id)
             return
         if item.kind == "update":
             self._publisher.item("update", item.data, item.metadata, display_id)
             return
-        label = f"[{format_ranks(ranks)}]"  # the bundle itself stays as the rank made it
+        label = self._names.label(ranks).rstrip()  # the bundle itself stays as the rank made it
         html = f'<span style="opacity:0.6;font-family:monospace">{label}</span>'
         self._publisher.item("display", {"text/plain": label, "text/html": html}, {})
         self._publisher.item("display", item.data, item.metadata, display_id)
@@ -187,7 +189,9 @@ class Screen:
         self._clear(wait=True)
         if self._results:
             self.silent = False
-            lines = "\n".join(_labeled(ranks, item.data["text/plain"]) for ranks, item in _grouped(self._results))
+            lines = "\n".join(
+                _labeled(self._names.label(ranks), item.data["text/plain"]) for ranks, item in _grouped(self._results)
+            )
             kind: Kind = "update" if self._results_shown else "display"
             self._results_shown = True
             self._publisher.item(kind, {"text/plain": lines}, {}, self._results_id)
@@ -207,6 +211,5 @@ def _is_text(item: Display) -> bool:
     return set(item.data) == {"text/plain"}
 
 
-def _labeled(ranks: Iterable[int], text: str) -> str:
-    label = f"[{format_ranks(ranks)}] "
+def _labeled(label: str, text: str) -> str:
     return "\n".join(label + line for line in str(text).split("\n"))

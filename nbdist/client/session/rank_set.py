@@ -219,7 +219,7 @@ class RankSet:
         assert isinstance(started, Started)
         self.ranks, self.backend = started.ranks, started.backend
         self._serials = itertools.count(started.first_serial)
-        self.traffic.begin()
+        self.traffic.begin(self.ranks)
         self.closed = False
         self.started_in = time.monotonic() - began
         for note in started.notes:
@@ -391,7 +391,9 @@ class RankSet:
             alive = format_ranks(self.living())
             others = f"`-r {alive}` uses the others, " if alive else ""
             how = "; ".join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))
-            raise UsageError(f"{describe_ranks(dead)} died ({how}): {others}`%distributed restart` starts fresh ranks")
+            raise UsageError(
+                f"{self.traffic.places.describe(dead)} died ({how}): {others}`%distributed restart` starts fresh ranks"
+            )
         return chosen
 
     def among(self, text: str | None) -> list[int] | None:
@@ -400,11 +402,7 @@ class RankSet:
         Raises:
             UsageError: One of them does not exist.
         """
-        nodes: dict[str, list[int]] = {}
-        for info in self.ranks:
-            if info.host:
-                nodes.setdefault(info.host, []).append(info.rank)
-        return None if text is None else list(parse_ranks(text, len(self.ranks), nodes))
+        return None if text is None else list(parse_ranks(text, len(self.ranks), self.traffic.places.nodes))
 
     def _busy(self, others: Mapping[int, Task]) -> SessionBusy:
         """Return an error that names what these ranks run, and where they are."""
@@ -412,7 +410,7 @@ class RankSet:
         lines = self.traffic.ask(ranks, GetStack(), timeout=0.3)
         where = [f"\n  rank {rank}: {line_of(lines.get(rank)) or 'in a call that blocks Python'}" for rank in ranks]
         return SessionBusy(
-            f"{describe_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still running "
+            f"{self.traffic.places.describe(ranks)} {'is' if len(ranks) == 1 else 'are'} still running "
             f"{others[ranks[0]].describe()}{''.join(where[:8])}\n"
             "Wait for it, `%distributed interrupt`, or as a last resort `%distributed restart`."
         )

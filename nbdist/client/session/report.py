@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from nbdist.errors import RankDied, RankError, RankFailure, RankTimeout
 from nbdist.processes import describe_exit
-from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.ranks import ONE_NODE, RankNames, format_ranks
 from nbdist.wire.cells import Reply
 from nbdist.wire.life import Died
 
@@ -53,7 +53,12 @@ def describe_death(died: Died) -> str:
 
 
 def build(
-    failures: Iterable[RankFailure], finished: Sequence[int] = (), *, recovered: str = "", launch: bool = False
+    failures: Iterable[RankFailure],
+    finished: Sequence[int] = (),
+    *,
+    recovered: str = "",
+    launch: bool = False,
+    names: RankNames = ONE_NODE,
 ) -> RankError:
     """Return one error for all failures of a cell.
 
@@ -62,18 +67,19 @@ def build(
         finished: Ranks that finished well.
         recovered: What was repaired afterwards, in words.
         launch: Whether the ranks have ended with it, so that they can't be used any more.
+        names: How to name ranks.
     """
     ordered = sorted(failures, key=_causality)
     first = ordered[0]
     same = [failure.rank for failure in ordered[1:] if _signature(failure) == _signature(first)]
-    lines = [_headline(first, same), *_details(first)]
+    lines = [_headline(first, same, names), *_details(first)]
     if same and first.kind == "raised":
-        lines.append(f"{describe_ranks(same)}: same")
-    lines += _others([failure for failure in ordered[1:] if failure.rank not in same], first)
+        lines.append(f"{names.describe(same)}: same")
+    lines += _others([failure for failure in ordered[1:] if failure.rank not in same], first, names)
     if finished:
-        lines.append(f"{describe_ranks(finished)}: finished")
+        lines.append(f"{names.describe(finished)}: finished")
     if not launch:
-        lines += _advice(first, ordered, finished)
+        lines += _advice(first, ordered, finished, names)
     if recovered and not launch:
         lines.append(f"nbdist: {recovered}")
     kinds = {"died": RankDied, "running": RankTimeout}
@@ -104,15 +110,15 @@ def _place(failure: RankFailure) -> str:
     return f" (cell {places[-1][0]} line {places[-1][1]})" if places else ""
 
 
-def _headline(first: RankFailure, same: Sequence[int]) -> str:
-    who = describe_ranks([first.rank, *same])
+def _headline(first: RankFailure, same: Sequence[int], names: RankNames) -> str:
+    who = names.describe([first.rank, *same])
     if first.kind == "died":
         return f"{who} died: {first.text}"
     if first.kind == "interrupted":
         return f"{who} interrupted"
     if first.kind == "running":
         return f"{who} still running, {first.text}"
-    return f"rank {first.rank} raised {_one_line(first)}"
+    return f"{names.describe([first.rank])} raised {_one_line(first)}"
 
 
 def _details(first: RankFailure) -> list[str]:
@@ -145,11 +151,11 @@ def _fold(text: str, rank: int) -> str:
     return f"{text[:half]}\n{note}\n{text[-half:]}"
 
 
-def _others(failures: Sequence[RankFailure], first: RankFailure) -> list[str]:
+def _others(failures: Sequence[RankFailure], first: RankFailure, names: RankNames) -> list[str]:
     groups: dict[str, list[int]] = {}
     for failure in failures:
         groups.setdefault(_one_word(failure, first), []).append(failure.rank)
-    return [f"{describe_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+    return [f"{names.describe(ranks)}: {text}" for text, ranks in groups.items()]
 
 
 def _one_word(failure: RankFailure, first: RankFailure) -> str:
@@ -173,21 +179,23 @@ def _one_line(failure: RankFailure) -> str:
     return f"{failure.name}: {text}" if text else failure.name
 
 
-def _advice(first: RankFailure, failures: Sequence[RankFailure], finished: Sequence[int]) -> list[str]:
+def _advice(
+    first: RankFailure, failures: Sequence[RankFailure], finished: Sequence[int], names: RankNames
+) -> list[str]:
     dead = {failure.rank for failure in failures if failure.kind == "died"}
     if dead:
         living = sorted({failure.rank for failure in failures} - dead | set(finished))
         advice = "`%distributed restart` starts fresh ranks."
         if living:
             whose = "its" if len(living) == 1 else "their"
-            advice += f" {describe_ranks(living).capitalize()} kept {whose} variables: "
+            advice += f" R{names.describe(living)[1:]} kept {whose} variables: "
             advice += f"`%%distributed -r {format_ranks(living)}`."
         return [advice]
     running = [failure.rank for failure in failures if failure.kind == "running"]
     if running:
         they_are, them = ("it is", "it") if len(running) == 1 else ("they are", "them")
         return [
-            f"Until {they_are} done, {describe_ranks(running)} can't take another cell; "
+            f"Until {they_are} done, {names.describe(running)} can't take another cell; "
             f"`%distributed status` shows where {they_are}.",
             f"`%distributed interrupt` asks {them} again, `%distributed restart` starts fresh ranks.",
         ]

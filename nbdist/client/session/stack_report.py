@@ -1,32 +1,22 @@
 """The stacks of ranks as text: equal ones grouped; with the frames of C code, by py-spy.
 
-Handles what ranks answer and what py-spy prints; independent of sessions.
+Handles what ranks and their agents answer; independent of sessions.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sysconfig
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import ONE_NODE, RankNames
 from nbdist.wire.question import NoAnswer
-from nbdist.wire.stopping import ThreadStack
+from nbdist.wire.stopping import NativeStack, ThreadStack
 
 _WIDEST = 120  # characters: the names of C++ templates run to thousands
-_DUMP_LIMIT = 60.0  # seconds: py-spy reads the symbols of all of torch's libraries
-_MAIN_THREAD = re.compile(r'^Thread .*: "MainThread"\n((?: .*\n?)*)', re.MULTILINE)
 _IN_CELL = re.compile(r"^(\S+) \(<ipython-input-(\d+)-[^>]*>:(\d+)\)$")
 _ADDRESS = re.compile(r"^0x[0-9a-f]+ ")
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_REFUSED = re.compile(r"permission denied|operation not permitted", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -73,18 +63,20 @@ def stack_of(answer: ThreadStack | NoAnswer | None, cell: str) -> Stack:
     return Stack(lines, cell, answer.collective, answer.still, "" if lines else "at work for nbdist")
 
 
-def render(stacks: Mapping[int, Stack]) -> str:
+def render(stacks: Mapping[int, Stack], names: RankNames = ONE_NODE) -> str:
     """Return all stacks as text, equal ones once, each below a line that names its ranks."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank in sorted(stacks):
         stack = stacks[rank]
         groups.setdefault((stack.lines, stack.collective, stack.note), []).append(rank)
-    return "\n".join(_render_group(ranks, [stacks[rank] for rank in ranks]) for ranks in groups.values())
+    return "\n".join(
+        _render_group(names.describe(ranks), [stacks[rank] for rank in ranks]) for ranks in groups.values()
+    )
 
 
-def _render_group(ranks: list[int], stacks: list[Stack]) -> str:
+def _render_group(who: str, stacks: list[Stack]) -> str:
     first = stacks[0]
-    words = [describe_ranks(ranks), first.cell, _wait(stacks), first.note]
+    words = [who, first.cell, _wait(stacks), first.note]
     head = ", ".join(word for word in words if word)
     return "\n".join([head, *(f"    {line}" for line in first.lines)])
 
@@ -99,52 +91,49 @@ def _wait(stacks: list[Stack]) -> str:
 # --- by py-spy
 
 
-def with_native_frames(stacks: Mapping[int, Stack], pids: Mapping[int, int]) -> dict[int, Stack]:
+def with_native_frames(
+    stacks: Mapping[int, Stack], answers: Mapping[int, NativeStack | NoAnswer], names: RankNames
+) -> dict[int, Stack]:
     """Return the same stacks as seen by py-spy.
 
     Args:
         stacks: The ranks' answers.
-        pids: Their processes.
+        answers: Their agents' answers, for those that run something.
+        names: How to name ranks.
 
     Raises:
         UsageError: py-spy is not installed, or can't inspect the ranks.
     """
-    program = shutil.which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
-    if program is None:
-        raise UsageError("--native needs py-spy: `%pip install py-spy`, then run this again")
-    busy = [rank for rank, stack in stacks.items() if stack.busy]
-    with ThreadPoolExecutor() as pool:
-        dumps = dict(zip(busy, pool.map(lambda rank: _dump(program, rank, pids[rank]), busy), strict=True))
-    return {
-        rank: replace(stack, lines=dumps[rank], note="") if rank in dumps else stack for rank, stack in stacks.items()
-    }
+    found = dict(stacks)
+    for rank in [rank for rank, stack in stacks.items() if stack.busy]:
+        native = answers.get(rank)
+        if isinstance(native, NoAnswer):  # it has ended meanwhile
+            continue
+        if native is None or native.obstacle:
+            raise UsageError(_explain(rank, native, names))
+        found[rank] = replace(stacks[rank], lines=_from_cell(native.frames), note="")
+    return found
 
 
-def _dump(program: str, rank: int, pid: int) -> tuple[str, ...]:
-    command = [program, "dump", "--native", "--pid", str(pid)]
-    keywords: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
-    try:
-        done = subprocess.run(command, check=False, timeout=_DUMP_LIMIT, **keywords)
-    except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"py-spy did not finish rank {rank} within {_DUMP_LIMIT:.0f} s: use `%distributed stacks` without --native"
-        ) from None
-    if _REFUSED.search(done.stderr):
-        raise UsageError(
-            "this system does not let py-spy inspect the ranks. Allow it (`sudo sysctl kernel.yama.ptrace_scope=0`; in "
+def _explain(rank: int, native: NativeStack | None, names: RankNames) -> str:
+    """Return what keeps py-spy from inspecting a rank, and what to do."""
+    who = names.describe([rank])
+    if native is None or native.obstacle == "late":
+        within = f" within {native.text}" if native is not None else ""
+        return f"py-spy did not finish {who}{within}: use `%distributed stacks` without --native"
+    if native.obstacle == "missing":
+        where = f", also where {who} runs" if names.nodes else ""
+        return f"--native needs py-spy{where}: `%pip install py-spy`, then run this again"
+    if native.obstacle == "refused":
+        return (
+            f"this system does not let py-spy inspect {who}. Allow it (`sudo sysctl kernel.yama.ptrace_scope=0`; in "
             "a container `--cap-add=SYS_PTRACE`), or use `%distributed stacks` without --native, which needs no "
             "permission"
         )
-    found = _MAIN_THREAD.search(_COLOURS.sub("", done.stdout))  # a notebook's environment asks for colors
-    if done.returncode or found is None:
-        what = next((line for line in done.stderr.splitlines() if line.strip()), "it gave no reason")
-        raise UsageError(
-            f"py-spy can't inspect rank {rank} (pid {pid}): {what}. `%distributed stacks` without --native works"
-        )
-    return _from_cell([line.strip() for line in reversed(found[1].splitlines())])
+    return f"py-spy can't inspect {who}: {native.text}. `%distributed stacks` without --native works"
 
 
-def _from_cell(frames: list[str]) -> tuple[str, ...]:
+def _from_cell(frames: Sequence[str]) -> tuple[str, ...]:
     """Return py-spy's frames, the outermost first, from the user's cell inwards and in our words."""
     start = next((at for at, frame in enumerate(frames) if _IN_CELL.match(frame)), 0)
     return tuple(_frame(frame) for frame in frames[start:])

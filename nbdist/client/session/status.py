@@ -9,12 +9,12 @@ from nbdist import limits
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
 from nbdist.client.session.task import Task
-from nbdist.errors import UsageError
-from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.wire.knowing import GetMemory, ProcessMemory
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import RankStatus
-from nbdist.wire.stopping import GetStack, ThreadStack
+from nbdist.wire.stopping import GetNativeStack, GetStack, ThreadStack
+
+_NATIVE_LIMIT = 90.0  # seconds: an agent gives up a rank after 60
 
 
 def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = False) -> dict[int, Stack]:
@@ -24,13 +24,9 @@ def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = Fal
     cells = {rank: task.describe() for rank, task in rank_set.traffic.running(chosen).items()}
     found = {rank: stack_of(answers.get(rank), cells.get(rank, "")) for rank in chosen}
     if native:
-        here = {info.rank: info.pid for info in rank_set.ranks if info.rank in chosen and info.node == 0}
-        if elsewhere := [rank for rank in chosen if rank not in here]:
-            raise UsageError(
-                f"--native looks at processes of this machine, and {describe_ranks(elsewhere)} run on others: "
-                f"leave --native out, or name ranks of this machine (`-r {format_ranks(here)}`)"
-            )
-        found = with_native_frames(found, here)
+        busy = [rank for rank, stack in found.items() if stack.busy]
+        seen = rank_set.traffic.ask(busy, GetNativeStack(), timeout=_NATIVE_LIMIT)
+        found = with_native_frames(found, seen, rank_set.traffic.places)
     return found
 
 

@@ -23,7 +23,7 @@ from nbdist.client.session.results import CellResult
 from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import RankNames, describe_ranks
 from nbdist.wire.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died
 from nbdist.wire.message import Message
@@ -41,9 +41,11 @@ class Carrier(Protocol):
 
     Attributes:
         key: A unique name.
+        places: How to name ranks.
     """
 
     key: str
+    places: RankNames
     widgets: WidgetProxies
 
     def send(self, message: Message) -> None:
@@ -331,7 +333,7 @@ class Task:
 
     def _new_screen(self) -> Screen:
         """Return a screen that prints where the notebook prints now."""
-        return Screen(self.ranks, Publisher(self.number), f"{self._traffic.key}-{self.serial}")
+        return Screen(self.ranks, Publisher(self.number), f"{self._traffic.key}-{self.serial}", self._traffic.places)
 
     def _show(self, event: Output | Display, now: float) -> None:
         self._note(event)
@@ -406,7 +408,8 @@ class Task:
         self._explain_at = None
         lines = [f"rank {rank} is in {line}" for rank, line in self._lines().items() if line]
         where = ("; " + "; ".join(lines[:4])) if lines else ""
-        who = describe_ranks(sorted(self._left))
+        names = self._traffic.places
+        who = names.describe(self._left)
         if self._interrupts:
             self.say(
                 f"{who} will stop when this call ends{where}; if it is a collective, nbdist ends it in a moment. "
@@ -416,7 +419,7 @@ class Task:
         failed = sorted(self.failures)
         first = self.failures[failed[0]]
         self.say(
-            f"{describe_ranks(failed)} raised {first.name}: {first.text.splitlines()[0] if first.text else ''}\n"
+            f"{names.describe(failed)} raised {first.name}: {first.text.splitlines()[0] if first.text else ''}\n"
             f"nbdist: {who} still running{where}. Interrupt the kernel to stop them."
         )
 
@@ -441,7 +444,9 @@ class Task:
             return
         finished = [rank for rank in self.ranks if rank not in self.failures]
         text = self.recovered.text if self.recovered is not None else ""
-        error = report.build(self.failures.values(), finished, recovered=text, launch=self._launch)
+        error = report.build(
+            self.failures.values(), finished, recovered=text, launch=self._launch, names=self._traffic.places
+        )
         if timed_out is not None:
             given = "timeout" if self._launch else "--timeout"
             raise RankTimeout(

@@ -21,9 +21,10 @@ from nbdist.client.session.report import describe_death
 from nbdist.client.session.task import Task
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import SessionBroken, SessionError
+from nbdist.ranks import RankNames
 from nbdist.wire.cells import Recovered, Remark, Reply
 from nbdist.wire.knowing import Release
-from nbdist.wire.life import Broken, Died
+from nbdist.wire.life import Broken, Died, RankInfo
 from nbdist.wire.message import Message
 from nbdist.wire.output import OUTPUT_CREDIT, Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
 from nbdist.wire.question import A, NoAnswer, Question
@@ -44,6 +45,7 @@ class Traffic:
     Attributes:
         key: A unique name.
         names: The variables on each rank, as far as is known.
+        places: How to name ranks, by their nodes if there are several.
         dead: How ranks died.
         generation: Of the process groups: one more than the number of times they have been renewed.
     """
@@ -51,6 +53,7 @@ class Traffic:
     def __init__(self, on_life: Callable[[Message], None]) -> None:
         self.key = secrets.token_hex(4)
         self.names: dict[int, list[str]] = {}
+        self.places = RankNames()
         self.dead: dict[int, Died] = {}
         self.generation = 0
         self.widgets = WidgetProxies(self.send)
@@ -73,8 +76,13 @@ class Traffic:
         self._connection = connection
         connection.on_message = self._on_message
 
-    def begin(self) -> None:
+    def begin(self, ranks: Iterable[RankInfo]) -> None:
         """Start with a fresh set of ranks, to which nothing of the last one applies."""
+        nodes: dict[str, list[int]] = {}
+        for info in ranks:
+            if info.host:
+                nodes.setdefault(info.host, []).append(info.rank)
+        self.places = RankNames(nodes)
         self.names, self.dead, self._owed = {}, {}, {}
         self.generation = 1
         self._untold.clear()
@@ -275,7 +283,7 @@ class Traffic:
         if task is not None and task.put(message):
             return
         if not known:
-            how = f"rank {message.rank} died between cells: {describe_death(message)}."
+            how = f"{self.places.describe([message.rank])} died between cells: {describe_death(message)}."
             notice = Notice(f"{how} `%distributed restart` starts fresh ranks.")
             self.put_late(self._latest.get(message.rank), notice)
 

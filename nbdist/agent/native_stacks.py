@@ -1,0 +1,95 @@
+"""The stacks of this node's ranks with the frames of C code, by py-spy.
+
+Runs py-spy in threads, as it takes seconds. Knows nothing of what the frames mean.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from nbdist.wire.questions import Answer, Ask
+from nbdist.wire.stopping import NativeStack
+
+_DUMP_LIMIT = 60.0  # seconds: py-spy reads the symbols of all of torch's libraries
+_AT_ONCE = 8
+_MAIN_THREAD = re.compile(r'^Thread .*: "MainThread"\n((?: .*\n?)*)', re.MULTILINE)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_REFUSED = re.compile(r"permission denied|operation not permitted", re.IGNORECASE)
+
+
+class NativeStacks:
+    """Answers questions for the native stacks of ranks.
+
+    Attributes:
+        wake: Readable when `take` has something.
+    """
+
+    def __init__(self) -> None:
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pool: ThreadPoolExecutor | None = None
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._programs: set[int] = set()
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes of py-spy."""
+        return set(self._programs)
+
+    def look(self, question: Ask, rank: int, pid: int) -> None:
+        """Look at a rank's process; `take` returns the answer."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_AT_ONCE, "nbdist-stacks")
+        self._pool.submit(self._look, question, rank, pid)
+
+    def take(self) -> list[Answer]:
+        """Return the answers since the last time."""
+        os.eventfd_read(self.wake)
+        return [self._answers.get() for _ in range(self._answers.qsize())]
+
+    def close(self) -> None:
+        """Begin nothing more. What runs has to be ended."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _look(self, question: Ask, rank: int, pid: int) -> None:
+        try:
+            found = self._dump(pid)
+        except Exception as error:  # nobody else would notice
+            found = NativeStack(obstacle="other", text=f"{type(error).__name__}: {error}")
+        self._answers.put(Answer(question.request, rank, found, question.asker))
+        os.eventfd_write(self.wake, 1)
+
+    def _dump(self, pid: int) -> NativeStack:
+        folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+        program = shutil.which("py-spy", path=os.pathsep.join(folders))
+        if program is None:
+            return NativeStack(obstacle="missing")
+        keywords: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        command = [program, "dump", "--native", "--pid", str(pid)]
+        with subprocess.Popen(command, text=True, errors="replace", **keywords) as process:
+            self._programs.add(process.pid)
+            try:
+                output, errors = process.communicate(timeout=_DUMP_LIMIT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return NativeStack(obstacle="late", text=f"{_DUMP_LIMIT:.0f} s")
+            finally:
+                self._programs.discard(process.pid)
+        return _read(output, errors, process.returncode)
+
+
+def _read(output: str, errors: str, code: int) -> NativeStack:
+    if _REFUSED.search(errors):
+        return NativeStack(obstacle="refused")
+    found = _MAIN_THREAD.search(_COLOURS.sub("", output))  # a notebook's environment asks for colors
+    if code or found is None:
+        what = next((line for line in errors.splitlines() if line.strip()), "it gave no reason")
+        return NativeStack(obstacle="other", text=what)
+    return NativeStack([line.strip() for line in reversed(found[1].splitlines())])

@@ -48,12 +48,14 @@ class Node:
 
 
 @contextmanager
-def joined(address: str, token: str, host: Host | None = None, folder: Path | None = None) -> Iterator[Node]:
+def joined(
+    address: str, token: str, host: Host | None = None, folder: Path | None = None, **environment: str
+) -> Iterator[Node]:
     """A node that joins with this token."""
     command = [*(host.command if host is not None else []), sys.executable, "-m", "nbdist", "join", address]
     process = subprocess.Popen(
         command,
-        env={**os.environ, "NBDIST_TOKEN": token, "ONLY_THERE": "yes"},
+        env={**os.environ, "NBDIST_TOKEN": token, "ONLY_THERE": "yes", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -79,11 +81,13 @@ def start(kernel: Kernel, address: str = "127.0.0.1", arguments: str = "-n 2") -
 
 
 @contextmanager
-def two_nodes(kernel: Kernel, address: str = "127.0.0.1", host: Host | None = None) -> Iterator[Node]:
+def two_nodes(
+    kernel: Kernel, address: str = "127.0.0.1", host: Host | None = None, **environment: str
+) -> Iterator[Node]:
     """A session with two ranks on each of two nodes."""
     cell = start(kernel, address)
     where, (token,) = invitations(cell)
-    with joined(where, token, host) as node:
+    with joined(where, token, host, **environment) as node:
         outcome = cell.finish()
         assert outcome.status == "ok", str(outcome)
         assert "4 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
@@ -107,11 +111,15 @@ def kernel() -> Iterator[Kernel]:
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Kernel]:
-    """A notebook with a session of two ranks on each of two nodes."""
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A notebook with a session of two ranks on each of two nodes; if there is no py-spy, the second has a stand-in."""
+    stand_in = tmp_path_factory.mktemp("programs") / "py-spy"
+    stand_in.write_text("#!/bin/sh\necho 'Thread 1 (idle): \"MainThread\"\n    sleep (libc.so.6)'\n")
+    stand_in.chmod(0o755)
+    programs = f"{os.environ['PATH']}:{stand_in.parent}"
     with Kernel() as found, sharing(found):
         found.ok("%load_ext nbdist\nimport os, torch\nos.environ['SET_HERE'] = 'yes'")
-        with two_nodes(found) as node, sharing(node):
+        with two_nodes(found, PATH=programs) as node, sharing(node):
             yield found
 
 

@@ -32,7 +32,11 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     join = verbs.add_parser("join", help="let this machine be a node of a session on another one")
     join.add_argument("address", metavar="HOST:PORT", help="what `%%distributed start --num-nodes` has printed")
-    join.add_argument("--token-file", metavar="FILE", help="read the token from there, not from NBDIST_TOKEN; -: stdin")
+    join.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="a file with the token, or one for each node of a job (default: NBDIST_TOKEN); -: stdin",
+    )
     join.add_argument("--token-line", type=int, default=0, help=argparse.SUPPRESS)  # Slurm gives all tasks one stdin
     join.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for the session to listen")
     join.set_defaults(run=_join)
@@ -54,16 +58,37 @@ def _examine(parsed: argparse.Namespace) -> int:
 
 
 def _join(parsed: argparse.Namespace) -> int:
-    from nbdist.cluster.joining import join
+    from nbdist.cluster import folding, joining, launchers
+
+    tokens = _tokens(parsed)
+    if parsed.token_file == "-":
+        return joining.join(parsed.address, tokens, parsed.wait, leash=sys.stdin.fileno())
+    place = launchers.job_place(os.environ)
+    chosen = launchers.tokens_to_try(tokens, place)
+    if place is None:
+        return joining.join(parsed.address, chosen, parsed.wait)
+    if note := launchers.binding(place):
+        print(note, flush=True)
+    node = "" if place.node is None else str(place.node)
+    name = folding.name_of(parsed.address, node, *tokens)
+    return folding.once(name, lambda: joining.join(parsed.address, chosen, parsed.wait))
+
+
+def _tokens(parsed: argparse.Namespace) -> list[str]:
+    """Return the tokens that the user has given: one, or one for each node of a job.
+
+    Raises:
+        UsageError: There is none.
+    """
     from nbdist.wire.nodes import TOKEN_VARIABLE
 
-    token = _read(parsed.token_file, parsed.token_line) if parsed.token_file else os.environ.get(TOKEN_VARIABLE, "")
-    if not token.strip():
-        raise UsageError(
-            f"no token: paste the whole line that `%distributed start` prints ({TOKEN_VARIABLE}=... nbdist join ...), "
-            "or name a file that holds it with --token-file"
-        )
-    return join(parsed.address, token, parsed.wait, leash=sys.stdin.fileno() if parsed.token_file == "-" else None)
+    given = _read(parsed.token_file, parsed.token_line) if parsed.token_file else os.environ.get(TOKEN_VARIABLE, "")
+    if tokens := given.replace(",", " ").split():
+        return tokens
+    raise UsageError(
+        f"no token: paste the whole line that `%distributed start` prints ({TOKEN_VARIABLE}=... nbdist join ...), "
+        "or name a file that holds it with --token-file"
+    )
 
 
 def _read(name: str, line: int) -> str:

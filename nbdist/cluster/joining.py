@@ -14,13 +14,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from nbdist import network
+from nbdist.cluster.launchers import without_place
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
 from nbdist.processes import describe_exit, python_command
@@ -42,12 +43,16 @@ class CannotJoin(UsageError):
     """This machine can't become a node; nothing is left running."""
 
 
-def join(target: str, token: str, patience: float, leash: int | None = None) -> int:
+class TokenUsed(CannotJoin):
+    """The token is not valid: another node has joined with it, or it is another session's."""
+
+
+def join(target: str, tokens: Sequence[str], patience: float, leash: int | None = None) -> int:
     """Become a node, and stay one until the session ends.
 
     Args:
         target: Where the session's controller listens: `10.0.0.1:29500`.
-        token: What it printed for one node.
+        tokens: What to join with: the first that nobody has used.
         patience: Seconds to wait for it to listen.
         leash: A descriptor; when nothing can come from it any more, the node leaves.
 
@@ -59,12 +64,19 @@ def join(target: str, token: str, patience: float, leash: int | None = None) -> 
     """
     host, port = network.parse_endpoint(target)
     try:
-        parsed = Token.parse(token)
+        parsed = [Token.parse(token) for token in tokens]
     except ValueError:
         raise CannotJoin(f"{TOKEN_VARIABLE} does not hold a token of nbdist. {_AGAIN}") from None
     address = _reach(host, port, patience)
-    welcome = _introduce(parsed, f"tcp://{network.endpoint(address, port)}")
+    welcome = _introduce_with_any(parsed, f"tcp://{network.endpoint(address, port)}")
     return _serve(welcome, target, leash)
+
+
+def _introduce_with_any(tokens: Sequence[Token], url: str) -> Welcome:
+    for token in tokens[:-1]:
+        with contextlib.suppress(TokenUsed):
+            return _introduce(token, url)
+    return _introduce(tokens[-1], url)
 
 
 def _reach(host: str, port: int, patience: float) -> str:
@@ -102,7 +114,9 @@ def _introduce(token: Token, url: str) -> Welcome:
         guest.disable_monitor()
         context.destroy(linger=0)
     if isinstance(answer, Refused):
-        raise CannotJoin(f"this machine ({socket.gethostname()}) can't join: {answer.text}")
+        raise (TokenUsed if answer.used else CannotJoin)(
+            f"this machine ({socket.gethostname()}) can't join: {answer.text}"
+        )
     if not isinstance(answer, Welcome):
         raise CannotJoin(f"the session at {url} answered something unexpected; is it another version of nbdist?")
     return answer
@@ -119,7 +133,7 @@ def _answer(guest: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> object:
             return decode(guest.recv())
         if events in ready:
             recv_monitor_message(events)
-            raise CannotJoin(f"this token is not valid any more, or belongs to another session. {_AGAIN}")
+            raise TokenUsed(f"this token is not valid any more, or belongs to another session. {_AGAIN}")
     raise CannotJoin(f"the session did not answer within {_ANSWER_LIMIT:g} s; is it still there? {_AGAIN}")
 
 
@@ -127,7 +141,7 @@ def _serve(welcome: Welcome, target: str, leash: int | None) -> int:
     """Run the agent of this node."""
     with _own_folder() as folder, _signals() as asked:
         command = python_command("nbdist.agent.agent_boot", "urgent", str(os.getpid()))
-        environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        environment = {name: value for name, value in without_place(os.environ).items() if name != TOKEN_VARIABLE}
         agent = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         setup = AgentSetup(
             keys=welcome.keys,

@@ -193,7 +193,7 @@ class NodeTable:
         """
         self._switchboard.connect(guest)
         if why := self._objection(key, message):
-            self._switchboard.send(guest, Refused(why))
+            self._switchboard.send(guest, Refused(why, used=key not in self._guests))
             self._tell(Progress("nodes", f"{message.host} could not join: {why}"))
             self._switchboard.disconnect(guest)
             return False

@@ -27,7 +27,7 @@ class NodesWanted(msgspec.Struct, frozen=True):
     the others (0: at any port). interface: the network between them; "": the one that leads to `address`.
     patience: seconds that a node may take to come after another has. shares: of each node, this one first, its number
     of ranks if it is not `ranks` (0: no ranks). engine: what starts the others; "": the user does. engine_options: its
-    options, as JSON.
+    options, as JSON. token_file: where the notebook writes their tokens; "": it prints them.
     """
 
     count: Count
@@ -39,6 +39,7 @@ class NodesWanted(msgspec.Struct, frozen=True):
     shares: list[int | None] = []
     engine: str = ""
     engine_options: str = ""
+    token_file: str = ""
 
     def ranks_of(self, seat: int) -> int | None:
         """Number of ranks of a node, by its place among them; None: one for each GPU."""
@@ -91,9 +92,10 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """It can't be a node, and why."""
+    """It can't be a node, and why. used: because another node has joined with its token."""
 
     text: str
+    used: bool = False
 
 
 class Ping(Message, frozen=True):

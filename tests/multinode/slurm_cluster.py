@@ -84,8 +84,9 @@ ReturnToService=2
 SelectType=select/cons_tres
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 KillWait=2
-NodeName=slurm-a NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
-NodeName=slurm-b NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
+SlurmdParameters=config_overrides
+NodeName=slurm-a NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
+NodeName=slurm-b NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
 PartitionName=main Nodes=slurm-a,slurm-b Default=YES MaxTime=60 State=UP
 PartitionName=closed Nodes=slurm-a,slurm-b MaxTime=60 State=DOWN
 """

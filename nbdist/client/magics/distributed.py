@@ -234,6 +234,7 @@ class DistributedMagics(Magics):
             master_addr=arguments.master_addr,
             master_port=arguments.master_port,
             interface=arguments.interface,
+            token_file=arguments.token_file,
             on=cluster_flags(arguments),
             gpus=arguments.gpus,
             backend=arguments.backend,

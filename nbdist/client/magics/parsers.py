@@ -81,6 +81,7 @@ def _start() -> MagicParser:
     parser.add_argument("--master-addr", metavar="ADDRESS", help="of this machine, by which the others reach it")
     parser.add_argument("--master-port", type=number, metavar="PORT", help="where it listens for them (default: any)")
     parser.add_argument("--interface", metavar="NAME", help="the network between them (default: the one to ADDRESS)")
+    parser.add_argument("--token-file", metavar="FILE", help="write what they join with there; don't print it")
     add_cluster_flags(parser)
     parser.add_argument(
         "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,6 +27,7 @@ def nodes_wanted(
     port: int | None,
     interface: str | None,
     on: str | Mapping[str, Any] | None = None,
+    token_file: str | os.PathLike[str] | None = None,
 ) -> NodesWanted | None:
     """Check which nodes a session is to have.
 
@@ -35,6 +38,7 @@ def nodes_wanted(
         port: Where it listens; None: anywhere.
         interface: The network between them; None: the one that leads to `address`.
         on: The cluster whose nodes are to be started; None: they join by themselves.
+        token_file: Where the tokens that they join with are written; None: they are printed.
 
     Returns:
         The nodes; None: this machine only.
@@ -44,16 +48,19 @@ def nodes_wanted(
     """
     check_whole("num_nodes", count, 1, _EXAMPLE)
     if on is not None:
+        if token_file is not None:
+            raise UsageError("token_file is for nodes that join by themselves; nbdist starts these: leave it out")
         return _started(on, count if count > 1 else None, ranks, address, port, interface)
     if count == 1:
-        given = {"master_addr": address, "master_port": port, "interface": interface}
+        given = {"master_addr": address, "master_port": port, "interface": interface, "token_file": token_file}
         if useless := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"{useless[0]} is for sessions on several machines: add `--num-nodes 2`, or leave it out")
         return None
     if address is None:
         raise UsageError(f"the other machines need an address of this one: `{_EXAMPLE}` ({_own_addresses()})")
     _check(port, interface)
-    return NodesWanted(count, _checked(address), port or 0, ranks, interface or "")
+    file = _new_file(token_file) if token_file is not None else ""
+    return NodesWanted(count, _checked(address), port or 0, ranks, interface or "", token_file=file)
 
 
 def _started(
@@ -94,6 +101,20 @@ def _check(port: int | None, interface: str | None) -> None:
     if interface is not None and interface not in psutil.net_if_addrs():
         known = ", ".join(sorted(psutil.net_if_addrs()))
         raise UsageError(f"this machine has no network interface {interface!r}: it has {known}")
+
+
+def _new_file(given: str | os.PathLike[str]) -> str:
+    """Return the path of a file that does not exist yet.
+
+    Raises:
+        UsageError: It does, or it can't be written.
+    """
+    file = Path(given).expanduser().absolute()
+    if file.exists():
+        raise UsageError(f"{file} already exists: remove it, or name another file with --token-file")
+    if not os.access(file.parent, os.W_OK):
+        raise UsageError(f"no file can be written to {file.parent}: name another one with --token-file")
+    return str(file)
 
 
 def _checked(given: str) -> str:

@@ -23,7 +23,7 @@ from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.stack_report import line_of
-from nbdist.client.session.starting import PortTaken, StartLine, invitation
+from nbdist.client.session.starting import PortTaken, StartLine, invitation, removed_afterwards
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.devices import unusable_gpus
@@ -205,7 +205,9 @@ class RankSet:
             try:
                 self._connection.open(self._heed)
                 self._connection.send(Start(options, self._linger, nodes))
-                started = self._await_life((Started, StartFailed), None, progress)
+                token_file = nodes.token_file if nodes is not None else ""
+                with removed_afterwards(token_file):
+                    started = self._await_life((Started, StartFailed), None, progress, token_file)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 why = "the start was interrupted; `%distributed start` starts a new session"
@@ -247,6 +249,7 @@ class RankSet:
         kinds: tuple[type[Message], ...],
         limit: float | None,
         progress: Callable[[StartLine], None] = lambda line: None,
+        token_file: str = "",
     ) -> Message:
         """Wait for a message about the session's life. The controller limits how long a start may take."""
         deadline = None if limit is None else time.monotonic() + limit
@@ -269,7 +272,7 @@ class RankSet:
             elif isinstance(message, Progress):
                 progress(StartLine(message.text, message.stage))
             elif isinstance(message, Invited):
-                progress(StartLine(invitation(message), "nodes"))
+                progress(StartLine(invitation(message, token_file), "nodes"))
             elif isinstance(message, Broken):
                 raise SessionBroken(message.text)
 

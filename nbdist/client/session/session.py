@@ -101,6 +101,7 @@ class Session:
         master_addr: The address of this machine by which the others reach it.
         master_port: The port where it listens for them; None: any.
         interface: The network between the nodes; None: the one that leads to `master_addr`.
+        token_file: A new file for the tokens that they join with, while they are waited for; None: they are printed.
         on: The cluster on which nbdist starts the other nodes: the name of a profile in ~/.config/nbdist/clusters.toml,
                 or what a profile would hold, `{"engine": "ssh", "hosts": ["node-a", "node-b:4"]}`.
         gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them: [0, 2], "0,2"; None: all, as far as ranks need them.
@@ -128,6 +129,7 @@ class Session:
         master_addr: str | None = None,
         master_port: int | None = None,
         interface: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         on: str | Mapping[str, Any] | None = None,
         gpus: Sequence[int | str] | int | str | None = None,
         backend: str | None = None,
@@ -143,7 +145,7 @@ class Session:
         self._rank_set = RankSet(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
-        self._nodes = nodes_wanted(num_nodes, num_processes, master_addr, master_port, interface, on)
+        self._nodes = nodes_wanted(num_nodes, num_processes, master_addr, master_port, interface, on, token_file)
         options = self._plan.carry(self._arguments.options(self._own_ranks(num_processes)))
         if replace:
             _stop_others()

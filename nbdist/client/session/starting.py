@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from nbdist.errors import SessionBroken
@@ -30,8 +35,29 @@ class PortTaken(SessionBroken):
     """The port that was named for the rendezvous store is taken; no rank is left."""
 
 
-def invitation(message: Invited) -> str:
-    """Say what the user has to do for other nodes to come."""
+def invitation(message: Invited, token_file: str) -> str:
+    """Return what the user has to do for other nodes to come.
+
+    Args:
+        message: Where they come, and with which tokens.
+        token_file: Where the tokens are written, a line for each; "": they are part of the text.
+    """
+    if token_file:
+        with open(os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.writelines(f"{token}\n" for token in message.tokens)
+        where = "on each of them, or as a job that srun, mpirun or torchrun starts there"
+        command = f"nbdist join {message.address} --token-file {shlex.quote(token_file)}"
+        return f"waiting for {counted(len(message.tokens), 'more node')}: run this {where}\n  {command}"
     lines = [f"  {TOKEN_VARIABLE}={token} nbdist join {message.address}" for token in message.tokens]
     where = "on the other machine" if len(lines) == 1 else "on the other machines, one line on each"
     return "\n".join([f"waiting for {counted(len(lines), 'more node')}: run this {where}", *lines])
+
+
+@contextlib.contextmanager
+def removed_afterwards(token_file: str) -> Iterator[None]:
+    """Remove the file with the tokens, if there is one, which are void after the body."""
+    try:
+        yield
+    finally:
+        if token_file:
+            Path(token_file).unlink(missing_ok=True)

@@ -1,0 +1,59 @@
+"""Which node of a job this is, by what its launcher has set, and which tokens that node may take."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.cluster.launchers import job_place, tokens_to_try, without_place
+from nbdist.errors import UsageError
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1", "LOCAL_RANK": "3", "RANK": "7"}
+SRUN = {"SLURM_LOCALID": "2", "SLURM_NODEID": "2", "SLURM_PROCID": "6"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+MPICH = {"PMI_RANK": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+POD = {"JOB_COMPLETION_INDEX": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (TORCHRUN, ("torchrun", 1, 1)),
+        ({**SRUN, **TORCHRUN}, ("torchrun", 1, 1)),
+        (SRUN, ("srun", 2, 2)),
+        (OPEN_MPI, ("mpirun", None, 1)),
+        (MPICH, ("mpiexec", None, 1)),
+        (POD, ("Kubernetes", 2, 2)),
+    ],
+)
+def test_the_place_is_what_the_innermost_launcher_says(
+    environment: dict[str, str], expected: tuple[str, int | None, int]
+) -> None:
+    place = job_place(environment)
+    assert place is not None and (place.launcher, place.node, place.guess) == expected
+
+
+@pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "0"}, {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}])
+def test_there_is_no_place_outside_of_a_job(environment: dict[str, str]) -> None:
+    assert job_place(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [(TORCHRUN, ["b"]), (SRUN, ["c"]), (OPEN_MPI, ["b", "c", "a"]), ({}, ["a", "b", "c"])],
+)
+def test_a_node_takes_the_token_of_its_place_or_tries_all(environment: dict[str, str], expected: list[str]) -> None:
+    assert tokens_to_try(["a", "b", "c"], job_place(environment)) == expected
+
+
+def test_one_token_is_for_whoever_has_it() -> None:
+    assert tokens_to_try(["a"], job_place(SRUN)) == ["a"]
+
+
+def test_a_node_without_a_token_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"node 2 of its job, .* start the job on 2, or .* `--num-nodes 4`"):
+        tokens_to_try(["a", "b"], job_place(SRUN))
+
+
+def test_what_describes_a_process_does_not_reach_ranks() -> None:
+    kept = {"SLURM_JOB_ID": "7", "PATH": "/bin", "NCCL_DEBUG": "INFO"}
+    assert without_place({**kept, **TORCHRUN, **SRUN, **OPEN_MPI, **MPICH, **POD}) == {**kept, "SLURM_NODEID": "2"}

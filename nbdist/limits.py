@@ -1,6 +1,7 @@
 """Limits that depend on one another, in seconds: of waits that race each other, mostly in different processes.
 
-`tests/unit/test_limits.py` has what must hold between them. What nothing else depends on is where it is used.
+`tests/unit/test_limits.py` has what must hold between them. What nothing else depends on is where it is used. They
+are meant for one machine: who waits for an answer from other nodes adds the round trips there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,22 @@ COLLECTIVE_GRACE = 0.5  # that ranks may wait in a collective for one that raise
 COMPARE = 1.0  # for idle ranks to report where they are
 RENEWAL = 10.0  # that a rank waits for the others to renew a group: all are idle, so more means that one has gone
 RENEW = 15.0  # for ranks to carry out their repairs
+
+# --- signs of life between nodes, which all follow from `--node-timeout`
+
+NODE_TIMEOUT = 60.0  # without one until the other side is given up
+SHORTEST_NODE_TIMEOUT = 3.0
+
+
+def silence(node_timeout: float) -> float:
+    """Return the seconds without a sign of life after which that is reported."""
+    return min(10.0, node_timeout / 3)
+
+
+def ping_period(node_timeout: float) -> float:
+    """Return the seconds between two questions for one."""
+    return min(2.0, silence(node_timeout) / 4)
+
 
 # --- questions to ranks
 

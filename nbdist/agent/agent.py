@@ -127,7 +127,7 @@ class Agent:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._control = connect(context, setup.keys, node_lane(AGENT_CONTROL, setup.node), EVENTS if setup.node else 0)
         self._output = connect(context, setup.keys, node_lane(AGENT_OUTPUT, setup.node))
-        self._link = Link(self._control, setup.keys.url) if setup.node else None
+        self._link = Link(self._control, setup.keys.url, setup.timeout) if setup.node else None
         self._relay = Relay(context, setup.keys, setup.node) if setup.node else None
         self._freight = connect(context, setup.keys, node_lane(AGENT_FREIGHT, setup.node)) if setup.node else None
         self._storage = NodeStorage(self._send_freight)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import select
 import socket
 import time
 from urllib.parse import urlsplit
@@ -9,10 +11,10 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nbdist.wire.nodes import LOST, SILENCE
+from nbdist import limits
 
 EVENTS = zmq.EVENT_DISCONNECTED
-_CONNECT_LIMIT = 1.0  # seconds
+_PROBE_PERIOD = 1.0  # seconds
 
 
 class Link:
@@ -21,24 +23,28 @@ class Link:
     Args:
         control: The connection, which reports `EVENTS`.
         url: Where the controller listens.
+        timeout: Seconds without a sign of life until it is given up.
 
     Attributes:
         events: To be polled: something has happened to the connection.
     """
 
-    def __init__(self, control: zmq.Socket[bytes], url: str) -> None:
+    def __init__(self, control: zmq.Socket[bytes], url: str, timeout: float) -> None:
         where = urlsplit(url)
         self._address = where.hostname or "", where.port or 0
+        self._timeout = timeout
         self._heard = time.monotonic()
-        self._asked = self._heard  # when it was last looked whether anybody listens there
+        self._probe: socket.socket | None = None  # connects, to see whether anybody listens there
+        self._probe_at = 0.0
         self.events = control.get_monitor_socket()
 
     def heard(self) -> None:
         """Note a sign of life from the controller."""
         self._heard = time.monotonic()
+        self._end_probe()
 
     def is_lost(self, event: bool) -> bool:
-        """Return whether the controller is gone, or unreachable for good.
+        """Return whether the controller is gone, or unreachable for good. Does not block.
 
         Args:
             event: Whether there is something in `events`.
@@ -46,24 +52,30 @@ class Link:
         if event:
             recv_monitor_message(self.events)
             return True
-        now = time.monotonic()
-        if now - self._heard > LOST:
+        quiet = time.monotonic() - self._heard
+        if quiet > self._timeout:
             return True
-        if now - self._heard > SILENCE and now - self._asked > SILENCE:
-            self._asked = now
-            return self._is_refused()
-        return False
+        return quiet > limits.silence(self._timeout) and self._is_refused()
 
     def patience(self) -> float:
         """Return the seconds until `is_lost` should be called."""
-        return SILENCE
+        return min(_PROBE_PERIOD, limits.silence(self._timeout))
 
     def _is_refused(self) -> bool:
         """Return whether the machine answers but nothing listens there: the controller ended, and we missed it."""
-        try:
-            socket.create_connection(self._address, timeout=_CONNECT_LIMIT).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass
-        return False
+        now = time.monotonic()
+        if self._probe is None and now >= self._probe_at:
+            self._probe_at = now + limits.silence(self._timeout)
+            family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+            self._probe = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            self._probe.connect_ex(self._address)
+        if self._probe is None or not select.select([], [self._probe], [], 0)[1]:
+            return False
+        refused = self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
+        self._end_probe()
+        return refused
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None

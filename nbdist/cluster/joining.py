@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -119,7 +120,8 @@ def _introduce(token: Token, url: str) -> Welcome:
         )
     if not isinstance(answer, Welcome):
         raise CannotJoin(f"the session at {url} answered something unexpected; is it another version of nbdist?")
-    return answer
+    # By the way that has just worked, which may be a tunnel.
+    return msgspec.structs.replace(answer, keys=msgspec.structs.replace(answer.keys, url=url))
 
 
 def _answer(guest: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> object:
@@ -149,6 +151,7 @@ def _serve(welcome: Welcome, target: str, leash: int | None) -> int:
             leftovers=[str(folder)],
             folder=str(folder),
             node=welcome.node,
+            timeout=welcome.timeout,
         )
         assert agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is about to be noticed
@@ -165,6 +168,7 @@ def _serve(welcome: Welcome, target: str, leash: int | None) -> int:
         _say_last(welcome, f"its agent has ended, {how}")
         print(f"the agent has ended: {how}", flush=True)
         return 1
+    _say_last(welcome, "its connection has ended")  # if the session is still there
     print("the session has ended", flush=True)
     return 0
 

@@ -25,8 +25,6 @@ _NO_SUCH_COMMAND = (126, 127)  # of every shell
 _OPTIONS = (
     "BatchMode=yes",  # nobody is there to answer
     "ConnectTimeout=10",
-    "ServerAliveInterval=5",
-    "ServerAliveCountMax=12",  # as long as a node may be silent
     "ForwardX11=no",
     "ClearAllForwardings=yes",
 )
@@ -90,7 +88,8 @@ class Ssh:
             command = shlex.join(join_command(self._python, invitation.address))
             self._seats[seat.number] = host
             self._remotes[seat.number] = Remote(
-                [*_ssh(self._options), "-T", host, "--", f"exec {command}"], [seat.token]
+                [*_ssh(self._options, (*_OPTIONS, *_alive(invitation.timeout))), "-T", host, "--", f"exec {command}"],
+                [seat.token],
             )
 
     def watch(self) -> Iterator[Report]:
@@ -127,6 +126,12 @@ class Ssh:
 def _ssh(options: SshOptions, settings: tuple[str, ...] = _OPTIONS) -> list[str]:
     config = ["-F", options.ssh_config] if options.ssh_config else []
     return ["ssh", *config, *(word for setting in settings for word in ("-o", setting))]
+
+
+def _alive(timeout: float) -> tuple[str, ...]:
+    """Return the settings by which a connection lasts as long as a node may be silent."""
+    interval = max(1, int(timeout / 12))
+    return f"ServerAliveInterval={interval}", f"ServerAliveCountMax={max(1, round(timeout / interval))}"
 
 
 def _hosts(options: SshOptions) -> list[_Host]:

@@ -34,6 +34,7 @@ from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.frames import decode, encode, sequence_of
 from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import (
+    AGENT_CONTROL,
     AGENT_FREIGHT,
     CLIENT_EVENTS,
     GUEST,
@@ -261,6 +262,8 @@ class Controller:
         if identity == CLIENT_EVENTS:
             self._alone = False
         self._switchboard.connect(identity)
+        if name == AGENT_CONTROL:
+            self._nodes.connected(number)
 
     def _notebook_left(self) -> None:
         """Handle a notebook that is gone: the ranks go on for as long as it asked."""

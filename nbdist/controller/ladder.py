@@ -34,6 +34,7 @@ class Ladder:
         now: The time in seconds, like all times here.
         together: Whether these are all ranks that run the cell, so that they can stop at the same step.
         grace: Seconds until a rank counts as stuck.
+        slack: Seconds that answers take longer than on one machine.
 
     Attributes:
         due: Time of the next `tick`; None if there is nothing to wait for.
@@ -51,6 +52,7 @@ class Ladder:
         *,
         together: bool = True,
         grace: float = limits.STUCK,
+        slack: float = 0.0,
     ) -> None:
         self.serial = serial
         self.left = set(ranks)
@@ -60,7 +62,8 @@ class Ladder:
         self._raise_on = raise_on
         self._say = say
         self._began = now
-        self._grace = grace
+        self._grace = grace + slack
+        self._slack = slack
         self._forced = False
         self._together = together
         self._behind: set[int] = set()
@@ -68,7 +71,7 @@ class Ladder:
         self._in_the_end = ""  # replaces the line in the end
         if together:
             self._arm()
-            self.due = now + limits.ARM
+            self.due = now + limits.ARM + slack
         else:
             self._raise(now)
 
@@ -128,7 +131,7 @@ class Ladder:
             self._interrupt(now)
             return
         self.rung = AIM
-        self.due = now + limit
+        self.due = now + limit + self._slack
         self._ask(sorted(self.left), Aim(self.serial, target))
         if left[last] > 1 and needed[last] > _LONG:
             self._say(
@@ -144,7 +147,7 @@ class Ladder:
             return
         self.rung = MEET
         self._steps = {}
-        self.due = now + (limits.HURRIED_ARM if self._forced else limits.ARM)
+        self.due = now + (limits.HURRIED_ARM if self._forced else limits.ARM) + self._slack
         self._arm()
 
     def _meet(self, now: float) -> None:
@@ -154,7 +157,7 @@ class Ladder:
         self._behind = {rank for rank, answer in steps.items() if answer.count < target}  # in that step, or before it
         self._ask(sorted(self.left), Meet(self.serial, target))
         if self._behind or self._forced:
-            self.due = now + (limits.FINISH_STEP if self._behind else limits.FORCED)
+            self.due = now + (limits.FINISH_STEP if self._behind else limits.FORCED) + self._slack
         else:
             self._wait(now)
 
@@ -170,11 +173,11 @@ class Ladder:
     def _wait(self, now: float) -> None:
         """Wait for interrupted ranks; those that do not end are stuck."""
         self.rung = RAISE
-        self.due = max(self._began + self._grace, now + min(limits.RAISE, self._grace))
+        self.due = max(self._began + self._grace, now + min(limits.RAISE, self._grace) + self._slack)
 
     def _cut(self, now: float) -> None:
         self.rung = CUT
-        self.due = now + _CUT_EVERY
+        self.due = now + _CUT_EVERY + self._slack
         self._ask(sorted(self.left), Cut(self.serial, self._forced))
 
     def _arm(self) -> None:

@@ -141,6 +141,11 @@ class Members:
         key = self._cargo.fetch(parcel.segments, node, done)
         self._collections.setdefault(reply.serial, []).append(key)
 
+    @property
+    def slack(self) -> float:
+        """Seconds that answers take longer than on one machine."""
+        return self._nodes.round_trip
+
     def to_agent_of(self, rank: int, message: Message) -> None:
         """Send to the agent of the node that a rank is on."""
         if rank in self._node_of:
@@ -296,7 +301,7 @@ class Members:
             self.up = True
             notes = [note for node in sorted(self._notes) for note in self._notes[node]]
             infos = [self._info(rank) for rank in self.ranks.values()]
-            self.to_notebook(Started(self.epoch, infos, self._backend, notes, self._first_serial))
+            self.to_notebook(Started(self.epoch, infos, self._backend, notes, self._first_serial, self.slack))
         elif now > self._moved + self._patience:
             said = self._progress.text if self._progress is not None else ""
             where = f"{self.names.describe(missing)} not ready" if forked else said

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from nbdist import limits
 from nbdist.controller.node_starters import NodeStarters
 from nbdist.controller.switchboard import Switchboard
 from nbdist.network import endpoint
@@ -22,9 +23,6 @@ from nbdist.wire.lanes import AGENT_CONTROL, node_lane
 from nbdist.wire.life import Progress, Shutdown
 from nbdist.wire.message import VERSION, Message
 from nbdist.wire.nodes import (
-    LOST,
-    PING_PERIOD,
-    SILENCE,
     Invited,
     Join,
     NodesWanted,
@@ -37,6 +35,8 @@ from nbdist.wire.nodes import (
 )
 from nbdist.wire.output import Notice
 from nbdist.wire.starter_lines import Invitation, Seat, StarterFailed, StarterProgress, StarterSetup
+
+_FIRST_PINGS = 8
 
 
 class NoEntrance(Exception):
@@ -56,6 +56,7 @@ class KnownNode:
         round_trip: Seconds, the shortest seen.
         heard: When it was last heard of.
         silent: Whether that has been reported.
+        answers: How many pings it has answered.
     """
 
     number: int
@@ -66,6 +67,7 @@ class KnownNode:
     round_trip: float = field(default=float("inf"))
     heard: float = 0.0
     silent: bool = False
+    answers: int = 0
 
 
 class NodeTable:
@@ -100,6 +102,19 @@ class NodeTable:
 
     def __contains__(self, number: int) -> bool:
         return number in self._nodes
+
+    @property
+    def round_trip(self) -> float:
+        """The longest to any node, in seconds: of each the shortest seen; 0 without other nodes."""
+        return max((node.round_trip for node in self if node.answers), default=0.0)
+
+    @property
+    def _timeout(self) -> float:
+        return self._wanted.timeout if self._wanted is not None else limits.NODE_TIMEOUT
+
+    @property
+    def _ping_period(self) -> float:
+        return limits.ping_period(self._timeout)
 
     @property
     def missing(self) -> int:
@@ -154,7 +169,7 @@ class NodeTable:
             return
         address = self._url.removeprefix("tcp://")
         if self._wanted.engine:
-            invitation = Invitation(address, seats)
+            invitation = Invitation(address, seats, self._wanted.timeout)
             self.starters.begin(StarterSetup(self._wanted.engine, self._wanted.engine_options, invitation))
         else:
             self._tell(Invited(address, [seat.token for seat in seats]))
@@ -200,16 +215,17 @@ class NodeTable:
         number, self._next = self._next, self._next + 1
         seat = self._guests.pop(key)
         keys = self._switchboard.welcome(key, number, self._url)
-        self._switchboard.send(guest, Welcome(number, socket.gethostname(), keys))
+        assert self._wanted is not None
+        self._switchboard.send(guest, Welcome(number, socket.gethostname(), keys, self._wanted.timeout))
         self._switchboard.disconnect(guest)
         names = {node.host for node in self}
         host = message.host if message.host not in names else f"{message.host}#{number}"
         now = time.monotonic()
         self._nodes[number] = KnownNode(number, host, message.gpus, seat, heard=now)
-        self._ping_at = min(self._ping_at, now)
-        assert self._wanted is not None
+        self._ping_at = min(self._ping_at, now + self._ping_period)
         self.due_to_come = now + self._wanted.patience if self.missing else float("inf")
-        there = f"{len(self._nodes)} of {counted(self._wanted.count, 'node')}"
+        head = self._wanted.ranks_of(0) != 0  # else it is none of the nodes that count
+        there = f"{len(self._nodes) - (not head)} of {counted(self._wanted.count - (not head), 'node')}"
         self._tell(Progress("nodes", f"{host} has joined as node {number} ({there})"))
         return True
 
@@ -265,18 +281,19 @@ class NodeTable:
         """Act on what is due."""
         if now < self._ping_at:
             return
-        self._ping_at = now + PING_PERIOD if len(self._nodes) > 1 else float("inf")
+        self._ping_at = now + self._ping_period if len(self._nodes) > 1 else float("inf")
         for node in [node for node in self if node.number]:
             self.send(node.number, Ping(now))
             quiet = now - node.heard
-            if quiet > LOST:
+            timeout = self._timeout if node.answers else max(self._timeout, limits.NODE_TIMEOUT)  # its agent starts
+            if quiet > timeout:
                 self.lose(node, f"it has not answered for {quiet:.0f} s")
-            elif quiet > SILENCE and not node.silent:
+            elif quiet > limits.silence(timeout) and not node.silent:
                 node.silent = True
                 self._tell(
                     Notice(
                         f"node {node.number} ({node.host}) has not answered for {quiet:.0f} s: the network to it, or "
-                        f"the machine. Its ranks count as lost after {LOST:g} s"
+                        f"the machine. Its ranks count as lost after {timeout:g} s"
                     )
                 )
 
@@ -287,6 +304,11 @@ class NodeTable:
             self._switchboard.lose(node.number)
             self._lost(node, why)
 
+    def connected(self, number: int) -> None:
+        """Note that a node's agent listens: it is asked several times at once, so that its clock is known soon."""
+        if number:
+            self.send(number, Ping(time.monotonic()))
+
     def heard(self, number: int, message: Pong, now: float) -> None:
         """Note that a node has answered."""
         node = self._nodes.get(number)
@@ -295,5 +317,8 @@ class NodeTable:
         if node.silent:
             self._tell(Notice(f"node {number} ({node.host}) answers again, after {now - node.heard:.0f} s"))
         node.heard, node.silent = now, False
+        node.answers += 1
+        if node.answers < _FIRST_PINGS:
+            self.send(number, Ping(now))
         if (took := now - message.sent) <= node.round_trip:
             node.round_trip, node.offset = took, message.at - (message.sent + now) / 2

@@ -133,6 +133,7 @@ class Recovery:
         generation: The current generation of the process groups.
         lost: Groups that were lost before.
         regroup: Whether to make the default group again, replacing all existing groups.
+        slack: Seconds that answers take longer than on one machine.
 
     Attributes:
         began: When it began.
@@ -156,6 +157,7 @@ class Recovery:
         now: float,
         *,
         regroup: bool = False,
+        slack: float = 0.0,
     ) -> None:
         self.generation = generation
         self.text = ""
@@ -167,7 +169,8 @@ class Recovery:
         self.late: set[int] = set()
         self.missing: set[int] = set()
         self.began = now
-        self.due: float | None = now + limits.COMPARE
+        self.due: float | None = now + limits.COMPARE + slack
+        self._slack = slack
         self._cell = cell
         self._regroup = regroup
         self._ranks = [rank for rank in cell.ranks if rank in idle]
@@ -277,7 +280,7 @@ class Recovery:
         if found.renew or self._regroup:
             self.generation += 1
         self.lost += found.lost
-        self.due = now + limits.RENEW
+        self.due = now + limits.RENEW + 10 * self._slack  # groups are made in several round trips
         self._tell(
             self._idle,
             Recover(

@@ -33,9 +33,13 @@ class Wires(Protocol):
 
     Attributes:
         names: How to name ranks.
+        slack: Seconds that answers take longer than on one machine.
     """
 
     names: RankNames
+
+    @property
+    def slack(self) -> float: ...
 
     def to_rank(self, lane: str, rank: int, message: Message) -> None:
         """Send to a rank, if it is alive."""
@@ -198,7 +202,7 @@ class Repairs:
         idle = [rank for rank in self._wires.idle() if rank not in self._missing]
         dead = self._wires.dead()
         busy = sorted(set(cell.failed) - {*idle, *dead, *self._missing})
-        recovery = Recovery(cell, idle, busy, dead, self._generation, self._lost, now)
+        recovery = Recovery(cell, idle, busy, dead, self._generation, self._lost, now, slack=self._wires.slack)
         self._begin_repair(_Repair(cell.serial, recovery, last))
 
     def _begin_repair(self, repair: _Repair) -> None:
@@ -305,7 +309,9 @@ class Repairs:
             return False
         self._wait(message, now).settled = True
         members = sorted(set().union(*chosen.values()) - set(dead))
-        recovery = Recovery(FailedCell(message.serial), members, [], dead, self._generation, self._lost, now)
+        recovery = Recovery(
+            FailedCell(message.serial), members, [], dead, self._generation, self._lost, now, slack=self._wires.slack
+        )
         self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(chosen)))
         return True
 
@@ -316,7 +322,17 @@ class Repairs:
         if (waiting is not None and waiting.settled) or not set(ranks) == set(message.ranks) == set(self._wires.idle()):
             return False
         self._wait(message, now).settled = True
-        recovery = Recovery(FailedCell(message.serial), ranks, [], [], self._generation, self._lost, now, regroup=True)
+        recovery = Recovery(
+            FailedCell(message.serial),
+            ranks,
+            [],
+            [],
+            self._generation,
+            self._lost,
+            now,
+            regroup=True,
+            slack=self._wires.slack,
+        )
         self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(self._owed)))
         return True
 

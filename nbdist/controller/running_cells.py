@@ -13,7 +13,7 @@ from nbdist.controller.inquiries import A, AskRanks, Handler, Inquiries
 from nbdist.controller.ladder import Ladder
 from nbdist.controller.recovery import FailedCell
 from nbdist.controller.repairs import Repairs, Wires
-from nbdist.controller.watch import Watch
+from nbdist.controller.watch import Pauses, Watch
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Remark, Reply, Returned
 from nbdist.wire.lanes import RANK_CONTROL
 from nbdist.wire.life import Died
@@ -78,6 +78,7 @@ class Cells:
             launch=message.kind == "launch",
             part=bool(self._running) or len(self._wires.idle()) > len(ranks),
             names=self._wires.names,
+            pauses=Pauses().slower(self._wires.slack),
             strand=lambda rank, why: self._asking_about(serial)([rank], Strand(serial, why)),
         )
         self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
@@ -177,7 +178,8 @@ class Cells:
             self._wires.to_notebook(Remark(serial, text, "stop"))
 
         keywords = {} if grace is None else {"grace": grace}
-        cell.ladder = Ladder(serial, ranks, ask, raise_on, say, now, together=together, **keywords)
+        slack = self._wires.slack
+        cell.ladder = Ladder(serial, ranks, ask, raise_on, say, now, together=together, slack=slack, **keywords)
 
     def _asking_about(self, serial: int) -> AskRanks:
         """Return a function that asks ranks about a cell; after the cell ends, answers are dropped."""

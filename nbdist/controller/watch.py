@@ -9,7 +9,7 @@ failed, it names those that wait for it in vain. Until then it costs only a time
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbdist.controller.inquiries import AskRanks
 from nbdist.ranks import ONE_NODE, RankNames
@@ -45,6 +45,11 @@ class Pauses:
     answer: float = 1.0
     sample: float = 0.3
     failed: float = 1.0
+
+    def slower(self, slack: float) -> Pauses:
+        """Return the pauses for answers that take so many seconds longer than on one machine."""
+        stretched = {name: getattr(self, name) + slack for name in ("confirm", "repeat", "answer", "sample", "failed")}
+        return replace(self, **stretched)
 
 
 class Watch:

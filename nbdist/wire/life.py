@@ -123,13 +123,17 @@ class Progress(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """The ranks are up and their process group is ready. first_serial: where the client's count of cells starts."""
+    """The ranks are up and their process group is ready.
+
+    first_serial: where the client's count of cells starts. slack: seconds that answers take longer than on one machine.
+    """
 
     epoch: int
     ranks: list[RankInfo]
     backend: str
     notes: list[str]
     first_serial: int
+    slack: Seconds = 0.0
 
 
 Obstacle = Literal["port taken", "other"]  # why ranks could not start

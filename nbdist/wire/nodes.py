@@ -10,13 +10,11 @@ import sys
 import msgspec
 from zmq.utils import z85
 
+from nbdist import limits
 from nbdist.wire.keys import Keys
 from nbdist.wire.message import Count, Message, Seconds
 
 TOKEN_VARIABLE = "NBDIST_TOKEN"  # holds what a node joins with
-PING_PERIOD = 2.0  # seconds
-SILENCE = 10.0  # seconds without a sign of life after which that is reported
-LOST = 60.0  # ... and after which the other side is given up
 _KEY = 32  # bytes
 
 
@@ -27,7 +25,8 @@ class NodesWanted(msgspec.Struct, frozen=True):
     the others (0: at any port). interface: the network between them; "": the one that leads to `address`.
     patience: seconds that a node may take to come after another has. shares: of each node, this one first, its number
     of ranks if it is not `ranks` (0: no ranks). engine: what starts the others; "": the user does. engine_options: its
-    options, as JSON. token_file: where the notebook writes their tokens; "": it prints them.
+    options, as JSON. token_file: where the notebook writes their tokens; "": it prints them. timeout: seconds without a
+    sign of life until a node is given up.
     """
 
     count: Count
@@ -40,6 +39,7 @@ class NodesWanted(msgspec.Struct, frozen=True):
     engine: str = ""
     engine_options: str = ""
     token_file: str = ""
+    timeout: Seconds = limits.NODE_TIMEOUT
 
     def ranks_of(self, seat: int) -> int | None:
         """Number of ranks of a node, by its place among them; None: one for each GPU."""
@@ -84,11 +84,12 @@ class Join(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """It is node `node` of `host`'s session, with keys of its own."""
+    """It is node `node` of `host`'s session, with keys of its own. timeout: as in NodesWanted."""
 
     node: int
     host: str
     keys: Keys
+    timeout: Seconds = limits.NODE_TIMEOUT
 
 
 class Refused(Message, frozen=True):

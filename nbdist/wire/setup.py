@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from nbdist import limits
 from nbdist.wire.keys import Keys
 
 
@@ -34,6 +35,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
     leftovers: list[str]  # files and folders to remove if the controller can't
     folder: str = ""  # one of them: the session's own, for temporary files; empty: there is none
     node: int = 0  # 0: the controller's own machine
+    timeout: float = limits.NODE_TIMEOUT  # seconds without a sign of life until the other side is given up
 
 
 def encode_line(first: ControllerSetup | ControllerReady | ControllerFailed | AgentSetup) -> bytes:

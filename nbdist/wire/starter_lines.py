@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from nbdist import limits
 from nbdist.wire.message import Seconds
 
 
@@ -15,10 +16,14 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """Where nodes are to join, and who. address: host:port. seats: in the order of the hosts."""
+    """Where nodes are to join, and who. address: host:port. seats: in the order of the hosts.
+
+    timeout: seconds without a sign of life until a node is given up.
+    """
 
     address: str
     seats: list[Seat]
+    timeout: Seconds = limits.NODE_TIMEOUT
 
 
 class StarterSetup(msgspec.Struct, frozen=True):

@@ -9,90 +9,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from testbed.kernel import Execution, Kernel, Outcome, wait_until
+from testbed.kernel import Kernel, Outcome, wait_until
 from tests.conftest import sharing
 from tests.multinode.hosts import Host, two_hosts
-
-SUM = """
-import torch, torch.distributed as dist
-total = torch.ones(1) * (rank + 1)
-dist.all_reduce(total)
-print(int(total))
-"""
-
-
-@dataclass
-class Node:
-    """A machine that has joined: the process of `nbdist join` there."""
-
-    process: subprocess.Popen[str]
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def agent(self) -> int:
-        """The process id of its agent."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
-
-    def end(self) -> str:
-        """What it has printed, once it has ended by itself."""
-        return self.process.communicate(timeout=30)[0]
-
-
-@contextmanager
-def joined(
-    address: str, token: str, host: Host | None = None, folder: Path | None = None, **environment: str
-) -> Iterator[Node]:
-    """A node that joins with this token."""
-    command = [*(host.command if host is not None else []), sys.executable, "-m", "nbdist", "join", address]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "NBDIST_TOKEN": token, "ONLY_THERE": "yes", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-    )
-    try:
-        yield Node(process)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate(timeout=30)
-
-
-def invitations(cell: Execution, count: int = 1) -> tuple[str, list[str]]:
-    """The address and the tokens that a start prints."""
-    cell.wait_until(lambda outcome: outcome.stdout.count("nbdist join") >= count, "lines to paste")
-    found = re.findall(r"NBDIST_TOKEN=(\S+) nbdist join (\S+)", cell.outcome.stdout)
-    return found[0][1], [token for token, _ in found]
-
-
-def start(kernel: Kernel, address: str = "127.0.0.1", arguments: str = "-n 2") -> Execution:
-    return kernel.start(f"%distributed start --num-nodes 2 --master-addr {address} {arguments}")
-
-
-@contextmanager
-def two_nodes(
-    kernel: Kernel, address: str = "127.0.0.1", host: Host | None = None, **environment: str
-) -> Iterator[Node]:
-    """A session with two ranks on each of two nodes."""
-    cell = start(kernel, address)
-    where, (token,) = invitations(cell)
-    with joined(where, token, host, **environment) as node:
-        outcome = cell.finish()
-        assert outcome.status == "ok", str(outcome)
-        assert "4 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
-        yield node
-        kernel.run("%distributed stop")
+from tests.multinode.nodes import SUM, Node, invitations, joined, start, two_nodes
 
 
 def run(kernel: Kernel, code: str, line: str = "") -> Outcome:
@@ -326,7 +251,7 @@ def hosts() -> Iterator[Hosts]:
         kernel = ends.enter_context(Kernel(found[0].command))
         ends.enter_context(sharing(kernel))
         kernel.ok("%load_ext nbdist")
-        node = ends.enter_context(two_nodes(kernel, found[0].address, found[1]))
+        node = ends.enter_context(two_nodes(kernel, found[0].address, found[1], "--node-timeout 12"))
         ends.enter_context(sharing(node))
         yield Hosts(kernel, found, node)
 
@@ -362,6 +287,6 @@ def test_a_lost_host_leaves_the_others_their_variables(hosts: Hosts) -> None:
     run(hosts.kernel, "kept = rank + 20")
     os.kill(hosts.node.process.pid, signal.SIGKILL)  # its agent ends with it, and nobody is left to say so
     cell = hosts.kernel.start("%%distributed\nimport time\ntime.sleep(100)")
-    outcome = cell.finish(90)
+    outcome = cell.finish()
     assert outcome.ename == "RankDied" and "is lost" in str(outcome), str(outcome)
     assert "[1] 21" in run(hosts.kernel, "print(kept)", "-r 0,1").stdout

@@ -9,6 +9,7 @@ import pytest
 
 from testbed.kernel import Kernel
 from tests.conftest import sharing
+from tests.multinode.nodes import without_nodes
 from tests.multinode.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.multinode.ssh_server import ROOT
 
@@ -41,7 +42,7 @@ def test_a_job_is_asked_for_and_ends_with_the_session(kernel: Kernel, cluster: S
     assert "2 ranks on 2 nodes ready" in said, said
     (job,) = cluster.jobs()
     assert job.startswith("nbdist-")
-    said = kernel.run(f"%%distributed\n{SUM}").stdout
+    said = without_nodes(kernel.run(f"%%distributed\n{SUM}").stdout)
     assert "[0] 0 2 slurm-" in said and "[1] 1 2 slurm-" in said, said
     kernel.ok("%distributed stop")
     assert cluster.await_no_jobs()
@@ -96,7 +97,7 @@ def test_inside_a_job_its_nodes_are_used(cluster: SlurmCluster) -> None:
         kernel.ok("%load_ext nbdist")
         assert "leave out --time" in kernel.fails("%distributed start --slurm --time 5 -n 1", "UsageError").evalue
         assert "2 ranks on 2 nodes ready" in kernel.ok("%distributed start --slurm -n 1").stdout
-        said = kernel.run(f"%%distributed\n{SUM}").stdout
+        said = without_nodes(kernel.run(f"%%distributed\n{SUM}").stdout)
         assert "[0] 0 2 slurm-a" in said and "[1] 1 2 slurm-b" in said, said
         kernel.ok("%distributed stop")
     assert cluster.await_no_jobs()
@@ -107,7 +108,7 @@ def test_on_a_node_of_the_job_the_notebook_has_ranks_too(cluster: SlurmCluster) 
     with Kernel(command, **cluster.environment, PYTHONPATH=str(ROOT)) as kernel:
         kernel.ok("%load_ext nbdist")
         assert "2 ranks on 2 nodes ready" in kernel.ok("%distributed start --slurm -n 1").stdout
-        said = kernel.run(f"%%distributed\n{SUM}").stdout
+        said = without_nodes(kernel.run(f"%%distributed\n{SUM}").stdout)
         assert "[0] 0 2 slurm-a" in said and "[1] 1 2 slurm-b" in said, said
         kernel.ok("%distributed stop")
     assert cluster.await_no_jobs()

@@ -9,14 +9,18 @@ import msgspec
 import pytest
 import zmq
 
+from nbdist import limits
 from nbdist.controller.node_table import KnownNode, NodeTable, NoEntrance
 from nbdist.controller.switchboard import Switchboard
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import AGENT_CONTROL, connect, node_lane
+from nbdist.wire.life import Progress
 from nbdist.wire.message import VERSION, Hello, Message
-from nbdist.wire.nodes import LOST, SILENCE, Invited, Join, NodesWanted, Pong, Refused, Token, Versions, Welcome
+from nbdist.wire.nodes import Invited, Join, NodesWanted, Ping, Pong, Refused, Token, Versions, Welcome
 from nbdist.wire.output import Notice
+
+SILENCE, LOST = limits.silence(limits.NODE_TIMEOUT), limits.NODE_TIMEOUT
 
 
 class Table:
@@ -135,3 +139,40 @@ def test_the_keys_of_a_lost_node_open_nothing_any_more(table: Table) -> None:
     heard = list(table.switchboard.received(1))
     agent.close(linger=0)
     assert heard == []
+
+
+def test_a_node_that_listens_is_asked_several_times_so_that_its_clock_is_known_soon(table: Table) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    answer = table.join(*table.tokens()[0])
+    assert isinstance(answer, Welcome)
+    agent = connect(table.context, answer.keys, node_lane(AGENT_CONTROL, 1))
+    pings = 0
+    while pings < 8:
+        for lane, (frame,) in table.switchboard.received(1):
+            if isinstance(decode(frame), Hello):
+                table.switchboard.connect(lane)
+                table.nodes.connected(1)
+        if agent.poll(20) and isinstance(ping := decode(agent.recv()), Ping):
+            pings += 1
+            table.nodes.heard(1, Pong(ping.sent, ping.sent + 5), ping.sent)
+    assert not agent.poll(100)
+    agent.close(linger=0)
+    assert table.nodes[1].offset == pytest.approx(5.0)
+
+
+def test_a_machine_without_ranks_is_none_of_the_nodes_that_are_counted(table: Table) -> None:
+    table.nodes.want(NodesWanted(3, "127.0.0.1", ranks=2, shares=[0]))
+    table.join(*table.tokens()[0])
+    assert any(isinstance(said, Progress) and "(1 of 2 nodes)" in said.text for said in table.said)
+
+
+def test_how_long_a_node_may_be_silent_can_be_said(table: Table) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1", timeout=6.0))
+    answer = table.join(*table.tokens()[0])
+    assert isinstance(answer, Welcome) and answer.timeout == 6.0
+    now = table.nodes[1].heard
+    table.nodes.heard(1, Pong(now, now), now)
+    table.nodes.tick(now + 3)
+    assert table.nodes[1].silent
+    table.nodes.tick(table.nodes[1].heard + 7)
+    assert len(table.lost) == 1

@@ -56,6 +56,7 @@ class Ranks:
         return []
 
     names = RankNames()
+    slack = 0.0
 
     def everyone(self) -> list[int]:
         return [0, 1, 2]

@@ -235,6 +235,7 @@ class DistributedMagics(Magics):
             master_port=arguments.master_port,
             interface=arguments.interface,
             token_file=arguments.token_file,
+            node_timeout=arguments.node_timeout,
             on=cluster_flags(arguments),
             gpus=arguments.gpus,
             backend=arguments.backend,

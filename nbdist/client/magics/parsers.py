@@ -82,6 +82,12 @@ def _start() -> MagicParser:
     parser.add_argument("--master-port", type=number, metavar="PORT", help="where it listens for them (default: any)")
     parser.add_argument("--interface", metavar="NAME", help="the network between them (default: the one to ADDRESS)")
     parser.add_argument("--token-file", metavar="FILE", help="write what they join with there; don't print it")
+    parser.add_argument(
+        "--node-timeout",
+        type=seconds,
+        metavar="S",
+        help="seconds that another machine may be silent until its ranks count as lost (default: 60)",
+    )
     add_cluster_flags(parser)
     parser.add_argument(
         "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"

@@ -21,6 +21,7 @@ class OfSession(msgspec.Struct, frozen=True):
     master_addr: str | None = None
     master_port: int | None = None
     interface: str | None = None
+    node_timeout: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
-from nbdist import network
-from nbdist.checks import check_whole
+from nbdist import limits, network
+from nbdist.checks import check_seconds, check_whole
 from nbdist.errors import UsageError
 from nbdist.wire.nodes import NodesWanted
 
@@ -20,25 +22,35 @@ _EXAMPLE = "%distributed start --num-nodes 2 --master-addr 10.0.0.1"
 _LARGEST_PORT = (1 << 16) - 1
 
 
+@dataclass(frozen=True)
+class WayIn:
+    """How other nodes come in, as the user says.
+
+    Attributes:
+        address: Of this machine, for the others.
+        port: Where it listens; None: anywhere.
+        interface: The network between them; None: the one that leads to `address`.
+        timeout: Seconds that a node may be silent until it is given up; None: as usual.
+        token_file: Where the tokens that they join with are written; None: they are printed.
+    """
+
+    address: str | None = None
+    port: int | None = None
+    interface: str | None = None
+    timeout: float | None = None
+    token_file: str | os.PathLike[str] | None = None
+
+
 def nodes_wanted(
-    count: int,
-    ranks: int | None,
-    address: str | None,
-    port: int | None,
-    interface: str | None,
-    on: str | Mapping[str, Any] | None = None,
-    token_file: str | os.PathLike[str] | None = None,
+    count: int, ranks: int | None, way: WayIn, on: str | Mapping[str, Any] | None = None
 ) -> NodesWanted | None:
     """Check which nodes a session is to have.
 
     Args:
         count: How many, this machine too.
         ranks: On each; None: one for each GPU.
-        address: Of this machine, for the others.
-        port: Where it listens; None: anywhere.
-        interface: The network between them; None: the one that leads to `address`.
+        way: How they come in.
         on: The cluster whose nodes are to be started; None: they join by themselves.
-        token_file: Where the tokens that they join with are written; None: they are printed.
 
     Returns:
         The nodes; None: this machine only.
@@ -48,54 +60,70 @@ def nodes_wanted(
     """
     check_whole("num_nodes", count, 1, _EXAMPLE)
     if on is not None:
-        if token_file is not None:
+        if way.token_file is not None:
             raise UsageError("token_file is for nodes that join by themselves; nbdist starts these: leave it out")
-        return _started(on, count if count > 1 else None, ranks, address, port, interface)
+        return _started(on, count if count > 1 else None, ranks, way)
     if count == 1:
-        given = {"master_addr": address, "master_port": port, "interface": interface, "token_file": token_file}
+        given = {
+            "master_addr": way.address,
+            "master_port": way.port,
+            "interface": way.interface,
+            "node_timeout": way.timeout,
+            "token_file": way.token_file,
+        }
         if useless := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"{useless[0]} is for sessions on several machines: add `--num-nodes 2`, or leave it out")
         return None
-    if address is None:
+    if way.address is None:
         raise UsageError(f"the other machines need an address of this one: `{_EXAMPLE}` ({_own_addresses()})")
-    _check(port, interface)
-    file = _new_file(token_file) if token_file is not None else ""
-    return NodesWanted(count, _checked(address), port or 0, ranks, interface or "", token_file=file)
+    _check(way)
+    file = _new_file(way.token_file) if way.token_file is not None else ""
+    wanted = NodesWanted(count, _checked(way.address), way.port or 0, ranks, way.interface or "", token_file=file)
+    return _with_timeout(wanted, way.timeout)
 
 
-def _started(
-    on: str | Mapping[str, Any],
-    count: int | None,
-    ranks: int | None,
-    address: str | None,
-    port: int | None,
-    interface: str | None,
-) -> NodesWanted:
+def _started(on: str | Mapping[str, Any], count: int | None, ranks: int | None, way: WayIn) -> NodesWanted:
     """Return nodes that an engine starts. What is given here wins over the profile."""
     from nbdist.client.session.cluster_arguments import cluster_of, own_address  # others need not wait for it
 
     cluster = cluster_of(on, count)
     layout, profile = cluster.layout, cluster.session
     ranks = profile.n if ranks is None else ranks
-    port = profile.master_port if port is None else port
-    interface = interface or profile.interface
+    way = WayIn(
+        way.address or profile.master_addr,
+        profile.master_port if way.port is None else way.port,
+        way.interface or profile.interface,
+        profile.node_timeout if way.timeout is None else way.timeout,
+    )
     if ranks is not None:
         check_whole("the number of ranks", ranks, 1, "-n 8")
-    _check(port, interface)
-    return NodesWanted(
+    _check(way)
+    wanted = NodesWanted(
         1 + len(layout.ranks),
-        _checked(address or profile.master_addr or own_address(cluster)),
-        port or 0,
+        _checked(way.address or own_address(cluster)),
+        way.port or 0,
         ranks,
-        interface or "",
+        way.interface or "",
         layout.patience,
         [layout.here, *layout.ranks],
         cluster.engine,
         cluster.options,
     )
+    return _with_timeout(wanted, way.timeout)
 
 
-def _check(port: int | None, interface: str | None) -> None:
+def _with_timeout(wanted: NodesWanted, timeout: float | None) -> NodesWanted:
+    return wanted if timeout is None else msgspec.structs.replace(wanted, timeout=timeout)
+
+
+def _check(way: WayIn) -> None:
+    port, interface = way.port, way.interface
+    check_seconds("node_timeout", way.timeout)
+    if way.timeout is not None and way.timeout < limits.SHORTEST_NODE_TIMEOUT:
+        raise UsageError(
+            f"node_timeout must be at least {limits.SHORTEST_NODE_TIMEOUT:g} seconds, got {way.timeout:g}: "
+            "`--node-timeout 60` is the default"
+        )
     if port is not None and check_whole("master_port", port, 1, "--master-port 29500") > _LARGEST_PORT:
         raise UsageError(f"master_port must be {_LARGEST_PORT} at most, not {port}: `--master-port 29500`")
     if interface is not None and interface not in psutil.net_if_addrs():

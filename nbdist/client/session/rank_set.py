@@ -221,7 +221,7 @@ class RankSet:
         assert isinstance(started, Started)
         self.ranks, self.backend = started.ranks, started.backend
         self._serials = itertools.count(started.first_serial)
-        self.traffic.begin(self.ranks)
+        self.traffic.begin(started)
         self.closed = False
         self.started_in = time.monotonic() - began
         for note in started.notes:

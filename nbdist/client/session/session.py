@@ -25,7 +25,7 @@ from nbdist.client.session import interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.logs import CellLog
-from nbdist.client.session.node_arguments import nodes_wanted
+from nbdist.client.session.node_arguments import WayIn, nodes_wanted
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.session_plan import SessionPlan
@@ -102,6 +102,8 @@ class Session:
         master_port: The port where it listens for them; None: any.
         interface: The network between the nodes; None: the one that leads to `master_addr`.
         token_file: A new file for the tokens that they join with, while they are waited for; None: they are printed.
+        node_timeout: Seconds that another node may be silent until its ranks count as lost; None: 60. It is reported
+                after a third of that, at most 10.
         on: The cluster on which nbdist starts the other nodes: the name of a profile in ~/.config/nbdist/clusters.toml,
                 or what a profile would hold, `{"engine": "ssh", "hosts": ["node-a", "node-b:4"]}`.
         gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them: [0, 2], "0,2"; None: all, as far as ranks need them.
@@ -130,6 +132,7 @@ class Session:
         master_port: int | None = None,
         interface: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
+        node_timeout: float | None = None,
         on: str | Mapping[str, Any] | None = None,
         gpus: Sequence[int | str] | int | str | None = None,
         backend: str | None = None,
@@ -145,7 +148,8 @@ class Session:
         self._rank_set = RankSet(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
-        self._nodes = nodes_wanted(num_nodes, num_processes, master_addr, master_port, interface, on, token_file)
+        way = WayIn(master_addr, master_port, interface, node_timeout, token_file)
+        self._nodes = nodes_wanted(num_nodes, num_processes, way, on)
         options = self._plan.carry(self._arguments.options(self._own_ranks(num_processes)))
         if replace:
             _stop_others()

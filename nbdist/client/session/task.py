@@ -31,6 +31,7 @@ from nbdist.wire.output import Display, Notice, Output, WidgetMessage
 from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.stopping import GetStack
 
+_RUNGS = 4  # of a stop, each of which asks ranks and waits for the answers
 _EXPLAIN_AFTER = 1.0  # seconds after an interrupt or another rank's failure until a rank that still runs is explained
 _TAKE = 0.01  # seconds for which arriving messages are taken before they are shown
 _ELSEWHERE_GRACE = 0.5  # seconds for ranks to stop when one on another node has failed
@@ -42,10 +43,12 @@ class Carrier(Protocol):
     Attributes:
         key: A unique name.
         places: How to name ranks.
+        slack: Seconds that answers of ranks take longer than on one machine.
     """
 
     key: str
     places: RankNames
+    slack: float
     widgets: WidgetProxies
 
     def send(self, message: Message) -> None:
@@ -245,7 +248,7 @@ class Task:
             self.result[event.rank].result = event.result
         elif isinstance(event, Died):
             self._end_rank(event.rank, report.from_death(event, self._running()), now)
-            self._give_up_at = now + limits.DEATH_GRACE
+            self._give_up_at = now + limits.DEATH_GRACE + self._traffic.slack
         elif isinstance(event, RankFailure):
             self.failures.setdefault(event.rank, event)
             self._give_up_at = now + _ELSEWHERE_GRACE
@@ -395,13 +398,14 @@ class Task:
             self._explain_at = now + _EXPLAIN_AFTER
         elif self._interrupts == 2:
             self.interrupt(now=True)
-            self._give_up_at = now + (limits.LAUNCH_PATIENCE if self._launch else limits.FORCE_GRACE)
+            grace = limits.LAUNCH_PATIENCE if self._launch else limits.FORCE_GRACE
+            self._give_up_at = now + grace + _RUNGS * self._traffic.slack
         else:
             self._give_up_at = now
 
     def _time_out(self, now: float) -> None:
         self.interrupt()
-        self._give_up_at = now + limits.TIMEOUT_GRACE
+        self._give_up_at = now + limits.TIMEOUT_GRACE + _RUNGS * self._traffic.slack
 
     def _explain(self) -> None:
         """Report which ranks still run, where, and what the user can do."""

@@ -24,7 +24,7 @@ from nbdist.errors import SessionBroken, SessionError
 from nbdist.ranks import RankNames
 from nbdist.wire.cells import Recovered, Remark, Reply
 from nbdist.wire.knowing import Release
-from nbdist.wire.life import Broken, Died, RankInfo
+from nbdist.wire.life import Broken, Died, Started
 from nbdist.wire.message import Message
 from nbdist.wire.output import OUTPUT_CREDIT, Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
 from nbdist.wire.question import A, NoAnswer, Question
@@ -46,6 +46,7 @@ class Traffic:
         key: A unique name.
         names: The variables on each rank, as far as is known.
         places: How to name ranks, by their nodes if there are several.
+        slack: Seconds that answers of ranks take longer than on one machine.
         dead: How ranks died.
         generation: Of the process groups: one more than the number of times they have been renewed.
     """
@@ -54,6 +55,7 @@ class Traffic:
         self.key = secrets.token_hex(4)
         self.names: dict[int, list[str]] = {}
         self.places = RankNames()
+        self.slack = 0.0
         self.dead: dict[int, Died] = {}
         self.generation = 0
         self.widgets = WidgetProxies(self.send)
@@ -76,10 +78,11 @@ class Traffic:
         self._connection = connection
         connection.on_message = self._on_message
 
-    def begin(self, ranks: Iterable[RankInfo]) -> None:
+    def begin(self, started: Started) -> None:
         """Start with a fresh set of ranks, to which nothing of the last one applies."""
+        self.slack = started.slack
         nodes: dict[str, list[int]] = {}
-        for info in ranks:
+        for info in started.ranks:
             if info.host:
                 nodes.setdefault(info.host, []).append(info.rank)
         self.places = RankNames(nodes)
@@ -159,7 +162,7 @@ class Traffic:
         """Ask the control threads of ranks.
 
         Args:
-            timeout: Maximum seconds to wait.
+            timeout: Maximum seconds to wait, for ranks of this machine.
 
         Returns:
             The answers that arrived, by rank.
@@ -168,7 +171,7 @@ class Traffic:
         answers = self._answers[request] = queue.SimpleQueue()
         try:
             self.send(ask(request, ranks, question))
-            return gather(answers, request, question, len(ranks), timeout)
+            return gather(answers, request, question, len(ranks), timeout + self.slack)
         finally:
             del self._answers[request]
 

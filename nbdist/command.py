@@ -1,4 +1,4 @@
-"""The command `nbdist`, for machines that have no notebook."""
+"""The command `nbdist`: what is done outside of a notebook."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("nbdist", description="One notebook, every GPU: what other machines need.")
+    parser = argparse.ArgumentParser("nbdist", description="One notebook, every GPU: what is done outside of it.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     join = verbs.add_parser("join", help="let this machine be a node of a session on another one")
     join.add_argument("address", metavar="HOST:PORT", help="what `%%distributed start --num-nodes` has printed")
@@ -43,7 +43,31 @@ def _parser() -> argparse.ArgumentParser:
     doctor = verbs.add_parser("doctor", help="look whether this machine can be a node, and what would fail")
     doctor.add_argument("address", metavar="HOST:PORT", nargs="?", default="", help="try the way to a session, too")
     doctor.set_defaults(run=_examine)
+    list_ = verbs.add_parser("ls", help="show this user's sessions on this machine")
+    list_.set_defaults(run=_list)
+    stop = verbs.add_parser("stop", help="end sessions: all their ranks, on all machines")
+    stop.add_argument("names", metavar="SESSION", nargs="*", help="as `nbdist ls` shows it, or the beginning of it")
+    stop.add_argument("--all", action="store_true", help="all of this user on this machine")
+    stop.set_defaults(run=_stop)
     return parser
+
+
+def _list(parsed: argparse.Namespace) -> int:
+    from nbdist.visits import sessions, table
+
+    found = sessions()
+    print(table(found) if found else "no sessions of this user run on this machine")
+    return 0
+
+
+def _stop(parsed: argparse.Namespace) -> int:
+    from nbdist.visits import stop
+
+    if bool(parsed.names) == parsed.all:
+        raise UsageError("name the sessions to end, as `nbdist ls` shows them, or give --all")
+    for name in stop(parsed.names):
+        print(f"session {name} has ended")
+    return 0
 
 
 def _examine(parsed: argparse.Namespace) -> int:

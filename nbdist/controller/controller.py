@@ -22,7 +22,7 @@ import zmq
 
 from nbdist.controller.credit import Ledger
 from nbdist.controller.logwriter import LogWriter
-from nbdist.controller.members import Members
+from nbdist.controller.members import Members, Standing
 from nbdist.controller.node_table import KnownNode, NodeTable, NoEntrance
 from nbdist.controller.outputlog import OutputLog, Part
 from nbdist.controller.rank_order import Rank
@@ -44,6 +44,7 @@ from nbdist.wire.lanes import (
     RANK_CONTROL,
     RANK_DISPLAY,
     RANK_LANES,
+    VISITOR,
     parse_lane,
     whole,
 )
@@ -55,6 +56,7 @@ from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, Status, WatchNodes
 from nbdist.wire.rank_processes import Gone, Ready
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
+from nbdist.wire.visitor_messages import Describe, Description
 
 _LONGEST_POLL = 1 << 30  # milliseconds; zmq takes no more than an int
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
@@ -240,6 +242,8 @@ class Controller:
             self._guest(identity, message)
         elif isinstance(message, Hello):
             self._hello(identity, message)
+        elif name == VISITOR:
+            self._receive_visitor(identity, message)
         elif name in RANK_LANES:
             if self._members is not None and self._members.epoch == epoch:
                 self._handle_rank(self._members, self._members.ranks[number], message)
@@ -264,6 +268,27 @@ class Controller:
         self._switchboard.connect(identity)
         if name == AGENT_CONTROL:
             self._nodes.connected(number)
+
+    def _receive_visitor(self, identity: bytes, message: Message) -> None:
+        """Answer somebody who has the notebook's key file."""
+        if isinstance(message, Describe):
+            setup, members = self._setup, self._members
+            told = members.describe() if members is not None else Standing()
+            nodes = [node.host for node in self._nodes]
+            self._switchboard.send(
+                identity,
+                Description(
+                    setup.kernel, self._alone, setup.notebook, told.ranks, nodes, told.gpus, told.running, told.since
+                ),
+            )
+        elif isinstance(message, Shutdown):
+            self.to_notebook(
+                Broken(
+                    "the session was ended by `nbdist stop`; all ranks ended with it. `%distributed start` starts one"
+                )
+            )
+            self._shut_down = True
+        self._switchboard.disconnect(identity)
 
     def _notebook_left(self) -> None:
         """Handle a notebook that is gone: the ranks go on for as long as it asked."""

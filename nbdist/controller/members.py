@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -47,8 +48,19 @@ from nbdist.wire.rank_processes import (
     StoreAddress,
     StoreOpened,
 )
+from nbdist.wire.visitor_messages import RunningCell
 
 _TICK_PAUSE = 1.0  # seconds, after an error
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is to be said of ranks to somebody from outside; the fields are those of a Description."""
+
+    ranks: int = 0
+    gpus: int = 0
+    running: list[RunningCell] = field(default_factory=list)
+    since: float = 0.0
 
 
 class Members:
@@ -103,6 +115,7 @@ class Members:
         hosts = {node: nodes[node].host for node in shares if len(shares) > 1 and node in nodes}
         self.names = RankNames({host: shares[node].ranks for node, host in hosts.items()})
         self.up = False
+        self._up_at = 0.0
         self.ending = False
         self.cells = Cells(self, self.execute)
         self._patience = shares[0].patience
@@ -162,6 +175,12 @@ class Members:
     def everyone(self) -> list[int]:
         """Return all ranks, including dead ones."""
         return list(self.ranks)
+
+    def describe(self) -> Standing:
+        """Return what is to be said of them to somebody from outside."""
+        gpus = {(self._node_of[rank.rank], rank.device) for rank in self.ranks.values() if rank.device != "cpu"}
+        running = self.cells.running(time.monotonic())
+        return Standing(len(self.ranks) - len(self.dead()), len(gpus - {(0, "")}), running, self._up_at)
 
     def statuses(self) -> list[RankStatus]:
         """Return what is known of each rank."""
@@ -298,7 +317,7 @@ class Members:
         missing = [rank.rank for rank in self.ranks.values() if not rank.ready]
         forked = self._notes.keys() == self._shares.keys()
         if not missing and forked:
-            self.up = True
+            self.up, self._up_at = True, time.time()
             notes = [note for node in sorted(self._notes) for note in self._notes[node]]
             infos = [self._info(rank) for rank in self.ranks.values()]
             self.to_notebook(Started(self.epoch, infos, self._backend, notes, self._first_serial, self.slack))

@@ -21,11 +21,14 @@ from nbdist.wire.message import Message
 from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Answer
 from nbdist.wire.stopping import Cut, Strand
+from nbdist.wire.visitor_messages import RunningCell
 
 
 @dataclass
 class _Cell:
     serial: int
+    number: int
+    began: float
     ranks: list[int]
     left: set[int]
     watch: Watch
@@ -81,7 +84,7 @@ class Cells:
             pauses=Pauses().slower(self._wires.slack),
             strand=lambda rank, why: self._asking_about(serial)([rank], Strand(serial, why)),
         )
-        self._running[serial] = _Cell(serial, ranks, set(ranks), watch)
+        self._running[serial] = _Cell(serial, message.number, now, ranks, set(ranks), watch)
         return True
 
     def _repair_failed_parts(self, ranks: set[int]) -> None:
@@ -144,6 +147,10 @@ class Cells:
         """Note that a rank has carried out a Recover."""
         self._repairs.in_order(rank, report)
         self._repairs.go_on(now)
+
+    def running(self, now: float) -> list[RunningCell]:
+        """Return what runs."""
+        return [RunningCell(cell.number, len(cell.left), now - cell.began) for cell in self._running.values()]
 
     def due(self) -> float | None:
         """Return the time of the next `tick`."""

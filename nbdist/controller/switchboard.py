@@ -17,7 +17,7 @@ import zmq
 
 from nbdist.wire.frames import encode
 from nbdist.wire.keys import Keys, write_key_file
-from nbdist.wire.lanes import CLIENT_LANES, GUEST, NODE_LANES, RANK_LANES, RELAY_LANES, parse_lane
+from nbdist.wire.lanes import CLIENT_LANES, GUEST, NODE_LANES, RANK_LANES, RELAY_LANES, VISITOR, parse_lane
 from nbdist.wire.listener import Listener
 from nbdist.wire.message import Message
 
@@ -136,7 +136,7 @@ class Switchboard:
             name, _, number = parse_lane(identity)
         except ValueError:
             return False
-        if name in CLIENT_LANES:
+        if name in CLIENT_LANES or name == VISITOR:
             return holder == _NOTEBOOK
         if name in NODE_LANES:
             return holder == _node(number)

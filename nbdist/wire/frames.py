@@ -29,6 +29,7 @@ from nbdist.wire.rank_processes import (
     StoreOpened,
 )
 from nbdist.wire.system_text import as_bytes, escaped, mapped
+from nbdist.wire.visitor_messages import Describe, Description
 
 AnyMessage = (
     Hello
@@ -80,6 +81,8 @@ AnyMessage = (
     | Ping
     | Pong
     | NodeLeft
+    | Describe
+    | Description
     | Expect
     | Chunk
     | Taken

@@ -21,6 +21,7 @@ from nbdist.wire.message import VERSION, Hello
 CLIENT_COMMANDS = b"client.commands"
 CLIENT_EVENTS = b"client.events"
 GUEST = "guest"
+VISITOR = "visitor"  # of somebody who has the notebook's key file
 AGENT_CONTROL = "agent.control"
 AGENT_OUTPUT = "agent.output"
 AGENT_FREIGHT = "agent.freight"
@@ -34,7 +35,7 @@ CLIENT_LANES = {CLIENT_COMMANDS.decode(), CLIENT_EVENTS.decode()}
 RELAY_LANES = {RELAY_CONTROL, RELAY_OUTPUT}
 NODE_LANES = {AGENT_CONTROL, AGENT_OUTPUT, AGENT_FREIGHT, AGENT_END, *RELAY_LANES}
 RANK_LANES = {RANK_CELL, RANK_CONTROL, RANK_DISPLAY}
-LANES = CLIENT_LANES | NODE_LANES | RANK_LANES | {GUEST}
+LANES = CLIENT_LANES | NODE_LANES | RANK_LANES | {GUEST, VISITOR}
 
 # The largest frame that the controller accepts. zmq allocates a frame's whole length as soon as its header has
 # arrived, from anyone: this bounds what a connection without keys can cost.

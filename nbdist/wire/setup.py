@@ -9,10 +9,14 @@ from nbdist.wire.keys import Keys
 
 
 class ControllerSetup(msgspec.Struct, frozen=True):
-    """What the notebook gives its controller. kernel: its process id. runtime_folder: where to write its key file."""
+    """What the notebook gives its controller.
+
+    kernel: its process id. runtime_folder: where to write its key file. notebook: its file, "" if unknown.
+    """
 
     kernel: int
     runtime_folder: str
+    notebook: str = ""
 
 
 class ControllerReady(msgspec.Struct, tag=True, frozen=True):

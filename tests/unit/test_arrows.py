@@ -68,7 +68,8 @@ ALLOWED = {
     "agent": "devices freight metrics.node network processes segments wire worker worker.cell",
     "controller": "freight network processes segments wire",
     "cluster": "devices network processes wire",
-    "command": "cluster wire",
+    "visits": "wire",
+    "command": "cluster visits wire",
     "__main__": "command",
     # the notebook
     "client.output": "shells wire",

@@ -28,6 +28,7 @@ from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect
 from nbdist.wire.life import Broken, Shutdown
 from nbdist.wire.message import Message
 from nbdist.wire.setup import ControllerFailed, ControllerReady, ControllerSetup, encode_line
+from nbdist.wire.system_text import as_text
 
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 _END_LIMIT = 3.0
@@ -59,7 +60,8 @@ class Connection:
                 cwd="/",
                 start_new_session=True,
             )
-        setup = ControllerSetup(kernel=os.getpid(), runtime_folder=jupyter_runtime_dir())
+        notebook = os.environ.get("JPY_SESSION_NAME", "")  # which Jupyter's server sets
+        setup = ControllerSetup(os.getpid(), jupyter_runtime_dir(), as_text(notebook))
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `open` will report it
             self._process.stdin.write(encode_line(setup))

@@ -37,6 +37,28 @@ def is_literal(host: str) -> bool:
     return True
 
 
+_PRIVATE = tuple(
+    map(
+        ipaddress.ip_network,
+        ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")  # RFC 1918, RFC 4193
+        + ("169.254.0.0/16", "fe80::/10", "127.0.0.0/8", "::1/128", "100.64.0.0/10"),  # link, loopback, RFC 6598
+    )
+)
+
+
+def is_private(address: str) -> bool:
+    """Return whether packets to an address never cross the Internet."""
+    meant = ipaddress.ip_address(address.partition("%")[0])
+    meant = getattr(meant, "ipv4_mapped", None) or meant
+    return any(meant in network for network in _PRIVATE)
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Return the addresses that an interface of this machine has."""
+    found = psutil.net_if_addrs().get(interface, ())
+    return [own.address for own in found if own.family in (socket.AF_INET, socket.AF_INET6)]
+
+
 def is_local(host: str) -> bool:
     """Return whether an address belongs to this machine."""
     with contextlib.suppress(OSError):

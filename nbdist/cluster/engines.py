@@ -31,12 +31,14 @@ class Layout:
         here: Ranks on the notebook's own machine; 0: none; None: as on the others.
         towards: A host of theirs, to which the route leads from the address that they join at; "": not known.
         patience: Seconds that a node may take to come after another has.
+        listen: The address of this machine where the session listens for them; "": the one that they reach it by.
     """
 
     ranks: list[int | None]
     here: int | None = None
     towards: str = ""
     patience: float = JOIN_LIMIT
+    listen: str = ""
 
 
 class Engine(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -26,8 +27,9 @@ _OPTIONS = (
     "BatchMode=yes",  # nobody is there to answer
     "ConnectTimeout=10",
     "ForwardX11=no",
-    "ClearAllForwardings=yes",
 )
+_NO_TUNNEL = ("ClearAllForwardings=yes",)  # those of the configuration are not for us; it would clear ours, too
+_TUNNEL_PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
 _EXAMPLE = "`--hosts node-a,node-b:4`"
 _HOST = re.compile(r"(?P<name>\[[^\]]+\]|[^:\s]+)(:(?P<ranks>\d+))?")
 
@@ -46,12 +48,13 @@ class SshOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a user can set.
 
     hosts: as for ssh, each with `:N` for its number of ranks. python: the Python there; "": at the path of this one.
-    ssh_config: a file to use in place of ~/.ssh/config.
+    ssh_config: a file to use in place of ~/.ssh/config. tunnel: whether the session's own connections go through ssh.
     """
 
     hosts: list[str] | str
     python: str = ""
     ssh_config: str = ""
+    tunnel: bool = False
 
 
 class Ssh:
@@ -79,18 +82,31 @@ class Ssh:
             if host.ranks == 0:
                 raise UsageError(f"host {host.name!r} can't have 0 ranks: leave it out, or give `{host.name}:1`")
         here = next((host.ranks for host in hosts if host.here), None)
-        return Layout([host.ranks for host in others], here, _host_name(options, others[0].name))
+        return Layout(
+            [host.ranks for host in others],
+            here,
+            _host_name(options, others[0].name),
+            listen="127.0.0.1" if options.tunnel else "",
+        )
 
     def start(self, invitation: Invitation) -> None:
         """Start one ssh for each seat."""
         for seat in invitation.seats:
             host = self._hosts[seat.number - 1].name
-            command = shlex.join(join_command(self._python, invitation.address))
+            settings, way, address = self._way(invitation)
+            command = shlex.join(join_command(self._python, address))
             self._seats[seat.number] = host
             self._remotes[seat.number] = Remote(
-                [*_ssh(self._options, (*_OPTIONS, *_alive(invitation.timeout))), "-T", host, "--", f"exec {command}"],
-                [seat.token],
+                [*_ssh(self._options, settings), *way, "-T", host, "--", f"exec {command}"], [seat.token]
             )
+
+    def _way(self, invitation: Invitation) -> tuple[tuple[str, ...], list[str], str]:
+        """Return the settings and arguments of ssh, and the address at which the host joins."""
+        settings = (*_OPTIONS, *_alive(invitation.timeout))
+        if not self._options.tunnel:
+            return (*settings, *_NO_TUNNEL), [], invitation.address
+        address = f"127.0.0.1:{secrets.choice(_TUNNEL_PORTS)}"  # there; another program may have it, which ssh reports
+        return (*settings, "ExitOnForwardFailure=yes"), ["-R", f"{address}:{invitation.address}"], address
 
     def watch(self) -> Iterator[Report]:
         """Yield the end of each."""

@@ -141,7 +141,7 @@ class NodeTable:
 
     def _open(self, wanted: NodesWanted) -> str:
         try:
-            return self._switchboard.open_to(wanted.address, wanted.port)
+            return self._switchboard.open_to(wanted.listen or wanted.address, wanted.port)
         except zmq.ZMQError as error:
             where = endpoint(wanted.address, wanted.port)
             if error.errno == zmq.EADDRINUSE:

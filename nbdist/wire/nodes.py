@@ -26,7 +26,7 @@ class NodesWanted(msgspec.Struct, frozen=True):
     patience: seconds that a node may take to come after another has. shares: of each node, this one first, its number
     of ranks if it is not `ranks` (0: no ranks). engine: what starts the others; "": the user does. engine_options: its
     options, as JSON. token_file: where the notebook writes their tokens; "": it prints them. timeout: seconds without a
-    sign of life until a node is given up.
+    sign of life until a node is given up. listen: where this node listens for the others; "": at `address`.
     """
 
     count: Count
@@ -40,6 +40,7 @@ class NodesWanted(msgspec.Struct, frozen=True):
     engine_options: str = ""
     token_file: str = ""
     timeout: Seconds = limits.NODE_TIMEOUT
+    listen: str = ""
 
     def ranks_of(self, seat: int) -> int | None:
         """Number of ranks of a node, by its place among them; None: one for each GPU."""

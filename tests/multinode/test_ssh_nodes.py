@@ -14,7 +14,7 @@ import pytest
 
 from testbed.kernel import Kernel
 from tests.conftest import sharing
-from tests.multinode.nodes import without_nodes
+from tests.multinode.nodes import SUM, without_nodes
 from tests.multinode.ssh_server import SshServer, ssh_server
 
 RANKS = "import os\nprint(rank, local_rank, world_size, os.environ['GROUP_RANK'], os.environ.get('ONLY_THERE'))"
@@ -69,6 +69,19 @@ def test_hosts_are_started_with_their_numbers_of_ranks_and_ended(kernel: Kernel,
     assert server.nodes() == nodes and len(nodes) == 2
     kernel.ok("%distributed stop")
     assert wait_for_end(nodes) == []
+
+
+def test_through_a_tunnel_a_node_connects_to_its_own_machine_only(kernel: Kernel, server: SshServer) -> None:
+    said = start(kernel, server, "--hosts node-a -n 1 --tunnel")
+    assert "2 ranks on 2 nodes ready" in said and "still use the network of" in said, said
+    (node,) = server.nodes()
+    (agent,) = psutil.Process(node).children()
+    ends = {end.raddr[:] for end in agent.net_connections("tcp") if end.raddr and end.status == psutil.CONN_ESTABLISHED}
+    ways = {(host, port) for host, port in ends if host == "127.0.0.1" and 20_000 <= port < 30_000}
+    assert len(ways) == 1, ends
+    assert "[0-1] 3" in kernel.run(f"%%distributed\n{SUM}").stdout
+    kernel.ok("%distributed stop")
+    assert wait_for_end([node]) == []
 
 
 def test_a_profile_is_started_by_its_name_and_this_machine_may_have_no_ranks(kernel: Kernel) -> None:

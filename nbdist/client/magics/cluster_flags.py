@@ -8,7 +8,7 @@ from typing import Any
 from nbdist.errors import UsageError
 from nbdist.text import split_commas
 
-_SSH = {"ssh_config": "--ssh-config"}
+_SSH = {"ssh_config": "--ssh-config", "tunnel": "--tunnel"}
 _SLURM = {name: f"--{name}" for name in ("partition", "account", "time", "gres", "constraint")}
 _BOTH = {"python": "--python"}
 
@@ -20,6 +20,9 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         "--hosts", type=split_commas, metavar="LIST", help="other machines, by ssh: node-a,node-b:4,user@node-c"
     )
     parser.add_argument("--ssh-config", metavar="FILE", help="with --hosts: in place of ~/.ssh/config")
+    parser.add_argument(
+        "--tunnel", action="store_true", default=None, help="with --hosts: the session's own connections through ssh"
+    )
     parser.add_argument("--slurm", action="store_true", help="nodes of a Slurm cluster; --num-nodes of them")
     parser.add_argument("--partition", metavar="NAME", help="with --slurm, as for sbatch")
     parser.add_argument("--account", metavar="NAME", help="likewise")

@@ -236,6 +236,7 @@ class DistributedMagics(Magics):
             interface=arguments.interface,
             token_file=arguments.token_file,
             node_timeout=arguments.node_timeout,
+            private_network=arguments.private_network,
             on=cluster_flags(arguments),
             gpus=arguments.gpus,
             backend=arguments.backend,

@@ -88,6 +88,9 @@ def _start() -> MagicParser:
         metavar="S",
         help="seconds that another machine may be silent until its ranks count as lost (default: 60)",
     )
+    parser.add_argument(
+        "--private-network", action="store_true", help="refuse addresses that are not of a private network"
+    )
     add_cluster_flags(parser)
     parser.add_argument(
         "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"

@@ -22,6 +22,7 @@ class OfSession(msgspec.Struct, frozen=True):
     master_port: int | None = None
     interface: str | None = None
     node_timeout: float | None = None
+    private_network: bool = False
 
 
 @dataclass(frozen=True)

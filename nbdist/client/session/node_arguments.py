@@ -32,6 +32,7 @@ class WayIn:
         interface: The network between them; None: the one that leads to `address`.
         timeout: Seconds that a node may be silent until it is given up; None: as usual.
         token_file: Where the tokens that they join with are written; None: they are printed.
+        private: Whether to refuse a network that is not private.
     """
 
     address: str | None = None
@@ -39,6 +40,7 @@ class WayIn:
     interface: str | None = None
     timeout: float | None = None
     token_file: str | os.PathLike[str] | None = None
+    private: bool = False
 
 
 def nodes_wanted(
@@ -70,6 +72,7 @@ def nodes_wanted(
             "interface": way.interface,
             "node_timeout": way.timeout,
             "token_file": way.token_file,
+            "private_network": way.private or None,
         }
         if useless := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"{useless[0]} is for sessions on several machines: add `--num-nodes 2`, or leave it out")
@@ -78,7 +81,7 @@ def nodes_wanted(
         raise UsageError(f"the other machines need an address of this one: `{_EXAMPLE}` ({_own_addresses()})")
     _check(way)
     file = _new_file(way.token_file) if way.token_file is not None else ""
-    wanted = NodesWanted(count, _checked(way.address), way.port or 0, ranks, way.interface or "", token_file=file)
+    wanted = NodesWanted(count, _checked(way.address, way), way.port or 0, ranks, way.interface or "", token_file=file)
     return _with_timeout(wanted, way.timeout)
 
 
@@ -94,13 +97,14 @@ def _started(on: str | Mapping[str, Any], count: int | None, ranks: int | None, 
         profile.master_port if way.port is None else way.port,
         way.interface or profile.interface,
         profile.node_timeout if way.timeout is None else way.timeout,
+        private=way.private or profile.private_network,
     )
     if ranks is not None:
         check_whole("the number of ranks", ranks, 1, "-n 8")
     _check(way)
     wanted = NodesWanted(
         1 + len(layout.ranks),
-        _checked(way.address or own_address(cluster)),
+        _checked(way.address or own_address(cluster), way),
         way.port or 0,
         ranks,
         way.interface or "",
@@ -108,6 +112,7 @@ def _started(on: str | Mapping[str, Any], count: int | None, ranks: int | None, 
         [layout.here, *layout.ranks],
         cluster.engine,
         cluster.options,
+        listen=layout.listen,
     )
     return _with_timeout(wanted, way.timeout)
 
@@ -145,7 +150,7 @@ def _new_file(given: str | os.PathLike[str]) -> str:
     return str(file)
 
 
-def _checked(given: str) -> str:
+def _checked(given: str, way: WayIn) -> str:
     """Return the address of this machine that is meant.
 
     Raises:
@@ -167,7 +172,20 @@ def _checked(given: str) -> str:
         raise UsageError(
             f"master_addr {given} is not an address of this machine, where the notebook runs: {_own_addresses()}"
         )
+    if way.private:
+        _check_private(address, way.interface)
     return address
+
+
+def _check_private(address: str, interface: str | None) -> None:
+    """Refuse what is reached through the Internet, where anybody could talk to torch's store, gloo and NCCL."""
+    for each in [address, *(network.addresses_of(interface) if interface is not None else ())]:
+        if not network.is_private(each):
+            raise UsageError(
+                f"{each} is not the address of a private network (10.0.0.0/8, 172.16.0.0/12, 192.168.0.0/16, "
+                "100.64.0.0/10, fc00::/7, link-local or loopback), and torch's store, gloo and NCCL have no password: "
+                f"name another, or leave out --private-network if you trust that network ({_own_addresses()})"
+            )
 
 
 def _own_addresses() -> str:

@@ -228,6 +228,9 @@ class RankSet:
             progress(StartLine(note))
         if remark := self._on_devices(options):
             progress(StartLine(remark))
+        if nodes is not None and nodes.listen:
+            uncovered = f"torch's store, gloo and NCCL still use the network of {nodes.address}, without encryption"
+            progress(StartLine(f"the session's own connections go through ssh; {uncovered}"))
 
     def _on_devices(self, options: StartOptions) -> str:
         """Return a note on the devices that the ranks use; empty if nothing is unusual."""

@@ -104,6 +104,7 @@ class Session:
         token_file: A new file for the tokens that they join with, while they are waited for; None: they are printed.
         node_timeout: Seconds that another node may be silent until its ranks count as lost; None: 60. It is reported
                 after a third of that, at most 10.
+        private_network: Whether to refuse a `master_addr` or `interface` that is not of a private network.
         on: The cluster on which nbdist starts the other nodes: the name of a profile in ~/.config/nbdist/clusters.toml,
                 or what a profile would hold, `{"engine": "ssh", "hosts": ["node-a", "node-b:4"]}`.
         gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them: [0, 2], "0,2"; None: all, as far as ranks need them.
@@ -133,6 +134,7 @@ class Session:
         interface: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
         node_timeout: float | None = None,
+        private_network: bool = False,
         on: str | Mapping[str, Any] | None = None,
         gpus: Sequence[int | str] | int | str | None = None,
         backend: str | None = None,
@@ -148,7 +150,7 @@ class Session:
         self._rank_set = RankSet(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
-        way = WayIn(master_addr, master_port, interface, node_timeout, token_file)
+        way = WayIn(master_addr, master_port, interface, node_timeout, token_file, private_network)
         self._nodes = nodes_wanted(num_nodes, num_processes, way, on)
         options = self._plan.carry(self._arguments.options(self._own_ranks(num_processes)))
         if replace:

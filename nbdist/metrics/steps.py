@@ -14,17 +14,17 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from nbdist.metrics.compute import loading, passes, peaks, step_events
+from nbdist.metrics.compute import graphs, loading, passes, peaks, step_events
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
 from nbdist.metrics.compute.live import Known, LiveCounts, Shape
-from nbdist.metrics.compute.passes import Fingerprint
+from nbdist.metrics.compute.passes import PassReader
 from nbdist.metrics.node.active_meter import measures, set_meter
 from nbdist.metrics.node.sample import StepSample
 
@@ -36,6 +36,8 @@ _WINDOW_STEPS, _WINDOW_SECONDS = 10, 5.0  # of a sample: whichever is more
 _LAP = 4096  # steps that a lap's figures are of, the newest
 
 _PASSES = 1000  # of one step, at most
+_CHANGED = 0.2  # share of a shape's usual time, by which a step differs that is looked at more closely
+_UNKNOWN = Shape(0, (), frozenset())
 
 # Private, so it is looked for; without it a compiled step ends the measurement, with the compiler's own words.
 _compiler_at_work = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
@@ -57,7 +59,7 @@ class _Gathered:
     """What has been seen of the step that is under way."""
 
     def __init__(self) -> None:
-        self.passes: list[Fingerprint] = []
+        self.passes: list[Hashable] = []
         self.batches: set[Any] = set()
         self.waiting: float | None = None
         self.units = 0
@@ -83,10 +85,12 @@ class StepMeter:
         self._steps = self._lap_steps = 0
         self._serials: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._gathered = _Gathered()
+        self._reader = PassReader()
         self._unit = ""
         self._thread = 0
         self._clock_is_off = False  # in this lap
         self._is_lap_over = False
+        self._usual: dict[Shape, float] = {}  # seconds, of this lap
         self._ends: list[Callable[[], None]] = []
 
     def __enter__(self) -> StepMeter:
@@ -103,6 +107,7 @@ class StepMeter:
         if not passes.available():
             self._counts.why = f"PyTorch {torch.__version__} hides its backward passes, so steps can't be measured"
             return
+        graphs.watch()
         self._thread = threading.get_ident()
         steps = step_events.of_this_thread().listen(
             before=lambda optimizer: self._counts.enter_optimizer(), after=self._see_end
@@ -140,10 +145,12 @@ class StepMeter:
         found = self._summary(self._lap_steps, list(self._since_lap))
         self._since_lap.clear()
         self._lap_steps = 0
+        self._usual.clear()
         self._clock_is_off = False
         self._is_lap_over = True
         step_events.of_this_thread().forget()
         self._gathered = _Gathered()
+        self._reader.restart()
         return found
 
     def _summary(self, made: int, steps: Sequence[_Step], stalled: float = 0.0) -> StepSample:
@@ -201,13 +208,17 @@ class StepMeter:
         if len(self._gathered.passes) > _PASSES:
             return  # nobody steps
         try:
-            self._gathered.passes.append(passes.fingerprint(outputs))
+            self._counts.leave_failed()
+            self._gathered.passes.append(self._reader.read(outputs))
+            if self._reader.misled:
+                self._distrust(self._reader.trusted)
         except Exception as error:
             self._fail("a backward pass could not be read", error)
 
     def _see_batch(self, seconds: float, batch: Any) -> None:
         if threading.get_ident() != self._thread:
             return
+        self._counts.leave_failed()
         gathered = self._gathered
         gathered.waiting = (gathered.waiting or 0.0) + max(0.0, seconds)
         with contextlib.suppress(Exception):  # a batch of somebody's own kind
@@ -230,7 +241,15 @@ class StepMeter:
         self._is_lap_over = False
         self._note(self._clock.tick(_Step(shape, gathered.waiting, gathered.units, counted)))
         if not self._counts.under_way:
-            self._counts.consider(shape, len(self._serials), self._lap_steps, self._device)
+            self._counts.consider(shape, self._lap_steps)
+
+    def _distrust(self, passes: int) -> None:
+        """Take the steps of so many passes as of an unknown shape: they may have been others than they looked like."""
+        for step in reversed(self._since_lap):
+            if passes <= 0:
+                break
+            passes -= max(1, len(step.shape.passes))
+            step.shape = _UNKNOWN
 
     def _note(self, ended: Sequence[tuple[_Step, float]]) -> None:
         for step, seconds in ended:
@@ -241,11 +260,18 @@ class StepMeter:
                 self._clock_is_off = True
                 continue
             self._counts.trained += seconds
+            self._look_again_if_changed(step.shape, seconds)
             step.seconds, step.at = seconds, time.monotonic()
             if not self._since_lap:
                 self._window.clear()  # of the lap before: kept so far for those who look at what ran last
             self._window.append(step)
             self._since_lap.append(step)
+
+    def _look_again_if_changed(self, shape: Shape, seconds: float) -> None:
+        usual = self._usual.get(shape, seconds)
+        self._usual[shape] = usual + (seconds - usual) / 8
+        if abs(seconds - usual) > _CHANGED * usual:
+            self._reader.doubt()
 
     def _serial(self, optimizer: Optimizer) -> int:
         """Return a number that no other optimizer ever has."""
@@ -261,7 +287,14 @@ class StepMeter:
         if found != self._device:
             self._device = found
             on_gpu = found.type == "cuda"
-            self._clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else HostClock()
+            self._clock = DeviceClock(lambda: _recorded_event(found)) if on_gpu else HostClock()
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event:
+    """Return an event in the stream of the device that trains, which need not be the current one."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:

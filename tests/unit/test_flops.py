@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from nbdist.errors import UsageError
 from nbdist.metrics import flops
-from nbdist.metrics.compute import passes
 from nbdist.metrics.compute.counting import Counting, FlopCount
 from nbdist.metrics.flops import count
 from testbed import closed_forms
@@ -350,15 +349,3 @@ def test_a_wrong_call_says_what_is_right(arguments: tuple[Any, ...], words: str)
 def test_a_model_that_gives_nothing_to_differentiate_is_named() -> None:
     with pytest.raises(UsageError, match="backward=False"):
         count(nn.Flatten(), torch.ones(2, 2))
-
-
-# --- fingerprints
-
-
-def test_the_fingerprint_of_a_pass_tells_shapes_and_depth_apart() -> None:
-    def of(model: nn.Module, batch: int, length: int) -> object:
-        return passes.fingerprint([loss_of(model, indices(batch, length))])
-
-    model = Gpt()
-    assert of(model, 2, 16) == of(model, 2, 16)
-    assert len({of(model, 2, 16), of(model, 4, 16), of(model, 4, 8), of(Gpt(layers=1), 2, 16)}) == 4

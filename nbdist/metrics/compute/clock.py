@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-_SETTLE = 0.2  # seconds that the last steps of a loop may take to end, once it has ended for the processor
+_SETTLE = 1.0  # seconds that the last steps of a loop may take to end, once it has ended for the processor
 
 T = TypeVar("T")
 
@@ -56,18 +56,17 @@ class DeviceClock(Generic[T]):
     """For work that is queued. Used by the thread that queues it, and never while its stream is captured.
 
     Args:
-        make_event: Gives what `torch.cuda.Event(enable_timing=True)` gives.
+        record: Gives what `torch.cuda.Event(enable_timing=True)` gives, recorded in the stream that works.
     """
 
-    def __init__(self, make_event: Callable[[], Any]) -> None:
-        self._make_event = make_event
+    def __init__(self, record: Callable[[], Any]) -> None:
+        self._record = record
         self._last: Any = None
         self._queued: deque[tuple[T, Any, Any]] = deque()
 
     def tick(self, step: T) -> list[tuple[T, float]]:
         """Note the end of a step; see `Clock`."""
-        event = self._make_event()
-        event.record()
+        event = self._record()
         if self._last is not None:
             self._queued.append((step, self._last, event))
         self._last = event

@@ -19,8 +19,8 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import passes
-from nbdist.metrics.compute.formulas import Work, is_heavy, is_light, work_of
+from nbdist.metrics.compute import graphs, passes
+from nbdist.metrics.compute.formulas import Work, arithmetic, is_heavy, is_light, work_of
 
 _SHOWN = 12  # operations
 
@@ -58,37 +58,142 @@ class FlopCount:
         return "\n".join(lines)
 
 
+class Tally:
+    """What operations have taken so far.
+
+    Attributes:
+        model: Model FLOPs.
+        hardware: Hardware FLOPs.
+        without_autograd: Model FLOPs that nothing is differentiated through, outside of backward passes and optimizers.
+        per_op: Hardware FLOPs by operation.
+        per_dtype: Hardware FLOPs by the dtype of what is multiplied.
+        work: Hardware FLOPs by device and arithmetic: the dtype, or "tf32".
+        uncounted: Calls of operations without a formula.
+        tokens: Indices that were looked up, by the embedding's shape: some are of positions or types.
+    """
+
+    def __init__(self) -> None:
+        self.model = self.hardware = self.without_autograd = 0
+        self.per_op: Counter[str] = Counter()
+        self.per_dtype: Counter[str] = Counter()
+        self.work: Counter[tuple[torch.device, str]] = Counter()
+        self.uncounted: Counter[str] = Counter()
+        self.tokens: Counter[tuple[int, ...]] = Counter()
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where most of the work ran."""
+        by_device: Counter[torch.device] = Counter()
+        for (device, _), amount in self.work.items():
+            by_device[device] += amount
+        return max(by_device, key=lambda device: by_device[device], default=None)
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any, *, in_optimizer: bool = False) -> None:
+        """Note an operation that has run."""
+        if is_light(func):
+            if func is torch.ops.aten.embedding.default:
+                self._add_tokens(*args[:2])
+            return
+        try:
+            work = work_of(func, args, kwargs, out)
+        except Exception as error:  # of a formula; the user's step goes on
+            self.uncounted[f"{_name(func)} ({type(error).__name__}: {error})"] += 1
+            return
+        if work is not None:
+            self._add(_name(func), _operand(args), work, in_optimizer)
+        elif is_heavy(func):
+            self.uncounted[_name(func)] += 1
+
+    def add_graph(self, stated: Tally, seen: Tally) -> None:
+        """Add a compiled graph.
+
+        Args:
+            stated: What it takes by its operations, before they were fused.
+            seen: What was seen of it as it ran; more, if it computes something again or pads it.
+        """
+        self.model += stated.model
+        self.without_autograd += stated.without_autograd
+        self.hardware += max(stated.hardware, seen.hardware)
+        more = stated if stated.hardware >= seen.hardware else seen
+        self.per_op += more.per_op
+        self.per_dtype += more.per_dtype
+        self.work += more.work
+        self.uncounted += stated.uncounted
+        self.tokens += stated.tokens
+
+    def add(self, other: Tally) -> None:
+        """Add what was seen elsewhere."""
+        self.add_graph(other, other)
+
+    def result(self, how: str) -> FlopCount:
+        """Return what has been counted so far."""
+        return FlopCount(
+            model_flops=self.model,
+            hardware_flops=self.hardware,
+            per_op=dict(self.per_op.most_common()),
+            per_dtype=dict(self.per_dtype.most_common()),
+            uncounted=dict(self.uncounted.most_common()),
+            how=how,
+            tokens=max(self.tokens.values(), default=0),
+        )
+
+    def _add_tokens(self, embedding: torch.Tensor, indices: torch.Tensor) -> None:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if indices.dim() > 1 and not is_recomputed:  # one-dimensional ones are of positions
+            self.tokens[tuple(embedding.shape)] += indices.numel()
+
+    def _add(self, name: str, operand: torch.Tensor | None, work: Work, in_optimizer: bool) -> None:
+        whole = work.model + work.repeated
+        dtype = "unknown"
+        if operand is not None:
+            dtype = str(operand.dtype).removeprefix("torch.")
+            self.work[operand.device, arithmetic(name, dtype, operand.device)] += whole
+        self.hardware += whole
+        self.per_op[name] += whole
+        self.per_dtype[dtype] += whole
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and torch.is_grad_enabled() and not passes.differentiable():
+            return  # a recomputation: it is a forward pass, within a backward one
+        if not in_backward and not torch.is_grad_enabled():
+            if in_optimizer:
+                return
+            self.without_autograd += work.model
+        self.model += work.model
+
+
 class Counting:
     """Counts what runs in the thread in which it was entered, and in the backward passes that start there.
 
-    As a context manager, or with `enter` and `leave` around a part that is no block. Compiled code runs eagerly inside:
-    otherwise a dispatch mode would switch it off for good (https://github.com/pytorch/pytorch/issues/140909).
+    As a context manager, or with `enter` and `leave` around a part that is no block. An operation that raises ends the
+    count, as it may have been the count that it could not bear.
+
+    Args:
+        eagerly: Whether compiled code runs eagerly inside. Otherwise it runs as it is, and its graphs are counted by
+            their operations, if they were made after `graphs.watch`.
 
     Attributes:
-        without_autograd: FLOPs outside of backward passes and of optimizers that nothing is differentiated through.
+        tally: What has been counted.
         in_optimizer: Set while an optimizer steps: products without autograd are its own then.
-        device: Where the last product ran.
+        failure: What was raised below it; empty: nothing.
 
     Raises:
         UsageError: This torch lacks what counting needs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, eagerly: bool = True) -> None:
         if not hasattr(torch._C, "_current_graph_task_id"):
             raise UsageError(
                 f"PyTorch {torch.__version__} can't tell backward passes from forward ones: use another version"
             )
-        self.without_autograd = 0
+        self.tally = Tally()
         self.in_optimizer = False
-        self.device: torch.device | None = None
-        self._model = self._hardware = 0
-        self._tokens: Counter[tuple[int, ...]] = Counter()  # by the embedding's shape: some are of positions or types
-        self._per_op: Counter[str] = Counter()
-        self._per_dtype: Counter[str] = Counter()
-        self._uncounted: Counter[str] = Counter()
-        self._mode: Any = _Mode(self._note)
-        self._stance: Any = None
-        self._stop_listening: Callable[[], None] | None = None
+        self.failure = ""
+        self._eagerly = eagerly
+        self._in_compiled = Tally()  # seen in compiled backward passes
+        self._stated = Tally()  # of those whose graphs are known
+        self._unknown_graphs: set[str] = set()
+        self._mode: Any = (_Mode if eagerly else _ModeBesideCompiledCode)(self._note, self._fail)
+        self._ends: list[Callable[[], object]] = []
 
     def __enter__(self) -> Counting:
         self.enter()
@@ -99,8 +204,12 @@ class Counting:
 
     def enter(self) -> None:
         """Count from here on."""
-        self._stop_listening = passes.listen(_ignore)  # so that differentiable passes are known
-        self._stance = torch.compiler.set_stance("force_eager")
+        self._ends = [passes.listen(_ignore)]  # so that differentiable passes are known
+        if self._eagerly:  # otherwise a mode would switch it off for good: pytorch/pytorch#140909
+            stance = torch.compiler.set_stance("force_eager")
+            self._ends.append(lambda: stance.__exit__(None, None, None))
+        else:
+            self._ends.append(graphs.listen(self._run_graph))
         self._mode.__enter__()
         _under_way.add(self)
 
@@ -116,62 +225,67 @@ class Counting:
         _under_way.discard(self)
         if self._mode in stack:
             self._mode.__exit__(None, None, None)
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
-        if self._stop_listening is not None:
-            self._stop_listening()
-            self._stop_listening = None
+        for end in reversed(self._ends):
+            end()
+        self._ends = []
         return True
 
     def result(self, how: str) -> FlopCount:
         """Return what has been counted so far."""
-        return FlopCount(
-            model_flops=self._model,
-            hardware_flops=self._hardware,
-            per_op=dict(self._per_op.most_common()),
-            per_dtype=dict(self._per_dtype.most_common()),
-            uncounted=dict(self._uncounted.most_common()),
-            how=how,
-            tokens=max(self._tokens.values(), default=0),
-        )
+        return self.whole().result(how)
+
+    def whole(self) -> Tally:
+        """Return all that has been counted so far."""
+        found = Tally()
+        found.add(self.tally)
+        if self._unknown_graphs or not self._stated.hardware:
+            found.add(self._in_compiled)
+        else:
+            found.add_graph(self._stated, self._in_compiled)
+        if not self._eagerly and not graphs.are_all_known():
+            found.uncounted["kernels of code that was compiled before it was measured"] += 1
+        found.uncounted.update(self._unknown_graphs)
+        return found
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if is_light(func):
-            if func is torch.ops.aten.embedding.default:
-                self._add_tokens(*args[:2])
-            return
+        tally = self._in_compiled if not self._eagerly and graphs.in_backward() else self.tally
+        tally.note(func, args, kwargs, out, in_optimizer=self.in_optimizer)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the count as soon as that is possible: a mode can't be left from within an operation."""
+        self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: leave())
+
+        def leave() -> None:
+            if self.leave():
+                handle.remove()
+
+        self._ends.append(handle.remove)
+
+    def _run_graph(self, graph: graphs.Graph, args: tuple[Any, ...]) -> Any:
+        """Run a compiled graph, and add what it takes."""
         try:
-            work = work_of(func, args, kwargs, out)
-        except Exception as error:  # of a formula; the user's step goes on
-            self._uncounted[f"{_name(func)} ({type(error).__name__}: {error})"] += 1
-            return
-        if work is not None:
-            self._add(_name(func), _operand(args), work)
-        elif is_heavy(func):
-            self._uncounted[_name(func)] += 1
+            forward, backward = self._work_of_graph(graph, args)
+        except Exception as error:  # the user's step goes on
+            self._unknown_graphs.add(f"a compiled graph ({type(error).__name__}: {error})".splitlines()[0])
+            return graph.compiled(*args)
+        outer, self.tally = self.tally, Tally()
+        try:
+            out = graph.compiled(*args)
+        finally:
+            seen, self.tally = self.tally, outer
+        outer.add_graph(forward, seen)
+        graphs.before_backward(out, lambda: self._stated.add(backward))
+        return out
 
-    def _add_tokens(self, embedding: torch.Tensor, indices: torch.Tensor) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        if indices.dim() > 1 and not is_recomputed:  # one-dimensional ones are of positions
-            self._tokens[tuple(embedding.shape)] += indices.numel()
-
-    def _add(self, name: str, operand: torch.Tensor | None, work: Work) -> None:
-        whole = work.model + work.repeated
-        dtype = "unknown"
-        if operand is not None:
-            dtype, self.device = str(operand.dtype).removeprefix("torch."), operand.device
-        self._hardware += whole
-        self._per_op[name] += whole
-        self._per_dtype[dtype] += whole
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and torch.is_grad_enabled() and not passes.differentiable():
-            return  # a recomputation: it is a forward pass, within a backward one
-        if not in_backward and not torch.is_grad_enabled():
-            if self.in_optimizer:
-                return
-            self.without_autograd += work.model
-        self._model += work.model
+    def _work_of_graph(self, graph: graphs.Graph, args: tuple[Any, ...]) -> tuple[Tally, Tally]:
+        key = graphs.key_of(args)
+        found: tuple[Tally, Tally] | None = graph.works.get(key)
+        if found is None:
+            forward, backward = Tally(), Tally()
+            graphs.run_on_shapes(graph, args, lambda tally: _Mode(tally.note, _forget), forward, backward)
+            found = graph.works[key] = forward, backward
+        return found
 
 
 _under_way: weakref.WeakSet[Counting] = weakref.WeakSet()
@@ -187,24 +301,50 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 class _Mode(TorchDispatchMode):
-    """Tells of each operation that has run on plain tensors."""
+    """Tells of each operation that has run on plain tensors, and of the first that has raised."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, note: Callable[[Any, Any, Any, Any], None]) -> None:
+    def __init__(self, note: Callable[[Any, Any, Any, Any], None], fail: Callable[[BaseException], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._note = note
+        self._note, self._fail = note, fail
+        self._failed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(map(_dispatches_itself, types)):
             return NotImplemented  # it turns the operation into others on plain tensors, which come back here
-        if isinstance(func, torch._ops.OpOverload) and _is_composite(func):
-            with self:  # under inference_mode only: otherwise autograd has taken it apart
+        if torch.is_inference_mode_enabled() and _is_composite(func) and not any(map(_is_nested, args)):
+            with self:  # otherwise autograd has taken it apart
                 return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs)
-        self._note(func, args, kwargs, out)
+        try:
+            out = func(*args, **kwargs)
+        except BaseException as error:
+            if not self._failed:
+                self._failed = True
+                self._fail(error)
+            raise
+        if not self._failed:
+            self._note(func, args, kwargs, out)
         return out
+
+
+class _ModeBesideCompiledCode(_Mode):
+    """Leaves torch.compile and what it has compiled alone."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that this mode is not for what is traced; without it torch.compile refuses to work below a mode."""
+        return True
+
+
+def bears_compiled_code() -> bool:
+    """Return whether with this torch compiled code can run while it is counted."""
+    return hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+
+def _forget(error: BaseException) -> None:
+    """Do nothing: who has run the operation sees the error."""
 
 
 def _ignore(outputs: object) -> None:
@@ -221,7 +361,15 @@ def _dispatches_itself(kind: type) -> bool:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    """Return whether an operation consists of others on every device."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return bool(has("CompositeImplicitAutograd")) and not any(map(has, ("CPU", "CUDA")))
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_nested
 
 
 def _name(func: Any) -> str:

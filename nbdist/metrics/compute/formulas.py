@@ -8,6 +8,7 @@ Knows torch's operations and their schemas; knows nothing of models or steps.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch.utils._pytree
 import torch.utils.flop_counter
 
 from nbdist.errors import UsageError
+from nbdist.metrics.compute import graphs, peaks
 
 
 class Work(NamedTuple):
@@ -188,9 +190,25 @@ def _parts(call: OperationCall) -> list[tuple[int, int]]:
 
 def _lengths(ends: torch.Tensor, longest: int) -> list[int]:
     """Return the lengths of packed sequences; if no values can be read, the longest for each."""
-    if ends.device.type == "meta":
+    try:
+        numbers = graphs.numbers_in(ends)
+    except ValueError:
         return [int(longest)] * (ends.numel() - 1)
-    return [int(length) for length in ends.diff().tolist()]
+    return [end - start for start, end in itertools.pairwise(numbers)]
+
+
+def _share_of_blocks(packet: Any, args: tuple[Any, ...]) -> float:
+    """Return the share of all scores that FlexAttention computes: those of blocks that its mask does not leave out."""
+    if not str(packet).startswith("flex_attention"):
+        return 1.0
+    mask = next((arg for arg in args if isinstance(arg, tuple) and len(arg) > 8 and isinstance(arg[0], int)), None)
+    if mask is None:
+        return 1.0
+    length, other_length, partial, _, full = mask[:5]
+    rows, columns = mask[-3], mask[-2]
+    blocks = sum(sum(graphs.numbers_in(each)) for each in (partial, full) if each is not None)
+    heads = prod(partial.shape[:-1])  # of the mask, which batches and heads may share
+    return min(1.0, float(blocks * rows * columns / (heads * length * other_length)))
 
 
 def _multi_head(call: OperationCall) -> int:
@@ -356,10 +374,24 @@ def work_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     formula = torch.utils.flop_counter.flop_registry.get(packet)
     if formula is None:
         return None
-    whole = int(formula(*args, **kwargs, out_val=out))
+    whole = int(formula(*args, **kwargs, out_val=out) * _share_of_blocks(packet, args))
     if str(packet).endswith(("attention_backward", "attn_backward")):  # torch counts the scores once more: 5 products
         return Work(whole * 4 // 5, whole - whole * 4 // 5)
     return Work(whole)
+
+
+def arithmetic(name: str, dtype: str, device: torch.device) -> str:
+    """Return in what an operation multiplies: its dtype, or "tf32" for fp32 in tensor cores.
+
+    Args:
+        name: Of the operation, such as "aten.convolution".
+        dtype: Of what is multiplied, as torch names it.
+        device: Where.
+    """
+    if dtype != "float32" or device.type != "cuda":
+        return dtype
+    kind = "conv" if "conv" in name else "rnn" if "rnn" in name else "matmul"
+    return "tf32" if peaks.in_tensor_cores(kind) else dtype
 
 
 @functools.cache

@@ -10,25 +10,23 @@ import contextlib
 import signal
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from nbdist.errors import UsageError
 from nbdist.metrics.compute import peaks
-from nbdist.metrics.compute.counting import Counting, FlopCount
-from nbdist.metrics.compute.passes import Fingerprint
+from nbdist.metrics.compute.counting import Counting, FlopCount, bears_compiled_code
 
 _SHAPES = 1024  # that are remembered
-_OPTIMIZERS = 64  # whose last step is remembered
-_FREE = 4  # counted steps of an optimizer that are made whatever they cost
+_FREE = 8  # counted steps of an optimizer that are made whatever they cost
 _FREE_SECONDS, _SHARE = 0.5, 0.01  # that further ones may take: this, and this share of the time
 _CLOSE = 4  # steps, between two that are to agree on something new
 _AGAIN_AFTER = 10  # steps of a lap, until what is known is looked at once more
 _CONTROL_FLOW = ("cond", "map_impl")
-_HEADROOM = 2.0  # times the memory of a compiled step's activations that an eager one may take
+_PATIENCE = 16  # steps that a shape is waited for; then the next one is counted, whatever it is
+_FAILURES = 2  # counts in a row that an exception ended: one may have been the user's own
 
 
 class Shape(NamedTuple):
@@ -36,21 +34,13 @@ class Shape(NamedTuple):
 
     Attributes:
         optimizer: The number of the one that has made it.
-        passes: Its backward passes.
+        passes: What its backward passes look like.
         batches: The shapes of its batches.
     """
 
     optimizer: int
-    passes: tuple[Fingerprint, ...]
+    passes: tuple[Hashable, ...]
     batches: frozenset[Hashable]
-
-    def compiles(self, other: Shape) -> bool:
-        """Return whether this may be a step of the other's shape, with parts of it compiled."""
-        return (
-            (self.optimizer, self.batches, len(self.passes)) == (other.optimizer, other.batches, len(other.passes))
-            and self != other
-            and all(mine == its or mine.compiles(its) for mine, its in zip(self.passes, other.passes, strict=True))
-        )
 
 
 @dataclass(frozen=True)
@@ -80,8 +70,8 @@ class LiveCounts:
         known: By shape.
         why: Why nothing is ever counted; empty: it is.
         hindrance: Why the last step that was worth it could not be counted; empty: it could.
-        spent: Seconds that counting has added; whoever takes the time keeps it.
-        trained: Seconds that all other steps took, likewise.
+        spent: Seconds that counting has taken, as far as the caller has noted.
+        trained: Seconds of steps that were not counted, likewise.
     """
 
     def __init__(self) -> None:
@@ -91,12 +81,14 @@ class LiveCounts:
         self._doubtful: dict[Shape, tuple[tuple[int, int], int]] = {}  # figures, and which step it was
         self._steps = 0
         self._looked_at: set[Shape] = set()  # in this lap
-        self._counted: Shape | None = None  # of the last count, until the next step of its optimizer
-        self._latest: dict[int, Shape] = {}  # of the last step that was not counted, by optimizer
+        self._wanted: dict[Shape, int] = {}  # to be counted, since which step
+        self._following: dict[Shape, Shape] = {}  # what came after a step of a shape, the last time
+        self._last: Shape | None = None
         self._counting: Counting | None = None
         self._overdue = False  # the count could not be left when it should have been, so it is of more than a step
         self._made: Counter[int] = Counter()  # counts, by optimizer
-        self._attempts = 0
+        self._failures = 0  # counts in a row that an exception has ended
+        self._has_failed = False  # one, in this lap
 
     @property
     def under_way(self) -> bool:
@@ -110,75 +102,77 @@ class LiveCounts:
 
     def end_lap(self) -> None:
         """End the lap: what follows may differ. A count in progress is dropped."""
+        self.leave_failed()
         self.leave()
         self._looked_at.clear()
+        self._wanted.clear()
+        self._last = None
+        self._has_failed = False
 
     def finish(self, shape: Shape) -> None:
         """End the step that may have been counted, and had this shape."""
-        counting = self._counting
         self._steps += 1
-        if counting is None:
-            self._carry_over(shape)
+        while len(self._following) > _SHAPES:
+            del self._following[next(iter(self._following))]
+        if self._last is not None:
+            self._following[self._last] = shape
+        self._last = shape
+        counting = self._counting
+        if counting is None or not self.leave() or self._overdue:
             return
-        if not self.leave() or self._overdue:
+        if counting.failure:
+            self._note_failure(counting.failure)
             return
-        count = counting.result("a step as it ran")
-        if not self._is_confirmed(shape, count, alone=not counting.without_autograd):
-            return
-        device = counting.device or torch.device("cpu")
-        work = {_short(dtype, device): amount for dtype, amount in count.per_dtype.items()}
-        before = self.known.get(shape)  # which those share that it was carried over to
-        shapes = [shape, *(other for other, its in self.known.items() if its is before)]
-        self._learn(shapes, Known(count, work, device))
-        self._counted = shape
+        self._failures = 0
+        tally = counting.whole()
+        count = tally.result("a step as it ran")
+        if self._is_confirmed(shape, count, alone=not tally.without_autograd):
+            device = tally.device or torch.device("cpu")
+            self._learn(shape, Known(count, _by_arithmetic(tally.work, device), device))
 
-    def _carry_over(self, shape: Shape) -> None:
-        """Carry a count over from eager steps to steps with compiled code, which do the same work."""
-        before = self._latest.pop(shape.optimizer, None)
-        while len(self._latest) >= _OPTIMIZERS:
-            del self._latest[next(iter(self._latest))]
-        self._latest[shape.optimizer] = shape
-        counted = self._counted
-        if counted is None or counted.optimizer != shape.optimizer:
-            return
-        self._counted = None
-        if before == shape and shape.compiles(counted) and counted in self.known:
-            self._learn([shape], self.known[counted])
+    def _note_failure(self, failure: str) -> None:
+        self._has_failed = True
+        self._failures += 1
+        if self._failures >= _FAILURES:
+            self.why = f"steps can't be counted, for an operation raised twice while one was: {failure}"
 
-    def _learn(self, shapes: Sequence[Shape], found: Known) -> None:
-        self.known |= dict.fromkeys(shapes, found)
-        self._looked_at.update(shapes)
+    def _learn(self, shape: Shape, found: Known) -> None:
+        self.known[shape] = found
+        self._looked_at.add(shape)
+        self._wanted.pop(shape, None)
         while len(self.known) > _SHAPES:
             del self.known[next(iter(self.known))]
 
-    def consider(self, shape: Shape, optimizers: int, steps: int, device: torch.device) -> None:
+    def consider(self, shape: Shape, steps: int) -> None:
         """Count the next step, if that is worth it. None is under way.
 
         Args:
-            shape: Of the step that has just ended: the next one probably has the same, or one that was there before it.
-            optimizers: How many take turns.
+            shape: Of the step that has just ended.
             steps: That this lap has had.
-            device: Where the parameters are.
         """
         known = shape in self.known
-        if not known:
-            self._attempts = max(1, optimizers)
-        again = known and shape not in self._looked_at and steps >= _AGAIN_AFTER
-        if self.why or not (self._attempts or again):
+        if not known or (shape not in self._looked_at and steps >= _AGAIN_AFTER):
+            self._wanted.setdefault(shape, self._steps)
+        if self.why or self._has_failed or not self._wanted or not self._is_expected_after(shape):
             return
-        free = not again and self._made[shape.optimizer] < _FREE
+        free = not known and self._made[shape.optimizer] < _FREE
         if not free and self.spent > _FREE_SECONDS + _SHARE * self.trained:
             return
-        self.hindrance = _hindrance(device, early=free and steps <= 2)
+        self.hindrance = _hindrance()
         if self.hindrance:
             return
         self._looked_at |= {shape} if known else set()
         self._made[shape.optimizer] += 1
-        self._attempts = max(0, self._attempts - 1)
         self._overdue = False
         with _uninterrupted():
-            self._counting = Counting()
+            self._counting = Counting(eagerly=False)
             self._counting.enter()
+
+    def _is_expected_after(self, shape: Shape) -> bool:
+        """Return whether the step after one of this shape is probably one that is wanted."""
+        following = self._following.get(shape)
+        has_waited = self._steps - min(self._wanted.values()) >= _PATIENCE
+        return following is None or following in self._wanted or has_waited
 
     def leave(self) -> bool:
         """Count no longer; what was counted of the step is lost, unless it is over.
@@ -194,6 +188,13 @@ class LiveCounts:
                 return False
             self._counting = None
         return True
+
+    def leave_failed(self) -> None:
+        """End a count that an exception has ended already, in case the step never does."""
+        if self._counting is not None and self._counting.failure:
+            failure = self._counting.failure
+            if self.leave():
+                self._note_failure(failure)
 
     def _is_confirmed(self, shape: Shape, count: FlopCount, *, alone: bool) -> bool:
         """Return whether another step of this shape agrees, or it needs none that does.
@@ -214,36 +215,27 @@ class LiveCounts:
             confirmed = figures == known.figures or (figures == before and self._steps - at <= _CLOSE)
         if not confirmed:
             self._doubtful[shape] = figures, self._steps
-            self._attempts = max(self._attempts, 2)
+            self._wanted[shape] = self._steps
         return confirmed
 
 
-def _short(dtype: str, device: torch.device) -> str:
-    """Return the dtype as `peaks` names it; fp32 in tensor cores is another one."""
-    try:
-        found = peaks.short(dtype)
-    except UsageError:
-        return dtype
-    return "tf32" if found == "fp32" and device.type == "cuda" and peaks.in_tensor_cores() else found
+def _by_arithmetic(work: Mapping[tuple[torch.device, str], int], device: torch.device) -> dict[str, int]:
+    """Return the work on a device by what it multiplies in, as `peaks` names it."""
+    found: Counter[str] = Counter()
+    for (where, kind), amount in work.items():
+        if where == device:
+            found[peaks.name_of_dtype(kind)] += amount
+    return dict(found)
 
 
-def _hindrance(device: torch.device, *, early: bool) -> str:
-    """Return why no step can be counted now.
-
-    Args:
-        device: Where the parameters are.
-        early: Whether all ranks count this very step, if they count any.
-    """
+def _hindrance() -> str:
+    """Return why no step can be counted now."""
     if torch._C._len_torch_dispatch_stack():
         return "a dispatch mode of yours is active, which may end before a count would"
     if _has_control_flow():
         return "torch.cond and torch.map, which were used here, fail below a dispatch mode"
-    if not _is_compiled():
-        return ""
-    if not early and not _is_alone():
-        return "ranks with compiled code are counted in the second and third step of a cell only"
-    if not _fits(device):
-        return "the GPU is too full for a step that is not compiled; nbdist.metrics.flops.count needs no memory"
+    if _is_compiled() and not bears_compiled_code():
+        return f"with PyTorch {torch.__version__}, counting would switch compiled code off"
     return ""
 
 
@@ -254,23 +246,9 @@ def _has_control_flow() -> bool:
 
 
 def _is_compiled() -> bool:
-    """Return whether this process has compiled anything: a counted step runs without, and may need more memory."""
+    """Return whether this process has compiled anything."""
     found: Any = sys.modules.get("torch._dynamo.utils")
     return found is not None and bool(getattr(found, "counters", {}).get("frames", {}).get("ok"))
-
-
-def _is_alone() -> bool:
-    """Return whether no other rank must decide alike: compiled collectives may run in another order than eager ones."""
-    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-
-
-def _fits(device: torch.device) -> bool:
-    """Return whether a step that is not compiled will find the memory it needs."""
-    if device.type != "cuda":
-        return True
-    allocated = torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
-    return bool(free >= _HEADROOM * (torch.cuda.max_memory_allocated(device) - allocated))
 
 
 @contextlib.contextmanager

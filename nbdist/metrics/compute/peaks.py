@@ -162,11 +162,18 @@ def note(device: torch.device, dtype: str, tflops: float) -> None:
     _measured[device.type, device.index or 0, short(dtype)] = Peak(tflops, words)
 
 
-def in_tensor_cores() -> bool:
-    """Return whether GPUs multiply fp32 in tensor cores, so that its peak is that of tf32."""
+def in_tensor_cores(kind: str = "matmul") -> bool:
+    """Return whether GPUs multiply fp32 in tensor cores, so that its peak is that of tf32.
+
+    Args:
+        kind: "matmul", "conv" or "rnn": cuDNN's convolutions and RNNs have switches of their own, which are on.
+    """
     import torch
 
     # Since PyTorch 2.9; where this has been used, the older function raises.
+    if kind != "matmul":
+        chosen = getattr(getattr(torch.backends.cudnn, kind, None), "fp32_precision", None)
+        return chosen == "tf32" if chosen is not None else torch.backends.cudnn.allow_tf32
     chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return chosen == "tf32" if chosen is not None else torch.get_float32_matmul_precision() != "highest"
 
@@ -225,6 +232,11 @@ def mixed(flops: Mapping[str, int], figures: Mapping[str, Peak | None]) -> Peak 
     seconds = sum(flops[dtype] / each.tflops for dtype, each in parts.items() if each is not None)
     sources = "; ".join(f"{dtype}: {each.source}" for dtype, each in parts.items() if each is not None)
     return Peak(sum(flops.values()) / seconds, sources, any(each.estimated for each in found))
+
+
+def name_of_dtype(dtype: str) -> str:
+    """Return the same as `short`, or the dtype itself where it has no name in the table."""
+    return _NAMES.get(dtype, dtype)
 
 
 def short(dtype: str) -> str:

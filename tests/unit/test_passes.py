@@ -1,0 +1,72 @@
+"""What backward passes look like: those that take the same work are known again, at little cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nbdist.metrics.compute.passes import PassReader
+from testbed.closed_forms import Gpt, indices, loss_of
+
+pytestmark = pytest.mark.torch_private
+
+DEPTH = 30
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)])
+
+
+def test_passes_of_other_shapes_and_depths_look_different() -> None:
+    reader = PassReader()
+
+    def of(model: nn.Module, batch: int, length: int) -> object:
+        return reader.read([loss_of(model, indices(batch, length))])
+
+    model = Gpt()
+    assert of(model, 2, 16) == of(model, 2, 16)
+    assert len({of(model, 2, 16), of(model, 4, 16), of(model, 4, 8), of(Gpt(layers=1), 2, 16)}) == 4
+
+
+def test_what_differs_far_from_the_loss_is_found_and_what_was_read_before_is_distrusted() -> None:
+    reader, body, head = PassReader(), layers(2), layers(DEPTH)
+    rows = [4] * 40 + [8] * 64
+    found = []
+    for count in rows:
+        found.append(reader.read([head(body(torch.randn(count, 8)).mean(0)).sum()]))
+        if reader.misled:
+            break
+    assert 40 < len(found) < len(rows) and reader.trusted >= len(found) - 41
+    assert found[-1] != found[0]
+
+
+def test_a_step_that_takes_another_time_has_the_next_pass_read_whole() -> None:
+    reader, body, head = PassReader(), layers(2), layers(DEPTH)
+    for _ in range(10):
+        reader.read([head(body(torch.randn(4, 8)).mean(0)).sum()])
+    reader.doubt()
+    reader.read([head(body(torch.randn(8, 8)).mean(0)).sum()])
+    assert reader.misled
+
+
+def test_frozen_layers_show_in_how_many_nodes_are_made() -> None:
+    reader, model = PassReader(), layers(DEPTH)
+    inputs = torch.randn(4, 8)
+    for _ in range(10):
+        reader.read([model(inputs).sum()])
+    model[:20].requires_grad_(False)
+    reader.read([model(inputs).sum()])
+    assert reader.misled
+
+
+def test_work_beside_the_graph_makes_no_other_shape() -> None:
+    reader, model = PassReader(), layers(4)
+    inputs = torch.randn(4, 8)
+    found = set()
+    for at in range(20):
+        loss = model(inputs).sum()
+        if at % 5 == 4:
+            model(inputs).sum()  # a validation that forgot no_grad
+        found.add(reader.read([loss]))
+    assert len(found) == 1

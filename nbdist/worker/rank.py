@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 from nbdist import shells, transfer
+from nbdist.metrics.compute import graphs
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.profile import profiled
@@ -162,6 +163,7 @@ def _take_on(setup: RankSetup) -> None:
     forks.mend()
     _keep_sockets_in(setup.folder)
     join.prepare_torch(setup)
+    graphs.watch()  # of code that is compiled before its steps are measured, less would be known
     accelerate_state.install()
 
 

@@ -62,7 +62,7 @@ ALLOWED = {
     "worker.control": "metrics.node wire worker.cell worker.lanes",
     "worker.groups": "imports wire worker.cell",
     "worker.recovery": "metrics.compute train train.structure wire worker.cell worker.control worker.groups",
-    "worker": "metrics metrics.node processes shells train train.collective transfer wire "
+    "worker": "metrics metrics.compute metrics.node processes shells train train.collective transfer wire "
     "worker.cell worker.control worker.groups worker.lanes worker.processes worker.recovery",
     # a rank is forked from it
     "agent": "devices freight metrics.node network processes segments wire worker worker.cell",

@@ -19,8 +19,9 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import graphs, passes
-from nbdist.metrics.compute.formulas import Work, arithmetic, is_heavy, is_light, work_of
+from nbdist.metrics.compute import graphs, hidden, passes
+from nbdist.metrics.compute.formulas import arithmetic, is_heavy, is_light, work_of
+from nbdist.metrics.compute.operations import Work
 
 _SHOWN = 12  # operations
 
@@ -192,6 +193,7 @@ class Counting:
         self._in_compiled = Tally()  # seen in compiled backward passes
         self._stated = Tally()  # of those whose graphs are known
         self._unknown_graphs: set[str] = set()
+        self._runs_graph = False
         self._mode: Any = (_Mode if eagerly else _ModeBesideCompiledCode)(self._note, self._fail)
         self._ends: list[Callable[[], object]] = []
 
@@ -205,6 +207,7 @@ class Counting:
     def enter(self) -> None:
         """Count from here on."""
         self._ends = [passes.listen(_ignore)]  # so that differentiable passes are known
+        self._ends.append(hidden.listen(self._note_hidden))
         if self._eagerly:  # otherwise a mode would switch it off for good: pytorch/pytorch#140909
             stance = torch.compiler.set_stance("force_eager")
             self._ends.append(lambda: stance.__exit__(None, None, None))
@@ -251,6 +254,10 @@ class Counting:
         tally = self._in_compiled if not self._eagerly and graphs.in_backward() else self.tally
         tally.note(func, args, kwargs, out, in_optimizer=self.in_optimizer)
 
+    def _note_hidden(self, name: str) -> None:
+        if not self._mode.runs_operation and not self._runs_graph:  # those are counted as a whole
+            self.tally.uncounted[name] += 1
+
     def _fail(self, error: BaseException) -> None:
         """End the count as soon as that is possible: a mode can't be left from within an operation."""
         self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -269,11 +276,11 @@ class Counting:
         except Exception as error:  # the user's step goes on
             self._unknown_graphs.add(f"a compiled graph ({type(error).__name__}: {error})".splitlines()[0])
             return graph.compiled(*args)
-        outer, self.tally = self.tally, Tally()
+        outer, self.tally, self._runs_graph = self.tally, Tally(), True
         try:
             out = graph.compiled(*args)
         finally:
-            seen, self.tally = self.tally, outer
+            seen, self.tally, self._runs_graph = self.tally, outer, False
         outer.add_graph(forward, seen)
         graphs.before_backward(out, lambda: self._stated.add(backward))
         return out
@@ -301,7 +308,11 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 class _Mode(TorchDispatchMode):
-    """Tells of each operation that has run on plain tensors, and of the first that has raised."""
+    """Tells of each operation that has run on plain tensors, and of the first that has raised.
+
+    Attributes:
+        runs_operation: Whether one is under way.
+    """
 
     supports_higher_order_operators = True
 
@@ -309,6 +320,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._note, self._fail = note, fail
         self._failed = False
+        self.runs_operation = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -317,6 +329,7 @@ class _Mode(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and _is_composite(func) and not any(map(_is_nested, args)):
             with self:  # otherwise autograd has taken it apart
                 return func.decompose(*args, **kwargs)
+        outermost, self.runs_operation = not self.runs_operation, True
         try:
             out = func(*args, **kwargs)
         except BaseException as error:
@@ -324,6 +337,8 @@ class _Mode(TorchDispatchMode):
                 self._failed = True
                 self._fail(error)
             raise
+        finally:
+            self.runs_operation = not outermost
         if not self._failed:
             self._note(func, args, kwargs, out)
         return out

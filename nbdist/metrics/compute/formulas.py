@@ -7,67 +7,19 @@ Knows torch's operations and their schemas; knows nothing of models or steps.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree
 import torch.utils.flop_counter
 
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import graphs, peaks
-
-
-class Work(NamedTuple):
-    """What one call of an operation takes.
-
-    Attributes:
-        model: FLOPs that the model's mathematics needs.
-        repeated: FLOPs on top that the kernel spends on computing something again, as fused attention does backward.
-    """
-
-    model: int
-    repeated: int = 0
-
-
-class OperationCall:
-    """One call of an operation: its arguments by the names of its schema.
-
-    Args:
-        function: An overload, such as `torch.ops.aten.mm.default`.
-        args: As it was called.
-        kwargs: As it was called.
-        out: What it returned.
-    """
-
-    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self._function, self._args, self._kwargs = function, args, kwargs
-        self.out = out
-
-    def __getitem__(self, name: str) -> Any:
-        """Return the argument of this name."""
-        if name in self._kwargs:
-            return self._kwargs[name]
-        for number, argument in enumerate(self._function._schema.arguments):
-            if argument.name == name:
-                return self._args[number] if number < len(self._args) else argument.default_value
-        raise KeyError(name)
-
-    def first(self, *names: str) -> Any:
-        """Return the first of these arguments that the operation has: kernels name the same thing differently."""
-        known = {argument.name for argument in self._function._schema.arguments}
-        return self[next(name for name in names if name in known)]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor among the arguments."""
-        return tuple(self[name].shape)
-
-
-Formula = Callable[[OperationCall], "int | Work"]
-
+from nbdist.metrics.compute import attention, graphs, peaks
+from nbdist.metrics.compute.operations import Formula, OperationCall, Work
 
 # --- matrix products
 
@@ -98,9 +50,44 @@ def _addbmm(call: OperationCall) -> int:
     return 2 * batches * rows * inner * int(call.shape("batch2")[-1])
 
 
+def _foreach_mm(call: OperationCall) -> int:
+    return sum(
+        2 * prod(one.shape) * int(other.shape[-1]) for one, other in zip(call["self"], call["mat2"], strict=True)
+    )
+
+
+def _semi_structured(call: OperationCall) -> int:
+    """Count the dense product: what is left out is the hardware's shortcut, which peaks with sparsity are for."""
+    inner = call.shape("input")[-1] if call.name.endswith("linear") else call.shape("mat2")[0]
+    return int(2 * inner * prod(call.out.shape))
+
+
+def _linear_backward(call: OperationCall) -> int:
+    product = 2 * prod(call.shape("grad_output")) * int(call.shape("weight")[-1])
+    return product * sum(map(bool, call["output_mask"][:2]))
+
+
+def _distance(call: OperationCall) -> int:
+    return int(2 * prod(call.out.shape) * call.shape("x1")[-1])
+
+
+def _trilinear(call: OperationCall) -> int:
+    """Count what `nn.Bilinear` multiplies: its three tensors, expanded to one shape."""
+    shapes = []
+    for tensor, expanded in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
+        shape = list(call.shape(tensor))
+        for dimension in call[expanded]:
+            shape.insert(dimension, 1)
+        shapes.append(shape)
+    return int(2 * prod(max(sizes) for sizes in zip(*shapes, strict=True)))
+
+
 def _grouped_mm(call: OperationCall) -> int:
-    """Count groups that are a batch of `mat_a` or `mat_b`, or split their common dimension, including empty rows."""
-    left, right = call.shape("self"), call.shape("mat2")
+    """Count groups that are a batch of `mat_a` or `mat_b`, or split their common dimension, without unused rows."""
+    left, right = list(call.shape("self")), call.shape("mat2")
+    if len(left) == 2 and len(right) == 3 and call["offs"] is not None:
+        with contextlib.suppress(ValueError):  # no values here: all rows count
+            left[0] = graphs.numbers_in(call["offs"])[-1]
     if len(left) == 3 and len(right) == 2:  # a batch of matrices, each with its part of the other's columns
         return 2 * int(left[1]) * prod(right)
     return 2 * prod(left) * int(right[-1])
@@ -144,88 +131,6 @@ def _fused_rnn_backward(call: OperationCall) -> int:
     return 2 * _fused_rnn(call)
 
 
-# --- attention
-
-
-def _scores(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, int]:
-    """Return FLOPs of query x key, and of scores x value, for (batch, heads, length, width)."""
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * int(key[-2]) * width, 2 * batch * heads * length * int(key[-2]) * int(value[-1])
-
-
-def _attention(call: OperationCall) -> int:
-    return sum(_scores(call.shape("query"), call.shape("key"), call.shape("value")))
-
-
-def _attention_backward(call: OperationCall) -> Work:
-    """Return four products for the gradients; the kernel has kept no scores, so it computes them once more."""
-    first, second = _scores(call.shape("query"), call.shape("key"), call.shape("value"))
-    return Work(2 * (first + second), first)
-
-
-def _kernel_attention(call: OperationCall) -> int:
-    return sum(first + second for first, second in _parts(call))
-
-
-def _kernel_attention_backward(call: OperationCall) -> Work:
-    parts = _parts(call)
-    return Work(2 * sum(first + second for first, second in parts), sum(first for first, _ in parts))
-
-
-def _parts(call: OperationCall) -> list[tuple[int, int]]:
-    """Return the parts of the kernels below SDPA: (batch, length, heads, width), or packed sequences of any lengths."""
-    query, key, value = call.shape("query"), call.shape("key"), call.shape("value")
-    ends = call.first("cum_seq_q", "cu_seqlens_q")
-    if ends is None:
-        return [_scores(*((batch, heads, length, width) for batch, length, heads, width in (query, key, value)))]
-    other_ends = call.first("cum_seq_k", "cu_seqlens_k")
-    lengths = _lengths(ends, call.first("max_q", "max_seqlen_q"))
-    others = _lengths(ends if other_ends is None else other_ends, call.first("max_k", "max_seqlen_k"))
-    heads, width, value_width = int(query[-2]), int(query[-1]), int(value[-1])
-    return [
-        _scores((1, heads, length, width), (1, heads, other, width), (1, heads, other, value_width))
-        for length, other in zip(lengths, others, strict=True)
-    ]
-
-
-def _lengths(ends: torch.Tensor, longest: int) -> list[int]:
-    """Return the lengths of packed sequences; if no values can be read, the longest for each."""
-    try:
-        numbers = graphs.numbers_in(ends)
-    except ValueError:
-        return [int(longest)] * (ends.numel() - 1)
-    return [end - start for start, end in itertools.pairwise(numbers)]
-
-
-def _share_of_blocks(packet: Any, args: tuple[Any, ...]) -> float:
-    """Return the share of all scores that FlexAttention computes: those of blocks that its mask does not leave out."""
-    if not str(packet).startswith("flex_attention"):
-        return 1.0
-    mask = next((arg for arg in args if isinstance(arg, tuple) and len(arg) > 8 and isinstance(arg[0], int)), None)
-    if mask is None:
-        return 1.0
-    length, other_length, partial, _, full = mask[:5]
-    rows, columns = mask[-3], mask[-2]
-    blocks = sum(sum(graphs.numbers_in(each)) for each in (partial, full) if each is not None)
-    heads = prod(partial.shape[:-1])  # of the mask, which batches and heads may share
-    return min(1.0, float(blocks * rows * columns / (heads * length * other_length)))
-
-
-def _multi_head(call: OperationCall) -> int:
-    """Count `nn.MultiheadAttention` in one kernel, as in evaluation."""
-    batch, length, width = call.shape("query")
-    others = int(call.shape("key")[1])
-    projections = 2 * batch * width * width * (length + 2 * others + length)
-    return projections + 4 * batch * length * others * width
-
-
-def _encoder_layer(call: OperationCall) -> int:
-    """Count `nn.TransformerEncoderLayer` in one kernel, as in evaluation."""
-    batch, length, width = call.shape("src")
-    feed_forward = prod(call.shape("ffn_weight_1")) + prod(call.shape("ffn_weight_2"))
-    return 2 * batch * length * (4 * width * width + feed_forward) + 4 * batch * length * length * width
-
-
 # --- linear algebra: Golub and Van Loan, Matrix Computations, chapters 3 and 4
 
 
@@ -263,6 +168,22 @@ def _triangular(call: OperationCall) -> int:
 
 
 _OURS: dict[str, Formula] = {
+    "_foreach_mm": _foreach_mm,
+    "addbmm_": _addbmm,
+    "baddbmm_": _addbmm,
+    "addmm_": _addmm_activation,
+    "_scaled_mm_v2": _mm,
+    "_scaled_grouped_mm_v2": _grouped_mm,
+    "_sparse_semi_structured_mm": _semi_structured,
+    "_sparse_semi_structured_addmm": _semi_structured,
+    "_sparse_semi_structured_linear": _semi_structured,
+    "linear_backward": _linear_backward,
+    "mkldnn_linear_backward": _linear_backward,
+    "_euclidean_dist": _distance,
+    "_cdist_forward": _distance,
+    "_trilinear": _trilinear,
+    "_cudnn_attention_forward": attention.cudnn_attention,
+    "_cudnn_attention_backward": attention.cudnn_attention_backward,
     "mv": _mv,
     "addmv": _addmv,
     "addmv_": _addmv,
@@ -283,25 +204,26 @@ _OURS: dict[str, Formula] = {
     "_cudnn_rnn_backward": _fused_rnn_backward,
     "miopen_rnn": _fused_rnn,
     "miopen_rnn_backward": _fused_rnn_backward,
-    "_native_multi_head_attention": _multi_head,
-    "_transformer_encoder_layer_fwd": _encoder_layer,
+    "_native_multi_head_attention": attention.multi_head,
+    "_transformer_encoder_layer_fwd": attention.encoder_layer,
     "linalg_lu_factor_ex": _lu,
     "linalg_cholesky_ex": _cholesky,
     "linalg_inv_ex": _inverse,
     "_linalg_solve_ex": _solve,
     "linalg_lu_solve": _lu_solve,
     "linalg_solve_triangular": _triangular,
-    "_scaled_dot_product_attention_math_for_mps": _attention,
+    "_scaled_dot_product_attention_math_for_mps": attention.attention,
 }
 for _kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable"):
-    _OURS[f"_scaled_dot_product_{_kernel}"] = _attention
-    _OURS[f"_scaled_dot_product_{_kernel}_backward"] = _attention_backward
-_OURS["_scaled_dot_product_flash_attention_for_cpu"] = _attention
-_OURS["_scaled_dot_product_flash_attention_for_cpu_backward"] = _attention_backward
+    _OURS[f"_scaled_dot_product_{_kernel}"] = attention.attention
+    _OURS[f"_scaled_dot_product_{_kernel}_backward"] = attention.attention_backward
+_OURS["_scaled_dot_product_flash_attention_for_cpu"] = attention.attention
+_OURS["_scaled_dot_product_flash_attention_for_cpu_backward"] = attention.attention_backward
 for _kernel in ("flash", "efficient"):
-    _OURS[f"_{_kernel}_attention_forward"] = _kernel_attention
-    _OURS[f"_{_kernel}_attention_backward"] = _kernel_attention_backward
+    _OURS[f"_{_kernel}_attention_forward"] = attention.kernel_attention
+    _OURS[f"_{_kernel}_attention_backward"] = attention.kernel_attention_backward
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 _registered: dict[Any, Callable[..., int]] = {}
 
 # Parts of the names of operations that do more than elementwise work, so that one without a formula is worth a word.
@@ -368,16 +290,45 @@ def work_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     if packet in _registered:
         shapes = torch.utils._pytree.tree_map(_shape, (args, kwargs, out))
         return Work(int(_registered[packet](*shapes[0], **shapes[1], out_shape=shapes[2])))
-    if packet in _table():
-        found = _table()[packet](OperationCall(function, args, kwargs, out))
-        return found if isinstance(found, Work) else Work(found)
-    formula = torch.utils.flop_counter.flop_registry.get(packet)
-    if formula is None:
+    sparse = _sparse_product(args, out)
+    if sparse is not None:
+        return sparse
+    formula = _table().get(packet) or attention.of_library(packet)
+    if formula is not None:
+        found = formula(OperationCall(function, args, kwargs, out))
+        work = found if isinstance(found, Work) else Work(found)
+    else:
+        torchs = torch.utils.flop_counter.flop_registry.get(packet)
+        if torchs is None:
+            return None
+        whole = int(torchs(*args, **kwargs, out_val=out) * attention.share_of_blocks(packet, args))
+        again = 0
+        if str(packet).endswith(("attention_backward", "attn_backward")):  # torch counts the scores again: 5 products
+            again = whole - whole * 4 // 5
+        work = Work(whole - again, again)
+    times = _products_of_one(args)
+    return work if times == 1 else Work(times * work.model, times * work.repeated)
+
+
+def _products_of_one(args: tuple[Any, ...]) -> int:
+    """Return how many real products one of an operation's is: 4 of complex numbers, 2 of those packed in a byte."""
+    kind = next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
+    if kind is None:
+        return 1
+    return 4 if kind.is_complex else 2 if kind == getattr(torch, "float4_e2m1fn_x2", None) else 1
+
+
+def _sparse_product(args: tuple[Any, ...], out: Any) -> Work | None:
+    """Return the work of a product with a sparse matrix: each of its values meets a row of the other."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    sparse = next((tensor for tensor in tensors if tensor.layout in _SPARSE), None)
+    if sparse is None or not isinstance(out, torch.Tensor):
         return None
-    whole = int(formula(*args, **kwargs, out_val=out) * _share_of_blocks(packet, args))
-    if str(packet).endswith(("attention_backward", "attn_backward")):  # torch counts the scores once more: 5 products
-        return Work(whole * 4 // 5, whole - whole * 4 // 5)
-    return Work(whole)
+    others = [tensor for tensor in tensors if tensor is not sparse and tensor.layout not in _SPARSE]
+    if not others or out.layout in _SPARSE:
+        raise NotImplementedError("the product of sparse matrices")
+    width = int(out.shape[-1]) if out.dim() > 1 else 1
+    return Work(2 * int(sparse._nnz()) * width)
 
 
 def arithmetic(name: str, dtype: str, device: torch.device) -> str:
@@ -408,7 +359,8 @@ def is_heavy(function: Any) -> bool:
 def is_light(function: Any) -> bool:
     """Return whether an operation is one of torch's that never counts; most are, so this is asked first."""
     packet = getattr(function, "overloadpacket", function)
-    counts = packet in _table() or packet in torch.utils.flop_counter.flop_registry or packet in _registered
+    tables: tuple[Mapping[Any, Any], ...] = (_table(), torch.utils.flop_counter.flop_registry, _registered)
+    counts = any(packet in table for table in tables) or attention.of_library(packet) is not None
     return not counts and not is_heavy(function)
 
 

@@ -65,9 +65,6 @@ def prepare_torch(setup: RankSetup) -> None:
     import torch
     import torch.distributed
 
-    from nbdist.metrics.compute import graphs
-
-    graphs.watch()  # of code that was compiled before, less is known
     wanted = os.environ["OMP_NUM_THREADS"].split(",")[0].strip()  # OpenMP allows a list by nesting level
     torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else setup.threads)
     read_debug_level = getattr(torch.distributed, "set_debug_level_from_env", None)

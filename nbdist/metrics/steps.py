@@ -25,6 +25,7 @@ from nbdist.metrics.compute import graphs, loading, passes, peaks, step_events
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
 from nbdist.metrics.compute.live import Known, LiveCounts, Shape
 from nbdist.metrics.compute.passes import PassReader
+from nbdist.metrics.compute.waits import CollectiveWaits
 from nbdist.metrics.node.active_meter import measures, set_meter
 from nbdist.metrics.node.sample import StepSample
 
@@ -49,6 +50,7 @@ class _Step:
 
     shape: Shape
     waiting: float | None
+    communication: float | None
     units: int
     counted: bool  # which takes time of its own
     seconds: float = 0.0
@@ -86,6 +88,7 @@ class StepMeter:
         self._serials: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._gathered = _Gathered()
         self._reader = PassReader()
+        self._waits = CollectiveWaits()
         self._unit = ""
         self._thread = 0
         self._clock_is_off = False  # in this lap
@@ -108,6 +111,7 @@ class StepMeter:
             self._counts.why = f"PyTorch {torch.__version__} hides its backward passes, so steps can't be measured"
             return
         graphs.watch()
+        self._waits.start()
         self._thread = threading.get_ident()
         steps = step_events.of_this_thread().listen(
             before=lambda optimizer: self._counts.enter_optimizer(), after=self._see_end
@@ -117,6 +121,7 @@ class StepMeter:
     def stop(self) -> None:
         """Measure no longer. In the thread that has started it."""
         self._counts.leave()
+        self._waits.stop()
         for end in self._ends:
             end()
         self._ends = []
@@ -151,6 +156,7 @@ class StepMeter:
         step_events.of_this_thread().forget()
         self._gathered = _Gathered()
         self._reader.restart()
+        self._waits.restart()
         return found
 
     def _summary(self, made: int, steps: Sequence[_Step], stalled: float = 0.0) -> StepSample:
@@ -165,6 +171,7 @@ class StepMeter:
             return StepSample(steps=made, why=self._why_nothing(made))
         known = [(step, found) for step in steps if (found := self._counts.known.get(step.shape)) is not None]
         waited = [step.waiting for step in steps if step.waiting is not None]
+        talked = [step.communication for step in steps if step.communication is not None]
         units = _middle(steps, _units)
         whole = sum(map(_seconds, steps))
         whole += stalled if stalled > max(map(_seconds, steps)) else 0.0
@@ -174,6 +181,7 @@ class StepMeter:
             typical=_middle(steps, _seconds),
             uncounted=1 - len(known) / len(steps),
             waiting=min(1.0, sum(waited) / whole) if waited else None,
+            communication=min(1.0, statistics.fmean(talked) * len(steps) / whole) if talked else None,
             units=units or None,
             unit=self._unit if units else "",
             why=self._counts.why or self._counts.hindrance or "no step of this shape has been counted yet",
@@ -239,7 +247,8 @@ class StepMeter:
         self._steps += 1
         self._lap_steps += 1
         self._is_lap_over = False
-        self._note(self._clock.tick(_Step(shape, gathered.waiting, gathered.units, counted)))
+        communication = self._waits.of_step(on_gpu=self._device.type == "cuda")
+        self._note(self._clock.tick(_Step(shape, gathered.waiting, communication, gathered.units, counted)))
         if not self._counts.under_way:
             self._counts.consider(shape, self._lap_steps)
 

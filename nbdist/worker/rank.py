@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from nbdist import shells, transfer
-from nbdist.metrics.compute import graphs
+from nbdist.metrics.compute import graphs, waits
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.profile import profiled
@@ -163,7 +163,8 @@ def _take_on(setup: RankSetup) -> None:
     forks.mend()
     _keep_sockets_in(setup.folder)
     join.prepare_torch(setup)
-    graphs.watch()  # of code that is compiled before its steps are measured, less would be known
+    graphs.watch()  # of what is made before its steps are measured, less would be known
+    waits.watch()
     accelerate_state.install()
 
 

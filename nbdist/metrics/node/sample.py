@@ -81,7 +81,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
         uncounted: Share of the window's steps whose shapes were not counted.
         not_counted: Operations that worked in counted steps and have no formula, so that `flops` is a least figure.
         waiting: Share of the step spent waiting for data.
-        communication: Share of the step in collectives, where it can be known.
+        communication: Share of the step that only collectives took: transfer, and waiting for other ranks.
         units: Samples or tokens of one step on this rank.
         unit: "samples" or "tokens".
         peak: What the device can do at most, FLOP/s, at the dtype that is used.

@@ -1,0 +1,68 @@
+"""Which rank the others wait for: the one that waits least, with steps that all take as long."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.metrics.node.sample import RankSample, Sample
+from nbdist.metrics.steps import StepMeter
+from nbdist.panel.model import view_of
+
+pytestmark = pytest.mark.torch_private
+
+LATE, LATER_BY = 1, 0.05  # a rank that has more work than the others, and how many seconds of it
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """Whose gradients are summed by hand."""
+
+    def reduce(parameter: nn.Parameter) -> None:
+        dist.all_reduce(parameter.grad)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return model
+
+
+WAYS = {"DDP": DistributedDataParallel, "FSDP2": fully_shard, "plain": plain}
+
+
+def be_rank(rank: int, port: int, way: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world_size=2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with StepMeter() as meter:
+        model = WAYS[way](nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(20):
+            time.sleep(LATER_BY if rank == LATE else 0.0)  # work, which others have less of
+            model(torch.randn(8, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.put((rank, meter.lap()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_rank_that_the_others_wait_for_is_found(way: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    mp.start_processes(be_rank, (port, way, results), nprocs=2, start_method="spawn")
+    steps = dict(results.get(timeout=30) for _ in range(2))
+    assert all(step.communication is not None for step in steps.values())
+    view = view_of(Sample(at=0.0, ranks=[RankSample(rank, state="busy", step=steps[rank]) for rank in (0, 1)]))
+    late = [row.rank for row in view.rows if any("straggler" in words for _, words in row.badges)]
+    assert late == [LATE]

@@ -11,7 +11,9 @@ from typing import Any
 
 from nbdist import cuda_guard, shells, transfer
 from nbdist.client.session import session as sessions
+from nbdist.client.session.node_arguments import nodes_wanted
 from nbdist.client.session.rank_set import prewarm
+from nbdist.client.session.session import rank_set_of
 from nbdist.errors import TransferError, UsageError
 from nbdist.launch import in_process, on_ranks
 from nbdist.launch.fork import fork_launch
@@ -37,6 +39,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
     *,
+    on: str | Mapping[str, Any] | sessions.Session | None = None,
     start_method: str | None = None,
     gpus: Sequence[int | str] | None = None,
     timeout: float | None = None,
@@ -63,6 +66,9 @@ def notebook_launcher(
         max_restarts: How often all ranks start again after one has failed; the same on all nodes.
         monitor_interval: Seconds between two looks at other nodes.
         log_line_prefix_template: Taken for compatibility; lines are named by rank anyway.
+        on: Where, in place of this machine alone: the name of a profile, or what a profile would hold, whose nodes are
+            started as for a `Session`; num_processes counts ranks on each. Or a running Session: the function runs on
+            its ranks, as with `session.call`, and its errors are those of the session.
         start_method: "warm": ranks come from a template that has torch loaded already; "spawn": each is a new Python;
             "fork": each is a child of the notebook's process; None: warm, or fork where the function can't travel.
         gpus: Which GPUs, as CUDA_VISIBLE_DEVICES would name them; None: all, as far as ranks need them.
@@ -82,6 +88,15 @@ def notebook_launcher(
         RankTimeout: It was not done in time.
     """
     _check_here()
+    nodes = None
+    if isinstance(on, sessions.Session):
+        given = {"num_processes": num_processes, "gpus": gpus, "start_method": start_method}
+        _refuse(given | {"mixed_precision": None if mixed_precision == "no" else mixed_precision})
+        num_processes = len(on.ranks)
+    elif on is not None:
+        nodes = nodes_wanted(1, num_processes, None, None, None, on)
+        assert nodes is not None
+        num_processes = 1 if nodes.ranks_of(0) == 0 else nodes.ranks_of(0)
     request = Request(
         function,
         args,
@@ -102,7 +117,10 @@ def notebook_launcher(
         gpus=gpus,
         timeout=timeout,
         all_results=all_results,
+        nodes=nodes,
     )
+    if isinstance(on, sessions.Session):
+        return on_ranks.launch_on(rank_set_of(on), request)
     if cuda_guard.preflight_asked():
         cuda_guard.preflight()
     return _launch(request)
@@ -121,6 +139,12 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     _check_here()
     return _launch_here(Request(function, args, num_processes, cpu=True, environment={"CUDA_VISIBLE_DEVICES": ""}))
+
+
+def _refuse(given: Mapping[str, object]) -> None:
+    """Raise an error for arguments that don't go with a session whose ranks have been started."""
+    if useless := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"the ranks of the session in `on` have been started: leave out {', '.join(useless)}")
 
 
 def _launch(request: Request) -> list[Any]:
@@ -157,6 +181,8 @@ def _pack(request: Request) -> transfer.Packed | None:
         return on_ranks.pack(request)
     except TransferError as error:
         if error.on_gpu:
+            raise
+        if request.nodes is not None:
             raise
         if request.start_method is not None:
             error.args = (f"{error}; or launch it with `start_method='fork'`, under which nothing has to travel",)

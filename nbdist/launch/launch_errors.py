@@ -20,17 +20,17 @@ from nbdist.processes import describe_exit
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def launch_error(error: RankError, name: str, first_rank: int) -> LaunchError:
+def launch_error(error: RankError, name: str, local_ranks: Mapping[int, int]) -> LaunchError:
     """Return the LaunchError for a failure on ranks.
 
     Args:
         error: The failure.
         name: The launched function.
-        first_rank: The first rank of this node; a failure on another node carries its own local rank.
+        local_ranks: By rank, its number on its node; a failure that lacks here carries its own.
     """
     now = int(time.time())
     failures = {
-        rank: LaunchFailure(**{"local_rank": rank - first_rank} | asdict(failure) | {"timestamp": now + place})
+        rank: LaunchFailure(**{"local_rank": local_ranks.get(rank, 0)} | asdict(failure) | {"timestamp": now + place})
         for place, (rank, failure) in enumerate(error.failures.items())
     }
     made = _make(error.report, failures)

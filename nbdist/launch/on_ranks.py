@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from nbdist import limits, transfer
-from nbdist.client.session import calls
+from nbdist.client.session import calls, interruption
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session_plan import for_launch
@@ -24,7 +24,7 @@ from nbdist.errors import RankError, RankTimeout, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
 from nbdist.text import counted
-from nbdist.wire.life import Place, StartOptions
+from nbdist.wire.life import Place, RankInfo, StartOptions
 
 
 def launch(
@@ -54,6 +54,18 @@ def launch(
         announce(rank_set, request)
         task = submit(rank_set, request, packed)
         return conclude(rank_set, task, request)
+
+
+def launch_on(rank_set: RankSet, request: Request) -> list[Any]:
+    """Run the function on the ranks of a session, which stay.
+
+    Raises:
+        RankError: A rank failed.
+    """
+    with pack(request) as packed, interruption.deferred():
+        task = rank_set.submit("call", request.name, None, parcel=packed.parcel)
+        task.wait(request.timeout)
+        return values(rank_set, task, request)
 
 
 @contextlib.contextmanager
@@ -88,7 +100,7 @@ def conclude(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
     except RankError as error:
         died = any(failure.kind == "died" for failure in error.failures.values())
         _end(rank_set, limits.DEATH_IN_LAUNCH if died else limits.FAILED_GRACE)
-        raise launch_error(error, request.name, rank_set.ranks[0].rank) from None
+        raise launch_error(error, request.name, _local_ranks(rank_set.ranks)) from None
     return values(rank_set, task, request)
 
 
@@ -108,10 +120,10 @@ def start(rank_set: RankSet, request: Request, place: Place | None = None, fork_
         UsageError: The given port is taken.
         SessionBroken: The ranks could not be started.
     """
-    own_store = place is None or not place.master_addr
+    own_store = (place is None or not place.master_addr) and request.nodes is None
     port = _port(request) if own_store else 0
     try:
-        rank_set.start(options(request, place, port, fork_address), _progress)
+        rank_set.start(options(request, place, port, fork_address), _progress, request.nodes)
     except PortTaken as error:
         if not port:
             raise
@@ -135,6 +147,12 @@ def submit(rank_set: RankSet, request: Request, packed: transfer.Packed | None) 
     """Have the ranks call the function."""
     options = CellOptions(grace=limits.COLLECTIVE_GRACE, show=True)
     return rank_set.submit("launch", request.name, None, options, packed.parcel if packed is not None else None)
+
+
+def _local_ranks(ranks: Sequence[RankInfo]) -> dict[int, int]:
+    """Return the number of each rank on its node."""
+    first: dict[int, int] = {}
+    return {info.rank: info.rank - first.setdefault(info.node, info.rank) for info in ranks}
 
 
 def values(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
@@ -164,9 +182,14 @@ def options(request: Request, place: Place | None = None, port: int = 0, fork_ad
     """
     gpus = [] if request.cpu else request.gpus
     found = Arguments(gpus, None, False, None).options(request.count)
-    environment = {**found.environment, **request.environment}
-    environment |= for_launch(environment, request.mixed_precision)
-    environment["ACCELERATE_MIXED_PRECISION"] = request.mixed_precision
+    found = found.with_variables(
+        {
+            **request.environment,
+            **for_launch({**found.environment, **request.environment}, request.mixed_precision),
+            "ACCELERATE_MIXED_PRECISION": request.mixed_precision,
+        }
+    )
+    environment = dict(found.environment)
     if request.cpu or not found.gpus:
         environment["ACCELERATE_USE_CPU"] = "true" if request.cpu else environment.get("ACCELERATE_USE_CPU", "true")
     if gpus is not None and not found.gpus:  # none were requested: hide those that exist

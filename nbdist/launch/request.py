@@ -11,6 +11,7 @@ from typing import Any
 from nbdist.checks import check_choice, check_seconds, check_whole, is_whole
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
+from nbdist.wire.nodes import NodesWanted
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 START_METHODS = ("warm", "fork", "spawn")
@@ -21,6 +22,8 @@ DEFAULT_PORT = 29500
 @dataclass(frozen=True)
 class Request:
     """A launch request. Attributes are `notebook_launcher`'s arguments, with the same meaning.
+
+    nodes: Those that nbdist starts for it; None: this machine, or those where it is called too.
 
     Raises:
         UsageError: One of them is invalid; the text names it, the allowed values, and what to type.
@@ -47,6 +50,7 @@ class Request:
     all_results: bool = True
     cpu: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    nodes: NodesWanted | None = None
 
     def __post_init__(self) -> None:
         _check_function(self.function)
@@ -86,6 +90,12 @@ class Request:
                 "rdzv_backend='c10d' and rdzv_endpoint"
             )
 
+        if self.nodes is not None and (self.elastic or self.start_method == "fork"):
+            raise UsageError(
+                "on starts the other nodes itself, and no ranks again: leave out num_nodes, rdzv_backend, "
+                "rdzv_endpoint, max_restarts and start_method='fork'"
+            )
+
     @property
     def count(self) -> int:
         """The number of ranks on this node."""
@@ -123,7 +133,7 @@ class Request:
 
         GPUs and a timeout can't be set for the notebook itself.
         """
-        plain = self.start_method is None and self.gpus is None and self.timeout is None
+        plain = self.start_method is None and self.gpus is None and self.timeout is None and self.nodes is None
         return self.count == 1 and plain and not self.elastic
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -79,6 +80,12 @@ class StartOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in ("environment", "cwd", "sys_path", "argv", "changed", "own_path"):
             msgspec.structs.force_setattr(self, name, as_text(getattr(self, name)))
+
+    def with_variables(self, variables: Mapping[str, str]) -> StartOptions:
+        """Return these options with more variables of the environment, on all nodes."""
+        return msgspec.structs.replace(
+            self, environment={**self.environment, **variables}, changed={**self.changed, **variables}
+        )
 
     @property
     def ranks(self) -> range:

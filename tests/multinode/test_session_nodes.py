@@ -126,6 +126,14 @@ def test_restart_keeps_the_nodes(session: Kernel) -> None:
     assert "[0-3] 10" in run(session, SUM).stdout
 
 
+def test_a_plan_chosen_before_the_start_is_followed_on_all_nodes(kernel: Kernel) -> None:
+    kernel.ok("%distributed plan ddp --precision bf16")
+    with two_nodes(kernel):
+        outcome = run(kernel, "import os\nprint(os.environ['NBDIST_PLAN'], os.environ['ACCELERATE_MIXED_PRECISION'])")
+        assert outcome.status == "ok" and outcome.stdout.startswith("[0-3] "), str(outcome)
+    kernel.ok("%distributed plan --reset")
+
+
 # --- joining
 
 

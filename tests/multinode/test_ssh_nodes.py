@@ -96,6 +96,62 @@ def test_a_profile_is_started_by_its_name_and_this_machine_may_have_no_ranks(ker
     kernel.ok("%distributed stop")
 
 
+LAUNCH = """
+import os
+from nbdist import notebook_launcher
+def add(number):
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1) * number
+    dist.all_reduce(total)
+    mine = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ACCELERATE_MIXED_PRECISION")]
+    return total.item(), *mine, os.environ.get("ONLY_THERE")
+def fail():
+    if os.environ["RANK"] == "2":
+        raise ValueError("boom")
+"""
+ADDED = [(6.0, "0", "0", "0", "bf16", "yes"), (6.0, "1", "0", "1", "bf16", "yes"), (6.0, "2", "1", "1", "bf16", "yes")]
+
+
+def test_a_function_is_launched_on_the_nodes_of_a_profile(kernel: Kernel, server: SshServer) -> None:
+    kernel.ok(f"{LAUNCH}\nfound = notebook_launcher(add, (2,), mixed_precision='bf16', on='pair')")
+    assert kernel.value("found") == ADDED
+    assert wait_for_end(server.nodes()) == []
+
+
+def test_a_launch_that_fails_on_another_node_names_its_rank_and_leaves_nothing(
+    kernel: Kernel, server: SshServer
+) -> None:
+    outcome = kernel.fails(f"{LAUNCH}\nnotebook_launcher(fail, on='pair')", "LaunchError")
+    assert outcome.evalue.startswith("rank 2 (") and "raised ValueError: boom" in outcome.evalue, str(outcome)
+    local = "import sys\nfailure = sys.last_value.failures[2]\nlocal = failure.local_rank"
+    assert kernel.ok(local) and kernel.value("local") == 1
+    assert wait_for_end(server.nodes()) == []
+
+
+def test_a_function_is_launched_on_a_session_whose_variables_stay(kernel: Kernel) -> None:
+    kernel.ok(f"{LAUNCH}\n%distributed start --on pair")
+    kernel.run("%%distributed\nkept = rank + 10")
+    kernel.ok("import nbdist\nfound = notebook_launcher(add, (3,), on=nbdist.get_session())")
+    assert kernel.value("[row[0] for row in found]") == [9.0] * 3
+    assert "] (" in kernel.run("%%distributed\nprint(kept)").stdout
+    kernel.ok("%distributed stop")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("on='pairs'", "has no profile 'pairs': did you mean 'pair'"),
+        ("on='pair', num_nodes=2", "on starts the other nodes itself"),
+        ("on='pair', max_restarts=1", "on starts the other nodes itself"),
+        ("on='pair', start_method='fork'", "start_method='fork'"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_before_anything_starts(kernel: Kernel, arguments: str, words: str) -> None:
+    outcome = kernel.fails(f"{LAUNCH}\nnotebook_launcher(fail, {arguments})", "UsageError")
+    assert words in outcome.evalue, str(outcome)
+
+
 def test_an_ssh_that_ends_is_a_lost_node_and_the_others_keep_their_variables(kernel: Kernel, server: SshServer) -> None:
     start(kernel, server, "--hosts node-a -n 1")
     nodes = server.nodes()

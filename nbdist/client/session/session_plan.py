@@ -42,11 +42,13 @@ class SessionPlan:
             raise UsageError(f"these ranks can't follow the notebook's plan: {error}. {way_out}") from None
         self.current = plan
         variables = plan.environment(world_size=options.count, device=device)
+        own = options.environment
         if self._chosen is None:  # nothing was chosen: the notebook's own variables take precedence
-            return msgspec.structs.replace(options, environment=variables | options.environment)
-        kept = {name: value for name, value in options.environment.items() if name not in NAMES}
-        environment = kept | variables | {PLAN_VARIABLE: plan.to_json()}
-        return msgspec.structs.replace(options, environment=environment)
+            return options.with_variables(
+                variables | {name: own[name] for name in (*variables, PLAN_VARIABLE) if name in own}
+            )
+        without = msgspec.structs.replace(options, environment=_others(own), changed=_others(options.changed))
+        return without.with_variables(variables | {PLAN_VARIABLE: plan.to_json()})
 
     def set(self, plan: Plan, ranks: Sequence[RankInfo], backend: str, set_up: Callable[..., Any]) -> None:
         """Have ranks follow a plan, and those of later starts.
@@ -66,6 +68,11 @@ class SessionPlan:
         set_up(follow, {PLAN_VARIABLE: plan.to_json()} | plan.environment(world_size=count, device=device))
         self._chosen = self.current = plan
         keep(plan)
+
+
+def _others(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that no plan sets."""
+    return {name: value for name, value in variables.items() if name not in NAMES}
 
 
 def kept() -> Plan:

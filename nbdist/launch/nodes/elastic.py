@@ -274,13 +274,14 @@ class _Launch:
         """Return the error to raise: that of the ranks here, or if they have none, that of another node."""
         assert self.attempt is not None
         error = outcome
+        finished = list(range(self.attempt.place.first_rank, self._last_rank() + 1))
+        local_ranks = {rank: local for local, rank in enumerate(finished)}
         if not isinstance(error, RankError):
-            finished = list(range(self.attempt.place.first_rank, self._last_rank() + 1))
             told = report.build([verdict.as_failure()], finished, launch=True)
-            error = launch_error(told, self.request.name, self.attempt.place.first_rank)
+            error = launch_error(told, self.request.name, local_ranks)
         elif verdict.failure["rank"] not in error.failures:  # the ranks here had ended before it was reported
             told = report.build([verdict.as_failure(), *error.failures.values()], launch=True)
-            error = launch_error(told, self.request.name, self.attempt.place.first_rank)
+            error = launch_error(told, self.request.name, local_ranks)
         if verdict.node not in (self.attempt.place.node_rank, NOWHERE):
             error.report += f"\nrank {verdict.failure['rank']} is on node {verdict.node} ({verdict.host})"
         return error

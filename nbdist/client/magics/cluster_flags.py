@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from nbdist.client.magics.magic_line import number
 from nbdist.errors import UsageError
 from nbdist.text import split_commas
 
-_SSH = {"ssh_config": "--ssh-config", "tunnel": "--tunnel"}
-_SLURM = {name: f"--{name}" for name in ("partition", "account", "time", "gres", "constraint")}
-_BOTH = {"python": "--python"}
+# By option, the flag of an engine that it goes with, for an example.
+_OPTIONS = {
+    **dict.fromkeys(("ssh_config", "tunnel"), "--hosts node-a"),
+    **dict.fromkeys(("partition", "account", "time", "gres", "constraint"), "--slurm"),
+    "gpus_per_node": "--ray",
+    "python": "--hosts node-a",
+}
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +35,10 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gres", metavar="LIST", help="likewise, for example gpu:8")
     parser.add_argument("--constraint", metavar="LIST", help="likewise")
     parser.add_argument(
+        "--ray", nargs="?", const="auto", metavar="ADDRESS", help="nodes of a Ray cluster; --num-nodes of them"
+    )
+    parser.add_argument("--gpus-per-node", type=number, metavar="G", help="with --ray (default: all that nodes have)")
+    parser.add_argument(
         "--python", metavar="PATH", help="the Python of the other machines (default: at this one's path)"
     )
 
@@ -40,19 +49,22 @@ def cluster_flags(arguments: argparse.Namespace) -> dict[str, Any] | None:
     Raises:
         UsageError: They don't go together.
     """
-    names = {**_SSH, **_SLURM, **_BOTH}
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    chosen = [flag for flag, value in (("--hosts", arguments.hosts), ("--slurm", arguments.slurm)) if value]
+    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    engines = {"ssh": ("--hosts", "hosts"), "slurm": ("--slurm", ""), "ray": ("--ray", "address")}
+    chosen = [name for name, (flag, _) in engines.items() if getattr(arguments, flag[2:])]
     if len(chosen) > 1:
-        raise UsageError("--hosts and --slurm exclude each other: hosts are started by ssh; leave one out")
-    if arguments.hosts:
-        given["hosts"] = arguments.hosts
-    if arguments.on is not None:
-        return {"profile": arguments.on, **given, **({"engine": "slurm"} if arguments.slurm else {})}
+        raise UsageError(f"{' and '.join(engines[name][0] for name in chosen)} exclude each other: leave one out")
+    for name in chosen:
+        flag, option = engines[name]
+        if option:
+            given[option] = getattr(arguments, flag[2:])
+    if arguments.on is not None:  # a profile may say the same of ssh with other hosts, but not of another engine
+        other = {"engine": chosen[0]} if chosen and chosen[0] != "ssh" else {}
+        return {"profile": arguments.on, **given, **other}
     if chosen:
-        return {"engine": "ssh" if arguments.hosts else "slurm", **given}
+        return {"engine": chosen[0], **given}
     if given:
         name = next(iter(given))
-        needed = "--slurm" if name in _SLURM else "--hosts node-a"
-        raise UsageError(f"{names[name]} is for machines that nbdist starts: add `{needed}`, or leave it out")
+        flag = f"--{name.replace('_', '-')}"
+        raise UsageError(f"{flag} is for machines that nbdist starts: add `{_OPTIONS[name]}`, or leave it out")
     return None

@@ -59,7 +59,7 @@ def cluster_of(on: str | Mapping[str, Any], nodes: int | None) -> Cluster:
         where = f"profile {name!r} of {profiles_file()}"
     engine_name = given.pop("engine", None)
     if not isinstance(engine_name, str):
-        raise UsageError(f'{where} has no engine: `engine = "ssh"` or `engine = "slurm"`')
+        raise UsageError(f'{where} has no engine: `engine = "ssh"`, for example')
     engine = load(engine_name)
     of_session = {name: given.pop(name) for name in OfSession.__struct_fields__ if name in given}
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nbdist import cuda_guard, shells, transfer
 from nbdist.client.session import session as sessions
-from nbdist.client.session.node_arguments import nodes_wanted
+from nbdist.client.session.node_arguments import WayIn, nodes_wanted
 from nbdist.client.session.rank_set import prewarm
 from nbdist.client.session.session import rank_set_of
 from nbdist.errors import TransferError, UsageError
@@ -94,7 +94,7 @@ def notebook_launcher(
         _refuse(given | {"mixed_precision": None if mixed_precision == "no" else mixed_precision})
         num_processes = len(on.ranks)
     elif on is not None:
-        nodes = nodes_wanted(1, num_processes, None, None, None, on)
+        nodes = nodes_wanted(1, num_processes, WayIn(), on)
         assert nodes is not None
         num_processes = 1 if nodes.ranks_of(0) == 0 else nodes.ranks_of(0)
     request = Request(

@@ -223,7 +223,7 @@ def test_an_interrupt_ends_the_waiting_for_a_host(kernel: Kernel, server: SshSer
     [
         ("--on pairs", "has no profile 'pairs': did you mean 'pair'? It has pair, wrong, strange"),
         ("--on wrong", "has no option 'prot'"),
-        ("--on strange", "unknown cluster engine 'teleport'. There are slurm, ssh"),
+        ("--on strange", "unknown cluster engine 'teleport'. There are "),
         ("--on pair --partition gpu", "has no option 'partition'"),
         ("--hosts node-a --slurm", "exclude each other"),
         ("--hosts node-a --num-nodes 2", "leave out --num-nodes"),

@@ -23,7 +23,7 @@ def died(rank: int, when: float, code: int) -> RankFailure:
 
 
 def error_of(*failures: RankFailure) -> LaunchError:
-    return launch_error(build(failures, launch=True), "train", 0)
+    return launch_error(build(failures, launch=True), "train", {rank: rank for rank in range(3)})
 
 
 def test_it_is_caught_by_each_of_its_names() -> None:
@@ -71,7 +71,7 @@ def test_without_torch_it_is_plain_and_does_not_load_it() -> None:
         "from nbdist.errors import RankError, RankFailure\n"
         "from nbdist.launch.launch_errors import launch_error\n"
         "failure = RankFailure(0, 'raised', 'ValueError', 'why', 'traceback', 1.0)\n"
-        "error = launch_error(RankError('rank 0 raised', {0: failure}), 'train', 0)\n"
+        "error = launch_error(RankError('rank 0 raised', {0: failure}), 'train', {0: 0})\n"
         "copy = pickle.loads(pickle.dumps(error))\n"
         "print(type(copy).__name__, copy.name, copy.failures == error.failures, 'torch' in sys.modules)"
     )

@@ -5,6 +5,7 @@ Both ends, for the controller and for agents. Knows neither sockets nor what the
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 
@@ -69,6 +70,7 @@ class Incoming:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
         self._left = sum(sizes)
         self._descriptors: list[int] = []
         try:
@@ -83,8 +85,11 @@ class Incoming:
         """Write what has come. Returns whether it was the last.
 
         Raises:
-            OSError: There is no memory for it.
+            OSError: There is no memory for it, or it is no part of what was to come.
         """
+        sizes = self._sizes[chunk.number : chunk.number + 1] if chunk.number >= 0 else []
+        if not sizes or not 0 <= chunk.offset <= sizes[0] - len(chunk.data):
+            raise OSError(errno.EPROTO, "the other machine has sent what is no part of it")
         view, offset = memoryview(chunk.data), chunk.offset
         while view:
             done = os.pwrite(self._descriptors[chunk.number], view, offset)

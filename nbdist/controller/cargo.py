@@ -99,7 +99,10 @@ class Cargo:
         elif isinstance(message, Chunk):
             self._take(node, message)
         elif isinstance(message, Spoiled):
-            self._spoil(message.key, message.why)
+            delivery, collection = self._deliveries.get(message.key), self._collections.get(message.key)
+            nodes = {*delivery.outgoing, *delivery.there} if delivery is not None else set()
+            if node in nodes or (collection is not None and collection.node == node):
+                self._spoil(message.key, message.why)
 
     def _go_on(self, node: int, outgoing: Outgoing, taken: int = 0) -> None:
         for chunk in outgoing.next_chunks(taken):

@@ -245,6 +245,8 @@ class Controller:
         elif name == VISITOR:
             self._receive_visitor(identity, message)
         elif name in RANK_LANES:
+            if not self._switchboard.is_connected(identity):
+                raise ValueError(f"{identity!r} has not said hello")
             if self._members is not None and self._members.epoch == epoch:
                 self._handle_rank(self._members, self._members.ranks[number], message)
         elif name == AGENT_FREIGHT:

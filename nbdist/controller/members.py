@@ -387,6 +387,7 @@ class Members:
         elif isinstance(message, Progress):
             self._get_on(message)
         elif isinstance(message, StoreOpened):
+            self._check_ours(node, message)
             self._spawn_others(message)
         elif isinstance(message, Spawned):
             self._rank_on(node, message.rank).pid = message.pid
@@ -396,6 +397,8 @@ class Members:
             if self._notes.keys() == self._shares.keys():
                 self._get_on(Progress("join", "ranks join their group"))
         elif isinstance(message, SpawnFailed):
+            if self.up:
+                raise ValueError(f"node {node} speaks of a start that is over: {message}")
             self.fail(self._of_node(node, message.text), message.obstacle)
         elif isinstance(message, Exited):
             self._exited(node, message)
@@ -408,6 +411,11 @@ class Members:
             raise ValueError(f"node {node} speaks for rank {number}, which is on node {self._node_of[number]}")
         return self.ranks[number]
 
+    def _check_ours(self, node: int, message: Message) -> None:
+        """Refuse what only the agent of this machine may say."""
+        if node:
+            raise ValueError(f"node {node} has no store to speak of: {message}")
+
     def _of_node(self, node: int, text: str) -> str:
         if len(self._shares) == 1 or node not in self._nodes:
             return text
@@ -417,6 +425,7 @@ class Members:
         if self.ending:
             return
         if message.rank is None:
+            self._check_ours(node, message)
             self._store_died(message)
             return
         rank = self._rank_on(node, message.rank)

@@ -22,6 +22,7 @@ from nbdist.wire.listener import Listener
 from nbdist.wire.message import Message
 
 _NOTEBOOK = "notebook"
+_RANKS = tuple(f"{name}/".encode() for name in RANK_LANES)
 _RELAYS = tuple(f"{name}/".encode() for name in RELAY_LANES)
 
 
@@ -126,9 +127,12 @@ class Switchboard:
                 yield identity, parts
                 continue
             lane, *frames = parts
+            if not lane.startswith(_RANKS):
+                continue  # a node speaks for ranks only
             if lane not in self._connected:
                 self._relays[lane] = identity
-            yield lane, frames
+            if self._relays.get(lane) == identity:  # else it speaks for a rank that has come another way
+                yield lane, frames
 
     def _may_be(self, identity: bytes, holder: str) -> bool:
         """Return whether the holder of a key may use a lane. Ranks have the keys of this machine's agent."""

@@ -123,7 +123,7 @@ def sequence_of(frame: bytes) -> int | None:
     """Return the sequence number of a Display that can't be decoded as a whole; None if it isn't a Display."""
     try:
         return _head_decoder.decode(frame).sequence
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):  # the latter where a text is none
         return None
 
 

@@ -89,7 +89,7 @@ class Incoming:
         """
         sizes = self._sizes[chunk.number : chunk.number + 1] if chunk.number >= 0 else []
         if not sizes or not 0 <= chunk.offset <= sizes[0] - len(chunk.data):
-            raise OSError(errno.EPROTO, "the other machine has sent what is no part of it")
+            raise OSError(errno.EPROTO, "the other machine sent something else")
         view, offset = memoryview(chunk.data), chunk.offset
         while view:
             done = os.pwrite(self._descriptors[chunk.number], view, offset)

@@ -1,6 +1,7 @@
 """What starts `nbdist join` on other machines: an engine, loaded by its name.
 
-nbdist's own are `ssh`, `slurm` and `ray`. The entry point group `nbdist.clusters` has the classes of others.
+nbdist's own are `ssh`, `slurm`, `ray` and `kubernetes`. The entry point group `nbdist.clusters` has the classes of
+others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from nbdist.text import did_you_mean
 from nbdist.wire.starter_lines import Invitation, Report
 
 GROUP = "nbdist.clusters"
-_OWN = {"ssh": "nbdist.cluster.ssh:Ssh", "slurm": "nbdist.cluster.slurm:Slurm", "ray": "nbdist.cluster.ray:Ray"}
+_OWN = {
+    "ssh": "nbdist.cluster.ssh:Ssh",
+    "slurm": "nbdist.cluster.slurm:Slurm",
+    "ray": "nbdist.cluster.ray:Ray",
+    "kubernetes": "nbdist.cluster.kubernetes:Kubernetes",
+}
 JOIN_LIMIT = 120.0  # seconds; Python and nbdist may lie on a slow file system
 
 

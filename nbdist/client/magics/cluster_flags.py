@@ -9,11 +9,19 @@ from nbdist.client.magics.magic_line import number
 from nbdist.errors import UsageError
 from nbdist.text import split_commas
 
+# By engine, its flag, and the option whose value that has.
+_ENGINES = {
+    "ssh": ("--hosts", "hosts"),
+    "slurm": ("--slurm", ""),
+    "ray": ("--ray", "address"),
+    "kubernetes": ("--kubernetes", ""),
+}
 # By option, the flag of an engine that it goes with, for an example.
 _OPTIONS = {
     **dict.fromkeys(("ssh_config", "tunnel"), "--hosts node-a"),
     **dict.fromkeys(("partition", "account", "time", "gres", "constraint"), "--slurm"),
     "gpus_per_node": "--ray",
+    **dict.fromkeys(("image", "volumes", "namespace"), "--kubernetes"),
     "python": "--hosts node-a",
 }
 
@@ -37,7 +45,22 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ray", nargs="?", const="auto", metavar="ADDRESS", help="nodes of a Ray cluster; --num-nodes of them"
     )
-    parser.add_argument("--gpus-per-node", type=number, metavar="G", help="with --ray (default: all that nodes have)")
+    parser.add_argument("--kubernetes", action="store_true", help="pods of a Kubernetes cluster; --num-nodes of them")
+    parser.add_argument("--image", metavar="NAME", help="with --kubernetes: what the pods run, with nbdist in it")
+    parser.add_argument(
+        "--volumes",
+        type=split_commas,
+        metavar="LIST",
+        help="with --kubernetes: claims and where: data:/data",
+    )
+    parser.add_argument("--namespace", metavar="NAME", help="with --kubernetes (default: kubectl's)")
+    parser.add_argument("--dry-run", action="store_true", help="with --kubernetes: show what would be created")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=number,
+        metavar="G",
+        help="with --ray (default: all) and --kubernetes (none)",
+    )
     parser.add_argument(
         "--python", metavar="PATH", help="the Python of the other machines (default: at this one's path)"
     )
@@ -50,12 +73,11 @@ def cluster_flags(arguments: argparse.Namespace) -> dict[str, Any] | None:
         UsageError: They don't go together.
     """
     given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
-    engines = {"ssh": ("--hosts", "hosts"), "slurm": ("--slurm", ""), "ray": ("--ray", "address")}
-    chosen = [name for name, (flag, _) in engines.items() if getattr(arguments, flag[2:])]
+    chosen = [name for name, (flag, _) in _ENGINES.items() if getattr(arguments, flag[2:])]
     if len(chosen) > 1:
-        raise UsageError(f"{' and '.join(engines[name][0] for name in chosen)} exclude each other: leave one out")
+        raise UsageError(f"{' and '.join(_ENGINES[name][0] for name in chosen)} exclude each other: leave one out")
     for name in chosen:
-        flag, option = engines[name]
+        flag, option = _ENGINES[name]
         if option:
             given[option] = getattr(arguments, flag[2:])
     if arguments.on is not None:  # a profile may say the same of ssh with other hosts, but not of another engine

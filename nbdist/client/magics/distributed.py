@@ -217,6 +217,12 @@ class DistributedMagics(Magics):
         return f"{words}\n\n{more}\n\n{flags}"
 
     def _start(self, arguments: argparse.Namespace) -> None:
+        if arguments.dry_run:
+            from nbdist.client.session.cluster_arguments import manifest_of  # others need not wait for it
+
+            count = arguments.num_nodes if arguments.num_nodes > 1 else None
+            print(manifest_of(cluster_flags(arguments), count), end="")
+            return
         running = living_session()
         if running is not None:
             if not arguments.replace:

@@ -76,6 +76,24 @@ def cluster_of(on: str | Mapping[str, Any], nodes: int | None) -> Cluster:
     return Cluster(engine_name, msgspec.json.encode(options).decode(), engine.check(options), session)
 
 
+def manifest_of(on: str | Mapping[str, Any] | None, nodes: int | None) -> str:
+    """Return what an engine would create, for people to read.
+
+    Args:
+        on: The cluster, as for `cluster_of`.
+        nodes: How many nodes it is to bring; None: its options say.
+
+    Raises:
+        UsageError: It can't be had like that, or the engine creates nothing that could be shown.
+    """
+    cluster = cluster_of(on, nodes) if on is not None else None
+    engine: Any = load(cluster.engine) if cluster is not None else None
+    if cluster is None or not hasattr(engine, "manifest"):
+        raise UsageError("--dry-run shows what --kubernetes would create: add `--kubernetes`, or leave it out")
+    options = msgspec.json.decode(cluster.options, type=engine.Options)
+    return str(engine.manifest(options, f"{cluster.session.master_addr or own_address(cluster)}:PORT"))
+
+
 def own_address(cluster: Cluster) -> str:
     """Return the address of this machine by which the others reach it.
 

@@ -40,6 +40,7 @@ from .train.collective.collectives import gather_for_metrics as gather_for_metri
 from .train.collective.collectives import gather_object as gather_object
 from .train.collective.collectives import pad_across_processes as pad_across_processes
 from .train.collective.collectives import reduce as reduce
+from .train.collective.groups import group as group
 from .train.collective.place import device as device
 from .train.collective.place import local_process_index as local_process_index
 from .train.collective.place import num_processes as num_processes

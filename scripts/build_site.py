@@ -26,6 +26,7 @@ CHAPTERS = {
         "nodes",
         "launcher",
         "interrupts",
+        "heal",
         "measures",
         "cuda_guard",
         "reliability",

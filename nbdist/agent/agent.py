@@ -33,6 +33,7 @@ from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
 from nbdist.wire.frames import decode, encode
+from nbdist.wire.healing import EndRanks, Respawn
 from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
@@ -107,6 +108,8 @@ class _Set:
     expected: int = 0  # processes requested that have not ended
     forked: bool = False  # the store and ranks have been requested
     unasked: deque[int] = field(default_factory=deque)  # ranks that have not been requested
+    unwanted: set[int] = field(default_factory=set)  # ranks to end as soon as they are there
+    lives: dict[int, int] = field(default_factory=dict)  # of ranks that have had more than one process
     complete: bool = False  # and they have all started
     ending: bool = False
     kill_at: float | None = None
@@ -248,6 +251,10 @@ class Agent:
             self._spawn(message)
         elif isinstance(message, Kill):
             self._kill(message)
+        elif isinstance(message, Respawn):
+            self._respawn(message)
+        elif isinstance(message, EndRanks):
+            self._end_ranks(message)
         elif isinstance(message, WatchNodes):
             self._sampler.watch(message.period)
         elif isinstance(message, Ask):
@@ -281,6 +288,25 @@ class Agent:
         else:
             self._say(Progress("import", template.progress() or "importing torch"))
             self._report_at = time.monotonic() + _REPORT_PERIOD
+
+    def _respawn(self, message: Respawn) -> None:
+        """Fork newcomers for ranks that have died, from the same template as the others."""
+        group = self._set
+        if group is None or group.ending or group.spawn.epoch != message.epoch:
+            return
+        group.unwanted.difference_update(message.ranks)
+        group.lives |= dict.fromkeys(message.ranks, message.life)
+        group.unasked.extend(message.ranks)
+        try:
+            self._fork_more(group)
+        except OSError as error:
+            self._refused(error, group.spawn.options)
+
+    def _end_ranks(self, message: EndRanks) -> None:
+        group = self._set
+        if group is not None and group.spawn.epoch == message.epoch:
+            group.unwanted.update(message.ranks)
+            group.source.kill([pid for pid, rank in group.pids.items() if rank in message.ranks])
 
     def _spawn_from_notebook(self, message: Spawn) -> None:
         """Have the notebook fork the ranks, which needs no template."""
@@ -353,7 +379,7 @@ class Agent:
         elif isinstance(answer, ForkFailed):
             if self._set is not None:
                 self._set.expected -= 1
-            self._spawn_failed(f"a rank could not be forked: {answer.error}. Type `%distributed start` to try again.")
+            self._not_forked(f"a rank could not be forked: {answer.error}")
         else:
             self._exited(answer.pid, answer.code)
 
@@ -393,7 +419,7 @@ class Agent:
         group.expected = 0
         self._end_orphans()
         if not group.complete:
-            self._spawn_failed(f"{cause}. Type `%distributed start` to try again.")
+            self._not_forked(cause)
         self._check_gone()
 
     # --- bringing up a set
@@ -464,6 +490,7 @@ class Agent:
             token=self._setup.token,
             store=group.store,
             interface=group.interface,
+            life=group.lives.get(rank, 0),
             gpu_count=len(options.gpus or []),
             threads=max(1, len(os.sched_getaffinity(0)) // options.count),
             options=options,
@@ -485,13 +512,13 @@ class Agent:
                 "Type `ulimit -n 4096` in the shell before you start Jupyter, or ask for fewer ranks (`-n 2`)."
             )
         else:
-            self._spawn_failed(f"the ranks could not be forked: {error}. Type `%distributed start` to try again.")
+            self._not_forked(f"the ranks could not be forked: {error}")
 
     def _forked(self, rank: int, pid: int) -> None:
         group = self._set
         assert group is not None
         group.pids[pid] = rank
-        if group.ending:
+        if group.ending or rank in group.unwanted:
             group.source.kill([pid])
             return
         if rank == _STORE:
@@ -504,13 +531,21 @@ class Agent:
             self._fork_more(group)
         except OSError as error:
             self._refused(error, group.spawn.options)
-        if len(group.pids) == group.spawn.options.count + group.has_store:
+        if not group.complete and len(group.pids) == group.spawn.options.count + group.has_store:
             group.complete = True
             self._say(Spawning(group.spawn.epoch, self._notes))
+
+    def _not_forked(self, text: str) -> None:
+        verb = "heal" if self._set is not None and self._set.complete else "start"
+        self._spawn_failed(f"{text}. Type `%distributed {verb}` to try again.")
 
     def _spawn_failed(self, text: str, obstacle: Obstacle = "other") -> None:
         group = self._set
         if group is None or group.ending:
+            return
+        if group.complete:  # it was about newcomers, and the others live on
+            group.unasked.clear()
+            self._say(SpawnFailed(group.spawn.epoch, text, obstacle))
             return
         group.ending = True
         group.kill_at = time.monotonic()

@@ -32,6 +32,7 @@ from nbdist.processes import describe_exit, end_descendants
 from nbdist.text import counted
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.frames import decode, encode, sequence_of
+from nbdist.wire.healing import GiveUpHeal, Heal, Rejoin
 from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import (
     AGENT_CONTROL,
@@ -222,11 +223,10 @@ class Controller:
     def _report_unreadable(self, identity: bytes, frame: bytes, error: Exception) -> None:
         """Report once per lane that a message from one of our own processes is lost."""
         try:
-            name, epoch, number = parse_lane(identity)
+            name, epoch, number, life = parse_lane(identity)
         except ValueError:  # from a stranger
             return
-        members = self._members
-        rank = members.ranks.get(number) if members is not None and members.epoch == epoch else None
+        rank = self._sender(epoch, number, life)
         sequence = sequence_of(frame) if name == RANK_DISPLAY else None
         if rank is not None and sequence is not None:
             rank.miss_display(sequence, str(error))
@@ -237,7 +237,7 @@ class Controller:
             self.to_notebook(Notice(f"a message from {sender} could not be handled and is lost ({what})"))
 
     def _handle(self, identity: bytes, message: Message) -> None:
-        name, epoch, number = parse_lane(identity)
+        name, epoch, number, life = parse_lane(identity)
         if name == GUEST:
             self._guest(identity, message)
         elif isinstance(message, Hello):
@@ -245,10 +245,13 @@ class Controller:
         elif name == VISITOR:
             self._receive_visitor(identity, message)
         elif name in RANK_LANES:
+            rank = self._sender(epoch, number, life)
+            if rank is None:  # the process has ended, and its place was taken
+                return
             if not self._switchboard.is_connected(identity):
                 raise ValueError(f"{identity!r} has not said hello")
-            if self._members is not None and self._members.epoch == epoch:
-                self._handle_rank(self._members, self._members.ranks[number], message)
+            if self._members is not None:
+                self._handle_rank(self._members, rank, message)
         elif name == AGENT_FREIGHT:
             if self._members is not None:
                 self._members.handle_freight(number, message)
@@ -257,14 +260,22 @@ class Controller:
         else:
             self._handle_client(message)
 
+    def _sender(self, epoch: int, number: int, life: int) -> Rank | None:
+        """Return the rank that a lane belongs to; None if the process has ended."""
+        members = self._members
+        rank = members.present(number) if members is not None and members.epoch == epoch else None
+        return rank if rank is not None and rank.life == life else None
+
     def _hello(self, identity: bytes, message: Hello) -> None:
         if message.version != VERSION:
             raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
-        name, epoch, number = parse_lane(identity)
+        name, epoch, number, life = parse_lane(identity)
         members = self._members
         ours = members is not None and name in RANK_LANES and members.epoch == epoch
         if ours and members is not None and not members.is_on(number, node := self._switchboard.relay_of(identity)):
             raise ValueError(f"node {node} speaks for rank {number}, which is on another")
+        if ours and self._sender(epoch, number, life) is None:
+            raise ValueError(f"the process of rank {number} that says hello has been replaced")
         if identity == CLIENT_EVENTS:
             self._alone = False
         self._switchboard.connect(identity)
@@ -341,6 +352,12 @@ class Controller:
             members.cells.returned_elsewhere(message, time.monotonic())
         elif isinstance(message, WidgetMessage):
             members.to_rank(RANK_CELL, message.rank, message)
+        elif isinstance(message, Heal):
+            members.heal(message)
+        elif isinstance(message, Rejoin):
+            members.rejoin()
+        elif isinstance(message, GiveUpHeal):
+            members.give_up_heal()
 
     def _ask(self, message: Ask) -> None:
         if message.asker != "notebook":
@@ -530,7 +547,7 @@ class Controller:
         elif isinstance(message, (Answer, WidgetMessage)):
             self.to_notebook(message)
         elif isinstance(message, InOrder):
-            members.cells.in_order(rank.rank, message, time.monotonic())
+            members.in_order(rank.rank, message)
         elif isinstance(message, Ready):
             members.ready(rank, message)
 

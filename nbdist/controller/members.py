@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from nbdist.controller.cargo import Cargo
+from nbdist.controller.cell_history import CellHistory
+from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.node_table import KnownNode, NodeTable
 from nbdist.controller.rank_order import Rank
+from nbdist.controller.recovery import Recovery
+from nbdist.controller.replacement import Healing
 from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.processes import describe_exit
-from nbdist.ranks import RankNames
-from nbdist.wire.cells import Execute, Failure, FailureKind, Interrupt, Outcome, Reply
+from nbdist.ranks import RankNames, describe_ranks
+from nbdist.wire.cells import Execute, Failure, FailureKind, InOrder, Interrupt, Outcome, Reply
 from nbdist.wire.frames import encode
-from nbdist.wire.lanes import AGENT_FREIGHT, RANK_CELL, RANK_CONTROL, lane
+from nbdist.wire.healing import Heal, HealFailed
+from nbdist.wire.lanes import AGENT_FREIGHT, RANK_CELL, RANK_CONTROL, RANK_LANES, lane
 from nbdist.wire.life import (
     PATIENCE_VARIABLE,
     Died,
@@ -126,13 +132,25 @@ class Members:
         self._left: set[int] = set()  # nodes on which no process of it is left
         self._ticks_from = 0.0  # when cells may be called again because of the time
         self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
+        self._keep = keep
+        self._lives: Counter[int] = Counter()  # processes that a rank's place has had beside its first
+        self._store_lost = False
+        self._healing: Healing | None = None
+        self._held: list[Execute] = []  # until it is over
+        self._history = CellHistory()
 
     # --- messages to ranks
 
     def to_rank(self, name: str, rank: int, message: Message) -> None:
         """Send to a rank, if it lives."""
-        if rank in self.ranks and not self.ranks[rank].dead:
-            self._switchboard.send(lane(name, self.epoch, rank), message)
+        present = self.present(rank)
+        if present is not None and not present.dead:
+            self._switchboard.send(lane(name, self.epoch, rank, present.life), message)
+
+    def present(self, rank: int) -> Rank | None:
+        """Return the newest process in a rank's place; None if there is no such rank."""
+        newcomers = self._healing.newcomers if self._healing is not None else {}
+        return newcomers.get(rank) or self.ranks.get(rank)
 
     def to_notebook(self, message: Message) -> None:
         """Send to the notebook. What a value of another node lies in is brought here first."""
@@ -195,6 +213,11 @@ class Members:
         """Run something on ranks, once all of them can reach what it takes along."""
         if not self.up:
             return
+        if self._healing is not None and not self._healing.lets(message.ranks):
+            self._held.append(message)
+            return
+        if self._healing is None:
+            self._history.add(message)
         if not message.ranks or not self.ranks.keys() >= set(message.ranks):
             raise ValueError(f"there are no ranks {message.ranks}")
         elsewhere = {self._node_of[rank] for rank in message.ranks if not self.ranks[rank].dead} - {0}
@@ -270,7 +293,7 @@ class Members:
         self._send_to_all([rank for rank in ranks if self._node_of[rank] not in parcels], message)
 
     def _send_to_all(self, ranks: Sequence[int], message: Execute) -> None:
-        lanes = [lane(RANK_CELL, self.epoch, rank) for rank in ranks]
+        lanes = [lane(RANK_CELL, self.epoch, rank, self.ranks[rank].life) for rank in ranks]
         self._switchboard.forward_to_all(lanes, encode(message))
 
     # --- start
@@ -288,6 +311,9 @@ class Members:
 
     def ready(self, rank: Rank, message: Ready) -> None:
         """Note that a rank is ready, or why it is not."""
+        if self._healing is not None and self._healing.newcomers.get(rank.rank) is rank:
+            self._healing.ready(rank, message, time.monotonic())
+            return
         if self.up:
             raise ValueError(f"rank {rank.rank} is ready already")
         if message.failure:
@@ -344,6 +370,8 @@ class Members:
             dues.append(self._moved + self._patience)
         if self.up and (due := self._cells_due()) is not None:
             dues.append(due)
+        if self._healing is not None and self._healing.due is not None:
+            dues.append(self._healing.due)
         return min(dues, default=None)
 
     def tick(self, now: float) -> None:
@@ -351,6 +379,7 @@ class Members:
         if not self.up and not self.ending:
             self._check_start(now)
         self._check_cells(now)
+        self._check_healing(now)
         self._check_displays(now)
 
     def _check_cells(self, now: float) -> None:
@@ -397,9 +426,12 @@ class Members:
             if self._notes.keys() == self._shares.keys():
                 self._get_on(Progress("join", "ranks join their group"))
         elif isinstance(message, SpawnFailed):
-            if self.up:
+            if self._healing is not None:
+                self._healing.fail(self._of_node(node, message.text))
+            elif self.up:
                 raise ValueError(f"node {node} speaks of a start that is over: {message}")
-            self.fail(self._of_node(node, message.text), message.obstacle)
+            else:
+                self.fail(self._of_node(node, message.text), message.obstacle)
         elif isinstance(message, Exited):
             self._exited(node, message)
         elif isinstance(message, Answer):
@@ -409,7 +441,7 @@ class Members:
     def _rank_on(self, node: int, number: int) -> Rank:
         if self._node_of[number] != node:
             raise ValueError(f"node {node} speaks for rank {number}, which is on node {self._node_of[number]}")
-        return self.ranks[number]
+        return self.present(number) or self.ranks[number]
 
     def _check_ours(self, node: int, message: Message) -> None:
         """Refuse what only the agent of this machine may say."""
@@ -429,17 +461,24 @@ class Members:
             self._store_died(message)
             return
         rank = self._rank_on(node, message.rank)
+        if rank.dead is not None:  # a newcomer that was given up
+            return
         when = message.when - (self._nodes[node].offset if node in self._nodes else 0.0)
-        died = Died(rank.rank, message.pid, message.code, message.stderr, rank.serial, when, message.cause)
+        cause = message.cause or (self._healing.cause(rank.rank) if self._healing is not None else "")
+        died = Died(rank.rank, message.pid, message.code, message.stderr, rank.serial, when, cause)
         rank.die(died)
         if not self.up:
             what = message.cause or describe_exit(message.code)
             text = f"rank {message.rank} (pid {message.pid}) ended while it started: {what}.\n{message.stderr}"
             self.fail(f"{self._of_node(node, text).rstrip()}\nType `%distributed start` to try again.")
             return
-        self.cells.died(died, time.monotonic())
+        if rank is self.ranks[rank.rank]:  # else a newcomer that has not taken its place
+            self.cells.died(died, time.monotonic())
+        if self._healing is not None:
+            self._healing.ended(rank.rank, f"{cause or describe_exit(message.code)}\n{message.stderr}".rstrip())
 
     def _store_died(self, message: Exited) -> None:
+        self._store_lost = True
         what = message.cause or describe_exit(message.code)
         if not self.up:
             self.fail(
@@ -469,6 +508,8 @@ class Members:
             return
         now = time.monotonic()
         for rank in self.on_node(node.number):
+            if self._healing is not None:
+                self._healing.ended(rank.rank, cause)
             if rank.dead is None:
                 died = Died(rank.rank, rank.pid, -9, "", rank.serial, now, cause)
                 rank.die(died)
@@ -495,6 +536,85 @@ class Members:
         if reply.serial in self._deliveries and all(rank.serial != reply.serial for rank in self.ranks.values()):
             self._drop_delivery(reply.serial)
 
+    # --- newcomers in the places of dead ranks
+
+    def heal(self, message: Heal) -> None:
+        """Replace ranks."""
+        now = time.monotonic()
+        if why := self._hindrance(message):
+            self._tell(HealFailed(why))
+            return
+        alive = [rank for rank in message.ranks if not self.ranks[rank].dead]
+        self._healing = Healing(self, message.ranks, alive, self._patience, self._history.cells, now)
+        self._check_healing(now)
+
+    def _hindrance(self, message: Heal) -> str:
+        """Return why ranks can't be replaced; "" if they can."""
+        alive = [rank for rank in message.ranks if not self.ranks[rank].dead]
+        gone = [rank for rank in message.ranks if self._node_of[rank] not in self._nodes]
+        if self._healing is not None:
+            return "ranks are being replaced already: wait for that to end"
+        if not self.up or self.ending:
+            return "the ranks are about to start or end. Type `%distributed heal` again afterwards"
+        if alive and not message.kill:
+            return f"{describe_ranks(alive)} lives: `%distributed heal --kill` ends a rank before it is replaced"
+        if not set(self.ranks) - set(message.ranks) - set(self.dead()):
+            return "no other rank lives, from which process groups could be taken: `%distributed restart`"
+        if gone:
+            return f"the node is lost that {describe_ranks(gone)} ran on: `%distributed restart`"
+        if self._store_lost:
+            return "the rendezvous store of this session has ended, so groups can't be rebuilt: `%distributed restart`"
+        return ""
+
+    def give_up_heal(self) -> None:
+        """Stop replacing ranks, at the user's request."""
+        if self._healing is not None:
+            self._healing.fail("it was interrupted")
+
+    def _check_healing(self, now: float) -> None:
+        if self._healing is None:
+            return
+        self._healing.go_on(now)
+        if self._healing.over:
+            self._healing = None
+            held, self._held = self._held, []
+            for message in held:
+                self.begin(message)
+
+    def newcomer(self, rank: int) -> Rank:
+        """Make place for a new process of a dead rank."""
+        old = self.ranks[rank]
+        self._switchboard.drop(lane(name, self.epoch, rank, old.life) for name in RANK_LANES)
+        self._lives[rank] += 1
+        return Rank(rank, self._tell, self._keep, self._part_ended, self._lives[rank])
+
+    def settle(self, rank: Rank) -> RankInfo:
+        """Have a newcomer take the dead rank's place."""
+        self.ranks[rank.rank] = rank
+        return self._info(rank)
+
+    def in_order(self, rank: int, report: InOrder) -> None:
+        """Note that a rank has carried out its orders."""
+        if self._healing is None or not self._healing.in_order(rank, report):
+            self.cells.in_order(rank, report, time.monotonic())
+
+    def rejoin(self) -> None:
+        """Bring newcomers into their groups."""
+        if self._healing is not None:
+            self._healing.rejoin(time.monotonic())
+
+    def ask(self) -> AskRanks:
+        """Return what asks control threads."""
+        return self.cells.ask
+
+    def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
+        """Bring newcomers into the groups."""
+        self.cells.admit(newcomers, over, now)
+
+    def quiet(self) -> bool:
+        """Return whether nothing runs on the living, and nothing is being repaired."""
+        return self.cells.quiet and not self._on_their_way
+
     # --- end
 
     def end(self, grace: float = 1.0) -> None:
@@ -502,6 +622,8 @@ class Members:
         if self.ending:
             return
         self.ending = True
+        if self._healing is not None:
+            self._healing.fail("the ranks are ending")
         for rank in self.ranks.values():
             if rank.serial:
                 self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))

@@ -28,6 +28,7 @@ class Rank:
         tell: Sends a message to the notebook.
         keep: Writes output to the log: the cell's serial and number, rank, stream, bytes.
         over: Called with the reply when a cell is over on it: the reply and the mark after its output are here.
+        life: How many processes have had its place before.
 
     Attributes:
         due: When to call `give_up`: the cell has ended, but some of its displays have not arrived.
@@ -37,6 +38,7 @@ class Rank:
     tell: Callable[[Message], None]
     keep: Callable[[int, int, int, int, bytes], None]
     over: Callable[[Reply], None]
+    life: int = 0
     pid: int = 0
     device: str = ""
     ready: bool = False

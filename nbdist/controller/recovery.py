@@ -57,6 +57,7 @@ def compare_groups(
     dead: Collection[int],
     known_lost: Collection[str],
     cell: FailedCell,
+    newcomers: Collection[int] = (),
 ) -> GroupRepairs:
     """Compare where ranks are and return what has to be done.
 
@@ -66,9 +67,10 @@ def compare_groups(
         dead: Ranks that have died.
         known_lost: Groups that were lost before.
         cell: The failed cell.
+        newcomers: Ranks that take the places of dead ones, and have no group yet.
     """
     found = GroupRepairs()
-    free = set(idle)
+    free = {*idle, *newcomers}
     groups: dict[str, list[int]] = {}
     for state in states.values():
         for name, group in state.groups.items():
@@ -77,6 +79,8 @@ def compare_groups(
         if set(members) & set(dead):
             if name not in known_lost:
                 found.lost.append(name)
+        elif free.issuperset(members) and not set(members).isdisjoint(newcomers):
+            found.renew.append(name)
         elif free.issuperset(members):
             _judge(found, name, members, states, cell)
         elif not _untouched(name, members, states, cell):
@@ -134,6 +138,7 @@ class Recovery:
         lost: Groups that were lost before.
         regroup: Whether to make the default group again, replacing all existing groups.
         slack: Seconds that answers take longer than on one machine.
+        newcomers: Ranks that take the places of dead ones.
 
     Attributes:
         began: When it began.
@@ -144,6 +149,9 @@ class Recovery:
         owed: Groups still to be renewed, with their members: those may be out of step.
         settled: Groups that need nothing more.
         missing: Ranks that were told to renew groups and have not done so.
+        renewed: Groups that were renewed.
+        failure: Why groups could not be renewed; "" if they were.
+        notes: What was done besides.
     """
 
     def __init__(
@@ -158,6 +166,7 @@ class Recovery:
         *,
         regroup: bool = False,
         slack: float = 0.0,
+        newcomers: Sequence[int] = (),
     ) -> None:
         self.generation = generation
         self.text = ""
@@ -168,11 +177,15 @@ class Recovery:
         self.settled: set[str] = set()
         self.late: set[int] = set()
         self.missing: set[int] = set()
+        self.renewed: list[str] = []
+        self.failure = ""
+        self.notes = ""
         self.began = now
         self.due: float | None = now + limits.COMPARE + slack
         self._slack = slack
         self._cell = cell
         self._regroup = regroup
+        self._newcomers = list(newcomers)
         self._ranks = [rank for rank in cell.ranks if rank in idle]
         self._idle = list(idle)
         self._busy = list(busy)
@@ -202,7 +215,7 @@ class Recovery:
         """Ranks that have not answered, or not carried out their orders."""
         if self._repairs is None:
             return {*self._idle, *self._busy} - self._states.keys()
-        return set(self._idle) - self._reports.keys()
+        return {*self._idle, *self._newcomers} - self._reports.keys()
 
     def answered(self, rank: int, state: RankState | NoAnswer, now: float) -> None:
         """Handle a rank's report of where it is, or why it can't report."""
@@ -241,7 +254,8 @@ class Recovery:
         if self._repairs is None:
             self.due = None
             self.late = self.awaited
-            if self.late.isdisjoint(self._cell.ranks) and not self._compared().owed:
+            needed = self._newcomers or not self.late.isdisjoint(self._cell.ranks)
+            if not needed and not self._compared().owed:
                 self.late = set()  # their answers would make no difference
                 self.go_on(now)
         else:
@@ -257,12 +271,13 @@ class Recovery:
     def _forget(self, rank: int) -> None:
         self._idle = [other for other in self._idle if other != rank]
         self._busy = [other for other in self._busy if other != rank]
+        self._newcomers = [other for other in self._newcomers if other != rank]
 
     def _compared(self) -> GroupRepairs:
         if self._regroup:
             return GroupRepairs()
         idle = [rank for rank in self._idle if rank in self._states]
-        return compare_groups(self._states, idle, self._dead, self.lost, self._cell)
+        return compare_groups(self._states, idle, self._dead, self.lost, self._cell, self._newcomers)
 
     def _decide_if_all_have_answered(self, now: float) -> None:
         if not self.awaited:
@@ -274,15 +289,15 @@ class Recovery:
         if not found.renew and len(stopped) == 1:
             self.step = next(iter(stopped)) or 0
         self.owed = dict(found.owed)
-        if not (found.needed or self._regroup) or not self._idle:
+        if not (found.needed or self._regroup or self._newcomers) or not self._idle:
             self._conclude()
             return
         if found.renew or self._regroup:
             self.generation += 1
-        self.lost += found.lost
+        self.lost = [name for name in self.lost if name not in found.renew] + found.lost
         self.due = now + limits.RENEW + 10 * self._slack  # groups are made in several round trips
         self._tell(
-            self._idle,
+            [*self._idle, *self._newcomers],
             Recover(
                 self._cell.serial,
                 self.generation,
@@ -291,8 +306,8 @@ class Recovery:
                 found.lost,
                 self._dead,
                 found.count,
-                found.reset,
-                list(self._idle),
+                found.reset or bool(self._newcomers),  # their models and those of the others must begin alike
+                [*self._idle, *self._newcomers],
                 self._regroup,
             ),
         )
@@ -303,29 +318,33 @@ class Recovery:
         parts = []
         failures = sorted({report.failure for report in self._reports.values() if report.failure})
         if self.missing:
-            who = describe_ranks(sorted(self.missing))
-            parts.append(f"{who} did not join to rebuild the process groups; `%distributed restart`")
+            self.failure = f"{describe_ranks(sorted(self.missing))} did not join to rebuild the process groups"
+            parts.append(f"{self.failure}; `%distributed restart`")
         elif failures:
-            parts.append(f"process groups could not be renewed ({failures[0]}): `%distributed restart`")
+            self.failure = f"process groups could not be renewed ({failures[0]})"
+            parts.append(f"{self.failure}: `%distributed restart`")
         elif found.renew:
+            self.renewed = found.renew
             parts.append(f"process groups rebuilt (generation {self.generation})")
         elif self._regroup:
             parts.append("the default process group, which a cell had destroyed, was recreated")
-        if failures or self.missing:
+        if self.failure:
             self.owed |= {name: self._members(name) for name in found.renew}
         self.settled = {*found.renew, *found.stale, *found.lost} - self.owed.keys()
+        rest = []
         if any(report.gradients for report in self._reports.values()):
-            parts.append("gradients of the interrupted step dropped")
+            rest.append("gradients of the interrupted step dropped")
         for note in dict.fromkeys(note for report in self._reports.values() for note in report.notes):
-            parts.append(note)
+            rest.append(note)
         if found.stale:
-            parts.append("groups that existed on only some of their ranks were dropped: create them again")
+            rest.append("groups that existed on only some of their ranks were dropped: create them again")
         if found.owed:
-            parts.append(self._postponed(found.owed))
+            rest.append(self._postponed(found.owed))
         apart = self._apart()
         if apart:
-            parts.append(apart)
-        self.text = "; ".join(parts)
+            rest.append(apart)
+        self.notes = "; ".join(rest)
+        self.text = "; ".join(parts + rest)
 
     def _members(self, name: str) -> list[int]:
         return next(state.groups[name].members for state in self._states.values() if name in state.groups)

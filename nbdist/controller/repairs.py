@@ -64,12 +64,14 @@ class _Repair:
     Attributes:
         last: The message that ends the failed cell, until it is sent.
         groups: The groups being renewed for a cell that is about to begin.
+        over: Called at its end, if it is for newcomers.
     """
 
     serial: int
     recovery: Recovery
     last: Message | None = None
     groups: frozenset[str] = frozenset()
+    over: Callable[[Recovery], None] | None = None
 
 
 @dataclass
@@ -128,6 +130,34 @@ class Repairs:
         """
         self._over.append((cell, last))
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is being repaired, and no cell waits."""
+        return self._repair is None and not self._over and not self._waiting
+
+    def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
+        """Bring newcomers into the groups of the dead ranks whose places they take, while it is `quiet`.
+
+        Args:
+            newcomers: They stand in for them already.
+            over: Called at the end, with what was done.
+        """
+        idle = [rank for rank in self._wires.idle() if rank not in self._missing and rank not in newcomers]
+        dead = self._wires.dead()
+        recovery = Recovery(
+            FailedCell(0),
+            idle,
+            [],
+            dead,
+            self._generation,
+            self._lost,
+            now,
+            newcomers=newcomers,
+            slack=self._wires.slack,
+        )
+        self._begin_repair(_Repair(0, recovery, over=over))
+        self._end_repair(now)
+
     def may_begin(self, message: Execute, now: float) -> bool:
         """Return whether a cell may begin. If not, it waits, and `execute` is called with it again."""
         if self._must_wait(message, now):
@@ -161,6 +191,7 @@ class Repairs:
     def died(self, rank: int, now: float) -> None:
         """Handle the death of a rank."""
         self._missing.discard(rank)
+        self._ungrouped.discard(rank)
         if self._repair is not None:
             self._repair.recovery.died(rank, now)
 
@@ -234,6 +265,9 @@ class Repairs:
         settled = (recovery.settled | repair.groups) - recovery.owed.keys()
         self._owed = {name: members for name, members in (self._owed | recovery.owed).items() if name not in settled}
         self._forbid(recovery)
+        if repair.over is not None:
+            repair.over(recovery)
+            return
         self._report(repair)
 
     def _report(self, repair: _Repair) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from nbdist import limits
 from nbdist.controller.inquiries import A, AskRanks, Handler, Inquiries
 from nbdist.controller.ladder import Ladder
-from nbdist.controller.recovery import FailedCell
+from nbdist.controller.recovery import FailedCell, Recovery
 from nbdist.controller.repairs import Repairs, Wires
 from nbdist.controller.watch import Pauses, Watch
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Remark, Reply, Returned
@@ -63,6 +63,20 @@ class Cells:
         self._repairs = Repairs(wires, self._inquiries.ask, execute)
 
     # --- events
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing runs or waits, and nothing is being repaired."""
+        return not self._running and self._repairs.quiet
+
+    @property
+    def ask(self) -> AskRanks:
+        """Asks control threads; it goes on without ranks that die."""
+        return self._inquiries.ask
+
+    def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
+        """Bring newcomers into the groups, like `Repairs.admit`."""
+        self._repairs.admit(newcomers, over, now)
 
     def begin(self, message: Execute, now: float) -> bool:
         """Begin a cell. False if it has to wait: `execute` is called with it once the ranks are repaired."""

@@ -96,7 +96,7 @@ class Switchboard:
     def lose(self, node: int) -> None:
         """Drop the lanes of a node that is gone, and of its ranks. Its keys open nothing any more."""
         self._listener.expel_holder(_node(node))
-        gone = {lane for lane in self._connected if parse_lane(lane)[1:] == (-1, node)}
+        gone = {lane for lane in self._connected if parse_lane(lane)[1:3] == (-1, node)}
         gone |= {lane for lane, relay in self._relays.items() if relay in gone}
         self._connected -= gone
         for lane in gone:
@@ -137,7 +137,7 @@ class Switchboard:
     def _may_be(self, identity: bytes, holder: str) -> bool:
         """Return whether the holder of a key may use a lane. Ranks have the keys of this machine's agent."""
         try:
-            name, _, number = parse_lane(identity)
+            name, _, number, _ = parse_lane(identity)
         except ValueError:
             return False
         if name in CLIENT_LANES or name == VISITOR:
@@ -157,6 +157,13 @@ class Switchboard:
     def disconnect(self, lane: bytes) -> None:
         """Mark a lane as gone; messages to it wait from now on."""
         self._connected.discard(lane)
+
+    def drop(self, lanes: Iterable[bytes]) -> None:
+        """Forget lanes of a process that has ended."""
+        for lane in lanes:
+            self._connected.discard(lane)
+            self._relays.pop(lane, None)
+            self._waiting.pop(lane, None)
 
     def forget(self, prefix: bytes) -> None:
         """Forget all lanes whose names begin with `prefix`: they are gone for good."""
@@ -192,7 +199,7 @@ class Switchboard:
     def relay_of(self, lane: bytes) -> int:
         """Return the node that a lane leads through; 0 for this one."""
         relay = self._relays.get(lane)
-        return parse_lane(relay)[2] if relay is not None else 0
+        return parse_lane(relay).number if relay is not None else 0
 
     def _way_to(self, lane: bytes) -> list[bytes]:
         relay = self._relays.get(lane)

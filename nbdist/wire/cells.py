@@ -33,6 +33,7 @@ class Execute(Message, frozen=True):
     parcel: the function and its arguments, or the variables, where `kind` says so.
     profile: a folder for the ranks' traces; "": nothing is profiled. The reply's payload is then the summary.
     memory: whether the reply tells what it cost in memory.
+    setup: whether the user has marked it as one that newcomers run.
     """
 
     serial: int
@@ -45,6 +46,7 @@ class Execute(Message, frozen=True):
     grace: Seconds = 1.0
     profile: str = ""
     metered: Metered = Metered()
+    setup: bool = False
 
 
 class Interrupt(Message, frozen=True):
@@ -144,7 +146,7 @@ class Recover(Message, frozen=True):
 
 
 class InOrder(Message, frozen=True):
-    """A rank has carried out a Recover. failure: why it could not. grouped: as in Reply."""
+    """A rank has carried out a Recover or an Adopt. failure: why it could not. grouped: as in Reply."""
 
     failure: str = ""
     gradients: bool = False

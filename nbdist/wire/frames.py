@@ -11,6 +11,7 @@ import msgspec
 
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
 from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.healing import Adopt, EndRanks, GiveUpHeal, Heal, Healed, HealFailed, Rejoin, Replaced, Respawn
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
 from nbdist.wire.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
@@ -90,6 +91,15 @@ AnyMessage = (
     | Fetch
     | Spoiled
     | Discard
+    | Heal
+    | GiveUpHeal
+    | Adopt
+    | Replaced
+    | Rejoin
+    | Healed
+    | HealFailed
+    | Respawn
+    | EndRanks
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode

@@ -1,16 +1,17 @@
 """The connections between client, controller, agent and ranks: their names, their encryption, and their contents.
 
-Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays
-another. A connection's identity is its lane: `client.events`, `agent.control/0` (of node 0), `rank.cell/2/3` (epoch 2,
-rank 3). Ranks of other nodes dial their own agent, whose two relay lanes carry what they and the controller send.
-A message is one frame; on its way to the controller a large one goes in several frames. CurveZMQ protects every hop.
+Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays another.
+A connection's identity is its lane: `client.events`, `agent.control/0` (of node 0), `rank.cell/2/3/0` (epoch 2, rank
+3, the first process in that place). Ranks of other nodes dial their own agent, whose two relay lanes carry what they
+and the controller send. A message is one frame; on its way to the controller a large one goes in several frames.
+CurveZMQ protects every hop.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -44,9 +45,18 @@ HANDSHAKE_LIMIT = 3.0  # seconds that it may stay without keys
 _IN_PARTS = b"\xc1"  # no message starts with this byte: it announces frames that make up one message
 
 
-def lane(name: str, epoch: int, rank: int) -> bytes:
-    """Return the identity of a rank's connection."""
-    return b"%s/%d/%d" % (name.encode(), epoch, rank)
+class LaneName(NamedTuple):
+    """What a lane belongs to: a process of a rank; with epoch -1 a node or a guest; with number -1 the notebook."""
+
+    name: str
+    epoch: int = -1
+    number: int = -1
+    life: int = 0
+
+
+def lane(name: str, epoch: int, rank: int, life: int = 0) -> bytes:
+    """Return the identity of a rank's connection. `life`: how many processes have had its place before."""
+    return b"%s/%d/%d/%d" % (name.encode(), epoch, rank, life)
 
 
 def node_lane(name: str, node: int) -> bytes:
@@ -54,17 +64,18 @@ def node_lane(name: str, node: int) -> bytes:
     return b"%s/%d" % (name.encode(), node)
 
 
-def parse_lane(identity: bytes) -> tuple[str, int, int]:
-    """Return the name, epoch and number of a lane: its rank's, or with epoch -1 its node's; both -1 for the notebook's.
+def parse_lane(identity: bytes) -> LaneName:
+    """Return what a lane belongs to.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a lane.
     """
-    name, _, rest = identity.decode().partition("/")
-    epoch, slash, number = rest.rpartition("/")
-    if name not in LANES or bool(slash) != (name in RANK_LANES) or bool(rest) == (name in CLIENT_LANES):
-        raise ValueError(f"{identity!r} is not a lane")
-    return name, int(epoch) if slash else -1, int(number) if rest else -1
+    name, *numbers = identity.decode().split("/")
+    if name in LANES and len(numbers) == (3 if name in RANK_LANES else 0 if name in CLIENT_LANES else 1):
+        if name not in RANK_LANES:
+            return LaneName(name, -1, *map(int, numbers))
+        return LaneName(name, *map(int, numbers))
+    raise ValueError(f"{identity!r} is not a lane")
 
 
 class Lane(zmq.Socket[bytes]):

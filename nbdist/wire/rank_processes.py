@@ -20,6 +20,7 @@ class RankSetup(msgspec.Struct, frozen=True):
 
     interface: the network to the ranks of other nodes; "": not known, or there are none.
     folder: for temporary files, which the agent removes when the rank has ended; empty: there is none.
+    life: how many processes have had its place before: a newcomer among living ranks waits for their groups.
     """
 
     epoch: int
@@ -35,6 +36,7 @@ class RankSetup(msgspec.Struct, frozen=True):
     options: StartOptions
     interface: str = ""
     folder: str = ""
+    life: int = 0
 
     @property
     def local_rank(self) -> int:

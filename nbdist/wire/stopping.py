@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from nbdist.wire.healing import GroupRecipe
 from nbdist.wire.question import AnswerBody, Done, Question
 
 # --- the main thread's position
@@ -153,6 +154,7 @@ class RankState(AnswerBody, frozen=True):
     """A rank's position after a cell.
 
     groups: by name. count: how many groups have been numbered. current: whether it has begun no other cell since.
+    recipes: of the same groups, if they were asked for.
     caught: whether the cell's failure caught a model in the middle of a step. steps: made by the cell.
     stopped: the step after which our stop ended it, None if something else did.
     """
@@ -163,12 +165,14 @@ class RankState(AnswerBody, frozen=True):
     caught: bool = False
     steps: int = 0
     stopped: int | None = None
+    recipes: dict[str, GroupRecipe] = {}
 
 
 class GetState(Question[RankState], frozen=True):
-    """Where is this rank after the cell `serial`?"""
+    """Where is this rank after the cell `serial`? recipes: whether to report how its groups are made."""
 
     serial: int
+    recipes: bool = False
 
 
 class Forbidden(AnswerBody, frozen=True):

@@ -35,6 +35,7 @@ from nbdist.train import active_training
 from nbdist.train.collective import participants
 from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
 from nbdist.wire.frames import decode, encode
+from nbdist.wire.healing import Adopt
 from nbdist.wire.keys import Keys
 from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, connect, lane
@@ -202,6 +203,7 @@ class RankProcess:
         self._recovery = RankRecovery(setup, self._control)
         self._group = DefaultGroup(setup, self._recovery.collectives.store)
         self._recovery.make_group_again = self._group.make_again
+        self._recovery.adopted = self._group.adopted
         self._parcels: dict[int, transfer.Packed] = {}
         self._names: list[str] = []
         self._work: dict[str, Callable[[Execute], Reply]] = {
@@ -242,7 +244,7 @@ class RankProcess:
     def _connect(self, name: str) -> zmq.Socket[bytes]:
         setup = self._setup
         keys = Keys(setup.url, setup.server_key, setup.public_key, setup.secret_key)
-        return connect(self._context, keys, lane(name, setup.epoch, setup.rank))
+        return connect(self._context, keys, lane(name, setup.epoch, setup.rank, setup.life))
 
     def _number_of_cell(self) -> int:
         """Return the number of the running cell among those of these ranks: the same on all nodes of a launch."""
@@ -278,6 +280,8 @@ class RankProcess:
             done = self._recover(message)
             self._end_if_forked()
             self._cells.send(encode(done))
+        elif isinstance(message, Adopt):
+            self._cells.send(encode(self._recovery.adopt(message)))
 
     def _recover(self, task: Recover) -> InOrder:
         try:
@@ -292,7 +296,8 @@ class RankProcess:
         reply: Reply | None = None
         try:
             self._shell.forget_failure()
-            participants.begin(None if task.kind == "launch" else task.ranks)
+            alone = self._recovery.collectives.stand_ins
+            participants.begin(None if task.kind == "launch" or alone else task.ranks, alone=alone)
             self._recovery.begin(task.serial)
             self._switch_steps(task)
             with profiled(task.profile, self._setup.rank) as profiles:

@@ -37,7 +37,7 @@ def test_the_report_has_rank_pid_signal_last_words_and_what_it_was_running(own: 
     assert f"pid {pid}, while it ran cell " in lines[0] and "if rank == 1:" in lines[0]
     assert lines[1:3] == ["its last lines on stderr:", "  about to go"]
     assert "rank 0: interrupted, because rank 1 failed" in lines
-    assert lines[-1] == ("`%distributed restart` starts fresh ranks. Rank 0 kept its variables: `%%distributed -r 0`.")
+    assert lines[-1] == ("`%distributed heal` replaces it. Rank 0 kept its variables: `%%distributed -r 0`.")
     assert kept(own, 0)
 
 

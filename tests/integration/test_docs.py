@@ -1,8 +1,8 @@
 """README and docs: every block of Python runs as a reader runs it, a page from its top in a fresh notebook.
 
 The language of a fence says what its block is: `python` is a cell of a notebook, `output` is what the cell above it
-prints, to the letter, `bash` is typed into a terminal, `toml` is a file, and `text` is anything else. A cell that can't run on any
-machine has a comment above it, `<!-- not run: REASON -->`.
+prints, to the letter, `bash` is typed into a terminal, `toml` is a file, and `text` is anything else. A cell that can't
+run on any machine has a comment above it, `<!-- not run: REASON -->`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _gone(files: set[str]) -> None:
 
 
 def _says_what_to_type(text: str) -> bool:
-    return "`%distributed start`" in text or "`%distributed restart`" in text
+    return any(f"`%distributed {verb}`" in text for verb in ("start", "restart", "heal"))
 
 
 # --- a rank

@@ -440,7 +440,8 @@ def test_a_default_port_that_is_taken_just_now_is_exchanged_for_another(kernel: 
 import socket
 held = []
 def take(frame, event, arg):
-    if event == "c_return" and arg.__name__ == "bind" and arg.__self__.getsockname() == ("127.0.0.1", 29500) and not held:
+    bound = event == "c_return" and arg.__name__ == "bind"
+    if bound and arg.__self__.getsockname() == ("127.0.0.1", 29500) and not held:
         held.append(socket.create_server(("127.0.0.1", 29500)))
 sys.setprofile(take)
 """

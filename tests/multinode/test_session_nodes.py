@@ -149,6 +149,16 @@ def test_a_token_joins_once(kernel: Kernel) -> None:
     kernel.run("%distributed stop")
 
 
+def test_a_rank_of_another_node_is_replaced_there(kernel: Kernel) -> None:
+    with two_nodes(kernel):
+        kernel.ok("%%distributed\nkept = rank\nimport os, torch, torch.distributed as dist")
+        assert kernel.run("%%distributed -r 3\nos._exit(3)").ename == "RankDied"
+        kernel.ok("%distributed heal")
+        outcome = run(kernel, SUM + "print(local_rank, os.environ['GROUP_RANK'])", "-r 0-3")
+        assert "[0-3] 10" in outcome.stdout and "[3] 1 1" in outcome.stdout, str(outcome)
+        assert run(kernel, "print(kept)", "-r 0-2").lines == {0: ["0"], 1: ["1"], 2: ["2"]}
+
+
 def test_leaving_is_a_death_with_a_cause_and_the_others_keep_their_variables(kernel: Kernel) -> None:
     with two_nodes(kernel) as node:
         run(kernel, "kept = rank + 10")

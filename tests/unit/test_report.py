@@ -87,7 +87,7 @@ def test_a_death_is_rank_died_with_its_last_lines_and_what_to_type() -> None:
     assert "rank 1 died: " in str(error) and "SIGKILL" in str(error) and "pid 4242" in str(error)
     assert "cell 7: work()" in str(error)
     assert "  one\n  two\n" in error.report
-    assert "`%distributed restart`" in error.report and "`%%distributed -r 0`" in error.report
+    assert "`%distributed heal` replaces it" in error.report and "`%%distributed -r 0`" in error.report
 
 
 def test_only_the_last_lines_of_stderr_are_shown() -> None:

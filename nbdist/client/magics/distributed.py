@@ -87,6 +87,7 @@ class DistributedMagics(Magics):
             "tflops": self._costs.switch_steps,
             "peak": self._costs.measure_peak,
             "interrupt": self._interrupt,
+            "heal": self._heal,
             "snapshot": self._costs.snapshot,
             "stacks": self._stacks,
         }
@@ -158,7 +159,7 @@ class DistributedMagics(Magics):
         ranks = rank_set_of(session).among(arguments.ranks)
         show = not arguments.quiet and (arguments.capture is None or arguments.tee)
         keep = arguments.capture is not None or arguments.background
-        options = CellOptions(number, offset, arguments.grace, show, keep)
+        options = CellOptions(number, offset, arguments.grace, show, keep, setup=arguments.setup)
         if arguments.background:
             handle = sessions.start_in_background(session, code, ranks, arguments.timeout, options)
             return self._keep(arguments.capture, handle)
@@ -290,6 +291,10 @@ class DistributedMagics(Magics):
         print(table(rows, ("rank", *where, "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
         if self._router.auto:
             print("auto is on: every cell runs on all ranks (`%%local` for an exception)")
+
+    def _heal(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        print(session.heal(rank_set_of(session).among(arguments.ranks), kill=arguments.kill))
 
     def _switch_auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":

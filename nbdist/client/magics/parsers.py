@@ -45,6 +45,9 @@ def cell_parser() -> MagicParser:
         metavar="FILE",
         help="write one trace of all ranks (FILE.json or FILE.json.gz), and show where time was spent",
     )
+    parser.add_argument(
+        "--setup", action="store_true", help="ranks that replace dead ones run this cell first (`%%distributed heal`)"
+    )
     parser.add_argument("--auto", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -67,6 +70,7 @@ def verb_parsers() -> dict[str, MagicParser]:
         "tflops": _tflops(),
         "peak": _peak(),
         "interrupt": _interrupt(),
+        "heal": _heal(),
         "snapshot": _snapshot(),
         "stacks": _stacks(),
     }
@@ -208,6 +212,15 @@ def _interrupt() -> MagicParser:
     )
     _add_ranks(parser)
     parser.add_argument("--now", action="store_true", help="don't wait for the step, or for a collective to end")
+    return parser
+
+
+def _heal() -> MagicParser:
+    parser = MagicParser(
+        "%distributed heal", "Replace ranks that have died; the others keep their variables, groups and models."
+    )
+    parser.add_argument("-r", "--ranks", metavar="RANKS", help="which ranks, for example 0,2-3 (default: the dead)")
+    parser.add_argument("--kill", action="store_true", help="end these ranks first, as one that is stuck for good")
     return parser
 
 

@@ -16,6 +16,7 @@ class CellOptions:
         show: Whether output is shown in the notebook.
         keep: Whether output is kept in the task's result.
         profile: The folder for the ranks' traces; empty for no profile.
+        setup: Whether ranks that replace dead ones run it first.
     """
 
     number: int = 0
@@ -24,3 +25,4 @@ class CellOptions:
     show: bool = False
     keep: bool = False
     profile: str = ""
+    setup: bool = False

@@ -11,9 +11,10 @@ import contextlib
 import itertools
 import os
 import queue
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +47,7 @@ _SHOWN = CellOptions(show=True)
 _INTERRUPTED = "the start was interrupted, and no rank is left"
 
 Ranks = Iterable[int] | int | str | None  # some, one, "0,2-3"; None for all
+Request = Callable[[Message, tuple[type[Message], ...], Callable[[], None]], Message]  # what, answers to it, on Ctrl-C
 
 _idle: Connection | None = None
 
@@ -103,6 +105,7 @@ class RankSet:
         self.started_in = 0.0
         self.traffic = Traffic(_weakly(self._on_life))
         self._linger = linger
+        self._in_dialogue = threading.Lock()
         self._parked = False  # the controller is no longer ours, but kept for any start
         self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, errands, KeyboardInterrupt for a Ctrl-C
 
@@ -207,7 +210,7 @@ class RankSet:
                 self._connection.send(Start(options, self._linger, nodes))
                 token_file = nodes.token_file if nodes is not None else ""
                 with removed_afterwards(token_file):
-                    started = self._await_life((Started, StartFailed), None, progress, token_file)
+                    started = self._await_life((Started, StartFailed), None, progress, token_file, _interrupt_start)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 why = "the start was interrupted; `%distributed start` starts a new session"
@@ -253,6 +256,7 @@ class RankSet:
         limit: float | None,
         progress: Callable[[StartLine], None] = lambda line: None,
         token_file: str = "",
+        on_interrupt: Callable[[], None] = lambda: None,
     ) -> Message:
         """Wait for a message about the session's life. The controller limits how long a start may take."""
         deadline = None if limit is None else time.monotonic() + limit
@@ -268,8 +272,8 @@ class RankSet:
                 ) from None
             if isinstance(message, kinds):
                 return message
-            if message is KeyboardInterrupt and Started in kinds:
-                raise interruption.interruption(_INTERRUPTED)
+            if message is KeyboardInterrupt:
+                on_interrupt()
             if isinstance(message, _Errand):
                 message.run()
             elif isinstance(message, Progress):
@@ -279,6 +283,36 @@ class RankSet:
             elif isinstance(message, Broken):
                 raise SessionBroken(message.text)
 
+    @contextlib.contextmanager
+    def dialogue(self, busy: str) -> Iterator[Request]:
+        """Yield what asks the controller about the ranks' life and waits for its answers, which all come.
+
+        Args:
+            busy: What to say if such a dialogue is under way.
+
+        Raises:
+            SessionBusy: One is.
+            SessionBroken: The session has ended meanwhile.
+        """
+        if not self._in_dialogue.acquire(blocking=False):
+            raise SessionBusy(busy)
+        try:
+            self._life = queue.SimpleQueue()
+            yield self._request
+        finally:
+            self._in_dialogue.release()
+
+    def _request(self, message: Message, kinds: tuple[type[Message], ...], on_interrupt: Callable[[], None]) -> Message:
+        with interruption.events(self._life.put):
+            self._connection.send(message)
+            return self._await_life(kinds, None, on_interrupt=on_interrupt)
+
+    def replaced(self, newcomers: Sequence[RankInfo]) -> None:
+        """Note that ranks have been replaced."""
+        new = {info.rank: info for info in newcomers}
+        self.ranks = [new.get(info.rank, info) for info in self.ranks]
+        self.traffic.revive(new)
+
     def call_soon(self, run: Callable[[], None]) -> None:
         """Have the thread that starts the ranks call a function meanwhile. From any thread."""
         self._life.put(_Errand(run))
@@ -287,7 +321,7 @@ class RankSet:
         """Handle a Ctrl-C while the controller starts."""
         with contextlib.suppress(queue.Empty):
             if self._life.get_nowait() is KeyboardInterrupt:
-                raise interruption.interruption(_INTERRUPTED)
+                _interrupt_start()
 
     def _on_life(self, message: Message) -> None:
         """Handle a message about the session as a whole, in the listening thread."""
@@ -345,7 +379,7 @@ class RankSet:
         chosen = self.choose(ranks)
         task = Task(self.traffic, next(self._serials), chosen, code, options, kind)
         if others := self._assign(task):
-            raise self._busy(others)
+            raise self.busy(others)
         try:
             observers.cell_began(task)
             self.traffic.send(
@@ -360,6 +394,7 @@ class RankSet:
                     options.grace,
                     options.profile,
                     task.metered,
+                    options.setup,
                 )
             )
         except BaseException:
@@ -395,10 +430,11 @@ class RankSet:
         dead = [rank for rank in chosen if rank in self.traffic.dead]
         if dead and living:
             alive = format_ranks(self.living())
-            others = f"`-r {alive}` uses the others, " if alive else ""
-            how = "; ".join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))
+            way_out = f"`-r {alive}` uses the others, `%distributed heal` replaces what died"
             raise UsageError(
-                f"{self.traffic.places.describe(dead)} died ({how}): {others}`%distributed restart` starts fresh ranks"
+                f"{self.traffic.places.describe(dead)} died "
+                f"({'; '.join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))}): "
+                f"{way_out if alive else '`%distributed restart` starts fresh ranks'}"
             )
         return chosen
 
@@ -410,7 +446,7 @@ class RankSet:
         """
         return None if text is None else list(parse_ranks(text, len(self.ranks), self.traffic.places.nodes))
 
-    def _busy(self, others: Mapping[int, Task]) -> SessionBusy:
+    def busy(self, others: Mapping[int, Task]) -> SessionBusy:
         """Return an error that names what these ranks run, and where they are."""
         ranks = sorted(others)
         lines = self.traffic.ask(ranks, GetStack(), timeout=0.3)
@@ -459,6 +495,10 @@ class RankSet:
     def _release(self, task: Task) -> None:
         """Have ranks free what they have packed for a task."""
         self.traffic.send(Ask(0, task.ranks, Release(task.serial)))
+
+
+def _interrupt_start() -> None:
+    raise interruption.interruption(_INTERRUPTED)
 
 
 def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:

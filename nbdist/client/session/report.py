@@ -185,12 +185,12 @@ def _advice(
     dead = {failure.rank for failure in failures if failure.kind == "died"}
     if dead:
         living = sorted({failure.rank for failure in failures} - dead | set(finished))
-        advice = "`%distributed restart` starts fresh ranks."
-        if living:
-            whose = "its" if len(living) == 1 else "their"
-            advice += f" R{names.describe(living)[1:]} kept {whose} variables: "
-            advice += f"`%%distributed -r {format_ranks(living)}`."
-        return [advice]
+        them = "it" if len(dead) == 1 else "them"
+        if not living:
+            return [f"`%distributed heal` replaces {them} if others live, `%distributed restart` starts fresh ranks."]
+        whose = "its" if len(living) == 1 else "their"
+        kept = f"R{names.describe(living)[1:]} kept {whose} variables: `%%distributed -r {format_ranks(living)}`."
+        return [f"`%distributed heal` replaces {them}. {kept}"]
     running = [failure.rank for failure in failures if failure.kind == "running"]
     if running:
         they_are, them = ("it is", "it") if len(running) == 1 else ("they are", "them")

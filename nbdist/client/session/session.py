@@ -24,6 +24,7 @@ from nbdist.checks import check_seconds
 from nbdist.client.session import interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.heal import HealReport, heal
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.node_arguments import WayIn, nodes_wanted
 from nbdist.client.session.rank_set import Ranks, RankSet
@@ -393,6 +394,31 @@ class Session:
         for task in tasks:
             task.interrupt(chosen, now=now)
         return bool(tasks)
+
+    def heal(self, ranks: Ranks = None, *, kill: bool = False) -> HealReport:
+        """Replace ranks that have died by new processes, which take their places in all process groups.
+
+        The others keep their variables, groups, models and handles. The newcomers run the cells that were marked with
+        `%%distributed --setup`, else the imports and definitions of all cells.
+
+        Args:
+            ranks: The ranks; None for all that have died.
+            kill: Whether to end those first that live, as one that is stuck in C for good.
+
+        Returns:
+            What was done; it prints as a few lines.
+
+        Raises:
+            UsageError: Nothing is to be replaced, or no other rank lives; nothing has changed.
+            SessionBusy: The other ranks run something.
+            SessionBroken: They could not be replaced; the ranks that live are as they were.
+            RankError: They were replaced; then a cell that they ran to be set up failed.
+        """
+
+        def catch_up(newcomers: Sequence[int]) -> None:
+            self._plan.catch_up(self.ranks, functools.partial(self._rank_set.set_up, ranks=newcomers))
+
+        return heal(self._rank_set, ranks, kill=kill, catch_up=catch_up)
 
     def status(self) -> list[dict[str, Any]]:
         """Return a row for every rank: rank, pid, device, state, generation, memory (bytes), doing."""

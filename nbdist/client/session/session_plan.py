@@ -25,6 +25,7 @@ class SessionPlan:
 
     def __init__(self) -> None:
         self._chosen = _kept
+        self._changed = False  # since the ranks were started
         self.current = Plan()
 
     def carry(self, options: StartOptions) -> StartOptions:
@@ -40,7 +41,7 @@ class SessionPlan:
         except UsageError as error:
             way_out = "`%distributed plan` shows the plan, `%distributed plan --reset` starts from the default plan"
             raise UsageError(f"these ranks can't follow the notebook's plan: {error}. {way_out}") from None
-        self.current = plan
+        self.current, self._changed = plan, False
         variables = plan.environment(world_size=options.count, device=device)
         own = options.environment
         if self._chosen is None:  # nothing was chosen: the notebook's own variables take precedence
@@ -67,7 +68,22 @@ class SessionPlan:
         plan.check(world_size=count, backend=_none_as_unknown(backend), device=device)
         set_up(follow, {PLAN_VARIABLE: plan.to_json()} | plan.environment(world_size=count, device=device))
         self._chosen = self.current = plan
+        self._changed = True
         keep(plan)
+
+    def catch_up(self, ranks: Sequence[RankInfo], set_up: Callable[..., Any]) -> None:
+        """Have newcomers follow the plan, if the others have been given one since their start.
+
+        Args:
+            ranks: All ranks.
+            set_up: Calls a function with its arguments on the newcomers.
+        """
+        if self._changed:
+            set_up(follow, self._variables(ranks))
+
+    def _variables(self, ranks: Sequence[RankInfo]) -> dict[str, str]:
+        plan = self.current
+        return {PLAN_VARIABLE: plan.to_json()} | plan.environment(world_size=len(ranks), device=ranks[0].device)
 
 
 def _others(variables: Mapping[str, str]) -> dict[str, str]:

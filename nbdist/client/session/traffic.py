@@ -5,13 +5,14 @@ Owns the listening thread's side of a session and the thread for late output. In
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from nbdist.client.session import observers
@@ -57,6 +58,7 @@ class Traffic:
         self.places = RankNames()
         self.slack = 0.0
         self.dead: dict[int, Died] = {}
+        self._replacing: set[int] = set()  # ranks whose end is no news
         self.generation = 0
         self.widgets = WidgetProxies(self.send)
         self._on_life = on_life
@@ -90,6 +92,22 @@ class Traffic:
         self.generation = 1
         self._untold.clear()
         self.widgets = WidgetProxies(self.send)
+
+    @contextlib.contextmanager
+    def replacing(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Take the end of these ranks in the body for expected."""
+        self._replacing = set(ranks)
+        try:
+            yield
+        finally:
+            self._replacing = set()
+
+    def revive(self, ranks: Iterable[int]) -> None:
+        """Note that new processes have taken the places of dead ranks."""
+        with self._lock:
+            for rank in ranks:
+                for known in (self.dead, self.names, self._owed):
+                    known.pop(rank, None)
 
     # --- to the ranks
 
@@ -285,10 +303,11 @@ class Traffic:
             self._freed.notify_all()
         if task is not None and task.put(message):
             return
-        if not known:
+        if not known and message.rank not in self._replacing:
             how = f"{self.places.describe([message.rank])} died between cells: {describe_death(message)}."
-            notice = Notice(f"{how} `%distributed restart` starts fresh ranks.")
-            self.put_late(self._latest.get(message.rank), notice)
+            heals = not message.cause  # else the others have died of it, too
+            what_next = "`%distributed heal` replaces it" if heals else "`%distributed restart` starts fresh ranks"
+            self.put_late(self._latest.get(message.rank), Notice(f"{how} {what_next}."))
 
     # --- messages that arrive after their cell has ended
 

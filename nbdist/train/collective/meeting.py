@@ -20,7 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.train.collective.agreement import gather, refuse_differing, refuse_other_calls
-from nbdist.train.collective.participants import refuse_partial
+from nbdist.train.collective.participants import is_alone, refuse_partial
 from nbdist.train.state import rank, world_size
 
 _REPORT_AFTER = 30.0  # seconds of waiting
@@ -41,7 +41,7 @@ def meet(function: str, arguments: Mapping[str, Any], limit: float | None = None
         UsageError: Some ranks have not come, or can't; or they have called something else. No rank has done anything.
     """
     limit = _limit(function, limit)
-    if world_size() == 1:
+    if world_size() == 1 or is_alone():
         return
     refuse_partial(function, world_size())
     store = _store()
@@ -78,7 +78,8 @@ def _collective_limit() -> float:
 
 def _store() -> Any:
     """Return the store that the ranks met through, if this torch lets us have it."""
-    get = getattr(dist.group.WORLD, "get_group_store", None) or getattr(c10d, "_get_default_store", None)
+    # A rank that has replaced another has its group's first store for itself.
+    get = getattr(c10d, "_get_default_store", None) or getattr(dist.group.WORLD, "get_group_store", None)
     if get is None:
         warnings.warn("this torch does not give its store away: a call on some ranks only will hang", stacklevel=4)
         return None

@@ -12,12 +12,23 @@ from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 
 _ranks: Sequence[int] | None = None  # None: all
+_alone = False
 
 
-def begin(ranks: Sequence[int] | None) -> None:
-    """Note that these ranks run something together from now on; None for all ranks."""
-    global _ranks
-    _ranks = ranks
+def begin(ranks: Sequence[int] | None, *, alone: bool = False) -> None:
+    """Note who runs something together from now on.
+
+    Args:
+        ranks: These ranks; None for all.
+        alone: Whether this rank makes calls that the others have made before: it has replaced one of them.
+    """
+    global _ranks, _alone
+    _ranks, _alone = ranks, alone
+
+
+def is_alone() -> bool:
+    """Return whether this rank makes calls that the others have made before, and will not make again."""
+    return _alone
 
 
 def refuse_partial(function: str, count: int) -> None:

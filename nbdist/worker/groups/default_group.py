@@ -37,9 +37,16 @@ class DefaultGroup:
         """
         if not self._setup.options.init:
             return "none"
-        backend = self._join(0)
+        backend = "none" if self._setup.life else self._join(0)  # a newcomer gets it with all other groups
         self._hand_out()
         return backend
+
+    def adopted(self) -> None:
+        """Note that this rank has got it from `Collectives.adopt`."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            self._ours = weakref.ref(dist.group.WORLD)
 
     @property
     def destroyed(self) -> bool:

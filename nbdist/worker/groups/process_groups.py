@@ -16,6 +16,7 @@ While a group is made, a rank may wait for a peer to connect: this rank then con
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import struct
@@ -28,6 +29,7 @@ from typing import Any
 from nbdist import limits
 from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.wire.healing import GroupRecipe
 from nbdist.wire.rank_processes import StoreAddress
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
@@ -38,6 +40,7 @@ _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once
 _LAST_SLOT = 254
 _RENEWAL_LIMIT = timedelta(seconds=limits.RENEWAL)
 _STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
+_OWN = "nbdist-own-"  # begins the name of a group that only one rank has
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
 
 
@@ -62,6 +65,8 @@ class _Group:
     entered: tuple[int, ...] = ()  # collectives entered when the present cell began, by backend
     slot: int = _FIRST_SLOT
     unusable: str = ""  # why it can't be used, and what to do about it
+    kinds: dict[str, str] = field(default_factory=dict)  # of the backends it is to get, if it has stand-ins
+    timeout: timedelta | None = None  # of these
 
 
 class Collectives:
@@ -90,6 +95,7 @@ class Collectives:
         self._stale: set[str] = set()
         self._store_cut = False
         self._aborts: dict[int, threading.Thread] = {}  # by the backend's id; each thread keeps its backend alive
+        self._unclaimed: dict[str, GroupRecipe] | None = None  # groups of a newcomer, until it has joined them
         self.stranded = ""
 
     # --- making groups
@@ -102,13 +108,19 @@ class Collectives:
         if original is None:
             return
 
+        signature = inspect.signature(original)
+
         def helper(*args: Any, **kwargs: Any) -> Any:
-            name = str(kwargs.get("group_name", args[5] if len(args) > 5 else ""))
+            given = signature.bind(*args, **kwargs).arguments
+            name, members = str(given.get("group_name", "")), list(given.get("global_ranks_in_group", []))
+            if self._unclaimed is not None and torch_groups.rank() in members:
+                if len(members) > 1:
+                    return torch_groups.with_store(self._claim(name, members))
+                given["group_name"] = name = f"{_OWN}{name}"  # the others don't have it, and may have used the name
             self._groups.pop(name, None)  # an earlier group of this name has been destroyed
             self._cut.discard(name)
-            size = int(kwargs.get("group_size", args[0] if args else 0))
-            with self._created(name, size):
-                return original(*args, **kwargs)
+            with self._created(name, int(given.get("group_size", 0))):
+                return original(**given)
 
         c10d._new_process_group_helper = helper
 
@@ -263,6 +275,48 @@ class Collectives:
 
     # --- renewing
 
+    def recipes(self) -> dict[str, GroupRecipe]:
+        """Return how the groups of this rank are made, by name. From any thread."""
+        return {name: torch_groups.recipe(name, group) for name, group in torch_groups.living().items()}
+
+    def adopt(self, recipes: Mapping[str, GroupRecipe], rank: int) -> None:
+        """Take a dead rank's place in its groups: make them with stand-ins for backends, which `renew` replaces.
+
+        No other rank takes part, and none notices. Until `renew`, collectives do nothing, and who makes a group gets
+        the one that has these members already. On the main thread of a rank that has no group yet.
+
+        Raises:
+            RuntimeError: torch lacks what this takes.
+        """
+        own = {name: recipe for name, recipe in recipes.items() if rank in recipe.members}
+        for name in sorted(own, key=_order):
+            torch_groups.stand_in(name, own[name], rank)
+            known = self._groups.setdefault(name, _Group())
+            known.kinds, known.timeout = dict(own[name].kinds), timedelta(seconds=own[name].timeout)
+        self._unclaimed = {name: recipe for name, recipe in own.items() if not recipe.default}
+
+    @property
+    def stand_ins(self) -> bool:
+        """Whether this rank has adopted groups and not joined them yet."""
+        return self._unclaimed is not None
+
+    def _claim(self, name: str, members: Sequence[int]) -> Any:
+        """Return the adopted group that code on this rank makes again: of this name, else the first of these members.
+
+        Raises:
+            UsageError: There is none.
+        """
+        unclaimed = self._unclaimed or {}
+        fitting = [known for known in sorted(unclaimed, key=_order) if unclaimed[known].members == members]
+        if not fitting:
+            raise UsageError(
+                f"the other ranks have no further process group of {describe_ranks(members)} that this rank could take "
+                "its place in: make it in a cell on all ranks, not in one that `%distributed heal` runs"
+            )
+        chosen = name if name in fitting else fitting[0]
+        del unclaimed[chosen]
+        return torch_groups.living()[chosen]
+
     def renew(self, generation: int, groups: Sequence[str], stale: Sequence[str], count: int) -> None:
         """Give groups new backends, in place. All their members do so at the same time. On the main thread.
 
@@ -280,8 +334,9 @@ class Collectives:
         for name in stale:
             self._drop(name)
         world = torch_groups.world()
-        if world is not None and getattr(world, "group_count", count) < count:
+        if world is not None and (self.stand_ins or getattr(world, "group_count", count) < count):
             world.group_count = count
+        self._unclaimed = None
         living = torch_groups.living()
         chosen = [name for name in sorted(groups, key=_order) if name in living]
         if not chosen:
@@ -314,11 +369,13 @@ class Collectives:
             raise RuntimeError("this torch can't give a living group a new backend")
         name, description = group.group_name, group.group_desc
         made: dict[str, tuple[Any, Any]] = {}
-        for device, backend in torch_groups.backends(group).items():
-            kind = torch_groups.kind_of(backend)
+        for device, old in torch_groups.backends(group).items():
+            kind = known.kinds.get(device) or torch_groups.kind_of(old)
+            timeout = known.timeout or torch_groups.timeout_of(old)
             if kind not in made:
+                meeting = dist.PrefixStore(kind, store)
                 made[kind] = (
-                    torch_groups.make_backend(backend, dist.PrefixStore(kind, store), group, _RENEWAL_LIMIT),
+                    torch_groups.make_backend(kind, old, meeting, group, _RENEWAL_LIMIT, timeout),
                     _next_slot(group, known),
                 )
             new, slot = made[kind]
@@ -326,6 +383,7 @@ class Collectives:
         group._set_group_name(name)  # the backends keep it, and functional collectives (DTensor's) go by it
         group._set_group_desc(description)
         known.entered = torch_groups.entered(group)
+        known.kinds, known.timeout = {}, None
         world = torch_groups.world()
         if world is not None and group in world.pg_map:
             world.pg_map[group] = (world.pg_map[group][0], store)  # what further groups meet through
@@ -359,8 +417,8 @@ class Collectives:
     def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
         """Make using groups whose members have died raise from now on, instead of hanging."""
         why = (
-            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed restart` starts "
-            "fresh ranks; among the survivors: `dist.new_group([...], use_local_synchronization=True)`"
+            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed heal` replaces what died; "
+            "among the survivors: `dist.new_group([...], use_local_synchronization=True)`"
         )
         for name, group in torch_groups.living().items():
             if name in groups:

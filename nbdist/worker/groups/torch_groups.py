@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import sys
 from datetime import timedelta
 from typing import Any
+
+from nbdist.wire.healing import GroupRecipe
+
+_FAKE_BACKEND = "torch.testing._internal.distributed.fake_pg"  # registers it
 
 
 def world() -> Any:
@@ -63,27 +68,116 @@ def entered(group: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def make_backend(old: Any, store: Any, group: Any, limit: timedelta) -> Any:
-    """Return a backend like another, that meets its peers through this store: those of gloo within the limit."""
+def recipe(name: str, group: Any) -> GroupRecipe:
+    """Return how a group is made."""
+    found = backends(group)
+    timeouts = [timeout for backend in found.values() if (timeout := timeout_of(backend)) is not None]
+    registry = world()
+    return GroupRecipe(
+        members(group),
+        str(getattr(group, "group_desc", "")),
+        {device: kind_of(backend) for device, backend in found.items()},
+        str(registry.pg_map[group][0]),
+        str(registry.pg_backend_config.get(group, "")),
+        max(timeouts, default=timedelta()).total_seconds(),
+        default=group is registry.default_pg,
+    )
+
+
+def stand_in(name: str, recipe: GroupRecipe, rank: int) -> None:
+    """Make a group whose backends do nothing, under the name that it has on other ranks.
+
+    Raises:
+        RuntimeError: This torch can't.
+    """
     import torch.distributed as dist
 
-    kind = kind_of(old)
+    importlib.import_module(_FAKE_BACKEND)
+    devices = ",".join(f"{device}:fake" for device in recipe.kinds) or "cpu:fake"
+    size, store = len(recipe.members), dist.HashStore()
+    if recipe.default:
+        dist.init_process_group(devices, rank=rank, world_size=size, store=store)
+        group: Any = dist.group.WORLD
+    else:
+        group = _make_subgroup(name, recipe, rank, devices, store)
+    registry = world()
+    if registry.pg_names.get(group) != name:
+        raise RuntimeError(f"torch named the group {registry.pg_names.get(group)!r}, and elsewhere it is {name!r}")
+    registry.pg_map[group] = (recipe.backend, store)
+    registry.pg_backend_config[group] = recipe.config
+
+
+def _make_subgroup(name: str, recipe: GroupRecipe, rank: int, devices: str, store: Any) -> Any:
+    make = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_new_process_group_helper", None)
+    if make is None:
+        raise RuntimeError("this torch can't make a group under a given name")
+    size, members = len(recipe.members), recipe.members
+    group, _ = make(
+        size,
+        members.index(rank),
+        members,
+        devices,
+        store,
+        group_name=name,
+        timeout=timedelta(seconds=recipe.timeout),
+        group_desc=recipe.description,
+    )
+    world().pg_group_ranks[group] = {member: place for place, member in enumerate(members)}
+    return group
+
+
+def rank() -> int:
+    """Return this rank among all; -1 without a default group."""
+    group = getattr(world(), "default_pg", None)
+    return group.rank() if group is not None else -1
+
+
+def with_store(group: Any) -> tuple[Any, Any]:
+    """Return a group with the store that further groups meet through, as torch's own maker of groups does."""
+    return group, world().pg_map[group][1]
+
+
+def timeout_of(backend: Any) -> timedelta | None:
+    """Return how long a backend waits in a collective; None if it does not say."""
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
+
+
+def make_backend(kind: str, old: Any, store: Any, group: Any, limit: timedelta, timeout: timedelta | None) -> Any:
+    """Return a new backend for a group.
+
+    Args:
+        kind: "gloo" or "nccl".
+        old: The backend whose place it takes; its options stay if it is of the same kind.
+        store: Through which it meets its peers.
+        group: The process group.
+        limit: How long gloo waits for peers to come.
+        timeout: How long it waits in a collective; None for torch's default.
+    """
+    import torch.distributed as dist
+
     backend: Any
-    timeout = getattr(getattr(old, "options", None), "_timeout", None)
     if kind == "gloo":
         backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=limit)
         if timeout is not None:
             backend._set_default_timeout(timeout)
     elif kind == "nccl":
-        backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), _nccl_options(old))
+        backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), _nccl_options(old, timeout))
     else:
         raise RuntimeError(f"a {kind} group can't be renewed; gloo and nccl can")
     backend._set_sequence_number_for_group()  # without, the counting stops
     return backend
 
 
-def _nccl_options(old: Any) -> Any:
+def _nccl_options(old: Any, timeout: timedelta | None) -> Any:
     """Return the options of a backend, for another that takes its place: its connections come from no other group's."""
+    import torch.distributed as dist
+
+    if kind_of(old) != "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        if timeout is not None:
+            options._timeout = timeout
+        return options
     options = copy.deepcopy(old.options)
     options.split_from, options.split_color = None, type(options)().split_color
     return options

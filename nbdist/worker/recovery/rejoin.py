@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from nbdist.metrics.compute import step_events
 from nbdist.wire.cells import Failure, InOrder, Recover
+from nbdist.wire.healing import Adopt
 from nbdist.wire.question import Done
 from nbdist.wire.rank_processes import RankSetup
 from nbdist.wire.stopping import (
@@ -47,11 +48,13 @@ class RankRecovery:
     Attributes:
         collectives: The process groups.
         make_group_again: Makes the default group, given a number that no making of it has had before.
+        adopted: Called when this rank has taken a dead one's place in its groups.
     """
 
     def __init__(self, setup: RankSetup, control: ControlThread) -> None:
         self.collectives = Collectives(setup.epoch, setup.store)
         self.make_group_again: Callable[[int], None] = lambda attempt: None
+        self.adopted: Callable[[], None] = lambda: None
         self._rank = setup.rank
         self._control = control
         self._events = step_events.of_this_thread()
@@ -171,6 +174,7 @@ class RankRecovery:
             caught=current and self._caught(),
             steps=self._steps.count if current else 0,
             stopped=self._steps.stopped if current and self._stopped_at_step() else None,
+            recipes=self.collectives.recipes() if question.recipes else {},
         )
 
     def recover(self, task: Recover) -> InOrder:
@@ -196,6 +200,15 @@ class RankRecovery:
         elif report.statistics_stay:
             notes = [*notes, _STATISTICS_STAY]
         return InOrder(failure, report.gradients, notes)
+
+    def adopt(self, task: Adopt) -> InOrder:
+        """Take the place of a dead rank in its groups. On the main thread."""
+        try:
+            self.collectives.adopt(task.recipes, self._rank)
+            self.adopted()
+        except Exception as error:
+            return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
+        return InOrder()
 
     def _caught(self) -> bool:
         """Return whether the cell's failure caught a model in the middle of a step."""

@@ -1,0 +1,192 @@
+"""Replaces dead ranks of a session, and has the newcomers run what they lack of the cells before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from nbdist.client.session import interruption
+from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.rank_set import Ranks, RankSet, Request
+from nbdist.client.session.setup_cells import definitions
+from nbdist.errors import RankError, SessionBroken, UsageError
+from nbdist.ranks import describe_ranks, format_ranks
+from nbdist.text import counted
+from nbdist.wire.healing import GiveUpHeal, Heal, Healed, HealFailed, Rejoin, Replaced, SetupCell
+from nbdist.wire.message import Message
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class HealReport:
+    """What a heal has done. It prints as a few lines.
+
+    Attributes:
+        ranks: The ranks that were replaced.
+        groups: How many process groups were rebuilt.
+        generation: Of the process groups.
+        seconds: What the replacement took, without the cells.
+        cells: Numbers of the cells that the newcomers ran.
+        marked: Whether those were marked as setup cells, and so ran whole.
+        notes: What else there is to know.
+    """
+
+    ranks: list[int]
+    groups: int
+    generation: int
+    seconds: float
+    cells: list[int]
+    marked: bool
+    notes: str = ""
+
+    def __str__(self) -> str:
+        one = len(self.ranks) == 1
+        rebuilt = f"{counted(self.groups, 'process group')} rebuilt (generation {self.generation})"
+        if not self.groups:
+            rebuilt = "there is no process group to join"
+        lines = [f"{describe_ranks(self.ranks)} replaced in {self.seconds:.2f} s: {rebuilt}"]
+        if self.notes:
+            lines.append(self.notes)
+        who = "it" if one else "they"
+        if self.cells and self.marked:
+            lines.append(f"{who} ran the setup {_cells(self.cells)}")
+        elif self.cells:
+            lines.append(f"{who} ran the imports and definitions of {_cells(self.cells)}")
+        if not self.marked:
+            lines.append(
+                "`%%distributed --setup` marks cells that a newcomer runs whole, such as those that build models"
+            )
+        lines.append(f"other variables are missing on {describe_ranks(self.ranks)}; those of the other ranks are kept")
+        return "\n".join(lines)
+
+
+def heal(rank_set: RankSet, ranks: Ranks, *, kill: bool, catch_up: Callable[[Sequence[int]], None]) -> HealReport:
+    """Replace ranks by new processes that take their places in all process groups.
+
+    Args:
+        rank_set: The ranks.
+        ranks: Which; None for all that have died.
+        kill: Whether to end those first that live.
+        catch_up: Called with the newcomers before they run any cell.
+
+    Raises:
+        UsageError: Nothing is to be replaced, or it would not help; nothing has changed.
+        SessionBusy: Other ranks run something.
+        SessionBroken: It failed; the ranks that live are as they were.
+        RankError: They were replaced; then a cell that they ran to be set up failed.
+        KeyboardInterrupt: The user interrupted it; likewise.
+    """
+    chosen = _choose(rank_set, ranks, kill)
+    _refuse_busy(rank_set, chosen)
+    failure: RankError | None = None
+    ran: list[int] = []
+    already = "ranks are being replaced already: wait for that to end"
+    with rank_set.dialogue(already) as ask, rank_set.traffic.replacing(chosen):
+        began = time.monotonic()
+        replaced = _request(rank_set, ask, chosen, Heal(chosen, kill), Replaced)
+        rank_set.replaced(replaced.ranks)
+        seconds = time.monotonic() - began
+        try:
+            catch_up(chosen)
+            for cell, code, where in _setup_of(replaced.cells, chosen):
+                _run(rank_set, cell, code, where)
+                ran.append(cell.number)
+        except RankError as error:
+            failure = error
+        except BaseException:
+            ask(GiveUpHeal(), (HealFailed,), lambda: None)
+            raise
+        began = time.monotonic()
+        healed = _request(rank_set, ask, chosen, Rejoin(), Healed)
+        seconds += time.monotonic() - began
+    rank_set.traffic.generation = healed.generation
+    if failure is not None:
+        raise failure
+    marked = any(cell.marked for cell in replaced.cells)
+    return HealReport(chosen, healed.groups, healed.generation, seconds, ran, marked, healed.text)
+
+
+def _choose(rank_set: RankSet, ranks: Ranks, kill: bool) -> list[int]:
+    dead = sorted(rank_set.traffic.dead)
+    if ranks is None and kill:
+        raise UsageError("--kill ends ranks that live, so name them: `%distributed heal -r 1 --kill`")
+    if ranks is None and not dead:
+        rank_set.check_open()
+        raise UsageError(
+            "no rank has died. For one that is stuck: `%distributed interrupt`, or `%distributed heal -r 1 --kill`"
+        )
+    chosen = rank_set.choose(dead if ranks is None else ranks, living=False)
+    alive = [rank for rank in chosen if rank not in dead]
+    if alive and not kill:
+        verb, them = ("has", "it") if len(alive) == 1 else ("have", "them")
+        which = format_ranks(alive)
+        raise UsageError(
+            f"{describe_ranks(alive)} {verb} not died: `%distributed heal -r {which} --kill` ends {them} first; "
+            f"variables on {them} are lost"
+        )
+    if not set(rank_set.living()) - set(chosen):
+        raise UsageError(
+            "no other rank would be left, and process groups come from those that live: `%distributed restart` starts "
+            "fresh ranks"
+        )
+    return chosen
+
+
+def _refuse_busy(rank_set: RankSet, chosen: Sequence[int]) -> None:
+    """Refuse while ranks run what has nothing to do with the ones to be replaced, and so would not end with them."""
+    concerned = set(rank_set.traffic.running(chosen).values())
+    others = {info.rank for info in rank_set.ranks} - set(chosen)
+    busy = {rank: task for rank, task in rank_set.traffic.running(others).items() if task not in concerned}
+    if busy:
+        raise rank_set.busy(busy)
+
+
+def _request(rank_set: RankSet, ask: Request, ranks: Sequence[int], message: Message, kind: type[M]) -> M:
+    """Send a request and wait for its answer. Ctrl-C ends all of it, with nothing half done."""
+    interrupted = False
+
+    def give_up() -> None:
+        nonlocal interrupted
+        interrupted = True
+        rank_set.traffic.send(GiveUpHeal())
+
+    answer = ask(message, (kind, HealFailed), give_up)
+    if isinstance(answer, kind):
+        return answer
+    assert isinstance(answer, HealFailed)
+    verb = "was" if len(ranks) == 1 else "were"
+    if interrupted:
+        raise interruption.interruption(f"{describe_ranks(ranks)} {verb} not replaced")
+    raise SessionBroken(f"{describe_ranks(ranks)} {verb} not replaced: {answer.text}")
+
+
+def _setup_of(history: Sequence[SetupCell], newcomers: Sequence[int]) -> Iterator[tuple[SetupCell, str, list[int]]]:
+    """Yield what newcomers lack: the cells that were marked for that, else the definitions of all; and on which."""
+    marked = [cell for cell in history if cell.marked]
+    for cell in marked or history:
+        ranks = sorted(set(cell.ranks) & set(newcomers))
+        code = cell.code if cell.marked else definitions(cell.code)
+        if ranks and code:
+            yield cell, code, ranks
+
+
+def _run(rank_set: RankSet, cell: SetupCell, code: str, ranks: Sequence[int]) -> None:
+    """Run a cell on newcomers.
+
+    Raises:
+        RankError: It failed. The text says that the rank was replaced all the same.
+    """
+    task = rank_set.submit("cell", code, ranks, CellOptions(cell.number, cell.offset, show=True))
+    try:
+        task.wait()
+    except RankError as error:
+        verb = "was" if len(ranks) == 1 else "were"
+        done = f"{describe_ranks(ranks)} {verb} replaced; then cell {cell.number} failed there, run as setup:"
+        raise type(error)(f"{done}\n{error.report}", error.failures) from None
+
+
+def _cells(numbers: Sequence[int]) -> str:
+    return f"{'cell' if len(set(numbers)) == 1 else 'cells'} {format_ranks(numbers).replace(',', ', ')}"

@@ -1,0 +1,38 @@
+"""What has run on a set of ranks: the cells that a newcomer may have to run before it can take part."""
+
+from __future__ import annotations
+
+from nbdist.wire.cells import Execute
+from nbdist.wire.healing import SetupCell
+
+_LARGEST = 4 << 20  # characters of code; what was marked as a setup cell is kept beyond it
+
+
+class CellHistory:
+    """Cells in the order in which they ran last. The same code counts once."""
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[str, bool], SetupCell] = {}
+        self._size = 0  # of those that are not marked
+
+    @property
+    def cells(self) -> list[SetupCell]:
+        """All of them."""
+        return list(self._cells.values())
+
+    def add(self, message: Execute) -> None:
+        """Note that a cell begins. What is not a cell is passed over."""
+        if message.kind != "cell":
+            return
+        key = message.code, message.setup
+        known = self._cells.pop(key, None)
+        ranks = sorted({*message.ranks, *(known.ranks if known is not None else ())})
+        self._cells[key] = SetupCell(message.code, message.number, message.offset, message.setup, ranks)
+        if not message.setup:
+            self._size += len(message.code) if known is None else 0
+            self._shorten()
+
+    def _shorten(self) -> None:
+        while self._size > _LARGEST:
+            oldest = next(key for key, cell in self._cells.items() if not cell.marked)
+            self._size -= len(self._cells.pop(oldest).code)

@@ -1,0 +1,240 @@
+"""Replaces ranks that have died: newcomers are forked in their places, set up, and join the groups of the living.
+
+Goes on as far as it can at each call of `go_on`. Handles messages, not sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from nbdist.controller.inquiries import AskRanks
+from nbdist.controller.rank_order import Rank
+from nbdist.controller.recovery import Recovery
+from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import InOrder
+from nbdist.wire.healing import Adopt, EndRanks, GroupRecipe, Healed, HealFailed, Replaced, Respawn, SetupCell
+from nbdist.wire.lanes import RANK_CELL
+from nbdist.wire.life import RankInfo
+from nbdist.wire.message import Message
+from nbdist.wire.question import NoAnswer
+from nbdist.wire.rank_processes import Ready
+from nbdist.wire.stopping import GetState, RankState
+
+_Phase = Literal["end", "start", "adopt", "set up", "join", "give up"]
+_ANSWER_LIMIT = 30.0  # seconds for the living to report where they are, and for all to renew their groups
+_END_LIMIT = 5.0  # seconds for newcomers to end that are not wanted any more
+_AGAIN = "Type `%distributed heal` to try again"
+KILLED = "it was ended by `%distributed heal --kill`"
+
+
+class Places(Protocol):
+    """What the set of ranks does for this module."""
+
+    epoch: int
+
+    def to_rank(self, lane: str, rank: int, message: Message) -> None:
+        """Send to the newest process of a rank."""
+
+    def to_notebook(self, message: Message) -> None:
+        """Send to the notebook."""
+
+    def to_agent_of(self, rank: int, message: Message) -> None:
+        """Send to the agent of a rank's node."""
+
+    def idle(self) -> list[int]:
+        """Return the living ranks that run nothing."""
+
+    def newcomer(self, rank: int) -> Rank:
+        """Return the state of a new process of a dead rank."""
+
+    def settle(self, rank: Rank) -> RankInfo:
+        """Have a newcomer take the dead rank's place."""
+
+    def ask(self) -> AskRanks:
+        """Return what asks control threads."""
+
+    def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
+        """Bring newcomers into the groups."""
+
+    def quiet(self) -> bool:
+        """Return whether nothing runs, and nothing is being repaired."""
+
+
+class Healing:
+    """One replacement of ranks.
+
+    Args:
+        places: The set of ranks.
+        ranks: Whose places are to be filled.
+        alive: Those of them that are to be ended first.
+        patience: Seconds without progress after which it fails.
+        cells: What has run on the ranks so far.
+        now: The time.
+
+    Attributes:
+        newcomers: New processes that have not taken their places yet, by rank.
+        over: Whether it is at its end.
+        due: When to call `go_on` at the latest; None while the notebook sets the newcomers up.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        ranks: Sequence[int],
+        alive: Sequence[int],
+        patience: float,
+        cells: Sequence[SetupCell],
+        now: float,
+    ) -> None:
+        self._places = places
+        self._ranks = list(ranks)
+        self._alive = set(alive)
+        self._patience = patience
+        self._cells = list(cells)
+        self._phase: _Phase = "end"
+        self._states: dict[int, RankState] = {}  # where the living are
+        self._asked: set[int] = set()
+        self._adopting: set[int] = set()
+        self._forked: set[int] = set()  # newcomers whose end is not known
+        self._failure = ""
+        self.newcomers: dict[int, Rank] = {}
+        self.over = False
+        self.due: float | None = now + patience
+        for rank in alive:
+            places.to_agent_of(rank, EndRanks(places.epoch, [rank]))
+
+    def cause(self, rank: int) -> str:
+        """Return why a rank has ended, if that was our doing."""
+        return KILLED if rank in self._alive else ""
+
+    def lets(self, ranks: Sequence[int]) -> bool:
+        """Return whether these ranks may take a cell: newcomers that are being set up."""
+        return self._phase == "set up" and set(ranks) <= set(self._ranks)
+
+    # --- events
+
+    def ended(self, rank: int, how: str) -> None:
+        """Note the end of a rank: one that was to end, a newcomer, or another."""
+        self._forked.discard(rank)
+        if rank in self._alive:
+            self._alive.discard(rank)
+        elif rank in self._ranks:
+            self.fail(f"rank {rank} ended while it took its place: {how}\n{_AGAIN}")
+        else:
+            self.fail(f"rank {rank} ended meanwhile: {how}\n{_AGAIN}")
+        if self._phase == "give up" and not self._forked:
+            self._end()
+
+    def ready(self, rank: Rank, message: Ready, now: float) -> None:
+        """Note that a newcomer is up, or why it is not."""
+        if message.failure:
+            self.fail(f"rank {rank.rank} did not come up: {message.failure}. {_AGAIN}")
+            return
+        rank.ready, rank.device = True, message.device
+        self.due = now + self._patience
+
+    def in_order(self, rank: int, report: InOrder) -> bool:
+        """Note that a newcomer has adopted its groups. False if this is not about that."""
+        if rank not in self._adopting:
+            return False
+        self._adopting.discard(rank)
+        if report.failure:
+            self.fail(f"rank {rank} could not take its place in the process groups ({report.failure})")
+        elif not self._adopting and self._phase == "adopt":
+            infos = [self._places.settle(newcomer) for newcomer in self.newcomers.values()]
+            self.newcomers, self._phase, self.due = {}, "set up", None
+            self._places.to_notebook(Replaced(infos, self._cells))
+        return True
+
+    def rejoin(self, now: float) -> None:
+        """Bring the newcomers into their groups: they are set up."""
+        if self._phase == "set up":
+            self._phase, self.due = "join", now + _ANSWER_LIMIT
+            self._places.admit(self._ranks, self._admitted, now)
+
+    def go_on(self, now: float) -> None:
+        """Do what can be done now."""
+        if self.over or self.due is None:
+            return
+        if now >= self.due:
+            self._be_late()
+        elif self._phase == "end" and not self._alive and self._places.quiet():
+            self._fork(now)
+        elif self._phase == "start" and all(rank.ready for rank in self.newcomers.values()):
+            self._ask(now)
+
+    # --- steps
+
+    def _fork(self, now: float) -> None:
+        self._phase, self.due = "start", now + self._patience
+        self.newcomers = {rank: self._places.newcomer(rank) for rank in self._ranks}
+        for rank, newcomer in self.newcomers.items():
+            self._forked.add(rank)
+            self._places.to_agent_of(rank, Respawn(self._places.epoch, [rank], newcomer.life))
+
+    def _ask(self, now: float) -> None:
+        """Ask the living which groups the newcomers take their places in."""
+        self._phase, self.due = "adopt", now + _ANSWER_LIMIT
+        self._asked = set(self._places.idle())
+        self._places.ask()(sorted(self._asked), GetState(0, recipes=True), self._answered)
+
+    def _answered(self, rank: int, state: RankState | NoAnswer, now: float) -> None:
+        self._asked.discard(rank)
+        if isinstance(state, RankState):
+            self._states[rank] = state
+        if not self._asked and self._phase == "adopt":
+            self._adopt(self._states)
+
+    def _adopt(self, states: dict[int, RankState]) -> None:
+        recipes: dict[str, GroupRecipe] = {}
+        for state in states.values():
+            recipes |= {name: recipe for name, recipe in state.recipes.items() if name not in recipes}
+        there = {*states, *self._ranks}
+        ours = {
+            name: recipe
+            for name, recipe in recipes.items()
+            if there.issuperset(recipe.members) and not set(recipe.members).isdisjoint(self._ranks)
+        }
+        self._adopting = set(self._ranks)
+        for rank in self._ranks:
+            self._places.to_rank(RANK_CELL, rank, Adopt(ours))
+
+    def _admitted(self, recovery: Recovery) -> None:
+        if self._phase != "join":
+            return
+        if recovery.failure:
+            self.fail(f"{recovery.failure}. `%distributed restart` starts fresh ranks")
+            return
+        self.over = True
+        self._places.to_notebook(Healed(recovery.generation, len(recovery.renewed), recovery.notes))
+
+    # --- failure
+
+    def _be_late(self) -> None:
+        if self._phase == "give up":
+            self._end()
+        elif self._phase == "end":
+            self.fail("the other ranks are still busy. `%distributed interrupt` stops what they run")
+        elif self._phase == "start":
+            missing = [number for number, rank in self.newcomers.items() if not rank.ready]
+            self.fail(f"{describe_ranks(missing)} did not come up within {self._patience:g} s. {_AGAIN}")
+        else:
+            who = self._asked or self._adopting
+            silent = describe_ranks(who) if who else "ranks"
+            self.fail(f"{silent} did not answer for {_ANSWER_LIMIT:g} s. `%distributed stacks` shows where ranks are")
+
+    def fail(self, why: str) -> None:
+        """Give up, and end the newcomers."""
+        if self.over or self._phase == "give up":
+            return
+        self._phase, self._failure, self.due = "give up", why, time.monotonic() + _END_LIMIT
+        for rank in self._forked:
+            self._places.to_agent_of(rank, EndRanks(self._places.epoch, [rank]))
+        if not self._forked:
+            self._end()
+
+    def _end(self) -> None:
+        self.over = True
+        self._places.to_notebook(HealFailed(self._failure))

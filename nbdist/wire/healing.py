@@ -1,0 +1,101 @@
+"""How ranks that have died are replaced, between the notebook, the controller, the agent and the ranks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from nbdist.wire.life import RankInfo
+from nbdist.wire.message import Message
+
+
+class GroupRecipe(msgspec.Struct, array_like=True, frozen=True):
+    """What a new member of a process group must know to take its place.
+
+    members: global ranks, in the order of their ranks in the group. description: torch's `group_desc`. kinds: of its
+    backends, by device type. backend, config: as `get_backend` and `get_backend_config` have them. timeout: seconds.
+    default: whether it is the default group.
+    """
+
+    members: list[int]
+    description: str
+    kinds: dict[str, str]
+    backend: str
+    config: str
+    timeout: float
+    default: bool
+
+
+class Heal(Message, frozen=True):
+    """Replace dead ranks by new processes, which take their places in all groups. kill: end those that live first."""
+
+    ranks: list[int]
+    kill: bool = False
+
+
+class GiveUpHeal(Message, frozen=True):
+    """Stop a Heal that is under way; the newcomers end."""
+
+
+class SetupCell(msgspec.Struct, frozen=True):
+    """A cell that newcomers run: as of Execute. marked: by the user."""
+
+    code: str
+    number: int
+    offset: int
+    marked: bool
+    ranks: list[int]
+
+
+class Adopt(Message, frozen=True):
+    """Take the place of a dead rank in its groups, of which each is made with stand-ins for its backends.
+
+    recipes: of all groups that have a newcomer, by name.
+    """
+
+    recipes: dict[str, GroupRecipe]
+
+
+class Replaced(Message, frozen=True):
+    """The newcomers are up, and may be set up before they join their groups: collectives there do nothing yet.
+
+    cells: what has run on the ranks so far, in its order.
+    """
+
+    ranks: list[RankInfo]
+    cells: list[SetupCell]
+
+
+class Rejoin(Message, frozen=True):
+    """The newcomers are set up: bring them into their groups."""
+
+
+class Healed(Message, frozen=True):
+    """The newcomers have joined their groups.
+
+    generation: of the process groups from now on. groups: how many were rebuilt. text: what else there is to know.
+    """
+
+    generation: int
+    groups: int
+    text: str
+
+
+class HealFailed(Message, frozen=True):
+    """The ranks could not be replaced. Those that lived before are as they were, and no newcomer is left."""
+
+    text: str
+
+
+class Respawn(Message, frozen=True):
+    """Fork ranks of an epoch again. life: the number of processes that each place has had before."""
+
+    epoch: int
+    ranks: list[int]
+    life: int
+
+
+class EndRanks(Message, frozen=True):
+    """End some ranks of an epoch by force."""
+
+    epoch: int
+    ranks: list[int]

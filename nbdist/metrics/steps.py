@@ -32,7 +32,7 @@ from nbdist.metrics.node.sample import StepSample
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_WINDOW = 1024  # steps, at most
+_WINDOW = 512  # steps, at most
 _WINDOW_STEPS, _WINDOW_SECONDS = 10, 5.0  # of a sample: whichever is more
 _LAP = 4096  # steps that a lap's figures are of, the newest
 

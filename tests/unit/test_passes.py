@@ -43,7 +43,7 @@ def test_what_differs_far_from_the_loss_is_found_and_what_was_read_before_is_dis
 
 def test_a_step_that_takes_another_time_has_the_next_pass_read_whole() -> None:
     reader, body, head = PassReader(), layers(2), layers(DEPTH)
-    for _ in range(10):
+    for _ in range(30):
         reader.read([head(body(torch.randn(4, 8)).mean(0)).sum()])
     reader.doubt()
     reader.read([head(body(torch.randn(8, 8)).mean(0)).sum()])

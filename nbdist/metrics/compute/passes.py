@@ -17,9 +17,10 @@ from nbdist.metrics.compute.listening import WrappedFunction
 Listener = Callable[[Sequence[Any]], None]
 
 COMPILED = "CompiledFunctionBackward"  # name of the node that runs a compiled backward pass
-_NEAR = 3  # nodes that are looked at first
+_NEAR = 2  # nodes that are looked at first
 _NODES = 20_000  # of a whole graph, at most
 _FIRST, _EVERY = 6, 64  # passes of a lap that are read whole, and one of so many later on
+_AT_MOST_EVERY = 16  # passes that one is read whole of because of doubts: times of steps are noisy
 _KEPT = 4096  # looks that are remembered
 
 _unseen = 0  # passes of our own under way, which nobody is to hear of
@@ -88,7 +89,9 @@ class PassReader:
         self._passes += 1
         if self._always:
             return near, _fingerprint(nodes, _NODES)
-        if not (self._has_changed(near, nodes) or self._doubts or self._passes <= _FIRST or self._passes % _EVERY == 0):
+        has_changed = self._has_changed(near, nodes)
+        doubts = self._doubts and self.trusted >= _AT_MOST_EVERY
+        if not (has_changed or doubts or self._passes <= _FIRST or self._passes % _EVERY == 0):
             self.trusted += 1
             return near
         self._doubts = False

@@ -18,7 +18,11 @@ from typing import Any
 
 import msgspec
 
-_COMMUNICATION = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel", "mpi:", "ucc:")
+_COMMUNICATION = (
+    *("gloo:", "nccl:", "nccldevkernel", "ncclkernel", "ncclsym", "rccl", "mpi:", "ucc:", "nvshmem", "memcpy ptop"),
+    *("multimem_", "one_shot_", "two_shot_"),  # torch's symmetric memory
+)
+_COMMUNICATES_INSIDE = ("deep_ep::",)
 _MARKER = b"USDT:"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _TOP = 20  # operations that a summary keeps
@@ -182,7 +186,8 @@ def summarize(events: Sequence[dict[str, Any]], rank: int, seconds: float, trace
 
 
 def _communicates(event: dict[str, Any]) -> bool:
-    return str(event["name"]).lower().startswith(_COMMUNICATION)
+    name = str(event["name"]).lower()
+    return name.startswith(_COMMUNICATION) or any(part in name for part in _COMMUNICATES_INSIDE)
 
 
 def _waits(event: dict[str, Any]) -> bool:

@@ -89,6 +89,7 @@ class StepMeter:
         self._gathered = _Gathered()
         self._reader = PassReader()
         self._waits = CollectiveWaits()
+        self._is_idle: Callable[[], bool] = lambda: True  # the device, when a batch is there
         self._unit = ""
         self._thread = 0
         self._clock_is_off = False  # in this lap
@@ -223,9 +224,16 @@ class StepMeter:
         except Exception as error:
             self._fail("a backward pass could not be read", error)
 
-    def _see_batch(self, seconds: float, batch: Any) -> None:
+    def _see_batch(self, seconds: float | None, batch: Any) -> None:
+        """Note a batch; what a device still did all the time that the loop waited for it was no waiting."""
         if threading.get_ident() != self._thread:
             return
+        if seconds is None:
+            with contextlib.suppress(Exception):  # no event can be made: nothing is hidden then
+                self._is_idle = self._clock.mark()
+            return
+        if not self._is_idle():
+            seconds = 0.0
         self._counts.leave_failed()
         gathered = self._gathered
         gathered.waiting = (gathered.waiting or 0.0) + max(0.0, seconds)

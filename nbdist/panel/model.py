@@ -15,6 +15,7 @@ from nbdist.metrics.node.sample import STALLING, NodeSample, RankSample, Sample,
 from nbdist.text import duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows
+AT_POWER_LIMIT = "power limit"  # a reason for lower clocks that is no fault
 NEARLY_FULL = 0.95  # share of a device's memory
 FRAGMENTED = 0.1  # share of a device's memory that torch holds empty, while allocations were retried
 STRAGGLING = 1.1  # times the median step
@@ -236,6 +237,8 @@ def _badges(
             yield "warn", f"fragmented: {size(row.cache)} held empty"
     gpu = gpu_of(rank.gpu, [machine] if machine is not None else [])
     for reason in gpu.throttled if gpu is not None else ():
+        if reason == AT_POWER_LIMIT:  # as under any dense training
+            continue
         yield "warn", f"throttled: {reason}"
     if rank.rank in late:
         yield "warn", f"straggler: +{percent(late[rank.rank])}"

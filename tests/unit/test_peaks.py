@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import matmul_rate
-from nbdist.metrics.compute.peaks import Peak, estimate, mixed, peak
+from nbdist.metrics.compute import matmul_rate, peaks
+from nbdist.metrics.compute.formulas import arithmetic
+from nbdist.metrics.compute.peaks import Peak, estimate, in_tensor_cores, mixed, peak
 
 BF16 = {  # of names as torch gives them
     "Tesla V100-SXM2-16GB": None,
@@ -36,7 +38,11 @@ BF16 = {  # of names as torch gives them
     "NVIDIA H200 NVL": 835.5,
     "NVIDIA GH200 480GB": 989,
     "NVIDIA H20": 148,
+    "NVIDIA H20-3e": 148,
     "NVIDIA B200": 2250,
+    "NVIDIA B300 SXM6 AC": 2250,
+    "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "AMD Instinct MI250": 181,
     "NVIDIA GB200": 2500,
     "AMD Instinct MI250X": 191.5,
     "AMD Instinct MI300X": 1307,
@@ -45,7 +51,7 @@ BF16 = {  # of names as torch gives them
 }
 UNKNOWN = [
     *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4080", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A100X"),
-    *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40G", "NVIDIA RTX 6000 Ada Generation", "NVIDIA A1000", "cpu", ""),
+    *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40G", "NVIDIA A1000", "cpu", ""),
 ]
 
 
@@ -147,3 +153,42 @@ def test_how_fp32_is_multiplied_is_known_and_left_as_it_was(choice: str, in_tens
     script = PRECISION.format(choice=choice)
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert done.stdout == f"{in_tensor_cores}\n", done.stderr
+
+
+def test_a_mig_instance_has_its_share_of_the_card() -> None:
+    found = estimate("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), 16, 1.98e9, "bf16")
+    assert found is not None and found.estimated and found.tflops == pytest.approx(989 * 16 / 132)
+    assert estimate("NVIDIA H20 MIG 1g.12gb", (9, 0), 8, 1.98e9, "bf16") == Peak(
+        148 * 8 / 78, "estimated: 8 of 78 SMs of a H20", estimated=True
+    )
+    assert estimate("NVIDIA H999 MIG 1g.10gb", (9, 0), 16, 1.98e9, "bf16") is None
+
+
+def test_cards_without_tensor_cores_are_not_taken_for_those_with() -> None:
+    found = estimate("NVIDIA GeForce GTX 1660", (7, 5), 22, 1.785e9, "fp16")
+    assert found is not None and found.tflops == pytest.approx(10.05, rel=0.01)
+
+
+def test_tf32_is_fp32_where_there_are_no_such_tensor_cores() -> None:
+    found = peak("Tesla V100-SXM2-32GB", "tf32")
+    assert found is not None and found.tflops == 15.7
+
+
+def test_convolutions_and_rnns_have_switches_of_their_own() -> None:
+    assert in_tensor_cores("conv") and in_tensor_cores("rnn") and not in_tensor_cores("matmul")
+    gpu = torch.device("cuda", 0)
+    assert [arithmetic(name, "float32", gpu) for name in ("aten.convolution", "aten._cudnn_rnn", "aten.mm")] == [
+        "tf32",
+        "tf32",
+        "float32",
+    ]
+
+
+def test_what_is_measured_on_cuda_is_of_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on cuda:3, on a machine without GPUs."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(peaks, "_measured", {})
+    monkeypatch.setattr(peaks, "stated", lambda device, dtype: None)
+    peaks.note(torch.device("cuda"), "bf16", 120.0)
+    found = peaks.known(torch.device("cuda:3"), "bf16")
+    assert found is not None and found.tflops == 120.0

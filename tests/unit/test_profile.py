@@ -99,3 +99,22 @@ def test_a_rank_without_a_profile_is_named_with_the_reason() -> None:
 def test_a_file_that_can_not_be_is_refused_before_the_cell_runs(path: str) -> None:
     with pytest.raises(UsageError, match="--profile"):
         CellProfile(path, 1)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclSymDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymDevArgs)",
+        "ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)",
+        "multimem_all_reduce_kernel",
+        "two_shot_all_reduce_kernel",
+        "Memcpy PtoP (Device -> Device)",
+        "void deep_ep::internode::dispatch<false, 8>(int4*, float*)",
+        "rcclDevKernel_Generic",
+    ],
+)
+def test_kernels_that_move_data_between_gpus_are_communication(kernel: str) -> None:
+    work = event("void cutlass::Kernel2<cutlass_80_tensorop_bf16>()", 0, 20, cat="kernel")
+    summary = summarize([work, event(kernel, 50, 30, cat="kernel")], 0, 0.1)
+    assert (summary.busy, summary.communication) == pytest.approx((0.2, 0.3))

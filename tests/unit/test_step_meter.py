@@ -578,6 +578,18 @@ def test_steps_on_a_device_are_timed_by_its_own_clock_once_they_are_over() -> No
     assert clock.tick("begins anew") == []
 
 
+def test_waiting_that_a_device_hides_is_none(meter: StepMeter) -> None:
+    stream = Events()
+    meter._clock = DeviceClock(stream.make)
+    meter._see_batch(None, None)
+    meter._see_batch(1.0, torch.ones(2, 4))
+    assert meter._gathered.waiting == 0.0
+    meter._see_batch(None, None)
+    stream.passed = len(stream.made)
+    meter._see_batch(1.0, torch.ones(2, 4))
+    assert meter._gathered.waiting == 1.0
+
+
 def test_a_device_that_does_not_end_holds_nobody_up() -> None:
     stream = Events()
     clock: DeviceClock[str] = DeviceClock(stream.make)

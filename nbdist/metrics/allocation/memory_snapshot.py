@@ -29,7 +29,7 @@ def record(events: int = EVENTS) -> None:
     """
     function = _part("_record_memory_history")
     if events:
-        function(max_entries=events)
+        function(max_entries=events, stacks="python")  # those of C++ take seconds to name
     else:
         function(enabled=None)
 

@@ -27,6 +27,9 @@ class Clock(Protocol[T]):
             Steps whose seconds are known by now, each once.
         """
 
+    def mark(self) -> Callable[[], bool]:
+        """Return what says whether all that was queued by now is done: then the device has nothing to do."""
+
     def restart(self) -> list[tuple[T, float]]:
         """Count the time until the next tick as part of no step.
 
@@ -45,6 +48,10 @@ class HostClock(Generic[T]):
         """Note the end of a step; see `Clock`."""
         before, self._last = self._last, time.perf_counter()
         return [] if before is None else [(step, self._last - before)]
+
+    def mark(self) -> Callable[[], bool]:
+        """Return what says that nothing is queued; see `Clock`."""
+        return lambda: True
 
     def restart(self) -> list[tuple[T, float]]:
         """Start timing again; see `Clock`."""
@@ -71,6 +78,11 @@ class DeviceClock(Generic[T]):
             self._queued.append((step, self._last, event))
         self._last = event
         return self._ended()
+
+    def mark(self) -> Callable[[], bool]:
+        """Return what says whether this point has been reached; see `Clock`."""
+        is_reached: Callable[[], bool] = self._record().query
+        return is_reached
 
     def restart(self) -> list[tuple[T, float]]:
         """Start timing again; see `Clock`. Waits a moment for steps that still run, and forgets those that go on."""

@@ -16,7 +16,7 @@ import torch.utils.data.dataloader as dataloader
 
 from nbdist.metrics.compute.listening import WrappedFunction
 
-Listener = Callable[[float, Any], None]
+Listener = Callable[["float | None", Any], None]
 
 _TENSORS = 16  # of a batch that are looked at
 
@@ -57,6 +57,8 @@ def _tensors(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
 def _wrap(original: Callable[[Any], Any], listeners: Callable[[], list[Listener]]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def next_batch(iterator: Any) -> Any:
+        for listener in listeners():
+            listener(None, None)
         began = time.perf_counter()
         batch = original(iterator)
         seconds = time.perf_counter() - began
@@ -68,4 +70,4 @@ def _wrap(original: Callable[[Any], Any], listeners: Callable[[], list[Listener]
 
 
 _iterators = WrappedFunction(getattr(dataloader, "_BaseDataLoaderIter", None), "__next__", _wrap)
-listen = _iterators.listen  # with the seconds waited and the batch, after each batch
+listen = _iterators.listen  # before each batch with None, and after it with the seconds waited and the batch

@@ -67,6 +67,7 @@ _TABLE: tuple[_Row, ...] = (
     (r"L4", (30.3, 60, 121, 121, 242), _LIGHTNING),
     (r"L40", (90.5, 90.5, 181, 181, 362), _SHEET),
     (r"L40S", (91.6, 183, 362, 362, 733), _SHEET),
+    (r"RTX 6000 Ada Generation", (91.1, 182.1, 364.2, 364.2, 728.5), _SHEET),
     (r"GeForce RTX 3090", (35.6, 35.6, 71, 71, None), "NVIDIA's GA102 white paper"),
     (r"GeForce RTX 4090", (82.6, 82.6, 165.2, 165.2, 330.3), "NVIDIA's Ada white paper"),
     (r"GeForce RTX 5090", (104.8, 104.8, 209.5, 209.5, 419), "NVIDIA's figures, without sparsity"),
@@ -76,13 +77,17 @@ _TABLE: tuple[_Row, ...] = (
     (r"H200", (67, 494.5, 989, 989, 1979), _ENGINEERING),
     (r"H200 NVL", (60, 417.5, 835.5, 835.5, 1671), _SHEET),
     (r"GH200( \d+GB?( HBM3e?)?)?", (67, 494.5, 989, 989, 1979), _ENGINEERING),
-    (r"H20", (44, 74, 148, 148, 296), _TORCHTITAN),
-    (r"B[23]00", (80, 1125, 2250, 2250, 4500), _ENGINEERING),
+    (r"H20(-3e)?", (44, 74, 148, 148, 296), _TORCHTITAN),
+    (r"B[23]00( SXM6)?( AC)?", (80, 1125, 2250, 2250, 4500), _ENGINEERING),
     (r"GB[23]00", (80, 1250, 2500, 2500, 5000), _ENGINEERING),
-    (r"Instinct MI250X?|Instinct MI250X / MI250", (23.9, None, 191.5, 191.5, None), f"half a card: {_ENGINEERING}"),
+    (r"Instinct MI250X|Instinct MI250X / MI250", (47.9, None, 191.5, 191.5, None), "half a card: AMD's data sheet"),
+    (r"Instinct MI250", (45.3, None, 181, 181, None), "half a card: AMD's data sheet"),
     (r"Instinct MI3(00|25)X", (163.4, 653.7, 1307, 1307, 2615), _ENGINEERING),
     (r"Instinct MI355X", (157.3, None, 2500, 2500, 5000), _ENGINEERING),
 )
+
+# SMs of whole cards that can be divided (MIG).
+_SMS = {"A30": 56, "A100": 108, "H100 PCIe": 114, "H100": 132, "H200": 132, "GH200": 132, "H20": 78, "B200": 148}
 
 # Multiply-adds that one SM begins in a clock, by compute capability and in the order of DTYPES; second: GeForce cards,
 # whose tensor cores sum in fp32 at half the rate. From NVIDIA's white papers of each architecture.
@@ -114,6 +119,8 @@ def peak(name: str, dtype: str) -> Peak | None:
     column = DTYPES.index(short(dtype))
     found = _row(name)
     tflops = None if found is None else found[1][column]
+    if found is not None and tflops is None and DTYPES[column] == "tf32":
+        tflops = found[1][DTYPES.index("fp32")]  # without such tensor cores the setting changes nothing
     return None if found is None or tflops is None else Peak(float(tflops), found[2])
 
 
@@ -130,6 +137,12 @@ def estimate(name: str, capability: tuple[int, int], sms: int, clock: float, dty
     Returns:
         SMs x multiply-adds an SM and clock x 2 x clock, marked as an estimate; None for other architectures.
     """
+    card, is_part, _ = name.partition(" MIG ")
+    if is_part:
+        return _part_of(card, sms, dtype)
+    if "GTX 16" in name and short(dtype) == "fp16":
+        capability = (7, 5)
+        dtype, clock = "fp32", 2 * clock  # no tensor cores: twice the rate of fp32
     rates = _RATES.get(capability)
     column = DTYPES.index(short(dtype))
     rate = None if rates is None else rates["GeForce" in name][column]
@@ -137,6 +150,16 @@ def estimate(name: str, capability: tuple[int, int], sms: int, clock: float, dty
         return None
     words = f"estimated: {sms} SMs x {rate} x 2 x {clock / 1e9:.2f} GHz"
     return Peak(sms * rate * 2 * clock / 1e12, words, estimated=True)
+
+
+def _part_of(card: str, sms: int, dtype: str) -> Peak | None:
+    """Return the peak of a MIG instance: the whole card's, by SMs. None for cards that are not in the table."""
+    whole = peak(card, dtype)
+    bare = _bare(card)
+    total = next((count for name, count in sorted(_SMS.items(), reverse=True) if bare.startswith(name)), None)
+    if whole is None or total is None or not 0 < sms <= total:
+        return None
+    return Peak(whole.tflops * sms / total, f"estimated: {sms} of {total} SMs of a {bare}", estimated=True)
 
 
 def known(device: torch.device, dtype: str) -> Peak | None:
@@ -148,18 +171,28 @@ def known(device: torch.device, dtype: str) -> Peak | None:
     """
     if dtype not in DTYPES:
         return None
-    return stated(device, dtype) or _measured.get((device.type, device.index or 0, dtype))
+    return stated(device, dtype) or _measured.get((device.type, _index(device), dtype))
 
 
 def stated(device: torch.device, dtype: str) -> Peak | None:
     """Return the same, but not as measured."""
-    return _of_gpu(device.index or 0, dtype) if device.type == "cuda" else None
+    return _of_gpu(_index(device), dtype) if device.type == "cuda" else None
 
 
 def note(device: torch.device, dtype: str, tflops: float) -> None:
     """Remember what was measured; it serves as the peak of a device of which no other is known."""
     words = "measured here: the best rate of matrix products, so the true peak is higher"
-    _measured[device.type, device.index or 0, short(dtype)] = Peak(tflops, words)
+    _measured[device.type, _index(device), short(dtype)] = Peak(tflops, words)
+
+
+def _index(device: torch.device) -> int:
+    """Return a device's number: of one without, that of this thread's current device."""
+    import torch
+
+    index: int | None = device.index
+    if index is None:
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
+    return index
 
 
 def in_tensor_cores(kind: str = "matmul") -> bool:
@@ -253,5 +286,8 @@ def short(dtype: str) -> str:
 
 @functools.cache
 def _row(name: str) -> _Row | None:
-    bare = re.sub(r"^(NVIDIA|Tesla|AMD|\s)+", "", name).strip()
-    return next((row for row in _TABLE if re.fullmatch(row[0], bare)), None)
+    return next((row for row in _TABLE if re.fullmatch(row[0], _bare(name))), None)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"^(NVIDIA|Tesla|AMD|\s)+", "", name).strip()

@@ -123,6 +123,23 @@ for _ in range(4):
     assert flops(measured, cell) == [(share, share)] * 2
 
 
+def test_why_a_step_is_slow_is_shown_below_the_cell_and_by_rank(measured: Kernel) -> None:
+    cell = """
+import time
+torch._dynamo.reset()
+model = DistributedDataParallel(Gpt())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for _ in range(12):
+    time.sleep(0.05 if rank == 1 else 0)  # work, which rank 0 has less of
+    loss_of(model, indices(2, 16)).backward()
+    optimizer.step(); optimizer.zero_grad()"""
+    outcome = measured.ok(f"%%distributed\n{cell}")
+    assert "waiting for rank 1 (it works" in outcome.stdout, str(outcome)
+    table = measured.ok("%distributed why").stdout
+    assert "waiting for rank 1" in table and "waiting for ranks" in table, table
+    assert "cell that trains" not in table
+
+
 def test_a_cell_that_fails_leaves_nothing_of_a_count_behind(measured: Kernel) -> None:
     measured.fails("%%distributed\ntrain(Gpt(), 1)\n1 / 0", "RankError")
     left = "(torch._C._len_torch_dispatch_stack(), torch._dynamo.eval_frame._stance.stance)"

@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.client.session.observers import Observer, subscribe
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.task import Task
-from nbdist.metrics.node import active_meter
+from nbdist.metrics.node import active_meter, step_shares
 from nbdist.metrics.node.sample import STALLING, StepSample
 from nbdist.ranks import describe_ranks
 from nbdist.text import duration, flop_rate, flop_unit, flops_in, percent, table
@@ -35,10 +35,12 @@ class CellSteps(Observer):
     Attributes:
         on: Whether steps are measured.
         shown: Whether a line is shown below cells that made steps.
+        last: What the last cell with training steps took, by rank.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.on = self.shown = False
+        self.last: dict[int, StepSample] = {}
         events: Any = shell.events
         events.register("pre_run_cell", self._before)
         events.register("post_run_cell", self._after)
@@ -70,8 +72,14 @@ class CellSteps(Observer):
         """Return the line below a cell that ran on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
-        found = {rank: reply.steps for rank, reply in sorted(task.replies.items()) if reply.steps is not None}
+        found = _steps_in(task)
         return render(found, missing=[rank for rank in task.ranks if rank not in task.replies])
+
+    def cell_ended(self, task: Task) -> None:
+        """Keep the steps of the last cell that made some."""
+        found = _steps_in(task)
+        if any(sample.steps for sample in found.values()):
+            self.last = found
 
     # --- the notebook's own process
 
@@ -87,8 +95,38 @@ class CellSteps(Observer):
         if not self.on:
             return
         lap = active_meter.end_lap()
+        if lap is not None and lap.steps:
+            self.last = {HERE: lap}
         if self.shown and lap is not None and (line := render({HERE: lap})):
             print(line)
+
+
+def _steps_in(task: Task) -> dict[int, StepSample]:
+    return {rank: reply.steps for rank, reply in sorted(task.replies.items()) if reply.steps is not None}
+
+
+def explain(samples: Mapping[int, StepSample]) -> str:
+    """Return why the steps of a cell took as long as they did: a sentence, and a row for each rank.
+
+    Args:
+        samples: By rank, of the whole cell.
+    """
+    parts = step_shares.parts_of(samples)
+    if not parts:
+        return "no training steps have been timed: `%distributed tflops on`, then run a cell that trains"
+    rows = [
+        ("notebook" if rank == HERE else rank, duration(each.step), duration(each.work), *map(_known, each[2:]))
+        for rank, each in parts.items()
+    ]
+    header = ("rank", "step", "work", "waiting for data", "collectives", "waiting for ranks")
+    found = [step_shares.sentence(samples), table(rows, header)]
+    if any(each.others is None for each in parts.values()) and len(parts) > 1:
+        found.append("n/a: time in collectives is not known here; `%%distributed --profile` shows it")
+    return "\n".join(part for part in found if part)
+
+
+def _known(seconds: float | None) -> str:
+    return "n/a" if seconds is None else duration(seconds)
 
 
 def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> str:
@@ -111,8 +149,9 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> st
     notes = _notes(stepping, timed)
     if missing:
         notes.append(f"{describe_ranks(sorted(missing))} missing")
-    line = " | ".join(parts)
-    return f"{line}\n{_INDENT}{'; '.join(notes)}" if notes else line
+    below = [why for why in [step_shares.sentence(timed)] if why and len(timed) > 1]
+    below += ["; ".join(notes)] if notes else []
+    return f"\n{_INDENT}".join([" | ".join(parts), *below])
 
 
 def _notes(stepping: Mapping[int, StepSample], timed: Mapping[int, StepSample]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The verbs of `%distributed` about costs: memory, free, tflops, peak, panel and snapshot.
+"""The verbs of `%distributed` about costs: memory, free, tflops, why, peak, panel and snapshot.
 
 Owns what they do and print. Their arguments are in `parsers`; what is shown below cells, in `cell_memory` and `costs`.
 """
@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import shells
 from nbdist.client.costs.cell_memory import CellMemory
-from nbdist.client.costs.cell_steps import CellSteps, measure_peaks
+from nbdist.client.costs.cell_steps import CellSteps, explain, measure_peaks
 from nbdist.client.session.session import get_session, living_session, rank_set_of
 from nbdist.metrics.node import host
 from nbdist.text import size, table
@@ -76,6 +76,10 @@ class CostVerbs:
             if self.steps.shown
             else "nothing about training steps below cells"
         )
+
+    def explain_steps(self, arguments: argparse.Namespace) -> None:
+        """Show why the last cell's steps took as long as they did (`%distributed why`)."""
+        print(explain(self.steps.last))
 
     def measure_peak(self, arguments: argparse.Namespace) -> None:
         """Measure the best rate of matrix products (`%distributed peak`)."""

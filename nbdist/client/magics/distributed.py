@@ -85,6 +85,7 @@ class DistributedMagics(Magics):
             "free": self._costs.free,
             "panel": self._costs.show_panel,
             "tflops": self._costs.switch_steps,
+            "why": self._costs.explain_steps,
             "peak": self._costs.measure_peak,
             "interrupt": self._interrupt,
             "heal": self._heal,

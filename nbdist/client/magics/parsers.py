@@ -68,6 +68,7 @@ def verb_parsers() -> dict[str, MagicParser]:
         "free": _free(),
         "panel": _panel(),
         "tflops": _tflops(),
+        "why": MagicParser("%distributed why", "Show why the last cell's training steps took as long as they did."),
         "peak": _peak(),
         "interrupt": _interrupt(),
         "heal": _heal(),

@@ -1,0 +1,64 @@
+"""Why a step takes as long as it does: shares that add up, and the rank that the others wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.client.costs.cell_steps import explain, render
+from nbdist.metrics.node.sample import StepSample
+from nbdist.metrics.node.step_shares import late_rank, parts_of, sentence
+
+
+def ranks(*communication: float | None, waiting: float | None = None, seconds: float = 0.1) -> dict[int, StepSample]:
+    return {
+        rank: StepSample(steps=20, seconds=seconds, waiting=waiting, communication=share)
+        for rank, share in enumerate(communication)
+    }
+
+
+def test_the_least_time_in_collectives_is_the_transfer_and_the_rest_is_waiting() -> None:
+    parts = parts_of(ranks(0.6, 0.6, 0.1))
+    assert [each.others for each in parts.values()] == pytest.approx([0.05, 0.05, 0.0])
+    assert [each.transfer for each in parts.values()] == pytest.approx([0.01] * 3)
+    assert [each.work for each in parts.values()] == pytest.approx([0.04, 0.04, 0.09])
+
+
+def test_parts_add_up_to_the_step() -> None:
+    for each in parts_of(ranks(0.6, 0.2, waiting=0.15)).values():
+        assert each.work + sum(part or 0.0 for part in (each.data, each.transfer, each.others)) == pytest.approx(0.1)
+
+
+def test_the_rank_that_waits_least_is_who_the_others_wait_for() -> None:
+    assert late_rank(parts_of(ranks(0.6, 0.6, 0.1))) == 2
+    assert late_rank(parts_of(ranks(0.3, 0.3, 0.3))) is None
+    assert late_rank(parts_of(ranks(0.6, None, 0.1))) is None
+
+
+def test_one_sentence_says_it() -> None:
+    assert sentence(ranks(0.62, 0.62, 0.0)) == (
+        "step 100 ms: 62 % waiting for rank 2 (it works 100 ms, the others 38.0 ms), 38 % work"
+    )
+    assert sentence(ranks(0.1, 0.1, waiting=0.15)) == "step 100 ms: 75 % work, 15 % waiting for data, 10 % collectives"
+
+
+def test_a_rank_that_is_late_for_its_data_is_named_with_that() -> None:
+    steps = ranks(0.6, 0.0)
+    steps[1] = StepSample(steps=20, seconds=0.1, waiting=0.6, communication=0.0)
+    assert "rank 1 (it waits for data, and works 40.0 ms" in sentence(steps)
+
+
+def test_where_nothing_is_known_nothing_is_said() -> None:
+    assert sentence(ranks(None, None)) == "" and sentence({}) == ""
+    assert sentence({0: StepSample(steps=3, why="too few steps")}) == ""
+
+
+def test_the_line_below_a_cell_has_the_sentence() -> None:
+    assert "waiting for rank 2" in render(ranks(0.6, 0.6, 0.1)).splitlines()[1]
+    assert "waiting for" not in render(ranks(None, None))
+
+
+def test_the_table_has_a_row_for_each_rank_and_says_what_is_not_known() -> None:
+    text = explain(ranks(0.6, 0.1))
+    assert len(text.splitlines()) == 4 and "waiting for ranks" in text
+    assert "n/a: time in collectives is not known here" in explain(ranks(None, None))
+    assert "%distributed tflops on" in explain({})

@@ -16,10 +16,11 @@ import msgspec
 
 from nbdist.cluster.engines import Layout
 from nbdist.cluster.remote import CANNOT_JOIN, NO_NBDIST, Remote, ended, join_command
+from nbdist.cluster.sync import Copy, look_at
 from nbdist.errors import UsageError
 from nbdist.processes import describe_exit
 from nbdist.text import split_commas
-from nbdist.wire.starter_lines import Invitation, NodeEnded, Report
+from nbdist.wire.starter_lines import Invitation, NodeEnded, Report, StarterProgress
 
 _SSH_FAILED = 255  # of ssh itself, not of what it has run
 _NO_SUCH_COMMAND = (126, 127)  # of every shell
@@ -49,12 +50,14 @@ class SshOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     hosts: as for ssh, each with `:N` for its number of ranks. python: the Python there; "": at the path of this one.
     ssh_config: a file to use in place of ~/.ssh/config. tunnel: whether the session's own connections go through ssh.
+    sync: folders to copy to each host before its node starts, as whole paths.
     """
 
     hosts: list[str] | str
     python: str = ""
     ssh_config: str = ""
     tunnel: bool = False
+    sync: list[str] = []
 
 
 class Ssh:
@@ -68,6 +71,7 @@ class Ssh:
         self._python = options.python or sys.executable
         self._seats: dict[int, str] = {}
         self._remotes: dict[int, Remote] = {}
+        self._invitation = Invitation("", [])
 
     @classmethod
     def check(cls, options: SshOptions) -> Layout:
@@ -81,6 +85,7 @@ class Ssh:
         for host in others:
             if host.ranks == 0:
                 raise UsageError(f"host {host.name!r} can't have 0 ranks: leave it out, or give `{host.name}:1`")
+        look_at(options.sync)
         here = next((host.ranks for host in hosts if host.here), None)
         return Layout(
             [host.ranks for host in others],
@@ -90,12 +95,17 @@ class Ssh:
         )
 
     def start(self, invitation: Invitation) -> None:
-        """Start one ssh for each seat."""
+        """Start one ssh for each seat, unless something has to be copied first."""
+        self._invitation = invitation
+        self._seats = {seat.number: self._hosts[seat.number - 1].name for seat in invitation.seats}
+        if not self._options.sync:
+            self._start(invitation)
+
+    def _start(self, invitation: Invitation) -> None:
         for seat in invitation.seats:
-            host = self._hosts[seat.number - 1].name
+            host = self._seats[seat.number]
             settings, way, address = self._way(invitation)
             command = shlex.join(join_command(self._python, address))
-            self._seats[seat.number] = host
             self._remotes[seat.number] = Remote(
                 [*_ssh(self._options, settings), *way, "-T", host, "--", f"exec {command}"], [seat.token]
             )
@@ -109,10 +119,26 @@ class Ssh:
         return (*settings, "ExitOnForwardFailure=yes"), ["-R", f"{address}:{invitation.address}"], address
 
     def watch(self) -> Iterator[Report]:
-        """Yield the end of each."""
+        """Yield what is copied, then the end of each."""
+        if self._options.sync:
+            yield from self._copy()
+            self._start(self._invitation)
         for seat in ended(self._remotes):
             if seat is not None:
                 yield NodeEnded(seat, self._explain(self._seats[seat], self._remotes[seat]))
+
+    def _copy(self) -> Iterator[Report]:
+        """Copy the user's folders to all hosts at once."""
+        trees = look_at(self._options.sync)
+        hosts = dict.fromkeys(self._seats.values())
+        yield StarterProgress(f"copying {', '.join(map(str, trees))} to {', '.join(hosts)}")
+        ssh = _ssh(self._options, (*_OPTIONS, *_NO_TUNNEL))
+        copies = {host: Copy([tree.path for tree in trees], host, ssh) for host in hosts}
+        for host, copy in copies.items():
+            if why := copy.failure():
+                raise UsageError(
+                    f"--sync to host {host!r} failed: {why}. It needs rsync there, and a path that you may write to"
+                )
 
     def stop(self) -> None:
         """End all."""

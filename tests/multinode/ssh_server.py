@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -40,8 +41,13 @@ class SshServer:
 
 
 @contextlib.contextmanager
-def ssh_server(folder: Path) -> Iterator[SshServer]:
-    """Run a server until the end. Skips the test where there is none."""
+def ssh_server(folder: Path, elsewhere: Path | None = None) -> Iterator[SshServer]:
+    """Run a server until the end. Skips the test where there is none.
+
+    Args:
+        folder: For its files.
+        elsewhere: A folder that is another, empty one for the server and what it runs.
+    """
     server = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if server is None or shutil.which("ssh") is None:
         pytest.skip("there is no `sshd` here (Debian calls its package openssh-server)")
@@ -86,9 +92,11 @@ Host *
     )
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where it separates privileges
-    process = subprocess.Popen(
-        [server, "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.PIPE, text=True
-    )
+    command = [server, "-D", "-e", "-f", str(folder / "sshd_config")]
+    if elsewhere is not None:
+        mount = f"mount -t tmpfs none {elsewhere} && exec {shlex.join(command)}"
+        command = ["unshare", "--mount", "sh", "-c", mount]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         line = process.stderr.readline()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from nbdist.client.magics.magic_line import number
@@ -18,7 +19,7 @@ _ENGINES = {
 }
 # By option, the flag of an engine that it goes with, for an example.
 _OPTIONS = {
-    **dict.fromkeys(("ssh_config", "tunnel"), "--hosts node-a"),
+    **dict.fromkeys(("ssh_config", "tunnel", "sync"), "--hosts node-a"),
     **dict.fromkeys(("partition", "account", "time", "gres", "constraint"), "--slurm"),
     "gpus_per_node": "--ray",
     **dict.fromkeys(("image", "volumes", "namespace"), "--kubernetes"),
@@ -35,6 +36,9 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ssh-config", metavar="FILE", help="with --hosts: in place of ~/.ssh/config")
     parser.add_argument(
         "--tunnel", action="store_true", default=None, help="with --hosts: the session's own connections through ssh"
+    )
+    parser.add_argument(
+        "--sync", type=_folders, metavar="LIST", help="with --hosts: folders to copy there first, for example src,lib"
     )
     parser.add_argument("--slurm", action="store_true", help="nodes of a Slurm cluster; --num-nodes of them")
     parser.add_argument("--partition", metavar="NAME", help="with --slurm, as for sbatch")
@@ -66,6 +70,11 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _folders(text: str) -> list[str]:
+    """Return the whole paths of folders that may be given from the notebook's one on."""
+    return [os.path.abspath(os.path.expanduser(name)) for name in split_commas(text)]
+
+
 def cluster_flags(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Return what the flags say, as a profile would; None: there are no machines to start.
 
@@ -80,6 +89,11 @@ def cluster_flags(arguments: argparse.Namespace) -> dict[str, Any] | None:
         flag, option = _ENGINES[name]
         if option:
             given[option] = getattr(arguments, flag[2:])
+    if arguments.sync is not None and chosen not in ([], ["ssh"]):
+        raise UsageError(
+            f"--sync copies by ssh, so it is for --hosts: with {_ENGINES[chosen[0]][0]}, put the code on a shared file "
+            "system, or install it there"
+        )
     if arguments.on is not None:  # a profile may say the same of ssh with other hosts, but not of another engine
         other = {"engine": chosen[0]} if chosen and chosen[0] != "ssh" else {}
         return {"profile": arguments.on, **given, **other}

@@ -329,7 +329,7 @@ class Controller:
         elif isinstance(message, Ask):
             self._ask(message)
         elif isinstance(message, GetStatus):
-            self.to_notebook(Status(message.request, members.statuses() if members is not None else []))
+            self.to_notebook(members.status(message.request) if members is not None else Status(message.request, []))
         elif isinstance(message, ReadLog):
             self._read_log(message)
         elif isinstance(message, WatchNodes):

@@ -41,7 +41,7 @@ from nbdist.wire.life import (
 from nbdist.wire.message import Message
 from nbdist.wire.output import Notice, Output
 from nbdist.wire.parcel import Parcel, Segment
-from nbdist.wire.questions import Answer, RankStatus
+from nbdist.wire.questions import Answer, RankStatus, Status
 from nbdist.wire.rank_processes import (
     Exited,
     Kill,
@@ -200,12 +200,13 @@ class Members:
         running = self.cells.running(time.monotonic())
         return Standing(len(self.ranks) - len(self.dead()), len(gpus - {(0, "")}), running, self._up_at)
 
-    def statuses(self) -> list[RankStatus]:
-        """Return what is known of each rank."""
-        return [
+    def status(self, request: int) -> Status:
+        """Return what is known of each rank, as the answer to a request."""
+        ranks = [
             RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
             for r in self.ranks.values()
         ]
+        return Status(request, ranks, [cell.number for cell in self._history.cells if cell.marked])
 
     # --- cells
 

@@ -124,10 +124,11 @@ class GetStatus(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """The state of the ranks, as the controller sees it."""
+    """The state of the ranks, as the controller sees it. setup: the cells that newcomers run, by number."""
 
     request: int
     ranks: list[RankStatus]
+    setup: list[int] = []
 
 
 class WatchNodes(Message, frozen=True):

@@ -10,6 +10,8 @@ import pytest
 from testbed.kernel import Kernel, kernel_with_ranks, lines_by_rank
 from tests.support.spare import spare_with_ranks
 
+pytestmark = pytest.mark.torch_private
+
 HANG = 60.0
 ALL_SUMS = {0: ["111"], 1: ["111"], 2: ["111"]}
 SUM = "%%distributed\nx = torch.full((1,), 10.0 ** rank)\ndist.all_reduce(x)\nprint(int(x))"
@@ -96,6 +98,7 @@ def test_a_newcomer_runs_imports_and_definitions(three: Kernel) -> None:
 def test_marked_cells_run_whole_and_nothing_else_does(three: Kernel) -> None:
     three.ok("%%distributed --setup\nimport math\ncount = 3")
     three.ok("%%distributed\ndef area(r):\n    return r")
+    assert "setup cells, which ranks run that replace dead ones: " in three.ok("%distributed status").stdout
     kill(three, 1)
     said = three.ok("%distributed heal", HANG).stdout
     assert "it ran the setup cell" in said
@@ -177,18 +180,30 @@ def test_training_goes_on_from_a_checkpoint_as_if_nobody_had_died(tmp_path: Path
         assert printed(kernel, WEIGHTS) == expected
 
 
-def test_replicas_are_equal_to_the_bit_after_a_sync(tmp_path: Path) -> None:
-    with kernel_with_ranks(2) as kernel:
-        kernel.ok("%distributed plan ddp")
+@pytest.mark.parametrize(("plan", "ranks", "src"), [("ddp", 2, 0), ("hsdp --replicas 2", 4, 2)])
+def test_replicas_are_equal_to_the_bit_after_a_sync(plan: str, ranks: int, src: int) -> None:
+    with kernel_with_ranks(ranks) as kernel:
+        kernel.ok(f"%distributed plan {plan}")
         kernel.ok(f"%%distributed --setup\n{MODEL}")
         kernel.ok("%%distributed\ntrain(0, 3)")
         kill(kernel, 1)
         kernel.ok("%distributed heal", HANG)
-        kernel.ok("%%distributed\nnbdist.sync(model, optimizer, src=0)\ntrain(3, 6)", HANG)
+        kernel.ok(f"%%distributed\nnbdist.sync(model, optimizer, src={src})\ntrain(3, 6)", HANG)
         healed = printed(kernel, WEIGHTS)
         kernel.ok("%distributed restart")
         kernel.ok(f"%%distributed\n{MODEL}\ntrain(0, 6)", HANG)
         assert printed(kernel, WEIGHTS) == healed
+
+
+def test_shards_that_nobody_else_has_need_a_checkpoint() -> None:
+    with kernel_with_ranks(2) as kernel:
+        kernel.ok("%distributed plan fsdp")
+        kernel.ok(f"%%distributed --setup\n{MODEL}")
+        kernel.ok("%%distributed\ntrain(0, 3)")
+        kill(kernel, 1)
+        kernel.ok("%distributed heal", HANG)
+        refused = kernel.fails("%%distributed\nnbdist.sync(model, optimizer, src=0)", "RankError", HANG).evalue
+        assert "rank 0 has done 3 steps, rank 1 has done 0 steps: load a checkpoint on all ranks" in refused
 
 
 def test_it_is_refused_when_it_can_t_help(three: Kernel) -> None:

@@ -41,7 +41,7 @@ from nbdist.client.session.starting import StartLine
 from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
 from nbdist.errors import SessionClosed, UsageError
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.text import counted, size, table
 
 
@@ -290,6 +290,8 @@ class DistributedMagics(Magics):
         ]
         where = ["node"] if several else []
         print(table(rows, ("rank", *where, "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
+        if cells := session.setup_cells:
+            print(f"setup cells, which ranks run that replace dead ones: {format_ranks(cells)}")
         if self._router.auto:
             print("auto is on: every cell runs on all ranks (`%%local` for an exception)")
 

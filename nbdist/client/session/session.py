@@ -424,6 +424,11 @@ class Session:
         """Return a row for every rank: rank, pid, device, state, generation, memory (bytes), doing."""
         return status_of(self._rank_set)
 
+    @property
+    def setup_cells(self) -> list[int]:
+        """The numbers of the cells that ranks run which replace dead ones: those marked by `%%distributed --setup`."""
+        return self._rank_set.traffic.status().setup
+
     def stacks(self, ranks: Ranks = None, *, native: bool = False) -> dict[int, str]:
         """Return where the main threads of ranks are: the whole stack from the user's cell inwards.
 

@@ -39,7 +39,7 @@ def status_of(rank_set: RankSet) -> list[dict[str, Any]]:
     stacks = traffic.ask(living, GetStack(), timeout=limits.STATUS_ANSWER)
     running = traffic.running(living)
     places = {info.rank: info.host for info in rank_set.ranks}
-    return [_row(row, places[row.rank], rank_set.generation, memory, stacks, running) for row in known]
+    return [_row(row, places[row.rank], rank_set.generation, memory, stacks, running) for row in known.ranks]
 
 
 def _row(

@@ -29,7 +29,7 @@ from nbdist.wire.life import Broken, Died, Started
 from nbdist.wire.message import Message
 from nbdist.wire.output import OUTPUT_CREDIT, Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
 from nbdist.wire.question import A, NoAnswer, Question
-from nbdist.wire.questions import Answer, Ask, GetStatus, Look, RankStatus, Status, ask
+from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, ask
 
 _ANSWER_LIMIT = 5.0
 _LATE_LIMIT = 1.0  # seconds for the page to take the last late output
@@ -193,7 +193,7 @@ class Traffic:
         finally:
             del self._answers[request]
 
-    def status(self) -> list[RankStatus]:
+    def status(self) -> Status:
         """Ask the controller for the state of the ranks.
 
         Raises:
@@ -204,7 +204,7 @@ class Traffic:
             raise SessionBroken(
                 "the session's controller does not answer: `%distributed restart`, or `stop` and `start`"
             )
-        return answer.ranks
+        return answer
 
     def read_log(self, **question: Any) -> LogPart:
         """Read part of what was printed; the arguments are the fields of a ReadLog.

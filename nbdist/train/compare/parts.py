@@ -231,8 +231,17 @@ class _State(Argument):
         known = self._leaves.get(self._name(path))
         if isinstance(known, torch.Tensor) and (leaf.sharded or _form(known) == leaf.form):
             return known
+        if leaf.sharded and (parameter := self._parameter(path)) is not None:
+            return torch.zeros_like(parameter.detach(), dtype=leaf.dtype)  # sharded alike
         device = torch.device("cpu") if leaf.device == "cpu" else torch.accelerator.current_accelerator()
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+
+    def _parameter(self, path: tuple[str, ...]) -> torch.Tensor | None:
+        """Return the parameter that a value of an optimizer's state belongs to."""
+        if not isinstance(self._owner, torch.optim.Optimizer) or path[0] != "state":
+            return None
+        parameters = [parameter for group in self._owner.param_groups for parameter in group["params"]]
+        return parameters[int(path[1])] if path[1].isdigit() else None
 
     def _name(self, path: tuple[str, ...]) -> str:
         if path[0] == "state" and len(path) > 1:

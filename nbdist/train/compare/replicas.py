@@ -218,13 +218,25 @@ def _takers(name: str, described: Mapping[int, Described], src: int) -> dict[int
     takers = {}
     for rank, told in described.items():
         mine = told.entries.get(name)
+        place = mine or _parameter_of(name, told)
         source = src
-        if original is not None and mine is not None and original.shard is not None:
-            source = next(mate for mate in original.mates if described[mate].entries[name].shard == mine.shard)
+        if original is not None and place is not None and original.shard is not None:
+            source = next(mate for mate in original.mates if _shard(name, described[mate]) == place.shard)
         theirs = described[source].entries.get(name)
         if (mine and mine.digest) != (theirs and theirs.digest):
             takers[rank] = source
     return takers
+
+
+def _shard(name: str, told: Described) -> tuple[int, ...] | None:
+    entry = told.entries.get(name) or _parameter_of(name, told)
+    return entry.shard if entry is not None else None
+
+
+def _parameter_of(state: str, told: Described) -> Entry | None:
+    """Return the parameter that a value of an optimizer's state belongs to, and is sharded like; None for others."""
+    entries = told.entries.items()
+    return next((entry for name, entry in entries if entry.kind == "parameter" and f".{name}." in state), None)
 
 
 def _differences(
@@ -238,13 +250,13 @@ def _differences(
 
 
 def _refuse_other_models(described: Mapping[int, Described]) -> None:
-    """Raise an error unless parameters and buffers match everywhere; plain state may still be missing on some ranks."""
+    """Raise an error unless parameters and buffers match everywhere; state may still be missing on some ranks."""
     first, *others = described
     for name, kind in _names(described):
         expected = described[first].entries.get(name)
         for rank in others:
             entry = described[rank].entries.get(name)
-            sharded = any(known is not None and known.shard is not None for known in (expected, entry))
+            sharded = all(known is not None and known.shard is not None for known in (expected, entry))
             if (kind == "value of state" and not sharded) or (expected and expected.form) == (entry and entry.form):
                 continue
             raise UsageError(
@@ -274,7 +286,7 @@ def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
     advice = (
         f"pass src={furthest}: its replica is whole"
         if furthest is not None
-        else "load a checkpoint on all ranks, for example with torch.distributed.checkpoint.load"
+        else "load a checkpoint on all ranks: `nbdist.load_state(path)`, or torch.distributed.checkpoint.load"
     )
     raise UsageError(f"each of these ranks holds shards that no other has, and {told}: {advice}")
 

@@ -160,12 +160,12 @@ class _StubNode:
         """Answer for ranks that are all sent the same."""
         from nbdist.wire.cells import Execute, Failure, InOrder, Recover, Reply
         from nbdist.wire.frames import decode, encode
-        from nbdist.wire.lanes import parse_lane
+        from nbdist.wire.lanes import TOGETHER, pack, parse_lane
         from nbdist.wire.output import END, PLAIN_END, STDOUT, Output
         from nbdist.wire.questions import Answer, Ask
 
         message = decode(frame)
-        outputs = []
+        outputs, replies = [], []
         for name in lanes:
             rank = parse_lane(name)[2]
             if isinstance(message, Execute):
@@ -173,14 +173,16 @@ class _StubNode:
                 if failed := "raise" in message.code:
                     failure = Failure("ValueError", "boom", "ValueError: boom", time.monotonic())
                     reply = Reply(message.serial, rank, "error", failure)
-                    self.relay.send_multipart([name, encode(reply)])
+                    replies.append((name, encode(reply)))
                 mark = message.serial, END if failed else PLAIN_END
                 outputs.append(encode(Output(rank, STDOUT, printed, mark)))
             elif isinstance(message, Ask) and message.request:
                 answer = Answer(message.request, rank, _answer(message.question), message.asker)
-                self.relay.send_multipart([name, encode(answer)])
+                replies.append((name, encode(answer)))
             elif isinstance(message, Recover):
-                self.relay.send_multipart([name, encode(InOrder())])
+                replies.append((name, encode(InOrder())))
+        if replies:  # as the relay does it
+            self.relay.send_multipart([TOGETHER, pack(replies)] if len(replies) > 1 else replies[0])
         if outputs:
             self.output.send_multipart(outputs)
 

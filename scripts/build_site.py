@@ -24,6 +24,7 @@ CHAPTERS = {
     "Guides": (
         "training",
         "nodes",
+        "scale",
         "launcher",
         "interrupts",
         "heal",

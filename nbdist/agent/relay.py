@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 
 import zmq
 
 from nbdist.wire.keys import Keys
-from nbdist.wire.lanes import RANK_DISPLAY, RELAY_CONTROL, RELAY_OUTPUT, connect, node_lane
+from nbdist.wire.lanes import (
+    LARGEST_FRAME,
+    PACKED,
+    RANK_DISPLAY,
+    RELAY_CONTROL,
+    RELAY_OUTPUT,
+    TOGETHER,
+    connect,
+    node_lane,
+    pack,
+)
 from nbdist.wire.listener import Listener
 
 _AT_ONCE = 256  # messages before the other side is looked at
@@ -63,9 +74,24 @@ class Relay:
         self._listener.close()
 
     def _pass_up(self) -> None:
+        small: list[tuple[bytes, bytes]] = []
         for lane, frames, _ in self._listener.received(_AT_ONCE, set()):
-            link = self._output if lane.startswith(RANK_DISPLAY.encode()) else self._control
-            link.send_multipart([lane, *frames])
+            if lane.startswith(RANK_DISPLAY.encode()):
+                self._output.send_multipart([lane, *frames])
+            elif len(frames) == 1 and len(frames[0]) <= PACKED:
+                small.append((lane, frames[0]))
+            else:
+                self._send_together(small)
+                small = []
+                self._control.send_multipart([lane, *frames])
+        self._send_together(small)
+
+    def _send_together(self, messages: Sequence[tuple[bytes, bytes]]) -> None:
+        """Send as one what ranks have sent at the same time, as they do at the end of a cell."""
+        most = LARGEST_FRAME // (2 * PACKED)
+        for first in range(0, len(messages), most):
+            some = messages[first : first + most]
+            self._control.send_multipart([TOGETHER, pack(some)] if len(some) > 1 else some[0])
 
     def _pass_down(self, link: zmq.Socket[bytes]) -> None:
         for _ in range(_AT_ONCE):

@@ -365,13 +365,16 @@ class Controller:
         members = self._members
         if members is not None and isinstance(message.question, Release):
             members.release(message.question.serial)
-        for number in message.ranks:
-            if members is None or number not in members.ranks or members.ranks[number].dead:
-                self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))
-            elif isinstance(message.question, OF_AGENTS):
-                members.to_agent_of(number, msgspec.structs.replace(message, ranks=[number]))
-            else:
-                members.to_rank(RANK_CONTROL, number, message)
+        living = [number for number in message.ranks if members is not None and members.lives(number)]
+        for number in set(message.ranks).difference(living):
+            self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))
+        if members is None:
+            return
+        if not isinstance(message.question, OF_AGENTS):
+            members.to_ranks(RANK_CONTROL, living, msgspec.structs.replace(message, ranks=[]))
+            return
+        for number in living:
+            members.to_agent_of(number, msgspec.structs.replace(message, ranks=[number]))
 
     # --- to the notebook
 

@@ -32,11 +32,11 @@ class Inquiries:
     """Pending questions to the control threads of a set of ranks.
 
     Args:
-        send: Sends a question to a rank.
+        send: Sends a question to ranks.
         dead: Returns the ranks that have died, which are not asked.
     """
 
-    def __init__(self, send: Callable[[int, Ask], None], dead: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, send: Callable[[Sequence[int], Ask], None], dead: Callable[[], Sequence[int]]) -> None:
         self._send = send
         self._dead = dead
         self._requests = itertools.count(1)
@@ -44,11 +44,12 @@ class Inquiries:
 
     def ask(self, ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None:
         request = next(self._requests)
-        living = [rank for rank in ranks if rank not in self._dead()]
+        dead = set(self._dead())
+        living = [rank for rank in ranks if rank not in dead]
         if handler is not None and living:
             self._open[request] = _Inquiry(question, set(living), handler)
-        for rank in living:
-            self._send(rank, as_message(request, [rank], question, "controller"))
+        if living:
+            self._send(living, as_message(request, [], question, "controller"))
 
     def answered(self, answer: Answer, now: float) -> None:
         """Handle a rank's answer.

@@ -152,6 +152,12 @@ class Members:
         newcomers = self._healing.newcomers if self._healing is not None else {}
         return newcomers.get(rank) or self.ranks.get(rank)
 
+    def to_ranks(self, name: str, ranks: Sequence[int], message: Message) -> None:
+        """Send the same to ranks, as far as they live; once to each node."""
+        present = [found for rank in ranks if (found := self.present(rank)) is not None and not found.dead]
+        lanes = [lane(name, self.epoch, found.rank, found.life) for found in present]
+        self._switchboard.forward_to_all(lanes, encode(message))
+
     def to_notebook(self, message: Message) -> None:
         """Send to the notebook. What a value of another node lies in is brought here first."""
         parcel = message.parcel if isinstance(message, Reply) else None
@@ -185,6 +191,10 @@ class Members:
     def idle(self) -> list[int]:
         """Living ranks that run nothing."""
         return [rank.rank for rank in self.ranks.values() if not rank.dead and not rank.serial]
+
+    def lives(self, rank: int) -> bool:
+        """Return whether there is such a rank, and it lives."""
+        return rank in self.ranks and self.ranks[rank].dead is None
 
     def dead(self) -> list[int]:
         """Return the ranks that have died."""
@@ -290,12 +300,8 @@ class Members:
         parcels = self._parcels.get(message.serial, {})
         for node, parcel in parcels.items():
             there = [rank for rank in ranks if self._node_of[rank] == node]
-            self._send_to_all(there, msgspec.structs.replace(message, parcel=parcel))
-        self._send_to_all([rank for rank in ranks if self._node_of[rank] not in parcels], message)
-
-    def _send_to_all(self, ranks: Sequence[int], message: Execute) -> None:
-        lanes = [lane(RANK_CELL, self.epoch, rank, self.ranks[rank].life) for rank in ranks]
-        self._switchboard.forward_to_all(lanes, encode(message))
+            self.to_ranks(RANK_CELL, there, msgspec.structs.replace(message, parcel=parcel))
+        self.to_ranks(RANK_CELL, [rank for rank in ranks if self._node_of[rank] not in parcels], message)
 
     # --- start
 

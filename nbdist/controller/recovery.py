@@ -186,9 +186,11 @@ class Recovery:
         self._cell = cell
         self._regroup = regroup
         self._newcomers = list(newcomers)
-        self._ranks = [rank for rank in cell.ranks if rank in idle]
+        free = set(idle)
+        self._ranks = [rank for rank in cell.ranks if rank in free]
         self._idle = list(idle)
         self._busy = list(busy)
+        self._left = {*idle, *busy}  # have not answered; once it is decided: not carried out their orders
         self._dead = list(dead)
         self._states: dict[int, RankState] = {}
         self._repairs: GroupRepairs | None = None
@@ -213,9 +215,7 @@ class Recovery:
     @property
     def awaited(self) -> set[int]:
         """Ranks that have not answered, or not carried out their orders."""
-        if self._repairs is None:
-            return {*self._idle, *self._busy} - self._states.keys()
-        return {*self._idle, *self._newcomers} - self._reports.keys()
+        return set(self._left)
 
     def answered(self, rank: int, state: RankState | NoAnswer, now: float) -> None:
         """Handle a rank's report of where it is, or why it can't report."""
@@ -225,13 +225,15 @@ class Recovery:
             self._forget(rank)
         else:
             self._states[rank] = state
+            self._left.discard(rank)
         self.late.discard(rank)
         self._decide_if_all_have_answered(now)
 
     def in_order(self, rank: int, report: InOrder) -> None:
         """Note that a rank has carried out its orders."""
         self._reports[rank] = report
-        if not self.awaited:
+        self._left.discard(rank)
+        if not self._left:
             self._conclude()
 
     def died(self, rank: int, now: float) -> None:
@@ -244,7 +246,7 @@ class Recovery:
         self._dead.append(rank)
         if self._repairs is None:
             self._decide_if_all_have_answered(now)
-        elif not self.awaited:
+        elif not self._left:
             self._conclude()
 
     def tick(self, now: float) -> None:
@@ -269,6 +271,7 @@ class Recovery:
         self._decide(now)
 
     def _forget(self, rank: int) -> None:
+        self._left.discard(rank)
         self._idle = [other for other in self._idle if other != rank]
         self._busy = [other for other in self._busy if other != rank]
         self._newcomers = [other for other in self._newcomers if other != rank]
@@ -280,12 +283,13 @@ class Recovery:
         return compare_groups(self._states, idle, self._dead, self.lost, self._cell, self._newcomers)
 
     def _decide_if_all_have_answered(self, now: float) -> None:
-        if not self.awaited:
+        if not self._left:
             self._decide(now)
 
     def _decide(self, now: float) -> None:
         stopped = {self._states[rank].stopped for rank in self._ranks if rank in self._states}
         self._repairs = found = self._compared()
+        self._left = {*self._idle, *self._newcomers}
         if not found.renew and len(stopped) == 1:
             self.step = next(iter(stopped)) or 0
         self.owed = dict(found.owed)

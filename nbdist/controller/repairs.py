@@ -44,6 +44,9 @@ class Wires(Protocol):
     def to_rank(self, lane: str, rank: int, message: Message) -> None:
         """Send to a rank, if it is alive."""
 
+    def to_ranks(self, lane: str, ranks: Sequence[int], message: Message) -> None:
+        """Send the same to ranks, as far as they live."""
+
     def to_notebook(self, message: Message) -> None:
         """Send to the notebook."""
 
@@ -222,6 +225,8 @@ class Repairs:
     def go_on(self, now: float) -> None:
         """End the recovery if it is finished, then begin the next one and the cells that waited for it."""
         self._end_repair(now)
+        if self._repair is not None and not self._repair.recovery.open:
+            return  # what waits goes on waiting; with many ranks, to find that out for each answer takes long
         for waiting in list(self._waiting.values()):
             if waiting.message.serial in self._waiting:  # the previous one may have caused a death
                 self._execute(waiting.message)
@@ -241,8 +246,7 @@ class Repairs:
         repair.recovery.begin(self._ask, self._send_recover)
 
     def _send_recover(self, ranks: Sequence[int], message: Recover) -> None:
-        for rank in ranks:
-            self._wires.to_rank(RANK_CELL, rank, message)
+        self._wires.to_ranks(RANK_CELL, ranks, message)
 
     def _end_repair(self, now: float) -> None:
         while True:

@@ -59,7 +59,7 @@ class Cells:
     def __init__(self, wires: Wires, execute: Callable[[Execute], None]) -> None:
         self._wires = wires
         self._running: dict[int, _Cell] = {}
-        self._inquiries = Inquiries(lambda rank, question: wires.to_rank(RANK_CONTROL, rank, question), wires.dead)
+        self._inquiries = Inquiries(lambda ranks, question: wires.to_ranks(RANK_CONTROL, ranks, question), wires.dead)
         self._repairs = Repairs(wires, self._inquiries.ask, execute)
 
     # --- events

@@ -6,6 +6,7 @@ messages mean.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 import tempfile
@@ -13,11 +14,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from nbdist.wire.frames import encode
 from nbdist.wire.keys import Keys, write_key_file
-from nbdist.wire.lanes import CLIENT_LANES, GUEST, NODE_LANES, RANK_LANES, RELAY_LANES, VISITOR, parse_lane
+from nbdist.wire.lanes import (
+    CLIENT_LANES,
+    GUEST,
+    NODE_LANES,
+    RANK_LANES,
+    RELAY_LANES,
+    TOGETHER,
+    VISITOR,
+    parse_lane,
+    unpack,
+)
 from nbdist.wire.listener import Listener
 from nbdist.wire.message import Message
 
@@ -127,12 +139,21 @@ class Switchboard:
                 yield identity, parts
                 continue
             lane, *frames = parts
-            if not lane.startswith(_RANKS):
-                continue  # a node speaks for ranks only
-            if lane not in self._connected:
-                self._relays[lane] = identity
-            if self._relays.get(lane) == identity:  # else it speaks for a rank that has come another way
-                yield lane, frames
+            if lane != TOGETHER:
+                yield from self._relayed(identity, lane, frames)
+                continue
+            with contextlib.suppress(msgspec.DecodeError):  # a node that lies
+                for lane, frame in unpack(frames[0]):
+                    yield from self._relayed(identity, lane, [frame])
+
+    def _relayed(self, relay: bytes, lane: bytes, frames: list[bytes]) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yield what a node has passed on, if it is from one of its own ranks."""
+        if not lane.startswith(_RANKS):
+            return
+        if lane not in self._connected:
+            self._relays[lane] = relay
+        if self._relays.get(lane) == relay:  # else it speaks for a rank that has come another way
+            yield lane, frames
 
     def _may_be(self, identity: bytes, holder: str) -> bool:
         """Return whether the holder of a key may use a lane. Ranks have the keys of this machine's agent."""

@@ -97,7 +97,7 @@ class Watch:
         self._early = part  # look only for ranks that wait for ranks outside the cell
         self.due = now + (self._pauses.absent if part else self._pauses.first)
         self.waits: dict[int, str] = {}
-        self._ranks = list(ranks)
+        self._ranks = dict.fromkeys(ranks)  # in order, and quick to look up
         self._left = set(ranks)
         self._failed: set[int] = set()
         self._dead: set[int] = set()
@@ -149,7 +149,7 @@ class Watch:
         self._silent.discard(rank)
         self._looks.pop(rank, None)
         if rank in self._ranks:
-            self._ranks.remove(rank)
+            del self._ranks[rank]
 
     def answered(self, rank: int, look: Position | NoAnswer, now: float) -> None:
         """Handle a rank's report of what it does, or why it can't report."""

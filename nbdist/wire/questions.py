@@ -84,7 +84,8 @@ OF_AGENTS = (GetNativeStack,)  # the questions that agents answer for their rank
 class Ask(Message, frozen=True):
     """A question to the control threads of ranks, answered at once, or to their agents (`OF_AGENTS`).
 
-    request: counts the questions of its asker; 0 if the asker does not need the answer.
+    request: counts the questions of its asker; 0 if the asker does not need the answer. ranks: who is asked; on the way
+    to them [], as they know.
     """
 
     request: int

@@ -30,9 +30,11 @@ from nbdist.wire.lanes import (
     RANK_LANES,
     RELAY_CONTROL,
     RELAY_OUTPUT,
+    TOGETHER,
     connect,
     lane,
     node_lane,
+    pack,
 )
 from nbdist.wire.life import Shutdown
 from nbdist.wire.message import VERSION, Hello, Message
@@ -68,6 +70,10 @@ NAMED: dict[str, tuple[str, list[bytes | Message]]] = {
     "in the notebook's name": (RELAY_CONTROL, [b"client.commands", Shutdown()]),
     "in the name of somebody with the key file": (RELAY_CONTROL, [b"visitor/1", Shutdown()]),
     "for a rank of another machine": (RELAY_CONTROL, [b"rank.cell/1/0", Ready(0, "cpu", "none", "a lie")]),
+    "in the notebook's name, among others": (
+        RELAY_CONTROL,
+        [TOGETHER, pack([(b"client.commands", encode(Shutdown()))])],
+    ),
     "that a start has failed": (AGENT_CONTROL, [SpawnFailed(1, "a lie")]),
     "where the store is": (AGENT_CONTROL, [StoreOpened(1, StoreAddress("127.0.0.1", 9))]),
     "that a rank of another machine has died": (AGENT_OUTPUT, [Exited(1, 0, 1, -9, "", 0.0)]),
@@ -137,6 +143,8 @@ class LyingNode:
         if name in (RELAY_CONTROL, RELAY_OUTPUT):
             rank = lane(rng.choice(sorted(RANK_LANES)), rng.choice([_EPOCH, _EPOCH, 2, 99]), rng.choice(ranks))
             frames = [rng.choice([rank, rank, rank, *_PRIVATE, rng.randbytes(9)]), frame]
+            if rng.random() < 0.2:
+                frames = [TOGETHER, rng.choice([pack([(frames[0], frame)] * 3), frame, rng.randbytes(40)])]
         self.say(name, frames)
 
     def say(self, name: str, frames: Sequence[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import pytest
@@ -51,9 +52,14 @@ class Asked:
 
     def __init__(self, dead: list[int] | None = None) -> None:
         self.sent: list[Ask] = []
+        self.asked: list[list[int]] = []
         self.heard: list[tuple[int, object]] = []
-        self.inquiries = Inquiries(lambda rank, message: self.sent.append(message), lambda: dead or [])
+        self.inquiries = Inquiries(self._send, lambda: dead or [])
         self.inquiries.ask([0, 1], GetState(7), lambda rank, answer, now: self.heard.append((rank, answer)))
+
+    def _send(self, ranks: Sequence[int], message: Ask) -> None:
+        self.asked.append(list(ranks))
+        self.sent.append(message)
 
     def answer(self, rank: int, body: AnyAnswer) -> None:
         self.inquiries.answered(Answer(self.sent[0].request, rank, body, "controller"), 1.0)
@@ -78,7 +84,7 @@ def test_a_rank_that_dies_has_no_answer_and_one_that_is_dead_is_not_asked() -> N
     asked = Asked()
     asked.inquiries.died(1, 1.0)
     assert [rank for rank, answer in asked.heard if isinstance(answer, NoAnswer)] == [1]
-    assert [message.ranks for message in Asked(dead=[1]).sent] == [[0]]
+    assert asked.asked == [[0, 1]] and Asked(dead=[1]).asked == [[0]]
 
 
 def test_what_answers_a_question_is_found_by_its_type() -> None:

@@ -46,6 +46,10 @@ class Ranks:
         assert isinstance(message, Recover)
         self.told[rank] = message
 
+    def to_ranks(self, lane: str, ranks: Sequence[int], message: Message) -> None:
+        for rank in ranks:
+            self.to_rank(lane, rank, message)
+
     def to_notebook(self, message: Message) -> None:
         self.seen.append(message)
 

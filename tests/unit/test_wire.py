@@ -11,7 +11,8 @@ import zmq
 
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.keys import Keys
-from nbdist.wire.lanes import LARGEST_FRAME, Lane, connect, whole
+from nbdist.wire.lanes import LARGEST_FRAME, Lane, connect, pack, unpack, whole
+from nbdist.wire.message import VERSION, Hello
 from nbdist.wire.output import Credit
 from nbdist.wire.questions import WatchNodes
 
@@ -89,3 +90,13 @@ def test_parts_that_were_never_there_make_up_no_message(frames: list[bytes]) -> 
 def test_what_is_out_of_bounds_is_refused(message: Credit | WatchNodes) -> None:
     with pytest.raises(msgspec.ValidationError):
         decode(encode(message))
+
+
+def test_messages_of_several_ranks_are_packed_with_their_lanes() -> None:
+    messages = [(b"rank.cell/1/0", b"first"), (b"rank.cell/1/1", b"")]
+    assert list(unpack(pack(messages))) == messages
+
+
+def test_what_is_not_packed_is_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        unpack(encode(Hello(VERSION, 1)))

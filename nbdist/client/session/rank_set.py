@@ -423,7 +423,7 @@ class RankSet:
         elif isinstance(ranks, int):
             ranks = [ranks]
         chosen = everyone if ranks is None else sorted(set(ranks))
-        unknown = [rank for rank in chosen if rank not in everyone]
+        unknown = sorted(set(chosen).difference(everyone))
         if unknown or not chosen:
             who = describe_ranks(unknown) if unknown else "an empty set"
             raise UsageError(f"{who} isn't in this session: it has ranks {format_ranks(everyone)}")

@@ -47,6 +47,15 @@ class NodesWanted(msgspec.Struct, frozen=True):
         share = self.shares[seat] if seat < len(self.shares) else None
         return self.ranks if share is None else share
 
+    def world_size(self, own: int) -> int:
+        """Number of ranks of all nodes, as far as it is known before they come.
+
+        Args:
+            own: On this node; nodes with a rank for each GPU are taken to have as many.
+        """
+        counts = (self.ranks_of(seat) for seat in range(self.count))
+        return sum(own if count is None else count for count in counts)
+
     def same_nodes(self, other: NodesWanted) -> bool:
         """Return whether the same nodes are meant, whatever they have to run."""
         return msgspec.structs.replace(self, ranks=None, shares=[], interface="") == msgspec.structs.replace(

@@ -134,6 +134,14 @@ def test_a_plan_chosen_before_the_start_is_followed_on_all_nodes(kernel: Kernel)
     kernel.ok("%distributed plan --reset")
 
 
+def test_a_plan_counts_the_ranks_of_all_nodes(kernel: Kernel) -> None:
+    kernel.ok("%distributed plan hsdp --replicas 4")
+    with two_nodes(kernel):
+        outcome = run(kernel, "import nbdist, torch\nmodel = nbdist.prepare(torch.nn.Linear(8, 8))\nprint('ready')")
+        assert outcome.status == "ok" and "ready" in outcome.stdout, str(outcome)
+    kernel.ok("%distributed plan --reset")
+
+
 # --- joining
 
 

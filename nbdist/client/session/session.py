@@ -153,7 +153,7 @@ class Session:
         self._plan = SessionPlan()
         way = WayIn(master_addr, master_port, interface, node_timeout, token_file, private_network)
         self._nodes = nodes_wanted(num_nodes, num_processes, way, on)
-        options = self._plan.carry(self._arguments.options(self._own_ranks(num_processes)))
+        options = self._plan.carry(self._arguments.options(self._own_ranks(num_processes)), self._nodes)
         if replace:
             _stop_others()
         self._rank_set.start(options, progress, self._nodes)
@@ -171,7 +171,8 @@ class Session:
             here = [0] if self._nodes.ranks_of(0) == 0 else []
             self._nodes = msgspec.structs.replace(self._nodes, ranks=num_processes, shares=here)
         count = self._own_ranks(num_processes or len(self.ranks))
-        self._rank_set.start(self._plan.carry(self._arguments.options(count)), progress, self._nodes)
+        options = self._plan.carry(self._arguments.options(count), self._nodes)
+        self._rank_set.start(options, progress, self._nodes)
 
     def _own_ranks(self, count: int | None) -> int | None:
         """Return the number of ranks of this machine to prepare; None: one for each GPU."""

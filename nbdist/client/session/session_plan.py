@@ -12,6 +12,7 @@ from nbdist.plan import PLAN_VARIABLE, Plan
 from nbdist.planning.variables import NAMES
 from nbdist.train.follow import follow
 from nbdist.wire.life import RankInfo, StartOptions
+from nbdist.wire.nodes import NodesWanted
 
 _kept: Plan | None = None  # the chosen plan, for sessions that start later
 
@@ -28,21 +29,26 @@ class SessionPlan:
         self._changed = False  # since the ranks were started
         self.current = Plan()
 
-    def carry(self, options: StartOptions) -> StartOptions:
+    def carry(self, options: StartOptions, nodes: NodesWanted | None) -> StartOptions:
         """Put the plan into the start options: the chosen one, else the one in the environment.
+
+        Args:
+            options: The options, of this node.
+            nodes: The nodes that the ranks are on; None: this one.
 
         Raises:
             UsageError: NBDIST_PLAN holds no plan, or these ranks can't follow it.
         """
         plan = self._chosen or Plan.from_environment()
         device = "cuda" if options.gpus else "cpu"
+        world_size = nodes.world_size(options.count) if nodes is not None else options.count
         try:
-            plan.check(world_size=options.count, backend=_expected_backend(options), device=device)
+            plan.check(world_size=world_size, backend=_expected_backend(options), device=device)
         except UsageError as error:
             way_out = "`%distributed plan` shows the plan, `%distributed plan --reset` starts from the default plan"
             raise UsageError(f"these ranks can't follow the notebook's plan: {error}. {way_out}") from None
         self.current, self._changed = plan, False
-        variables = plan.environment(world_size=options.count, device=device)
+        variables = plan.environment(world_size=world_size, device=device)
         own = options.environment
         if self._chosen is None:  # nothing was chosen: the notebook's own variables take precedence
             return options.with_variables(

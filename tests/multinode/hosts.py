@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,37 @@ class Host:
             yield
         finally:
             self.run("ip", "link", "set", self.interface, "up")
+
+
+@dataclass
+class OtherMachine:
+    """This machine, but for one thing.
+
+    Attributes:
+        command: What runs a program on it.
+    """
+
+    command: list[str]
+
+    def __post_init__(self) -> None:
+        try:
+            subprocess.run([*self.command, "true"], check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("there is no `unshare` here (Debian's package util-linux has it)")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no namespaces here: {error.stderr.strip()}")
+
+
+def with_clock_ahead(seconds: int) -> OtherMachine:
+    """A machine that has been up for longer, so that its monotonic clock is ahead."""
+    ahead = ["--monotonic", str(seconds), "--boottime", str(seconds)]
+    return OtherMachine(["unshare", "--time", *ahead, "--fork", "--kill-child"])
+
+
+def with_name_and_without(name: str, folder: Path) -> OtherMachine:
+    """A machine with a name of its own that has nothing in a folder."""
+    setup = f'hostname {name} && mount -t tmpfs none {folder} && exec "$@"'
+    return OtherMachine(["unshare", "--uts", "--mount", "sh", "-c", setup, "sh"])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.kernel import Execution, Kernel
-from tests.multinode.hosts import Host
+from tests.multinode.hosts import Host, OtherMachine
 
 SUM = """
 import torch, torch.distributed as dist
@@ -44,7 +44,7 @@ class Node:
 
 @contextmanager
 def joined(
-    address: str, token: str, host: Host | None = None, *, folder: Path | None = None, **environment: str
+    address: str, token: str, host: Host | OtherMachine | None = None, *, folder: Path | None = None, **environment: str
 ) -> Iterator[Node]:
     """A node that joins with this token."""
     command = [*(host.command if host is not None else []), sys.executable, "-m", "nbdist", "join", address]
@@ -77,7 +77,11 @@ def start(kernel: Kernel, address: str = "127.0.0.1", arguments: str = "-n 2") -
 
 @contextmanager
 def two_nodes(
-    kernel: Kernel, address: str = "127.0.0.1", host: Host | None = None, arguments: str = "", **environment: str
+    kernel: Kernel,
+    address: str = "127.0.0.1",
+    host: Host | OtherMachine | None = None,
+    arguments: str = "",
+    **environment: str,
 ) -> Iterator[Node]:
     """A session with two ranks on each of two nodes."""
     cell = start(kernel, address, f"-n 2 {arguments}")

@@ -23,12 +23,14 @@ class SlowNetwork:
         address: Where to connect instead.
         delay: Seconds that each byte takes, in each direction.
         rate: Bytes per second, in each direction of each connection; None: as many as come.
+        passed: How many bytes have come so far, of all connections.
     """
 
     target: str
     delay: float = 0.0
     rate: float | None = None
     address: str = ""
+    passed: int = 0
     _open: asyncio.Event = field(default_factory=asyncio.Event)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
@@ -80,6 +82,7 @@ class SlowNetwork:
         sender = asyncio.create_task(self._send(under_way, writer))
         try:
             while data := await reader.read(_PIECE):
+                self.passed += len(data)
                 under_way.put_nowait((self._loop.time() + self.delay, data))
                 if self.rate:
                     await asyncio.sleep(len(data) / self.rate)

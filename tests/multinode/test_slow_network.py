@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from testbed.kernel import Execution, Kernel
+from testbed.kernel import Execution, Kernel, wait_until
 from testbed.slow_network import SlowNetwork, slow_network
 from tests.conftest import sharing
 from tests.multinode.nodes import Node, invitations, joined, start
@@ -41,11 +41,11 @@ def kernel() -> Iterator[Kernel]:
 
 
 @contextlib.contextmanager
-def far_node(kernel: Kernel, delay: float = 0.0) -> Iterator[tuple[SlowNetwork, Node]]:
+def far_node(kernel: Kernel, delay: float = 0.0, rate: float | None = None) -> Iterator[tuple[SlowNetwork, Node]]:
     """A session of two ranks, the second on a node behind a slow network."""
     cell = start(kernel, arguments=f"-n 1 --node-timeout {TIMEOUT}")
     where, (token,) = invitations(cell)
-    with slow_network(where, delay=delay) as network, joined(network.address, token) as node:
+    with slow_network(where, delay=delay, rate=rate) as network, joined(network.address, token) as node:
         outcome = cell.finish()
         assert "2 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
         yield network, node
@@ -80,6 +80,19 @@ def test_names_on_ranks_far_away_are_completed(kernel: Kernel) -> None:
             "found = traffic.ask([1], Complete('kept_', 5), timeout=limits.COMPLETION_ANSWER)"
         )
         assert kernel.value("[item.text for item in found[1].matches]") == ["kept_there"]
+
+
+def test_what_takes_long_over_a_slow_network_is_interrupted_at_once(kernel: Kernel) -> None:
+    """What is to be sent takes minutes, and goes by a connection of its own."""
+    with far_node(kernel, rate=200_000) as (network, _):
+        kernel.run("%%distributed\nkept = rank")
+        before = network.passed
+        cell = kernel.start("big = bytes(50_000_000)\n%distributed push big")
+        wait_until(lambda: network.passed > before + 500_000, "the value to be on its way")
+        kernel.interrupt()
+        assert cell.finish(20).ename == "KeyboardInterrupt"
+        kernel.ok("%distributed pull kept")
+        assert kernel.value("kept") == [0, 1]
 
 
 def test_silence_shorter_than_the_timeout_costs_nothing(kernel: Kernel) -> None:

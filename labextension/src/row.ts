@@ -69,6 +69,24 @@ export class Row {
   }
 }
 
+/** What the columns of rows are. */
+export function headings(gpus: boolean): HTMLElement {
+  const words: [area: string, words: string][] = [
+    ["name", "rank"],
+    ["device", "device"],
+    ["bar", gpus ? "memory of the device" : "memory of the machine"],
+    ["memory", gpus ? "used / total" : "rank / machine"],
+    ["spark-title", gpus ? "utilization" : "rank's memory"],
+    ["gauge nbdist-utilization", "util"],
+    ["gauge nbdist-temperature", "temp"],
+    ["gauge nbdist-power", "power"],
+    ["state", "state"],
+  ];
+  const element = make("div", "headings", ...words.map(([area, text]) => make("span", area.replace("bar", "bar-title"), text)));
+  element.setAttribute("aria-hidden", "true"); // each row says it in words
+  return element;
+}
+
 /** A rank in one sentence, for who listens. */
 export function sentence(rank: Rank): string {
   const parts = [`${nameOf(rank)} on ${rank.device}`, rank.state, `memory ${partOf(shown(rank), rank.total)}`];
@@ -125,11 +143,11 @@ class Sparkline {
     this.element.append(this.area, this.line);
   }
 
-  /** @param most - The top of the scale; null: the largest value, from its smallest. */
+  /** @param most - The top of the scale; null: the largest value, so that a small change looks small. */
   draw(values: (number | null)[], most: number | null): void {
     const known = values.filter((value) => value !== null);
     const top = most ?? Math.max(...known);
-    const bottom = most === null ? Math.min(...known, top * 0.9) : 0;
+    const bottom = most === null ? Math.min(...known, top * 0.5) : 0;
     const step = WIDTH / 59;
     const points = values.flatMap((value, index) => {
       if (value === null || top <= bottom) return [];

@@ -7,7 +7,7 @@
 import { Cell, metricMenu } from "./heat";
 import { Details } from "./details";
 import { Header } from "./header";
-import { cpuName, PARTS, Row } from "./row";
+import { cpuName, headings, PARTS, Row } from "./row";
 import { onGpu, State, urgency, type Frame, type HeadUpdate, type Metric, type Node, type Rank, type Update } from "./state";
 import { make, nameOf, partOf, percent, write } from "./words";
 
@@ -263,6 +263,7 @@ class Panel implements View {
       const mark = this.marks[index];
       if (mark !== undefined) this.nodes[rank.node]?.body.append(mark.element);
     });
+    if (!heat) this.nodes[0]?.body.prepend(headings(gpus));
     this.marks[0]?.element.setAttribute("tabindex", "0");
     this.element.classList.toggle("nbdist-heat", heat);
     this.list.classList.toggle("nbdist-map", heat);

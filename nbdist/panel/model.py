@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from nbdist.metrics.node.sample import STALLING, NodeSample, RankSample, Sample, StepSample, gpu_of, non_torch
-from nbdist.text import duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
+from nbdist.text import counted, duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows
 AT_POWER_LIMIT = "power limit"  # a reason for lower clocks that is no fault
@@ -294,7 +294,13 @@ def _title(sample: Sample, rows: Sequence[Row]) -> str:
 
 
 class _Together(NamedTuple):
-    """Ranks that train, or if none works now, those that did: their steps, and the seconds of the slowest one's."""
+    """Ranks that train, or if none works now, those that did.
+
+    Attributes:
+        steps: Of each.
+        slowest: Seconds of the slowest one's.
+        now: Whether they go on: some work, and none is stuck.
+    """
 
     steps: list[StepSample]
     slowest: float
@@ -308,7 +314,8 @@ class _Together(NamedTuple):
         if not timed:
             return None
         chosen = working or timed
-        return cls([step for _, step, _ in chosen], max(seconds for _, _, seconds in chosen), bool(working))
+        goes_on = bool(working) and not any(rank.state == "stuck" for rank in ranks)
+        return cls([step for _, step, _ in chosen], max(seconds for _, _, seconds in chosen), goes_on)
 
     def per_second(self, field: str) -> float | None:
         """Return the sum of something over all ranks, by the slowest rank's step; None if a rank does not know it."""
@@ -325,14 +332,26 @@ class _Together(NamedTuple):
 def _stats(
     together: _Together | None, ranks: Sequence[RankSample], rows: Sequence[Row], late: dict[int, float]
 ) -> tuple[Stat, ...]:
+    stuck = _stuck(ranks)
     if together is None:
         why = next(
             (rank.step.why for rank in ranks if rank.step is not None and rank.step.why), "no training steps yet"
         )
-        return _memory(rows), Stat("step", "n/a", clip(why)), Stat("TFLOPS", "n/a"), Stat("MFU", "n/a")
+        return *stuck, _memory(rows), Stat("step", "n/a", clip(why)), Stat("TFLOPS", "n/a"), Stat("MFU", "n/a")
     speed = [_step(together, late), _tflops(together), _mfu(together)]
     speed += [*_throughput(together), *_shares(together.steps)]
-    return (_memory(rows), *(speed if together.now else map(_as_last_seen, speed)))
+    return (*stuck, _memory(rows), *(speed if together.now else map(_as_last_seen, speed)))
+
+
+def _stuck(ranks: Sequence[RankSample]) -> list[Stat]:
+    """Return what most of the ranks that are stuck wait for; nothing if none is."""
+    waits = Counter(rank.doing for rank in ranks if rank.state == "stuck")
+    if not waits:
+        return []
+    doing, count = waits.most_common(1)[0]
+    rest = sum(waits.values()) - count
+    note = f"{doing}; {counted(rest, 'rank')} elsewhere" if rest else doing
+    return [Stat("stuck", counted(count, "rank"), clip(note), "bad")]
 
 
 def _as_last_seen(stat: Stat) -> Stat:

@@ -153,6 +153,15 @@ def test_when_all_are_idle_every_speed_is_as_last_seen_and_plots_have_a_gap() ->
     assert view.flops is None
 
 
+def test_ranks_that_are_stuck_are_one_figure_and_speeds_are_as_last_seen() -> None:
+    waits = "waits in all_reduce, cell 3 line 4, for rank 2"
+    step = StepSample(seconds=0.1, flops=1e12)
+    ranks = [RankSample(rank, state="stuck", doing=waits, step=step) for rank in (0, 1)]
+    view = view_of(Sample(at=0.0, ranks=[*ranks, RankSample(2, state="busy", step=step)]))
+    assert view.stats[0] == Stat("stuck", "2 ranks", waits, "bad")
+    assert stat(view, "step").level == "stale" and view.flops is None
+
+
 # --- figures
 
 

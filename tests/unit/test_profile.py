@@ -118,3 +118,10 @@ def test_kernels_that_move_data_between_gpus_are_communication(kernel: str) -> N
     work = event("void cutlass::Kernel2<cutlass_80_tensorop_bf16>()", 0, 20, cat="kernel")
     summary = summarize([work, event(kernel, 50, 30, cat="kernel")], 0, 0.1)
     assert (summary.busy, summary.communication) == pytest.approx((0.2, 0.3))
+
+
+def test_a_profile_says_first_which_rank_is_waited_for() -> None:
+    ranks = [Summary(rank, 1.0, busy=0.5, communication=0.18 if rank == 5 else 0.93) for rank in range(8)]
+    first = render(ranks).splitlines()[0]
+    assert first == "rank 5 is waited for: the others spend 93 % in communication, it 18 %"
+    assert "waited for" not in render([Summary(rank, 1.0, communication=0.4) for rank in range(8)])

@@ -16,6 +16,7 @@ from nbdist.metrics.profile import Operation, Summary, merge
 from nbdist.text import duration, percent, size, table
 
 _SHOWN = 8  # operations
+_WAITED_FOR = 0.2  # share of the time that others spend longer in communication
 _ENDINGS = (".json", ".json.gz")
 
 
@@ -65,17 +66,32 @@ class CellProfile:
 
 
 def render(summaries: Sequence[Summary]) -> str:
-    """Return the ranks and their shares, then the operations that took the most time."""
+    """Return the conclusion, the ranks and their shares, then the operations that took the most time."""
     rows = [
         (one.rank, duration(one.seconds), *map(percent, (one.busy, one.communication, one.idle)))
         for one in summaries
         if not one.why
     ]
-    parts = [table(rows, ("rank", "wall", "computing", "communication", "idle"))] if rows else []
+    parts = [conclusion] if (conclusion := _conclusion(summaries)) else []
+    parts += [table(rows, ("rank", "wall", "computing", "communication", "idle"))] if rows else []
     if operations := _over_ranks(summaries):
         parts.append(table(operations, ("operation", "calls", "own time, median rank", "slowest rank")))
     parts += [f"rank {one.rank}: {one.why}" for one in summaries if one.why]
     return "\n\n".join(parts)
+
+
+def _conclusion(summaries: Sequence[Summary]) -> str:
+    """Return which rank the others wait for: all take part in the same collectives, so it spends least time in them."""
+    shares = {one.rank: one.communication for one in summaries if not one.why}
+    if len(shares) < 2:
+        return ""
+    least = min(shares, key=lambda rank: shares[rank])
+    others = statistics.median(share for rank, share in shares.items() if rank != least)
+    if others - shares[least] < _WAITED_FOR:
+        return ""
+    it, they = percent(shares[least]), percent(others)
+    who = "the others spend" if len(shares) > 2 else "the other spends"
+    return f"rank {least} is waited for: {who} {they} in communication, it {it}"
 
 
 def _over_ranks(summaries: Sequence[Summary]) -> list[tuple[str, int, str, str]]:

@@ -67,7 +67,7 @@ function gpuMemory(rank: Rank): [label: string, value: string][] {
     ["peak of tensors", size(rank.peak)],
     ["torch's cache", size(rank.cache)],
     ["CUDA and NCCL", size(rank.non_torch)],
-    ["other processes", size(rank.others)],
+    [rank.non_torch === null ? "outside torch" : "other processes", size(rank.others)],
     ["utilization", percent(rank.utilization)],
     ["temperature", degrees(rank.temperature)],
     ["power", rank.power_limit === null ? watts(rank.power) : `${watts(rank.power)} of ${watts(rank.power_limit)}`],

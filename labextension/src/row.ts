@@ -116,13 +116,18 @@ class Bar {
       const value = rank[part];
       const element = this.parts[index];
       if (element !== undefined) element.style.width = `${share(value, total).toFixed(2)}%`;
-      if (value !== null) words.push(`${onGpu(rank) ? name : cpuName(part)} ${size(value)}`);
+      if (value !== null) words.push(`${onGpu(rank) ? gpuName(rank, part, name) : cpuName(part)} ${size(value)}`);
     });
     this.peak.hidden = rank.peak === null || total === null;
     this.peak.style.left = `${share(rank.peak, total).toFixed(2)}%`;
     if (rank.peak !== null) words.push(`peak ${size(rank.peak)}`);
     this.element.title = words.join("\n");
   }
+}
+
+/** What a part of a GPU's bar is called: where the driver hides processes, the rest is not only others'. */
+export function gpuName(rank: Rank, part: string, name: string): string {
+  return part === "others" && rank.non_torch === null ? "outside torch" : name;
 }
 
 /** What the parts of a bar are called where there is no GPU. */

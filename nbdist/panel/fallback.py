@@ -69,7 +69,9 @@ def _text_bar(row: Row) -> str:
 
 def _legend(view: View) -> str:
     if any(row.cache is not None for row in view.rows):
-        return "# tensors  = torch's cache  - CUDA and NCCL  . other processes"
+        hidden = any(row.cache is not None and row.non_torch is None for row in view.rows)
+        others = "outside torch (CUDA, NCCL, other processes)" if hidden else "other processes"
+        return f"# tensors  = torch's cache  - CUDA and NCCL  . {others}"
     return "# this rank's own  . everything else in use"
 
 

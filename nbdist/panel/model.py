@@ -433,7 +433,7 @@ def _shares(steps: Sequence[StepSample]) -> list[Stat]:
     if not known:
         return []
     values = " / ".join(percent(statistics.fmean(shares)) for _, shares in known)
-    return [Stat(f"waiting for {' / '.join(label for label, _ in known)}", values, "of a step")]
+    return [Stat("waiting", values, f"for {' / '.join(label for label, _ in known)}")]
 
 
 # --- arithmetic

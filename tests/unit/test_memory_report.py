@@ -41,9 +41,14 @@ def test_a_process_of_its_own_has_plain_figures() -> None:
 def test_over_ranks_each_figure_is_least_mean_and_most_with_the_rank_that_has_it() -> None:
     cost = CellCost(2.5, {0: usage(1), 1: usage(6, seconds=2.4), 2: usage(2)})
     text = cost.render("on")
-    assert "consumed: min / mean / max @rank" in text.splitlines()[0]
+    assert text.count("min / mean / max @rank") == 1 and text.splitlines()[0].startswith("min / mean / max @rank")
     assert words(text)[1][:8] == ["CPU", "+1.0", "/", "+3.0", "/", "+6.0", "MiB", "@1"]
     assert text.splitlines()[-1] == "2.50 s, slowest rank 1: 2.40 s"
+
+
+def test_what_is_zero_on_all_ranks_is_one_figure() -> None:
+    cost = CellCost(1.0, {rank: MemoryUsage(1.0, Usage(0, 0, 0)) for rank in (0, 1)})
+    assert words(cost.render("on"))[1] == ["CPU", "0", "B", "0", "B", "0", "B"]
 
 
 def test_compact_is_one_line_that_aligns_with_the_next_cells() -> None:

@@ -95,6 +95,15 @@ def test_without_gpus_a_row_is_the_ranks_memory_and_the_node_says_why() -> None:
     assert view.nodes[0].why == "no GPUs: no driver"
 
 
+def test_where_the_driver_hides_processes_the_rest_is_not_called_others() -> None:
+    rank = RankSample(0, node="n", device="cuda:0", gpu="u", pid=7, allocated=50 * GIB, reserved=57 * GIB)
+    node = NodeSample("n", 0.0, gpus=[GpuSample("u", 0, total=141 * GIB, used=60 * GIB)])
+    assert "outside torch (CUDA, NCCL, other processes)" in fallback.text(
+        view_of(Sample(at=0.0, ranks=[rank], nodes=[node]))
+    )
+    assert "outside torch" not in fallback.text(view_of(gpus(2)))
+
+
 def test_a_dead_rank_stays_with_how_it_died() -> None:
     row = view_of(gpus(16)).rows[DEAD]
     assert (row.state, row.doing, row.allocated, row.why) == ("dead", "killed by SIGKILL", None, "")

@@ -13,7 +13,7 @@ from nbdist.text import duration, size, sizes, table
 
 HERE = -1  # the notebook's own process among ranks
 _WORTH_SAYING = 8 << 20  # bytes that malloc keeps
-_LEGEND = ": min / mean / max @rank"
+_LEGEND = "min / mean / max @rank"
 _FIGURE = 6  # width of a number, so that lines align
 
 
@@ -88,7 +88,7 @@ class CellCost(msgspec.Struct, frozen=True):
         rows = [(kind, _consumed(ranks), _peaked(ranks), _used(ranks)) for kind, ranks in self._kinds().items()]
         if len(self.usages) < 2:
             return table(rows, (self._time(), "consumed", "peaked", "used"))
-        return f"{table(rows, ('', f'consumed{_LEGEND}', f'peaked{_LEGEND}', f'used{_LEGEND}'))}\n{self._time()}"
+        return f"{table(rows, (_LEGEND, 'consumed', 'peaked', 'used'))}\n{self._time()}"
 
     def _kinds(self) -> dict[str, dict[int, Usage]]:
         """Return each kind of memory by rank. A rank's devices are added up: most ranks have one."""
@@ -156,6 +156,8 @@ def _over(values: Mapping[int, int], *, signed: bool = False) -> str:
     if len(values) == 1:
         number, unit = sizes(list(values.values()), signed=signed)
         return f"{number:>{_FIGURE}} {unit}"
+    if not any(values.values()):
+        return f"{0:>{_FIGURE}} B"
     last = max(values, key=lambda rank: values[rank])
     *figures, unit = sizes([min(values.values()), sum(values.values()) / len(values), values[last]], signed=signed)
     return f"{' / '.join(f'{figure:>{_FIGURE}}' for figure in figures)} {unit} @{last}"

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from nbdist.metrics.compute.counting import bears_compiled_code
 from testbed.closed_forms import gpt, gpt_blocks, gpt_scores_again
 from testbed.kernel import Kernel
 from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
+
+beside_compiled = pytest.mark.skipif(
+    not bears_compiled_code(), reason="modes of this torch switch compiled code off, so it is not counted"
+)
 
 B, T = 2, 16
 
@@ -88,6 +93,7 @@ def test_fsdp_with_checkpoints_tells_recomputation_apart(measured: Kernel) -> No
     assert flops(measured, cell) == [(gpt(B, T), gpt(B, T) + gpt_blocks(B, T))] * 2
 
 
+@beside_compiled
 @pytest.mark.parametrize("wrap", ["sharded(model)", "DistributedDataParallel(model)"])
 def test_blocks_that_are_compiled_are_so_in_the_counted_step_too(measured: Kernel, wrap: str) -> None:
     cell = f"""
@@ -99,6 +105,7 @@ assert each == [3] * 5, each"""
     assert flops(measured, cell) == [(gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))] * 2
 
 
+@beside_compiled
 @pytest.mark.parametrize("wrap", ["sharded(model)", "DistributedDataParallel(model)"])
 def test_blocks_with_a_compiled_backward_pass_are_counted_too(measured: Kernel, wrap: str) -> None:
     cell = f"""

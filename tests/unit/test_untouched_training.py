@@ -16,10 +16,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from nbdist.metrics.compute.counting import bears_compiled_code
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.steps import StepMeter
 
 pytestmark = [pytest.mark.torch_private, pytest.mark.filterwarnings("ignore")]
+
+beside_compiled = pytest.mark.skipif(
+    not bears_compiled_code(), reason="modes of this torch switch compiled code off, so it is not counted"
+)
 
 STEPS, WIDTH = 6, 64
 
@@ -105,6 +110,9 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+COMPILED = ("aot_eager", "inductor", "DDP, aot_eager")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_equal_to_the_last_bit_with_and_without(way: str) -> None:
     bare = losses(WAYS[way], None)
@@ -112,11 +120,12 @@ def test_losses_are_equal_to_the_last_bit_with_and_without(way: str) -> None:
         assert losses(WAYS[way], meter) == bare
         found = meter.sample()
     assert found.steps == STEPS
-    if way != "nested":
+    if way != "nested" and (bears_compiled_code() or way not in COMPILED):
         products = 4 * 2 * 16 * WIDTH * WIDTH
         assert (found.flops, found.not_counted) == (3 * products - products // 4, [])  # none for the inputs
 
 
+@beside_compiled
 def test_flex_attention_is_counted_by_the_blocks_of_its_mask_without_its_scores_in_memory() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -149,6 +158,7 @@ def test_flex_attention_is_counted_by_the_blocks_of_its_mask_without_its_scores_
     assert memory.usage.cpu.needed < without.usage.cpu.needed + 32 * 1024**2  # the scores take 64 MiB
 
 
+@beside_compiled
 def test_code_that_was_compiled_before_makes_least_figures() -> None:
     """In a process of its own, for graphs are known from the first meter on."""
     done = subprocess.run([sys.executable, "-c", COMPILED_BEFORE], check=True, capture_output=True, text=True)

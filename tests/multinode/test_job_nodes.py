@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -177,6 +178,17 @@ def test_a_refusal_is_said_once_and_is_the_exit_code_of_all(kernel: Kernel, tmp_
         assert "token is not valid any more" in said, said
         assert process.returncode == 2
         kernel.ok("%distributed stop")
+
+
+def test_a_node_that_mpirun_has_bound_to_a_core_says_what_lets_it_use_all() -> None:
+    token = base64.urlsafe_b64encode(bytes(64)).decode().rstrip("=")
+    core = str(min(os.sched_getaffinity(0)))
+    command = ["taskset", "--cpu-list", core, sys.executable, "-m", "nbdist", "join", "127.0.0.1:1"]
+    with job(command, NBDIST_TOKEN=token, OMPI_COMM_WORLD_RANK="0") as process:
+        said = said_by(process)
+    assert process.returncode == 2 and "nothing listens there" in said, said
+    bound = "mpirun lets this node use 1 of its" in said and "`mpirun --bind-to none` lets it use all" in said
+    assert bound == ((os.cpu_count() or 1) > 1), said
 
 
 def test_srun_with_two_tasks_a_node_is_a_node_each(

@@ -37,6 +37,7 @@ _WINDOW_STEPS, _WINDOW_SECONDS = 10, 5.0  # of a sample: whichever is more
 _LAP = 4096  # steps that a lap's figures are of, the newest
 
 _PASSES = 1000  # of one step, at most
+_SHAPES = 1024  # whose usual time is remembered
 _CHANGED = 0.2  # share of a shape's usual time, by which a step differs that is looked at more closely
 _UNKNOWN = Shape(0, (), frozenset())
 
@@ -287,6 +288,8 @@ class StepMeter:
     def _look_again_if_changed(self, shape: Shape, seconds: float) -> None:
         usual = self._usual.get(shape, seconds)
         self._usual[shape] = usual + (seconds - usual) / 8
+        while len(self._usual) > _SHAPES:
+            del self._usual[next(iter(self._usual))]
         if abs(seconds - usual) > _CHANGED * usual:
             self._reader.doubt()
 

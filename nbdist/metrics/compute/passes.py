@@ -112,6 +112,8 @@ class PassReader:
             return False
         before = self._made.get(near)
         self._made[near] = made
+        while len(self._made) > _KEPT:
+            del self._made[next(iter(self._made))]
         return before is not None and before != made
 
 

@@ -48,6 +48,8 @@ class Pauses:
 
     def slower(self, slack: float) -> Pauses:
         """Return the pauses for answers that take so many seconds longer than on one machine."""
+        if not slack:
+            return self
         stretched = {name: getattr(self, name) + slack for name in ("confirm", "repeat", "answer", "sample", "failed")}
         return replace(self, **stretched)
 

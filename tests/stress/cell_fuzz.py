@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nbdist import RankDied, RankError, RankTimeout, Session, StaleGroupError
+from nbdist import NbdistError, RankDied, RankError, RankTimeout, Session, StaleGroupError
 from nbdist.client.session.background import BackgroundCell
 from tests.support.odd_cells import DIES, FAILS, ODD_CELLS, OddCell
 
@@ -28,7 +28,8 @@ _PARTIAL = 0.3  # of the cells run on some of the ranks
 _BACKGROUND = 0.1  # of the cells run while another one runs on the other ranks
 _GRACES = (0.02, 0.02, 0.02, 0.3)  # seconds that ranks may wait for one that has raised
 _RESTART = 0.01
-_DEATH = 0.01
+_DEATH = 0.02
+_HEALED = 0.8  # of the deaths after which a rank lives; else all are restarted
 
 _FUZZED = [odd for odd in ODD_CELLS if odd.fuzzed and odd.outcome != DIES]
 _DEADLY = [odd for odd in ODD_CELLS if odd.fuzzed and odd.outcome == DIES]
@@ -72,17 +73,20 @@ class Figures:
         endings: How cells ended, by name of the error; "" for those that ended well.
         slowest: Seconds of the slowest cell, and its name.
         restarts: Times that all ranks were replaced.
+        heals: Times that the ranks were replaced which had died.
     """
 
     cells: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)
     slowest: tuple[float, str] = (0.0, "")
     restarts: int = 0
+    heals: int = 0
 
     def __str__(self) -> str:
         endings = ", ".join(f"{count:,} {name or 'ok'}" for name, count in self.endings.most_common())
         seconds, name = self.slowest
-        return f"{self.cells.total():,} cells ({endings}), {self.restarts} restarts; slowest {name} {seconds:.1f} s"
+        times = f"{self.restarts} restarts, {self.heals} heals"
+        return f"{self.cells.total():,} cells ({endings}), {times}; slowest {name} {seconds:.1f} s"
 
 
 class CellFuzz:
@@ -142,7 +146,19 @@ class CellFuzz:
         if not isinstance(error, RankDied) or odd.shown not in str(error):
             self._violated(f"{odd.name} ended with {error!r}, where a death by {odd.shown} was to be reported")
         self._note(odd, cell, error)
-        self._restart()
+        some_live = any(row["state"] != "dead" for row in self._session.status())
+        if some_live and self._random.random() < _HEALED:
+            self._heal()
+        else:
+            self._restart()
+
+    def _heal(self) -> None:
+        self._history.append("heal")
+        try:
+            self._session.heal()
+        except NbdistError as error:
+            self._violated(f"the heal failed: {_text(error)}")
+        self.figures.heals += 1
 
     def _restart(self) -> None:
         self._history.append("restart")
@@ -151,7 +167,7 @@ class CellFuzz:
         self._set_up()
 
     def _set_up(self) -> None:
-        self._session.run(_SET_UP.format(path=str(self._folder)))
+        self._session.run(_SET_UP.format(path=str(self._folder)), setup=True)
 
     def _some_ranks(self) -> list[int]:
         return sorted(self._random.sample(self._everyone, self._random.randint(1, len(self._everyone) - 1)))

@@ -245,6 +245,7 @@ class Session:
         *,
         grace: float = 1.0,
         show: bool = False,
+        setup: bool = False,
     ) -> CellResult:
         """Run code in the shells of ranks.
 
@@ -254,6 +255,7 @@ class Session:
             timeout: Seconds after which the ranks are interrupted.
             grace: Seconds that ranks may wait in a collective for one that raised; then they are freed.
             show: Whether to show the output as well.
+            setup: Whether ranks that replace dead ones run it first.
 
         Returns:
             The output and the last value of each rank: `result[0].stdout`.
@@ -263,7 +265,7 @@ class Session:
             SessionBusy: One of these ranks runs something else.
         """
         check_seconds("timeout", timeout)
-        options = CellOptions(grace=grace, show=show, keep=True)
+        options = CellOptions(grace=grace, show=show, keep=True, setup=setup)
         with interruption.deferred():
             task = self._rank_set.submit("cell", code, ranks, options)
             task.wait(timeout)

@@ -228,6 +228,7 @@ class RankProcess:
             self._control.questions.gpu = device.index or 0
             self._shell = RankShell.make(self._lane, self._own_names(device))
             self._shell.explain = collectives.explain
+            self._shell.undisturbed = self._control.gate.undisturbed
             self._control.questions.shell = self._shell
             self._names = self._current_names()
             spawning.refuse(self._shell.is_main)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import types
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -87,3 +91,18 @@ def test_what_is_raised_from_a_lost_peer_is_one_too() -> None:
         raise ValueError("the step has failed") from from_native_code(PEER)
     except ValueError as error:
         assert kind(error) == "lost"
+
+
+def test_a_traceback_may_have_an_entry_without_a_line() -> None:
+    """An interrupt can come where there is none, as at the end of a `with`."""
+
+    def leaves_something() -> Iterator[types.FrameType]:
+        with contextlib.nullcontext():
+            yield sys._getframe()
+
+    frame = next(leaves_something())
+    offsets = [start for start, _, line in frame.f_code.co_lines() if line is None]
+    traceback = types.TracebackType(None, frame, offsets[0], -1)
+    assert not traceback.tb_lineno
+    trimmed = failures.trim(traceback)
+    assert trimmed is not None and trimmed.tb_lineno == frame.f_code.co_firstlineno

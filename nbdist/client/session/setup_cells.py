@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 
-from IPython.core.inputtransformer2 import TransformerManager
-
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -17,6 +15,8 @@ def definitions(code: str) -> str:
     """
     if code.lstrip().startswith("%%"):
         return ""
+    from IPython.core.inputtransformer2 import TransformerManager  # not where only launches are
+
     try:
         code = TransformerManager().transform_cell(code)
         statements = ast.parse(code).body

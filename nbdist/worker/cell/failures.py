@@ -138,7 +138,8 @@ def trim(traceback: types.TracebackType | None, *, innermost: bool = True) -> ty
         kept = kept[:_ENDS] + kept[-_ENDS:]
     trimmed: types.TracebackType | None = None
     for entry in reversed(kept):
-        trimmed = types.TracebackType(trimmed, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        line = entry.tb_lineno or entry.tb_frame.f_code.co_firstlineno  # an interrupt may come where there is none
+        trimmed = types.TracebackType(trimmed, entry.tb_frame, entry.tb_lasti, line)
     return trimmed
 
 

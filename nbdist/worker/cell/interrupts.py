@@ -86,6 +86,15 @@ class InterruptGate:
             self._running = 0
             self._due = None
 
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Hold interrupts back in the body, until they are sent again."""
+        held, self.held = self.held, lambda: True
+        try:
+            yield
+        finally:
+            self.held = held
+
     def request(self, serial: int) -> None:
         """Interrupt the cell `serial`, now or when it starts. From any thread."""
         self._asked = serial

@@ -138,6 +138,7 @@ class RankShell(InteractiveShell):
     _scripts: ScriptFolders
     _failures: list[tuple[BaseException, Failure]]  # what has failed since the last `forget_failure`, the first first
     explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
+    undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @classmethod
     def prepare(cls) -> RankShell:
@@ -332,7 +333,8 @@ class RankShell(InteractiveShell):
         interrupt = failures.answered_by_exit(error)
         if interrupt is not None:
             error, traceback = interrupt, interrupt.__traceback__
-        rendered = self._rendered(error, traceback, compiled=compiled)
+        with self.undisturbed():  # else the interrupt that follows from a failure elsewhere would hide this one
+            rendered = self._rendered(error, traceback, compiled=compiled)
         self.caught = self.caught or failures.passed_through_step(error)
         failure = failures.describe(self.explain(error) or error, rendered)
         parts = shells.chain(error)

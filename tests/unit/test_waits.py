@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def plain(model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS = {"DDP": DistributedDataParallel, "FSDP2": fully_shard, "plain": plain}
+WAYS: dict[str, Callable[[nn.Module], Any]] = {"DDP": DistributedDataParallel, "FSDP2": fully_shard, "plain": plain}
 
 
 def be_rank(rank: int, port: int, way: str, results: Any) -> None:

@@ -254,7 +254,7 @@ class Controller:
                 self._handle_rank(self._members, rank, message)
         elif name == AGENT_FREIGHT:
             if self._members is not None:
-                self._members.handle_freight(number, message)
+                self._members.cargo.handle(number, message)
         elif name in NODE_LANES:
             self._handle_agent(number, message)
         else:
@@ -364,7 +364,7 @@ class Controller:
             raise ValueError("only the controller asks in its own name")
         members = self._members
         if members is not None and isinstance(message.question, Release):
-            members.release(message.question.serial)
+            members.cargo.release(message.question.serial)
         living = [number for number in message.ranks if members is not None and members.lives(number)]
         for number in set(message.ranks).difference(living):
             self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))

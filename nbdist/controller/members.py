@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from nbdist.controller.cargo import Cargo
+from nbdist.controller.cell_cargo import CellCargo
 from nbdist.controller.cell_history import CellHistory
 from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.node_table import KnownNode, NodeTable
@@ -40,7 +40,6 @@ from nbdist.wire.life import (
 )
 from nbdist.wire.message import Message
 from nbdist.wire.output import Notice, Output
-from nbdist.wire.parcel import Parcel, Segment
 from nbdist.wire.questions import Answer, RankStatus, Status
 from nbdist.wire.rank_processes import (
     Exited,
@@ -88,6 +87,7 @@ class Members:
         up: Whether all are ready.
         ending: Whether they are to end.
         cells: What they run.
+        cargo: What these take along to other nodes, and bring back.
         names: How to name them.
     """
 
@@ -110,11 +110,7 @@ class Members:
         self._nodes = nodes
         self._switchboard = switchboard
         self._tell = tell
-        self._cargo = Cargo(lambda node, message: nodes.send(node, message, AGENT_FREIGHT))
-        self._on_their_way: dict[int, Execute] = {}  # cells whose parcels are brought to other nodes
-        self._parcels: dict[int, dict[int, Parcel]] = {}  # by cell, for each other node its own
-        self._deliveries: dict[int, int] = {}  # by cell, what was brought for it
-        self._collections: dict[int, list[int]] = {}  # by cell, what was brought from it, until the notebook has it
+        self.cargo = CellCargo(lambda node, message: nodes.send(node, message, AGENT_FREIGHT))
         self._first_serial = first_serial
         self._node_of = {rank: node for node, options in shares.items() for rank in options.ranks}
         self.ranks = {number: Rank(number, tell, keep, self._part_ended) for number in self._node_of}
@@ -164,19 +160,8 @@ class Members:
         node = self._node_of[message.rank] if isinstance(message, Reply) else 0
         if not isinstance(message, Reply) or parcel is None or not parcel.segments or not node:
             self._tell(message)
-            return
-        reply = message
-
-        def done(segments: list[Segment], why: str) -> None:
-            if why:
-                failure = Failure("TransferError", f"its value could not be brought here: {why}", "", time.monotonic())
-                self._tell(msgspec.structs.replace(reply, parcel=None, status="error", failure=failure))
-            else:
-                home = msgspec.structs.replace(parcel, segments=segments)
-                self._tell(msgspec.structs.replace(reply, parcel=home))
-
-        key = self._cargo.fetch(parcel.segments, node, done)
-        self._collections.setdefault(reply.serial, []).append(key)
+        else:
+            self.cargo.collect(message, parcel, node, self._tell)
 
     @property
     def slack(self) -> float:
@@ -234,47 +219,27 @@ class Members:
         elsewhere = {self._node_of[rank] for rank in message.ranks if not self.ranks[rank].dead} - {0}
         if message.parcel is None or not message.parcel.segments or not elsewhere:
             self.execute(message)
-            return
-        self._on_their_way[message.serial] = message
-        whole = message.parcel
+        else:
+            self.cargo.deliver(message, elsewhere, self._delivered)
 
-        def done(there: dict[int, list[Segment]], why: str) -> None:
-            if self._on_their_way.pop(message.serial, None) is None:
-                return
-            if why:
-                self._refuse(message, "error", "TransferError", f"{whole.name} could not be sent to other nodes: {why}")
-                return
-            parcels = {node: msgspec.structs.replace(whole, segments=segments) for node, segments in there.items()}
-            self._parcels[message.serial] = parcels
+    def _delivered(self, message: Execute, why: str) -> None:
+        """Begin a cell, as what it takes along is there."""
+        if why:
+            self._refuse(message, "error", "TransferError", why)
+        else:
             self.execute(message)
-
-        self._deliveries[message.serial] = self._cargo.deliver(whole.segments, sorted(elsewhere), done)
 
     def _refuse(self, message: Execute, status: Outcome, name: str, text: str) -> None:
         """Report for all ranks of a cell that it has not begun."""
-        self._drop_delivery(message.serial)
+        self.cargo.drop(message.serial)
         kind: FailureKind = "interrupted" if status == "interrupted" else "raised"
         failure = Failure(name, text, "", time.monotonic(), kind=kind)
         for rank in message.ranks:
             self._tell(Reply(message.serial, rank, status, failure))
 
-    def release(self, serial: int) -> None:
-        """Release what a cell has sent: the notebook has it, or does not want it."""
-        for key in self._collections.pop(serial, ()):
-            self._cargo.drop(key)
-
-    def _drop_delivery(self, serial: int) -> None:
-        self._parcels.pop(serial, None)
-        if (key := self._deliveries.pop(serial, None)) is not None:
-            self._cargo.drop(key)
-
-    def handle_freight(self, node: int, message: Message) -> None:
-        """Handle a part of a value that an agent sends or takes."""
-        self._cargo.handle(node, message)
-
     def stop(self, message: Interrupt) -> None:
         """Stop a cell."""
-        waiting = self._on_their_way.pop(message.serial, None)
+        waiting = self.cargo.withdraw(message.serial)
         if waiting is not None:
             self._refuse(waiting, "interrupted", "KeyboardInterrupt", "it was interrupted before it began")
         else:
@@ -297,7 +262,7 @@ class Members:
 
     def _send_out(self, message: Execute, ranks: Sequence[int]) -> None:
         """Send a cell to its ranks, with the parcel as each node has it."""
-        parcels = self._parcels.get(message.serial, {})
+        parcels = self.cargo.parcels(message.serial)
         for node, parcel in parcels.items():
             there = [rank for rank in ranks if self._node_of[rank] == node]
             self.to_ranks(RANK_CELL, there, msgspec.structs.replace(message, parcel=parcel))
@@ -507,7 +472,7 @@ class Members:
         """Note that a node is gone, and its ranks with it."""
         cause = f"node {node.number} ({node.host}) is lost: {why}"
         self._left.add(node.number)
-        self._cargo.lose(node.number)
+        self.cargo.lose(node.number)
         if self.ending:
             return
         if not self.up:
@@ -540,8 +505,8 @@ class Members:
     def _part_ended(self, reply: Reply) -> None:
         """Note that a cell is over on a rank."""
         self.cells.ended(reply, time.monotonic())
-        if reply.serial in self._deliveries and all(rank.serial != reply.serial for rank in self.ranks.values()):
-            self._drop_delivery(reply.serial)
+        if self.cargo.holds(reply.serial) and all(rank.serial != reply.serial for rank in self.ranks.values()):
+            self.cargo.drop(reply.serial)
 
     # --- newcomers in the places of dead ranks
 
@@ -620,7 +585,7 @@ class Members:
 
     def quiet(self) -> bool:
         """Return whether nothing runs on the living, and nothing is being repaired."""
-        return self.cells.quiet and not self._on_their_way
+        return self.cells.quiet and not self.cargo.moving
 
     # --- end
 
@@ -643,7 +608,7 @@ class Members:
         """Note that none of its processes is left on a node."""
         self._left.add(node)
         if self.all_gone:
-            self._cargo.close()
+            self.cargo.close()
 
     @property
     def all_gone(self) -> bool:

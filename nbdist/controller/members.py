@@ -132,7 +132,7 @@ class Members:
         self._lives: Counter[int] = Counter()  # processes that a rank's place has had beside its first
         self._store_lost = False
         self._healing: Healing | None = None
-        self._held: list[Execute] = []  # until it is over
+        self._held: dict[int, Execute] = {}  # cells that begin when it is over
         self._history = CellHistory()
 
     # --- messages to ranks
@@ -210,7 +210,7 @@ class Members:
         if not self.up:
             return
         if self._healing is not None and not self._healing.lets(message.ranks):
-            self._held.append(message)
+            self._held[message.serial] = message
             return
         if self._healing is None:
             self._history.add(message)
@@ -239,7 +239,7 @@ class Members:
 
     def stop(self, message: Interrupt) -> None:
         """Stop a cell."""
-        waiting = self.cargo.withdraw(message.serial)
+        waiting = self.cargo.withdraw(message.serial) or self._held.pop(message.serial, None)
         if waiting is not None:
             self._refuse(waiting, "interrupted", "KeyboardInterrupt", "it was interrupted before it began")
         else:
@@ -549,8 +549,8 @@ class Members:
         self._healing.go_on(now)
         if self._healing.over:
             self._healing = None
-            held, self._held = self._held, []
-            for message in held:
+            held, self._held = self._held, {}
+            for message in held.values():
                 self.begin(message)
 
     def newcomer(self, rank: int) -> Rank:

@@ -149,6 +149,35 @@ def test_ctrl_c_in_a_setup_cell_leaves_the_others_as_they_were(three: Kernel, tm
     assert printed(three, SUM) == ALL_SUMS
 
 
+def test_a_cell_that_waits_for_the_end_of_a_heal_can_be_interrupted(three: Kernel, tmp_path: Path) -> None:
+    there, go = tmp_path / "there", tmp_path / "go"
+    three.ok("%%distributed --setup\nimport os, time, torch, torch.distributed as dist")
+    wait = f"open('{there}', 'x').close()\nwhile not os.path.exists('{go}'): time.sleep(0.01)"
+    three.ok(
+        f"%%distributed --setup\nif os.path.exists('{tmp_path}/heals'):\n    {wait.replace(chr(10), chr(10) + '    ')}"
+    )
+    kill(three, 1)
+    (tmp_path / "heals").touch()
+    other = f"""
+import os, threading, time, nbdist
+session, endings = nbdist.get_session(), []
+def meanwhile():
+    while not os.path.exists('{there}'): time.sleep(0.01)
+    held = session.run_in_background('pass', 0)
+    held.interrupt()
+    try: held.wait(30)
+    except BaseException as error: endings.append(type(error).__name__)
+    open('{go}', 'x').close()
+thread = threading.Thread(target=meanwhile)
+thread.start()
+session.heal()
+thread.join()
+"""
+    three.ok(other, HANG)
+    assert three.value("endings") == ["KeyboardInterrupt"]
+    assert printed(three, SUM) == ALL_SUMS
+
+
 def test_a_rank_that_is_stuck_in_c_is_replaced(three: Kernel) -> None:
     three.ok("%%distributed\nkept = rank")
     stuck = "if rank == 1:\n    print('in C', flush=True)\n    ctypes.PyDLL(None).sleep(600)"

@@ -138,8 +138,8 @@ def _choose(rank_set: RankSet, ranks: Ranks, kill: bool) -> list[int]:
 def _refuse_busy(rank_set: RankSet, chosen: Sequence[int]) -> None:
     """Refuse while ranks run what has nothing to do with the ones to be replaced, and so would not end with them."""
     concerned = set(rank_set.traffic.running(chosen).values())
-    others = {info.rank for info in rank_set.ranks} - set(chosen)
-    busy = {rank: task for rank, task in rank_set.traffic.running(others).items() if task not in concerned}
+    others = rank_set.traffic.running({info.rank for info in rank_set.ranks} - set(chosen))
+    busy = {rank: task for rank, task in others.items() if task not in concerned and not task.bereaved}
     if busy:
         raise rank_set.busy(busy)
 

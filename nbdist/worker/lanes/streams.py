@@ -22,6 +22,7 @@ from typing import Any
 from nbdist.wire.output import STDERR, STDOUT
 
 _libc = ctypes.CDLL(None)
+_libc_with_gil = ctypes.PyDLL(None)
 _LINE_BUFFERED = 1  # _IOLBF of <stdio.h> on Linux
 _STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
 _BUSY_LIMIT = 0.1  # seconds that another thread may be inside of a stream of C until it is left alone
@@ -113,20 +114,25 @@ def flush_c() -> None:
     """
     for name in _STREAMS.values():
         stream = _c_stream(name)
-        if _lock(stream):
-            _libc.fflush_unlocked(stream)
-            _libc.funlockfile(stream)
+        if _has_output(stream):
+            _libc.fflush(stream)
 
 
-def _lock(stream: ctypes.c_void_p) -> bool:
-    """Take the lock of a C stream, unless a thread that may never come back has it."""
+def _has_output(stream: ctypes.c_void_p) -> bool:
+    """Return whether something waits in a C stream; not of one whose lock a thread has that may never come back.
+
+    Python's own lock is kept while the stream's is held: a thread whose exception Python prints waits for the
+    stream's with Python's held, so whoever waited for Python's with the stream's held would wait forever.
+    """
     deadline = 0.0
-    while _libc.ftrylockfile(stream) != 0:
+    while _libc_with_gil.ftrylockfile(stream) != 0:
         deadline = deadline or time.monotonic() + _BUSY_LIMIT
         if time.monotonic() > deadline:
             return False
         time.sleep(0.001)
-    return True
+    waits = _libc_with_gil.__fpending(stream) > 0
+    _libc_with_gil.funlockfile(stream)
+    return bool(waits)
 
 
 def _c_stream(name: str) -> ctypes.c_void_p:

@@ -50,7 +50,7 @@ def test_rows_appear_and_numbers_move_while_a_cell_runs(lab: Lab, browser: Brows
     start = "%load_ext nbdist\n%distributed start -n 2\n%distributed panel --rate 0.25"
     with Notebook(lab, browser, [start, grow, "%distributed stop"]) as notebook:
         notebook.run(0)
-        memory = notebook.panel.locator(".nbdist-memory")
+        memory = notebook.panel.get_by_role("option").locator(".nbdist-memory")
         expect(memory).to_have_count(2)
         expect(notebook.panel).to_contain_text("no GPUs: ")
         notebook.save()

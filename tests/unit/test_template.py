@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as the agent sets it
 HERE = str(Path(__file__).resolve().parents[2])
 PROGRAM = """
 import os, socket, sys, threading
@@ -24,7 +25,7 @@ stop.set()
 
 
 def test_a_template_that_has_become_two_threads_forks_no_rank_and_says_so() -> None:
-    environment = {**os.environ, "PYTHONPATH": HERE}
+    environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": HERE}
     command = [sys.executable, "-c", PROGRAM, "threaded"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     assert "ForkFailed" in done.stdout and "the template has 2 threads" in done.stdout

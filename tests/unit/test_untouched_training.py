@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,6 +46,13 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.dropout(F.mish(self.second(F.silu(self.first(x)))), 0.1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Whatever tests before these have compiled in this process is gone."""
+    torch._dynamo.reset()
+    gc.collect()
 
 
 def plain() -> nn.Module:

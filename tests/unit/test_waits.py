@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.metrics.node.sample import RankSample, Sample
 from nbdist.metrics.steps import StepMeter
 from nbdist.panel.model import view_of
+from nbdist.worker.recovery.reset_models import let_groups_outlive_ddp
 
 pytestmark = pytest.mark.torch_private
 
@@ -40,6 +41,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {"DDP": DistributedDataParallel, "
 
 def be_rank(rank: int, port: int, way: str, results: Any) -> None:
     torch.set_num_threads(1)
+    let_groups_outlive_ddp()  # the model is freed at the end of this function
     store = dist.TCPStore("127.0.0.1", port, world_size=2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     with StepMeter() as meter:

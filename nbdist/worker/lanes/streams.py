@@ -15,17 +15,16 @@ import io
 import os
 import select
 import sys
-import time
+import threading
 import traceback
 from typing import Any
 
 from nbdist.wire.output import STDERR, STDOUT
 
 _libc = ctypes.CDLL(None)
-_libc_with_gil = ctypes.PyDLL(None)
 _LINE_BUFFERED = 1  # _IOLBF of <stdio.h> on Linux
 _STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
-_BUSY_LIMIT = 0.1  # seconds that another thread may be inside of a stream of C until it is left alone
+_BUSY_LIMIT = 1.0  # seconds that another thread may be inside of a stream of C until it is left alone
 
 
 def write_all(descriptor: int, data: Any) -> None:
@@ -114,25 +113,19 @@ def flush_c() -> None:
     """
     for name in _STREAMS.values():
         stream = _c_stream(name)
-        if _has_output(stream):
-            _libc.fflush(stream)
+        if _libc.__fpending(stream):
+            _flush(stream)
 
 
-def _has_output(stream: ctypes.c_void_p) -> bool:
-    """Return whether something waits in a C stream; not of one whose lock a thread has that may never come back.
+def _flush(stream: ctypes.c_void_p) -> None:
+    """Flush a C stream, unless a thread that may never come back has its lock.
 
-    Python's own lock is kept while the stream's is held: a thread whose exception Python prints waits for the
-    stream's with Python's held, so whoever waited for Python's with the stream's held would wait forever.
+    In one call, in a thread: whoever held the stream's lock between two calls might wait for Python's, while a thread
+    whose exception Python prints holds Python's and waits for the stream's.
     """
-    deadline = 0.0
-    while _libc_with_gil.ftrylockfile(stream) != 0:
-        deadline = deadline or time.monotonic() + _BUSY_LIMIT
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    waits = _libc_with_gil.__fpending(stream) > 0
-    _libc_with_gil.funlockfile(stream)
-    return bool(waits)
+    flush = threading.Thread(target=_libc.fflush, args=(stream,), name="nbdist-flush", daemon=True)
+    flush.start()
+    flush.join(_BUSY_LIMIT)
 
 
 def _c_stream(name: str) -> ctypes.c_void_p:

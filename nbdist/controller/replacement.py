@@ -26,6 +26,7 @@ _Phase = Literal["end", "start", "adopt", "set up", "join", "give up"]
 _ANSWER_LIMIT = 30.0  # seconds for the living to report where they are, and for all to renew their groups
 _END_LIMIT = 5.0  # seconds for newcomers to end that are not wanted any more
 _AGAIN = "Type `%distributed heal` to try again"
+_FRESH = "`%distributed restart` starts fresh ranks"
 KILLED = "it was ended by `%distributed heal --kill`"
 
 
@@ -124,7 +125,7 @@ class Healing:
             self.fail(f"rank {rank} ended while it took its place: {how}\n{_AGAIN}")
         else:
             self.fail(f"rank {rank} ended meanwhile: {how}\n{_AGAIN}")
-        if self._phase == "give up" and not self._forked:
+        if self._phase == "give up" and not self._forked and not self.over:
             self._end()
 
     def ready(self, rank: Rank, message: Ready, now: float) -> None:
@@ -141,7 +142,7 @@ class Healing:
             return False
         self._adopting.discard(rank)
         if report.failure:
-            self.fail(f"rank {rank} could not take its place in the process groups ({report.failure})")
+            self.fail(f"rank {rank} could not take its place in the process groups ({report.failure}). {_FRESH}")
         elif not self._adopting and self._phase == "adopt":
             infos = [self._places.settle(newcomer) for newcomer in self.newcomers.values()]
             self.newcomers, self._phase, self.due = {}, "set up", None
@@ -205,7 +206,7 @@ class Healing:
         if self._phase != "join":
             return
         if recovery.failure:
-            self.fail(f"{recovery.failure}. `%distributed restart` starts fresh ranks")
+            self.fail(f"{recovery.failure}. {_FRESH}")
             return
         self.over = True
         self._places.to_notebook(Healed(recovery.generation, len(recovery.renewed), recovery.notes))
@@ -216,7 +217,7 @@ class Healing:
         if self._phase == "give up":
             self._end()
         elif self._phase == "end":
-            self.fail("the other ranks are still busy. `%distributed interrupt` stops what they run")
+            self.fail(f"the other ranks are still busy: `%distributed interrupt` stops what they run. {_AGAIN}")
         elif self._phase == "start":
             missing = [number for number, rank in self.newcomers.items() if not rank.ready]
             self.fail(f"{describe_ranks(missing)} did not come up within {self._patience:g} s. {_AGAIN}")

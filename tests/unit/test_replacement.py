@@ -1,0 +1,77 @@
+"""Ranks are replaced: what the notebook hears of it, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbdist.controller.rank_order import Rank
+from nbdist.controller.recovery import Recovery
+from nbdist.controller.replacement import Healing
+from nbdist.wire.healing import EndRanks, HealFailed, Respawn
+from nbdist.wire.life import RankInfo
+from nbdist.wire.message import Message
+
+
+class Places:
+    """Three idle ranks, of which the last one has died. It records what is sent."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        self.told: list[Message] = []
+        self.agent: list[Message] = []
+
+    def to_rank(self, lane: str, rank: int, message: Message) -> None: ...
+
+    def to_notebook(self, message: Message) -> None:
+        self.told.append(message)
+
+    def to_agent_of(self, rank: int, message: Message) -> None:
+        self.agent.append(message)
+
+    def idle(self) -> list[int]:
+        return [0, 1]
+
+    def newcomer(self, rank: int) -> Rank:
+        return Rank(rank, self.told.append, lambda *_: None, lambda _: None, 1)
+
+    def settle(self, rank: Rank) -> RankInfo:
+        return RankInfo(rank.rank, 7, "cpu")
+
+    def ask(self) -> Any:
+        return lambda ranks, question, handler=None: None
+
+    def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None: ...
+
+    def quiet(self) -> bool:
+        return True
+
+
+def begun() -> tuple[Places, Healing]:
+    """A replacement whose newcomer is being forked."""
+    places = Places()
+    healing = Healing(places, [2], [], 10.0, [], 100.0)
+    healing.go_on(100.0)
+    assert places.agent == [Respawn(1, [2], 1)]
+    return places, healing
+
+
+def test_a_newcomer_that_dies_is_one_failure() -> None:
+    places, healing = begun()
+    healing.ended(2, "exit code 3")
+    assert healing.over and [type(message) for message in places.told] == [HealFailed]
+
+
+def test_a_failure_is_told_once_the_newcomer_has_ended() -> None:
+    places, healing = begun()
+    healing.fail("it was interrupted")
+    assert places.agent[1:] == [EndRanks(1, [2])] and not healing.over and places.told == []
+    healing.ended(2, "SIGKILL")
+    assert healing.over and places.told == [HealFailed("it was interrupted")]
+
+
+def test_a_newcomer_that_does_not_come_up_is_given_up() -> None:
+    places, healing = begun()
+    healing.go_on(110.0)
+    assert places.agent[1:] == [EndRanks(1, [2])] and not healing.over

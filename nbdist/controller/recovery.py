@@ -363,15 +363,26 @@ class Recovery:
 
     def _apart(self) -> str:
         """Describe which ranks made more steps than others in this cell, and what to type."""
-        steps = {rank: self._states[rank].steps for rank in self._ranks if rank in self._states}
-        if len(set(steps.values())) < 2:
-            return ""
+        states = {rank: self._states[rank] for rank in self._ranks if rank in self._states}
         by_count: dict[int, list[int]] = {}
-        for rank, count in steps.items():
-            by_count.setdefault(count, []).append(rank)
+        for rank, state in states.items():
+            by_count.setdefault(state.steps, []).append(rank)
+        if len(by_count) < 2:
+            return self._between_schedules(states)
         words = "; ".join(f"{describe_ranks(by_count[count])}: {count:,}" for count in sorted(by_count, reverse=True))
         ahead = by_count[max(by_count)][0]
         return (
             f"ranks have made different numbers of steps ({words}): "
             f"`nbdist.sync(model, optimizer, src={ahead})` on all ranks brings them together"
+        )
+
+    def _between_schedules(self, states: Mapping[int, RankState]) -> str:
+        """Describe which ranks have set the learning rate of the next step, if only some have, and what to type."""
+        done = [rank for rank, state in states.items() if state.rescheduled]
+        if not done or len(done) == len(states):
+            return ""
+        others = describe_ranks(sorted(states.keys() - set(done)))
+        return (
+            f"the learning rate of the next step is set on {describe_ranks(done)}, not on {others}: "
+            f"`nbdist.sync(optimizer, scheduler, src={done[0]})` on all ranks brings them together"
         )

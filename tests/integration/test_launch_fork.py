@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from testbed.kernel import Kernel, both, lines_by_rank
+from testbed.kernel import Kernel, both, lines_by_rank, wait_until
 from tests.stand_ins.guard import write_packages
 
 SETUP = """
@@ -302,10 +302,13 @@ def test_a_death_by_a_signal_is_named(kernel: Kernel) -> None:
     assert failed.evalue.startswith("rank 0 died: SIGKILL")
 
 
+def commands() -> list[list[str]]:
+    return [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+
+
 def test_what_a_rank_started_ends_with_it(kernel: Kernel) -> None:
     kernel.fails(fork("import subprocess\nsubprocess.Popen(['sleep', '1357'])\nos._exit(1)"), "LaunchError")
-    commands = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
-    assert ["sleep", "1357"] not in commands
+    wait_until(lambda: ["sleep", "1357"] not in commands(), "the end of what the rank started")
 
 
 def test_a_launch_on_a_forked_rank_is_refused(kernel: Kernel) -> None:

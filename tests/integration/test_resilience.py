@@ -96,6 +96,33 @@ def test_no_rank_is_left_a_step_behind_when_all_are_interrupted_at_once(kernels:
     kernel.ok("%%distributed\nimport nbdist\nassert nbdist.check(list(model.parameters()), optimizer)")
 
 
+SLOW_TO_SCHEDULE = """
+while True:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    if rank == 1 and scheduler.last_epoch == 3:
+        print('behind')
+        time.sleep(60)
+    scheduler.step()
+"""
+
+
+@pytest.mark.torch_private
+def test_ranks_interrupted_before_and_after_the_scheduler_are_said_to_differ(kernels: dict[int, Kernel]) -> None:
+    kernel = kernels[2]
+    kernel.ok(MODEL + "scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)\n")
+    kernel.ok(f"import nbdist\nhandle = nbdist.get_session().run_in_background({SLOW_TO_SCHEDULE!r}, show=False)")
+    wait_until(lambda: kernel.value("handle.output[1].stdout") != "", "rank 1 to fall behind")
+    kernel.ok("handle.interrupt(now=True)")
+    failed = kernel.fails("handle.wait(20)", "KeyboardInterrupt")
+    assert "the learning rate of the next step is set on rank 0, not on rank 1" in failed.traceback
+    assert "`nbdist.sync(optimizer, scheduler, src=0)`" in failed.traceback
+    kernel.ok("%%distributed\nimport nbdist\nnbdist.sync(optimizer, scheduler, src=0)\n")
+    seen = kernel.ok("%%distributed\nprint(scheduler.last_epoch, optimizer.param_groups[0]['lr'])")
+    assert len({line for lines in seen.lines.values() for line in lines}) == 1, seen.stdout
+
+
 @pytest.mark.torch_private
 def test_ranks_of_which_some_had_not_ended_their_first_forward_after_an_evaluation_meet_again(
     kernels: dict[int, Kernel],

@@ -173,6 +173,7 @@ class RankRecovery:
             current=current,
             caught=current and self._caught(),
             steps=self._steps.count if current else 0,
+            rescheduled=current and self._steps.rescheduled(),
             stopped=self._steps.stopped if current and self._stopped_at_step() else None,
             recipes=self.collectives.recipes() if question.recipes else {},
         )

@@ -21,6 +21,7 @@ import queue
 import statistics
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -69,6 +70,7 @@ class StepCounter:
         self._events = step_events.of_this_thread()
         self._stop_listening: Callable[[], None] | None = None
         self._place: list[tuple[CodeType, int]] = []  # of the last step's call, the innermost frame first
+        self._rates: tuple[weakref.ref[Optimizer], list[Any]] | None = None  # that the last step was made with
         self._body: _LoopBody | None = None
 
     # --- the main thread
@@ -97,6 +99,7 @@ class StepCounter:
         """
         self.count, self.stopped = 0, None
         self._place = []
+        self._rates = None
         self._times.clear()
         self._serial = serial
         for old in list(self._requests):
@@ -137,6 +140,11 @@ class StepCounter:
         return True
 
     # --- the control thread
+
+    def rescheduled(self) -> bool:
+        """Return whether a scheduler has set learning rates since the last step. Those kept in tensors don't count."""
+        optimizer = self._rates[0]() if self._rates is not None else None
+        return self._rates is not None and optimizer is not None and self._rates[1] != _rates(optimizer)
 
     def arm(self, serial: int) -> StepsMade:
         """Let the rank wait at the end of its next step in this cell, until it is told where to stop."""
@@ -194,6 +202,7 @@ class StepCounter:
         self.count += 1
         self.stopped = None
         self._times.append(time.monotonic())
+        self._rates = weakref.ref(optimizer), _rates(optimizer)
         self._place = place = []
         frame = self._events.frame
         while frame is not None:
@@ -384,6 +393,10 @@ class _Call:
 def _line_before(code: CodeType, offset: int) -> int | None:
     """Return the line of the instruction before this one."""
     return next((line for start, end, line in code.co_lines() if start < offset <= end), None)
+
+
+def _rates(optimizer: Optimizer) -> list[Any]:
+    return [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), float)]
 
 
 def _users_frames() -> list[FrameType]:

@@ -14,7 +14,7 @@ NbdistError
 ├── StaleGroupError       a process group was used that is gone, or may be out of step
 ├── CheckpointError       a checkpoint could not be written or read
 ├── TransferError         a value can't travel between processes
-└── InteractionError      code on a rank asked for the keyboard
+└── InteractionError      code on a rank reads a line, and nobody can enter one
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TransferError(NbdistError):
 
 
 class InteractionError(NbdistError):
-    """Code on a rank asked for the keyboard, which ranks do not have. The cell ends; the rank lives on."""
+    """Code on a rank reads a line where nobody can enter one: no input field, no terminal. The rank lives on."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ CHAPTERS = {
         "launcher",
         "interrupts",
         "heal",
+        "debug",
         "measures",
         "cuda_guard",
         "reliability",

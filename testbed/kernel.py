@@ -80,6 +80,27 @@ class Execution:
         while not any(text in shown for shown in (self.outcome.stdout, self.outcome.stderr, *self.outcome.plain)):
             self._step(deadline, f"text {text!r}")
 
+    def enter(self, line: str, limit: float = LIMIT) -> str:
+        """Wait for a prompt, and enter a line there. Returns the prompt."""
+        prompt = self.prompt(limit)
+        self.enter_now(line)
+        return prompt
+
+    def enter_now(self, line: str) -> None:
+        """Enter a line at the prompt that is there."""
+        self._client.input(line)
+
+    def prompt(self, limit: float = LIMIT) -> str:
+        """Wait for a prompt, and return it."""
+        deadline = time.monotonic() + limit
+        while True:
+            assert time.monotonic() < deadline and not self._idle, f"no prompt: {self.outcome}"
+            with contextlib.suppress(queue.Empty):
+                asked = self._client.get_stdin_msg(timeout=0.05)
+                if asked["parent_header"].get("msg_id") == self._id:
+                    return str(asked["content"]["prompt"])
+            self._step(deadline, "a prompt", patience=0.05)
+
     def finish(self, limit: float = LIMIT) -> Outcome:
         """Until the cell has ended."""
         deadline = time.monotonic() + limit
@@ -93,10 +114,10 @@ class Execution:
         self.outcome.status = reply["content"]["status"]
         return self.outcome
 
-    def _step(self, deadline: float, what: str) -> None:
+    def _step(self, deadline: float, what: str, *, patience: float = 0.5) -> None:
         assert time.monotonic() < deadline, f"no {what} in time: {self.outcome}"
         try:
-            message = self._client.get_iopub_msg(timeout=0.5)
+            message = self._client.get_iopub_msg(timeout=patience)
         except queue.Empty:
             return
         if message["parent_header"].get("msg_id") == self._id:
@@ -147,9 +168,9 @@ class Kernel:
             raise
         self.pid: int = self.manager.provisioner.process.pid  # type: ignore[union-attr]
 
-    def start(self, code: str) -> Execution:
-        """Run a cell and don't wait for it."""
-        return Execution(self.client, self.client.execute(code))
+    def start(self, code: str, *, input_allowed: bool = False) -> Execution:
+        """Run a cell and don't wait for it. `input_allowed`: whether it may ask for a line, which `enter` gives."""
+        return Execution(self.client, self.client.execute(code, allow_stdin=input_allowed))
 
     def run(self, code: str, limit: float = LIMIT) -> Outcome:
         """Run a cell to its end."""

@@ -52,11 +52,12 @@ from nbdist.wire.lanes import (
 from nbdist.wire.life import SERIALS, Broken, Shutdown, Start, StartFailed, Stop, Stopped
 from nbdist.wire.message import VERSION, Hello, Message
 from nbdist.wire.nodes import Join, NodeLeft, Pong
-from nbdist.wire.output import Credit, Display, LogPart, Notice, ReadLog, WidgetMessage
+from nbdist.wire.output import Credit, Display, LogPart, Notice, Prompt, ReadLog, WidgetMessage
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, Status, WatchNodes
 from nbdist.wire.rank_processes import Gone, Ready
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
+from nbdist.wire.stopping import Enter
 from nbdist.wire.visitor_messages import Describe, Description
 
 _LONGEST_POLL = 1 << 30  # milliseconds; zmq takes no more than an int
@@ -308,10 +309,16 @@ class Controller:
         self._alone = True
         self._switchboard.disconnect(CLIENT_EVENTS)
         self._news.clear()
+        self._refuse_if_alone()
         for credit in self._ledger.settle():
             self._pay(credit)
         self._nodes.broadcast(WatchNodes(0.0))
         self._leave_at = time.monotonic() + (self._linger if self._members is not None else 0.0)
+
+    def _refuse_if_alone(self) -> None:
+        """Refuse ranks that wait for the user, if the notebook is gone."""
+        if self._alone and self._members is not None:
+            self._members.cells.prompts.refuse_all()
 
     def _deliver_news(self) -> None:
         if self._news and self._switchboard.is_connected(CLIENT_EVENTS):
@@ -365,6 +372,9 @@ class Controller:
         members = self._members
         if members is not None and isinstance(message.question, Release):
             members.cargo.release(message.question.serial)
+        if members is not None and isinstance(message.question, Enter):
+            for number in message.ranks:
+                members.cells.prompts.answered(number)
         living = [number for number in message.ranks if members is not None and members.lives(number)]
         for number in set(message.ranks).difference(living):
             self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))
@@ -543,8 +553,11 @@ class Controller:
         if isinstance(message, Reply):
             if message.serial == rank.serial:
                 rank.answer(_on_our_clock(message, members.offset(rank.rank)))
-        elif isinstance(message, Display):
+        elif isinstance(message, (Display, Prompt)):
+            if isinstance(message, Prompt):
+                members.cells.asked(message, rank.serial)
             rank.display(message)
+            self._refuse_if_alone()
         elif isinstance(message, Answer) and message.asker == "controller":
             members.cells.answered(message, time.monotonic())
         elif isinstance(message, (Answer, WidgetMessage)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from nbdist.wire.cells import Reply
 from nbdist.wire.life import Died
 from nbdist.wire.message import Message
-from nbdist.wire.output import END, PLAIN_END, STDOUT, Display, Notice, Output
+from nbdist.wire.output import END, PLAIN_END, STDOUT, Display, Notice, Output, Prompt
 
 _DISPLAY_LIMIT = 10.0  # seconds after the end of a cell during which its displays may still arrive
 
@@ -48,7 +48,7 @@ class Rank:
     _last: tuple[int, int] = (0, 0)  # the newest cell it was given: serial and number
     _reply: Reply | None = None
     _printed: bool = False  # the mark at the end of the cell has arrived
-    _displays: dict[int, Display] = field(default_factory=dict)  # payloads whose marks have not arrived yet
+    _displays: dict[int, Display | Prompt] = field(default_factory=dict)  # payloads whose marks have not arrived yet
     _marked: int = 0  # number of the newest mark that arrived
     _passed: int = 0  # number of the newest mark that was passed on
     _given_up: int = 0  # payloads up to this number are no longer waited for
@@ -68,8 +68,8 @@ class Rank:
         self._reply = reply
         self._check_over()
 
-    def display(self, message: Display) -> None:
-        """Take a display; the mark for its position may still be on its way."""
+    def display(self, message: Display | Prompt) -> None:
+        """Take a display, or a prompt; the mark for its position may still be on its way."""
         if message.sequence <= self._passed:  # `give_up` was called before it arrived
             self.tell(message)
             return

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from nbdist import limits
 from nbdist.controller.inquiries import A, AskRanks, Handler, Inquiries
 from nbdist.controller.ladder import Ladder
+from nbdist.controller.open_prompts import OpenPrompts
 from nbdist.controller.recovery import FailedCell, Recovery
 from nbdist.controller.repairs import Repairs, Wires
 from nbdist.controller.watch import Pauses, Watch
@@ -18,6 +19,7 @@ from nbdist.wire.cells import Execute, InOrder, Interrupt, Remark, Reply, Return
 from nbdist.wire.lanes import RANK_CONTROL
 from nbdist.wire.life import Died
 from nbdist.wire.message import Message
+from nbdist.wire.output import Prompt
 from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Answer
 from nbdist.wire.stopping import Cut, Strand
@@ -54,6 +56,9 @@ class Cells:
     Args:
         wires: Connections to the ranks and the notebook.
         execute: Called with an Execute that had to wait, once the ranks are repaired.
+
+    Attributes:
+        prompts: Which ranks wait for the user.
     """
 
     def __init__(self, wires: Wires, execute: Callable[[Execute], None]) -> None:
@@ -61,6 +66,7 @@ class Cells:
         self._running: dict[int, _Cell] = {}
         self._inquiries = Inquiries(lambda ranks, question: wires.to_ranks(RANK_CONTROL, ranks, question), wires.dead)
         self._repairs = Repairs(wires, self._inquiries.ask, execute)
+        self.prompts = OpenPrompts(self._inquiries.ask)
 
     # --- events
 
@@ -127,6 +133,11 @@ class Cells:
         cell = self._running.get(message.serial)
         if cell is not None:
             cell.watch.returned(message.ranks, now)
+
+    def asked(self, prompt: Prompt, serial: int) -> None:
+        """Note that a rank waits for the user in a cell."""
+        cell = self._running.get(serial)
+        self.prompts.add(prompt, serial, cell.ranks if cell is not None else [prompt.rank])
 
     def ended(self, reply: Reply, now: float) -> None:
         """Note that a rank has finished its part."""
@@ -227,6 +238,7 @@ class Cells:
 
     def _leave(self, cell: _Cell, rank: int, message: Message, failed: bool, now: float) -> None:
         cell.left.discard(rank)
+        self.prompts.answered(rank)
         if failed:
             cell.failed.add(rank)
         cell.watch.ended(rank, failed, now)
@@ -237,6 +249,7 @@ class Cells:
         if cell.left:
             return
         del self._running[cell.serial]
+        self.prompts.forget(cell.serial)
         if cell.unsure:
             self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.unsure), message)
             self._repairs.go_on(now)

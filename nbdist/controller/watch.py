@@ -184,6 +184,9 @@ class Watch:
 
     def _compare(self, now: float) -> None:
         self._looking = False
+        if any(look.asking for look in self._looks.values()) and not self._failed:
+            self._rest(now)
+            return
         before, self._before = self._before, self._looks
         awaited = {rank: who for rank in sorted(self._left) if (who := self._awaited(rank))}
         if self._early:
@@ -209,6 +212,12 @@ class Watch:
         else:
             self._hasten(now)
             self._close(now, ", then went on")
+
+    def _rest(self, now: float) -> None:
+        """Say nothing and end no waiting, as the user types: from then on all times are counted again."""
+        self._before, self._since, self._early = {}, {}, False
+        self.due = self._asked + self._pauses.repeat
+        self._close(now, ", then went on")
 
     def _is_late(self, now: float) -> bool:
         """Return whether ranks of a launch still run seconds after another has finished."""

@@ -15,7 +15,7 @@ from nbdist.wire.healing import Adopt, EndRanks, GiveUpHeal, Heal, Healed, HealF
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
 from nbdist.wire.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
-from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
+from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, Prompt, ReadLog, WidgetMessage
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
 from nbdist.wire.rank_processes import (
     Exited,
@@ -55,6 +55,7 @@ AnyMessage = (
     | Stopped
     | Output
     | Display
+    | Prompt
     | Reply
     | Died
     | Notice

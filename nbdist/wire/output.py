@@ -61,6 +61,18 @@ class WidgetMessage(Message, frozen=True):
     size: int = 0
 
 
+class Prompt(Message, frozen=True):
+    """Code on a rank waits for a line from the user. sequence: its position in the rank's stdout, like a Display's.
+
+    password: whether what is typed is not shown.
+    """
+
+    rank: int
+    sequence: int
+    text: str
+    password: bool = False
+
+
 class Credit(Message, frozen=True):
     """The client has taken `size` bytes of a rank's output; items: of its displays and widget messages."""
 

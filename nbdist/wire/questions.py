@@ -26,6 +26,7 @@ from nbdist.wire.stopping import (
     Arm,
     Cut,
     Disarm,
+    Enter,
     Forbid,
     Forbidden,
     GetNativeStack,
@@ -36,6 +37,7 @@ from nbdist.wire.stopping import (
     NativeStack,
     Position,
     RankState,
+    Rest,
     StepsMade,
     Strand,
     ThreadStack,
@@ -49,6 +51,7 @@ AnyQuestion = (
     | Complete
     | Cut
     | Disarm
+    | Enter
     | Forbid
     | GetMemory
     | GetMetrics
@@ -59,6 +62,7 @@ AnyQuestion = (
     | Inspect
     | Meet
     | Release
+    | Rest
     | Strand
 )
 

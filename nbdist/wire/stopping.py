@@ -33,6 +33,7 @@ class Position(AnswerBody, frozen=True):
     place, line: the position in words, without and with the code there. groups: by name.
     unfinished: by backend, the last collective started and the last one ended, where these differ.
     meeting: whether `collective` is one of nbdist's own functions, which all ranks of the cell must call.
+    asking: whether it waits for a line from the user.
     """
 
     running: int
@@ -47,6 +48,7 @@ class Position(AnswerBody, frozen=True):
     groups: dict[str, GroupState] = {}
     unfinished: Mapping[str, tuple[int, int]] = {}
     meeting: bool = False
+    asking: bool = False
 
 
 class GetPosition(Question[Position], frozen=True):
@@ -145,6 +147,26 @@ class Strand(Question[Done], frozen=True):
 
     serial: int
     why: str
+
+
+# --- a line from the user
+
+
+class Enter(Question[Done], frozen=True):
+    """What the user has entered at the Prompt `number`.
+
+    outcome: "entered"; "end" (of the input: Ctrl-D); "refused", with the reason as `text`.
+    """
+
+    number: int
+    text: str = ""
+    outcome: Literal["entered", "end", "refused"] = "entered"
+
+
+class Rest(Question[Done], frozen=True):
+    """Another rank waits for the user: wait for the others without a limit, until the end of the cell `serial`."""
+
+    serial: int
 
 
 # --- process groups after a cell

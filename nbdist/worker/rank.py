@@ -44,7 +44,8 @@ from nbdist.wire.message import Message
 from nbdist.wire.output import END, PLAIN_END, WidgetMessage
 from nbdist.wire.question import Done
 from nbdist.wire.rank_processes import Quit, RankSetup, Ready
-from nbdist.worker.cell import failures, launched
+from nbdist.wire.stopping import Enter, Rest
+from nbdist.worker.cell import failures, keyboard, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell
 from nbdist.worker.control.control_thread import ControlThread
@@ -199,8 +200,9 @@ class RankProcess:
         self._cells = self._connect(RANK_CELL)
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
-        self._control.answers |= dict([Release.by(self._release)])
-        self._recovery = RankRecovery(setup, self._control)
+        self._keyboard = keyboard.Keyboard(self._lane, lambda: bool(self._control.gate.running))
+        self._control.answers |= dict([Release.by(self._release), Enter.by(self._keyboard.enter), Rest.by(self._rest)])
+        self._recovery = RankRecovery(setup, self._control, self._keyboard)
         self._group = DefaultGroup(setup, self._recovery.collectives.store)
         self._recovery.make_group_again = self._group.make_again
         self._recovery.adopted = self._group.adopted
@@ -229,6 +231,7 @@ class RankProcess:
             self._shell = RankShell.make(self._lane, self._own_names(device))
             self._shell.explain = collectives.explain
             self._shell.undisturbed = self._control.gate.undisturbed
+            self._keyboard.install()
             self._control.questions.shell = self._shell
             self._names = self._current_names()
             spawning.refuse(self._shell.is_main)
@@ -329,6 +332,7 @@ class RankProcess:
 
     def _put_in_order(self) -> None:
         """Repair what the task did to the process, so that the next one is seen and survives."""
+        keyboard.stop_tracing()
         streams.flush_c()
         notes = [_RESTORED.format(what) for what in self._streams.restore()]
         if cancel_alarm():
@@ -450,6 +454,13 @@ class RankProcess:
         packed = self._parcels.pop(order.serial, None)
         if packed is not None:
             packed.close()
+        return Done()
+
+    def _rest(self, order: Rest) -> Done:
+        """Wait for other ranks without a limit, until the cell has ended. In the control thread."""
+        if self._control.gate.running == order.serial:
+            participants.wait_without_limit()
+            self._recovery.collectives.timeouts.suspend()
         return Done()
 
     def _failed(self, task: Execute, failure: Failure) -> Reply:

@@ -177,28 +177,6 @@ def test_an_exit_with_a_code_fails_the_cell_and_names_its_line(ranks: Kernel) ->
     assert on_ranks(ranks, "'alive'").plain == ["[0-1] 'alive'"]
 
 
-@pytest.mark.parametrize("code", ["input('name? ')", "import getpass; getpass.getpass()"])
-def test_asking_for_input_raises_at_once_and_says_what_to_do_instead(ranks: Kernel, code: str) -> None:
-    outcome = ranks.fails(f"%%distributed\n{code}", "RankError")
-    assert "InteractionError" in outcome.evalue and "%distributed push answer" in outcome.evalue
-    assert "line 2" in outcome.traceback
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "breakpoint()",
-        "import pdb; pdb.set_trace()",
-        "import torch.distributed as dist; dist.breakpoint()",
-        "%pdb on",
-    ],
-)
-def test_a_debugger_raises_at_once_and_says_what_to_do_instead(ranks: Kernel, code: str) -> None:
-    outcome = ranks.fails(f"%%distributed\n{code}", "RankError")
-    assert "InteractionError: a debugger does not work on ranks" in outcome.evalue
-    assert "line 2" in outcome.traceback and outcome.stdout == ""
-
-
 def test_display_shows_rich_output(ranks: Kernel) -> None:
     outcome = on_ranks(ranks, "from IPython.display import HTML\ndisplay(HTML('<b>bold</b>'))")
     assert [data["text/html"] for data in outcome.displays if "bold" in data.get("text/html", "")] == ["<b>bold</b>"]

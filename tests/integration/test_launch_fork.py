@@ -317,7 +317,7 @@ def test_a_launch_on_a_forked_rank_is_refused(kernel: Kernel) -> None:
 
 
 def test_input_says_that_nobody_can_answer(kernel: Kernel) -> None:
-    assert "input() does not work on ranks" in kernel.fails(fork("input()"), "LaunchError").evalue
+    assert "nobody can enter anything here" in kernel.fails(fork("input()"), "LaunchError").evalue
 
 
 def test_nothing_is_left_of_ranks_whose_agent_is_killed() -> None:

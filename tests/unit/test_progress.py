@@ -35,7 +35,8 @@ def stands_still(before: Any, after: Any) -> bool:
     records = iter([before, after])
     collectives: Any = SimpleNamespace(record=SimpleNamespace(unfinished=lambda: next(records)))
     gate: Any = SimpleNamespace(running=1)
-    progress = PositionProbe(collectives, gate)
+    keyboard: Any = SimpleNamespace(asking=False)
+    progress = PositionProbe(collectives, gate, keyboard)
 
     def look() -> bool:
         wait_until(_main_thread_rests, "the main thread to be in the call")

@@ -539,3 +539,12 @@ def test_one_that_is_given_up_is_given_up_once() -> None:
     cell.stranded.clear()
     cell.run(until=60)
     assert not cell.stranded
+
+
+def test_while_a_rank_waits_for_the_user_it_says_nothing_and_counts_again_afterwards() -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.does[0] = lambda at: answer(at, asking=at < 30)
+    cell.run(32)
+    assert not cell.said and not cell.freed
+    cell.run(50)
+    assert cell.line.startswith("for 16 s ranks 1-3 wait in all_reduce")

@@ -115,6 +115,11 @@ class Screen:
         self._publisher.item(kind, {"text/plain": f"nbdist: {text}"}, {}, f"nbdist-{topic}-{self._key}")
         self._publisher.pump()
 
+    def settle(self, now: float) -> None:
+        """Show what still waits for other ranks, as the user is to read it now."""
+        self._emit(self._merger.flush(now))
+        self._publisher.complete()
+
     def finish(self, now: float) -> None:
         """Show what still waits for other ranks, or was folded: the cell is over."""
         self._emit(self._merger.flush(now))

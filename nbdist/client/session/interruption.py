@@ -33,6 +33,13 @@ def events(put: Callable[[Any], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Have Ctrl-C in the body raise KeyboardInterrupt: it waits for the user, who may want to leave it."""
+    with _handled(signal.default_int_handler):
+        yield
+
+
+@contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Delay Ctrl-C to the end of the body, or pass it to `events` in the body; the rest of the body must be short."""
     deferral = _Deferral()

@@ -19,6 +19,7 @@ from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.session import interruption, observers, report
 from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.prompts import Prompts
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.widget_proxies import WidgetProxies
@@ -27,7 +28,7 @@ from nbdist.ranks import RankNames, describe_ranks
 from nbdist.wire.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died
 from nbdist.wire.message import Message
-from nbdist.wire.output import Display, Notice, Output, WidgetMessage
+from nbdist.wire.output import Display, Notice, Output, Prompt, WidgetMessage
 from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.stopping import GetStack
 
@@ -112,6 +113,7 @@ class Task:
         self.metered = Metered()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
+        self._prompts = Prompts(traffic.send)
         self._unpaid: list[Display] = []
         self._left = set(ranks)
         self._lock = threading.Lock()
@@ -129,7 +131,12 @@ class Task:
         with self._lock:
             if not self._closed:
                 self._events.put(message)
-            return not self._closed
+            closed = self._closed
+        if isinstance(message, (Reply, Died)):
+            self._prompts.withdraw(message.rank)
+        elif isinstance(message, Broken):
+            self._prompts.withdraw()
+        return not closed
 
     # --- in the task's own thread
 
@@ -158,6 +165,8 @@ class Task:
                     if self._explain_at is not None and now >= self._explain_at:
                         self._explain()
                     self._take(self._patience(deadline if not timed_out else None))
+                    if self._prompts.due(now) == 0.0:
+                        deadline = self._ask_user(deadline)
                 self._finish_output()
         finally:
             self.close()
@@ -219,6 +228,8 @@ class Task:
         dues = [at - now for at in (deadline, self._give_up_at, self._explain_at) if at is not None]
         if self._screen is not None and (due := self._screen.due(now)) is not None:
             dues.append(due)
+        if (due := self._prompts.due(now)) is not None:
+            dues.append(due)
         return max(0.0, min([*dues, interruption.HEED]))
 
     def _take(self, patience: float) -> None:
@@ -252,6 +263,8 @@ class Task:
         elif isinstance(event, RankFailure):
             self.failures.setdefault(event.rank, event)
             self._give_up_at = now + _ELSEWHERE_GRACE
+        elif isinstance(event, Prompt):
+            self._prompts.add(event)
         elif isinstance(event, WidgetMessage):
             self._traffic.pay_item(event)
             self._traffic.widgets.relay(event)
@@ -265,6 +278,15 @@ class Task:
             self._broken = event.text
         elif event is KeyboardInterrupt:
             self._interrupted(now)
+
+    def _ask_user(self, deadline: float | None) -> float | None:
+        """Ask for a line for a rank, below all that was shown before. Returns the deadline, which rests meanwhile."""
+        began = time.monotonic()
+        if self._screen is not None:
+            self._screen.settle(began)
+        if self._prompts.show_next():
+            self._events.put(KeyboardInterrupt)
+        return None if deadline is None else deadline + time.monotonic() - began
 
     def _end_rank(self, rank: int, failure: RankFailure | None, now: float) -> None:
         self._left.discard(rank)

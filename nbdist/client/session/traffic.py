@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from nbdist.client.session import observers
+from nbdist.client.session import observers, prompts
 from nbdist.client.session.answers import gather
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
@@ -27,7 +27,17 @@ from nbdist.wire.cells import Recovered, Remark, Reply
 from nbdist.wire.knowing import Release
 from nbdist.wire.life import Broken, Died, Started
 from nbdist.wire.message import Message
-from nbdist.wire.output import OUTPUT_CREDIT, Credit, Display, LogPart, Notice, Output, ReadLog, WidgetMessage
+from nbdist.wire.output import (
+    OUTPUT_CREDIT,
+    Credit,
+    Display,
+    LogPart,
+    Notice,
+    Output,
+    Prompt,
+    ReadLog,
+    WidgetMessage,
+)
 from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, ask
 
@@ -235,7 +245,7 @@ class Traffic:
     # --- from the ranks, in the listening thread
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, (Output, Display, WidgetMessage)):
+        if isinstance(message, (Output, Display, Prompt, WidgetMessage)):
             self._route(message)
         elif isinstance(message, Reply):
             self._end_part(message)
@@ -269,7 +279,7 @@ class Traffic:
         if not tasks:
             self.put_late(latest, message)
 
-    def _route(self, message: Output | Display | WidgetMessage) -> None:
+    def _route(self, message: Output | Display | Prompt | WidgetMessage) -> None:
         task = self._latest.get(message.rank)
         if task is None or not task.put(message):
             self.put_late(task, message)
@@ -349,6 +359,8 @@ class Traffic:
             late, message = entry
             if isinstance(message, WidgetMessage):
                 self.widgets.relay(message)
+            elif isinstance(message, Prompt):
+                prompts.refuse(self.send, message, prompts.OVER)
             elif late is not None:
                 self._show_late_of(late, message, dues)
             if isinstance(message, Output):

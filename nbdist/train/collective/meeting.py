@@ -20,7 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.train.collective.agreement import gather, refuse_differing, refuse_other_calls
-from nbdist.train.collective.participants import is_alone, refuse_partial
+from nbdist.train.collective.participants import has_no_limit, is_alone, refuse_partial
 from nbdist.train.state import rank, world_size
 
 _REPORT_AFTER = 30.0  # seconds of waiting
@@ -116,7 +116,7 @@ class _Patience:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() > self._began + self._limit
+        return not has_no_limit() and time.monotonic() > self._began + self._limit
 
     @property
     def is_worth_a_report(self) -> bool:

@@ -13,6 +13,7 @@ from nbdist.ranks import describe_ranks
 
 _ranks: Sequence[int] | None = None  # None: all
 _alone = False
+_unhurried = False
 
 
 def begin(ranks: Sequence[int] | None, *, alone: bool = False) -> None:
@@ -22,13 +23,24 @@ def begin(ranks: Sequence[int] | None, *, alone: bool = False) -> None:
         ranks: These ranks; None for all.
         alone: Whether this rank makes calls that the others have made before: it has replaced one of them.
     """
-    global _ranks, _alone
-    _ranks, _alone = ranks, alone
+    global _ranks, _alone, _unhurried
+    _ranks, _alone, _unhurried = ranks, alone, False
 
 
 def is_alone() -> bool:
     """Return whether this rank makes calls that the others have made before, and will not make again."""
     return _alone
+
+
+def wait_without_limit() -> None:
+    """Have ranks wait for each other for as long as it takes, until something else begins: the user debugs one."""
+    global _unhurried
+    _unhurried = True
+
+
+def has_no_limit() -> bool:
+    """Return whether ranks wait for each other for as long as it takes."""
+    return _unhurried
 
 
 def refuse_partial(function: str, count: int) -> None:

@@ -5,10 +5,8 @@ Owns how a cell is compiled, named, run and rendered. Knows nothing of the wire.
 
 from __future__ import annotations
 
-import bdb
 import builtins
 import contextlib
-import getpass
 import linecache
 import os
 import runpy
@@ -39,14 +37,7 @@ from nbdist.worker.cell.launched import is_plain_exit
 from nbdist.worker.cell.scripts import ScriptFolders
 from nbdist.worker.lanes.display_lane import DisplayLane
 
-_NO_INPUT = (
-    "input() does not work on ranks. Ask in a local cell, then send the answer: "
-    "`answer = input()` in one cell, `%distributed push answer` in the next."
-)
-_NO_DEBUGGER = (
-    "a debugger does not work on ranks, which have no keyboard. Print what you need, or look at the rank's variables "
-    "after the cell has failed: they are kept (`%%distributed -r 0`, then the name)."
-)
+_NO_DEBUGGER = "%pdb does not work on ranks, which would all wait for you: after a failure use `%distributed debug`"
 _CLEAR_LIMIT = 1.0  # seconds that finalizers of an interrupted cell may take before the next one begins
 _KEPT = 10  # errors of a cell that IPython has shown: a loop may show one in each turn
 _MAGIC_ADVICE = "use it in a cell of its own (with `auto on`, in one that begins with `%%local`)."
@@ -166,7 +157,6 @@ class RankShell(InteractiveShell):
         shell.loop_runner = shell._loop.run
         shell.set_hook("show_in_pager", page.as_hook(shell._show_in_pager), 99)  # type: ignore[no-untyped-call]
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")
-        refuse_keyboard()
         _refuse_magics(shell)
         return shell
 
@@ -362,7 +352,7 @@ class RankShell(InteractiveShell):
 
     @property
     def call_pdb(self) -> bool:
-        """Whether a debugger opens after a failure: never, since nobody could type into it."""
+        """Whether a debugger opens after a failure: never, since all ranks would wait for the user."""
         return False
 
     @call_pdb.setter
@@ -391,24 +381,6 @@ def _clear_apart(error: BaseException) -> None:
     thread = threading.Thread(target=shells.clear_frames, args=(error,), name="nbdist-clear", daemon=True)
     thread.start()
     thread.join(_CLEAR_LIMIT)
-
-
-def refuse_keyboard() -> None:
-    """Make everything that would wait for the keyboard raise at once, with what to use instead."""
-
-    def refuse_input(prompt: object = "", *_: Any, **__: Any) -> NoReturn:
-        raise InteractionError(_NO_INPUT)
-
-    def refuse_debugger(*_: Any, **__: Any) -> NoReturn:
-        raise InteractionError(_NO_DEBUGGER)
-
-    builtins.input = refuse_input
-    getpass.getpass = refuse_input
-    sys.breakpointhook = refuse_debugger
-    bdb.Bdb.set_trace = refuse_debugger  # type: ignore[method-assign]
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None:
-        distributed.breakpoint = refuse_debugger  # type: ignore[attr-defined]
 
 
 def _refuse_magics(shell: RankShell) -> None:

@@ -35,6 +35,7 @@ from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
 from nbdist.worker.groups import descriptors, torch_groups
 from nbdist.worker.groups.flight_record import Record
+from nbdist.worker.groups.timeouts import Timeouts
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
@@ -78,11 +79,13 @@ class Collectives:
 
     Attributes:
         record: Which collectives have been started, and which have ended.
+        timeouts: Those of the groups.
         stranded: What the main thread waits in and for whom, where that can't happen any more; "" for nothing.
     """
 
     def __init__(self, epoch: int, store: StoreAddress) -> None:
         self.record = Record()
+        self.timeouts = Timeouts()
         self._epoch = epoch
         self._address = store
         self._store: Any = None

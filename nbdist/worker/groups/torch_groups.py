@@ -143,6 +143,13 @@ def timeout_of(backend: Any) -> timedelta | None:
     return found if isinstance(found, timedelta) else None
 
 
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Have collectives that a backend starts from now on wait as long, if it can be set."""
+    set_default = getattr(backend, "_set_default_timeout", None)
+    if set_default is not None:
+        set_default(timeout)
+
+
 def make_backend(kind: str, old: Any, store: Any, group: Any, limit: timedelta, timeout: timedelta | None) -> Any:
     """Return a new backend for a group.
 

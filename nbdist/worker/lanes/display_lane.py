@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.output import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, ItemKind, WidgetMessage
+from nbdist.wire.output import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, ItemKind, Prompt, WidgetMessage
 from nbdist.worker.lanes.streams import write_all
 
 
@@ -36,7 +36,7 @@ class DisplayLane:
         self._sequence = 0
         self._unpaid = 0  # bytes sent that the notebook has not taken yet
         self._lock = threading.RLock()  # a finalizer that closes a widget may run while its thread has the lock
-        self._unsent: deque[Display | WidgetMessage] = deque()
+        self._unsent: deque[Display | Prompt | WidgetMessage] = deque()
         self._sending = False
         self._pid = os.getpid()
         self._pipe = fcntl.fcntl(STDOUT, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)  # a cell may redirect descriptor 1
@@ -58,6 +58,18 @@ class DisplayLane:
             self._sequence += 1
             self._send(Display(self._rank, self._sequence, kind, bundle, notes, str(display_id), wait))
 
+    def prompt(self, text: str, *, password: bool) -> int:
+        """Ask the user for a line, which comes by the control lane.
+
+        Returns:
+            The number of the prompt.
+        """
+        with self._lock:
+            self._sequence += 1
+            number = self._sequence
+            self._send(Prompt(self._rank, number, text, password))
+        return number
+
     def relay(
         self, event: str, comm_id: str, target: str, data: dict[str, Any], metadata: dict[str, Any], raw: list[bytes]
     ) -> None:
@@ -68,7 +80,7 @@ class DisplayLane:
         with self._lock:
             self._send(WidgetMessage(self._rank, event, str(comm_id), str(target), content, notes, raw))
 
-    def _send(self, message: Display | WidgetMessage) -> None:
+    def _send(self, message: Display | Prompt | WidgetMessage) -> None:
         """Send it, and what finalizers that run meanwhile have to send: two messages must not be sent at once."""
         self._unsent.append(message)
         if self._sending:
@@ -80,7 +92,11 @@ class DisplayLane:
         finally:
             self._sending = False
 
-    def _send_now(self, message: Display | WidgetMessage) -> None:
+    def _send_now(self, message: Display | Prompt | WidgetMessage) -> None:
+        if isinstance(message, Prompt):  # there is only one at a time, so it needs no credit
+            self._socket.send(encode(message))
+            self.mark(0, message.sequence)
+            return
         size = len(encode(message))
         while self._unpaid >= OUTPUT_WINDOW:
             self._collect()

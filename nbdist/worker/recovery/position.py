@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from nbdist.wire.stopping import GetPosition, GetStack, GroupState, Position, ThreadStack
 from nbdist.worker.cell import stacks
 from nbdist.worker.cell.interrupts import InterruptGate
+from nbdist.worker.cell.keyboard import Keyboard
 from nbdist.worker.groups.flight_record import Unfinished
 from nbdist.worker.groups.process_groups import Collectives
 
@@ -33,8 +34,9 @@ class _Wait(NamedTuple):
 class PositionProbe:
     """Looks at the main thread."""
 
-    def __init__(self, collectives: Collectives, gate: InterruptGate) -> None:
+    def __init__(self, collectives: Collectives, gate: InterruptGate, keyboard: Keyboard) -> None:
         self._collectives = collectives
+        self._keyboard = keyboard
         self._gate = gate
         self._main = threading.main_thread().ident or 0
         self._marked_at = 0.0
@@ -82,6 +84,7 @@ class PositionProbe:
             groups=groups,
             unfinished=unfinished,
             meeting=call.meeting,
+            asking=self._keyboard.asking,
         )
 
     def stack(self, question: GetStack) -> ThreadStack:

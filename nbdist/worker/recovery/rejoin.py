@@ -27,6 +27,7 @@ from nbdist.wire.stopping import (
     RankState,
     Strand,
 )
+from nbdist.worker.cell.keyboard import Keyboard
 from nbdist.worker.control.control_thread import ControlThread
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery import reset_models
@@ -44,6 +45,7 @@ class RankRecovery:
     Args:
         setup: What this rank is.
         control: Asks for the stops; from now on it also answers the questions that belong to them.
+        keyboard: What waits for the user.
 
     Attributes:
         collectives: The process groups.
@@ -51,7 +53,7 @@ class RankRecovery:
         adopted: Called when this rank has taken a dead one's place in its groups.
     """
 
-    def __init__(self, setup: RankSetup, control: ControlThread) -> None:
+    def __init__(self, setup: RankSetup, control: ControlThread, keyboard: Keyboard) -> None:
         self.collectives = Collectives(setup.epoch, setup.store)
         self.make_group_again: Callable[[int], None] = lambda attempt: None
         self.adopted: Callable[[], None] = lambda: None
@@ -61,7 +63,7 @@ class RankRecovery:
         self._steps = StepCounter(control.wake)
         self._exact = ExactState() if setup.options.exact else None
         self._statistics = Statistics()
-        self._progress = PositionProbe(self.collectives, control.gate)
+        self._progress = PositionProbe(self.collectives, control.gate, keyboard)
         self._serial = 0  # the newest cell, and how it ended
         self._failure: Failure | None = None
         self._in_step = False
@@ -113,6 +115,7 @@ class RankRecovery:
             in_step: Whether it failed in the middle of a training step.
         """
         self._steps.end(serial)
+        self.collectives.timeouts.resume()
         self._failure, self._in_step = failure, in_step
         if self._exact is not None and self._was_interrupted() and not self._stopped_at_step():
             self._exact.restore()

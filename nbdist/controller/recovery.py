@@ -313,6 +313,7 @@ class Recovery:
                 found.reset or bool(self._newcomers),  # their models and those of the others must begin alike
                 [*self._idle, *self._newcomers],
                 self._regroup,
+                max((state.lifetime for state in self._states.values()), default=0),
             ),
         )
 

@@ -22,3 +22,4 @@ class Training:
 
 
 training: Training | None = None
+newcomer = False  # whether this process has replaced a rank that died, and has been given no state of the others yet

@@ -24,6 +24,8 @@ from nbdist.train import active_training
 
 T = TypeVar("T")
 
+COUNTERS = ("steps", "skipped_steps")  # of a State: what goes on after a load
+
 
 class Living(MutableSequence[T]):
     """A list that holds its items weakly: what nobody else refers to is no longer in it."""
@@ -127,6 +129,7 @@ class State:
         replaced: The parameters that now stand for those a model had before it was prepared.
         averages: The averaged weights of each parameter that an optimizer has stepped, if the plan has `ema`.
         averaged: Models that hold their averaged weights at the moment.
+        saved_in: The folder of the last checkpoint that this process took part in; empty: there is none.
         copies: The tensors of the last asynchronous save, in CPU memory that the next one uses again.
     """
 
@@ -155,6 +158,7 @@ class State:
     replaced: Any = field(default_factory=WeakIdKeyDictionary)
     averages: Any = field(default_factory=WeakIdKeyDictionary)
     averaged: list[nn.Module] = field(default_factory=list)
+    saved_in: str = ""
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

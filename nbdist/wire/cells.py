@@ -131,6 +131,7 @@ class Recover(Message, frozen=True):
     members have; lost: that had a dead member. count: how many groups are numbered.
     reset: whether models were caught in the middle of a step. ranks: all ranks that get this message.
     regroup: whether to recreate the default group, which a cell has destroyed.
+    steps: as RankState.lifetime, the largest.
     """
 
     serial: int
@@ -143,6 +144,7 @@ class Recover(Message, frozen=True):
     reset: bool
     ranks: list[int]
     regroup: bool = False
+    steps: int = 0
 
 
 class InOrder(Message, frozen=True):

@@ -178,7 +178,7 @@ class RankState(AnswerBody, frozen=True):
     groups: by name. count: how many groups have been numbered. current: whether it has begun no other cell since.
     recipes: of the same groups, if they were asked for.
     caught: whether the cell's failure caught a model in the middle of a step. steps: made by the cell.
-    rescheduled: whether learning rates have changed since the last of them.
+    rescheduled: whether learning rates have changed since the last of them. lifetime: steps of all cells, if exact.
     stopped: the step after which our stop ended it, None if something else did.
     """
 
@@ -188,6 +188,7 @@ class RankState(AnswerBody, frozen=True):
     caught: bool = False
     steps: int = 0
     rescheduled: bool = False
+    lifetime: int = 0
     stopped: int | None = None
     recipes: dict[str, GroupRecipe] = {}
 

@@ -49,8 +49,8 @@ ALLOWED = {
     "train.collective": "train",
     "train.structure": "plan planning train train.collective",
     "train.loop": "plan train train.collective train.structure",
-    "train.compare": "train train.collective train.loop train.structure",
     "train.checkpoint": "train train.collective train.loop train.structure",
+    "train.compare": "train train.checkpoint train.collective train.loop train.structure",
     "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
     "train.prepare": "plan planning train train.checkpoint train.collective train.data train.loop train.structure",
@@ -74,7 +74,7 @@ ALLOWED = {
     # the notebook
     "client.output": "shells wire",
     "client.session": "client.output cluster devices metrics.allocation metrics.node network plan planning processes "
-    "shells train transfer wire",
+    "shells train train.compare transfer wire",
     "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
     "panel": "client.costs client.session metrics.allocation metrics.node shells",

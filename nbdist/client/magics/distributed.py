@@ -167,11 +167,16 @@ class DistributedMagics(Magics):
         profile = CellProfile(arguments.profile, number) if arguments.profile is not None else None
         if profile is not None:
             options = replace(options, profile=profile.folder)
-        with contextlib.ExitStack() as afterwards, interruption.deferred():
-            task = rank_set_of(session).submit("cell", code, ranks, options)
-            afterwards.callback(self._report, task, profile)
-            self._keep(arguments.capture, task.result)
-            task.wait(arguments.timeout)
+
+        def attempt() -> Task:
+            with contextlib.ExitStack() as afterwards, interruption.deferred():
+                task = rank_set_of(session).submit("cell", code, ranks, options)
+                afterwards.callback(self._report, task, profile)
+                self._keep(arguments.capture, task.result)
+                task.wait(arguments.timeout)
+            return task
+
+        task = sessions.outlive_deaths(session, attempt)
         if arguments.auto and task.silent:
             print(f"ran on {describe_ranks(task.ranks)}")  # so that nobody takes it for a local cell
         return None
@@ -252,6 +257,7 @@ class DistributedMagics(Magics):
             timeout=arguments.timeout,
             linger=arguments.linger,
             exact=arguments.exact,
+            on_death=arguments.on_death,
             progress=progress,
         )
         progress.done(self._session)

@@ -8,6 +8,7 @@ from nbdist.client.costs.cell_memory import MODES
 from nbdist.client.magics.cluster_flags import add_cluster_flags
 from nbdist.client.magics.magic_line import MagicParser, count, item, number, seconds, seconds_or_none, variable
 from nbdist.client.magics.plan_line import plan_parser
+from nbdist.client.session.on_death import ON_DEATH
 from nbdist.metrics.allocation.memory_snapshot import EVENTS
 from nbdist.text import split_commas
 
@@ -118,6 +119,12 @@ def _start() -> MagicParser:
         "--exact",
         action="store_true",
         help="restore what an interrupted step changed: buffers (BatchNorm) and random numbers",
+    )
+    parser.add_argument(
+        "--on-death",
+        choices=ON_DEATH,
+        default="ask",
+        help="when ranks die under a cell: report it, heal them and run the cell again, or end (default: ask)",
     )
     parser.add_argument("--replace", action="store_true", help="stop the running session first")
     return parser

@@ -5,8 +5,6 @@ The Python API behind the magics. Independent of processes and sockets; its set 
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
 import functools
 import os
@@ -15,39 +13,40 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from nbdist import shells, transfer
-from nbdist.checks import check_seconds
+from nbdist import shells
+from nbdist.checks import check_choice, check_seconds
 from nbdist.client.session import interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.heal import HealReport, heal
 from nbdist.client.session.logs import CellLog
+from nbdist.client.session.named_values import explain_missing, pack_named
 from nbdist.client.session.node_arguments import WayIn, nodes_wanted
+from nbdist.client.session.on_death import ON_DEATH, OnDeath, outlive
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.session_plan import SessionPlan
 from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.starting import StartLine
 from nbdist.client.session.status import look_at_stacks, status_of
-from nbdist.client.session.task import Task
 from nbdist.devices import visible_gpus
 from nbdist.errors import (
-    NbdistError,
     RankError,
     SessionBroken,
     SessionClosed,
-    TransferError,
     UsageError,
 )
 from nbdist.metrics.allocation import memory_snapshot
 from nbdist.plan import Plan
-from nbdist.ranks import describe_ranks, format_ranks
-from nbdist.text import counted, nearest
+from nbdist.ranks import describe_ranks
+from nbdist.text import counted
 from nbdist.wire.life import RankInfo
+
+T = TypeVar("T")
 
 _sessions: list[weakref.ref[Session]] = []  # of this notebook, the newest last
 
@@ -115,6 +114,8 @@ class Session:
         linger: Seconds that the ranks outlive a kernel that was killed.
         exact: Whether to restore an interrupted step's buffers (BatchNorm) and random numbers, so that an interrupted
                 run equals one that was not. Costs a copy of them after each step.
+        on_death: What to do when ranks die under a cell. "ask": raise `RankDied`. "heal": replace them, and run the
+                cell again from the last step of what is prepared. "stop": end the session.
         replace: Whether to stop this notebook's other sessions first; a message reports it.
         progress: Called with a line of text while the ranks start.
 
@@ -143,11 +144,14 @@ class Session:
         timeout: float | None = None,
         linger: float = 0.0,
         exact: bool = False,
+        on_death: OnDeath = "ask",
         replace: bool = True,
         progress: Callable[[StartLine], None] = lambda line: None,
     ) -> None:
         _refuse_on_ranks()
         check_seconds("linger", linger, zero=True)
+        check_choice("on_death", on_death, ON_DEATH)
+        self._on_death = on_death
         self._rank_set = RankSet(linger)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
@@ -266,10 +270,14 @@ class Session:
         """
         check_seconds("timeout", timeout)
         options = CellOptions(grace=grace, show=show, keep=True, setup=setup)
-        with interruption.deferred():
-            task = self._rank_set.submit("cell", code, ranks, options)
-            task.wait(timeout)
-        return task.result
+
+        def attempt() -> CellResult:
+            with interruption.deferred():
+                task = self._rank_set.submit("cell", code, ranks, options)
+                task.wait(timeout)
+            return task.result
+
+        return outlive_deaths(self, attempt, print if show else lambda line: None)
 
     def run_in_background(
         self,
@@ -308,7 +316,7 @@ class Session:
             if not isinstance(name, str) or not name.isidentifier():
                 raise UsageError(f"{name!r} is not a variable name: `session.push({{'x': x}})`")
         with contextlib.ExitStack() as stack:
-            packed = stack.enter_context(_pack_named(values))
+            packed = stack.enter_context(pack_named(values))
             with interruption.deferred():
                 self._rank_set.submit("push", ", ".join(values), ranks, parcel=packed.parcel).wait()
 
@@ -331,7 +339,7 @@ class Session:
             try:
                 values = self._rank_set.fetch(task)
             except RankError as error:
-                raise _explain_missing(name, task, error, self._rank_set.traffic.names) from None
+                raise explain_missing(name, task, error, self._rank_set.traffic.names) from None
         return values[0] if isinstance(ranks, int) else values
 
     def free(self) -> dict[int, dict[str, int]]:
@@ -471,6 +479,11 @@ def rank_set_of(session: Session) -> RankSet:
     return session._rank_set
 
 
+def outlive_deaths(session: Session, attempt: Callable[[], T], report: Callable[[str], object] = print) -> T:
+    """Run a cell by `attempt`, and do what the session is to do when ranks die under it. `report`: shows that."""
+    return outlive(attempt, session._on_death, session.heal, session.close, session._rank_set.set_up, report)
+
+
 def start_in_background(
     session: Session, code: str, ranks: Ranks, timeout: float | None, options: CellOptions
 ) -> BackgroundCell:
@@ -502,39 +515,3 @@ def _refuse_on_ranks() -> None:
     """Raise an error on a rank, where each rank would start ranks of its own."""
     if shells.on_rank():
         raise UsageError(f"this is rank {os.environ.get('RANK')}: start sessions in the notebook, not on ranks")
-
-
-def _pack_named(values: Mapping[str, Any]) -> transfer.Packed:
-    """Pack all values in one parcel, so that tensors that share memory still do; an error names the variable."""
-    try:
-        return transfer.pack(dict(values), name=next(iter(values)) if len(values) == 1 else "values")
-    except TransferError:
-        for name, value in values.items():
-            transfer.check(value, name=name)
-        raise
-
-
-def _explain_missing(name: str, task: Task, error: RankError, names: Mapping[int, Sequence[str]]) -> NbdistError:
-    missing = [
-        rank
-        for rank, failure in task.failures.items()
-        if failure.name == "NameError" and _lacks(names.get(rank, ()), name)
-    ]
-    if len(missing) != len(task.failures):
-        return error
-    have = [rank for rank in task.ranks if rank not in missing]
-    text = f"{describe_ranks(sorted(missing))} {'has' if len(missing) == 1 else 'have'} no {name!r}"
-    if have:
-        verb = "has" if len(have) == 1 else "have"
-        text += f" ({describe_ranks(have)} {verb}: `%distributed pull {name} -r {format_ranks(have)}`)"
-    if close := nearest(name, {known for rank in missing for known in names.get(rank, [])}, 3):
-        text += f"; similar names: {', '.join(sorted(close))}"
-    elif not have:
-        text += "; define it in a `%%distributed` cell first"
-    return UsageError(text)
-
-
-def _lacks(known: Sequence[str], expression: str) -> bool:
-    """Return whether an expression uses an unknown name; otherwise what it calls has raised."""
-    used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
-    return not used <= {*known, *vars(builtins)}

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from nbdist._version import __version__
 from nbdist.errors import CheckpointError, UsageError
+from nbdist.train import active_training
 from nbdist.train.checkpoint.checkpoint_folder import (
     Draft,
     check_files,
@@ -134,6 +135,7 @@ def save_state(
     with agreement.together():
         if rank() == 0:
             draft = Draft(target)
+    state.saved_in = str(target.parent)
     writing = Writing(target, draft, manifest, keep, from_one_rank=bool(state.plan.local_sgd_steps))
     save = Save(target)
     if asynchronous:
@@ -192,6 +194,7 @@ def load_state(
         raise CheckpointError(
             f"{error}. Load again, or another: what is prepared may hold a part of {found}"
         ) from error
+    active_training.newcomer = False
     notes = agreement.tell(_notes(asked, found, manifest, state) + restoring.notes if rank() == 0 else [])
     if notes and rank() == 0:
         warnings.warn(f"{found} was loaded, but {'; '.join(notes)}", stacklevel=2)

@@ -21,7 +21,7 @@ from nbdist.errors import UsageError
 from nbdist.train.collective.rng import restore_random, take_random
 from nbdist.train.loop.averages import averages_of, empty_average
 from nbdist.train.loop.gradients import parameters_of
-from nbdist.train.state import State
+from nbdist.train.state import COUNTERS, State
 from nbdist.train.structure.quantized import is_quantized, is_signed, quantized, refuse_unquantizable, values_of
 from nbdist.train.structure.shadow import Shadow
 from nbdist.train.structure.shards import gather_again
@@ -30,7 +30,6 @@ _WRAPPERS = (
     "_orig_mod",
     "_checkpoint_wrapped_module",
 )  # what torch.compile and activation checkpointing put into names
-_COUNTERS = ("steps", "skipped_steps")
 _AVERAGES = "averages"  # what the names of averaged weights begin with, before those of the weights
 _SHOWN = 5
 
@@ -75,7 +74,7 @@ def take(state: State) -> Snapshot:
         "extra": {model.prefix: model.extra() for model in models},
         "optimizers": optimizers,
         "random": take_random(state.device),
-        "counters": {name: getattr(state, name) for name in _COUNTERS},
+        "counters": {name: getattr(state, name) for name in COUNTERS},
         **{kind: [_state_of(thing) for thing in things] for kind, things in _keepers(state).items()},
     }
     return snapshot
@@ -143,7 +142,7 @@ class Restoring:
             for thing, value in zip(things, self._values[kind], strict=True):
                 if value is not None and hasattr(thing, "load_state_dict"):
                     thing.load_state_dict(value)
-        for name in _COUNTERS:
+        for name in COUNTERS:
             setattr(self._state, name, self._values["counters"][name])
         self._state.averages.clear()
         for name, (parameter, _) in self._averages(slots).items():

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import UsageError
+from nbdist.train import active_training
 from nbdist.train import state as training
 from nbdist.train.collective.agreement import tell, wire_of
 from nbdist.train.collective.participants import refuse_partial
+from nbdist.train.compare.prepared import prepared_objects
 from nbdist.train.loop.averages import averages_of
 from nbdist.train.structure.shards import gather_again
 
@@ -49,12 +51,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Described:
-    """What a rank tells the others of its arguments. `steps`: the most that an optimizer has done, if it counts."""
+    """What a rank tells the others of its arguments.
+
+    Attributes:
+        entries: What there is, by name.
+        labels: The arguments.
+        src: Whose state is to be taken; None: that is to be chosen.
+        steps: The most that an optimizer has done, if it counts.
+        newcomer: Whether this rank has replaced one that died, and holds nothing of the training yet.
+        failure: Why it can't take part.
+    """
 
     entries: Mapping[str, Entry] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
     src: int | None = None
     steps: int | None = None
+    newcomer: bool = False
     failure: str = ""
 
 
@@ -128,16 +140,15 @@ def _unpack(parcel: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
 def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[list[Argument], Described]:
     """Take arguments apart. An error becomes part of the description, so that all ranks hear of it."""
     try:
-        if not objects:
-            raise UsageError(f"{function} got nothing: write nbdist.{function}(model, optimizer)")
-        parts = _parts(function, objects)
+        parts = _parts(function, objects or prepared_objects(function))
         entries = {name: entry for part in parts for name, entry in part.entries().items()}
     except UsageError as error:
         return [], Described(failure=str(error))
     except Exception as error:
         return [], Described(failure=f"{type(error).__name__}: {error}")
     steps = max((part.steps for part in parts if part.steps is not None), default=None)
-    return parts, Described(entries, tuple(part.label for part in parts), src, steps)
+    labels = tuple(part.label for part in parts)
+    return parts, Described(entries, labels, src, steps, active_training.newcomer)
 
 
 class Argument:

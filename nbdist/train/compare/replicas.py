@@ -19,8 +19,18 @@ import torch.distributed as dist
 
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
+from nbdist.train import active_training
 from nbdist.train.collective.agreement import gather, refuse_differing, refuse_failures
 from nbdist.train.compare.parts import Argument, Described, Entry, Team, describe
+from nbdist.train.compare.prepared import rewind_loaders
+
+
+@dataclass(frozen=True)
+class TornShards:
+    """Why no state could be taken: shards that have no replica belong to different steps. `advice`: what to do."""
+
+    text: str
+    advice: str
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,8 @@ def check(*objects: Any, group: dist.ProcessGroup | None = None) -> CheckReport:
     >>> nbdist.check(model)
     ranks 0-3 agree: 148 parameters, 12 buffers
 
+    Without objects it compares everything that has been prepared, or registered for checkpoints.
+
     Compared are bytes, so NaN equals NaN. Shards are compared between ranks that hold the same (HSDP); with
     one-dimensional sharding no two ranks do, and the report says so.
 
@@ -143,8 +155,9 @@ def check(*objects: Any, group: dist.ProcessGroup | None = None) -> CheckReport:
     return CheckReport(differing, dict(compared), alone, team.ranks, kinds == {"buffer"})
 
 
-def sync(*objects: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> SyncReport:
-    """Give the state of one rank to all: for ranks that are a step apart. To be called on all ranks of the group.
+def sync(*objects: Any, src: int | None = None, group: dist.ProcessGroup | None = None) -> SyncReport:
+    """Give the state of one rank to all: for ranks that are a step apart, or that have replaced others. To be called on
+    all ranks of the group.
 
     >>> nbdist.sync(model, optimizer, scheduler, src=0)
     rank 1 was behind: 12 parameters, 36 values of state, step 41 → 42
@@ -152,10 +165,14 @@ def sync(*objects: Any, src: int = 0, group: dist.ProcessGroup | None = None) ->
     Parameters, buffers and the tensors of optimizers are written in place, so all objects stay the same. Gradients are
     left alone. Of a sharded model each rank takes its shard from the replica that `src` is part of (HSDP).
 
+    Without objects it is everything that has been prepared or registered for checkpoints, and the next iteration over a
+    prepared loader goes on behind the batch of the last optimizer step.
+
     Args:
         objects: Models (plain, DDP, FSDP2), tensors or lists of them, and what has `state_dict()` and
             `load_state_dict()`, as optimizers, schedulers and GradScaler.
-        src: The rank whose state is right, as `torch.distributed.get_rank()` numbers it.
+        src: The rank whose state is right, as `torch.distributed.get_rank()` numbers it; None: the lowest of those
+            that have made the most optimizer steps, and have not just replaced another.
         group: The ranks that take part; all by default.
 
     Returns:
@@ -165,15 +182,29 @@ def sync(*objects: Any, src: int = 0, group: dist.ProcessGroup | None = None) ->
         UsageError: Nothing has changed: shards that have no replica belong to different steps, an argument is wrong, or
             ranks were not given the same. The text says what to type.
     """
+    report = take_state(*objects, src=src, group=group)
+    if isinstance(report, TornShards):
+        raise UsageError(f"{report.text}: {report.advice}")
+    return report
+
+
+def take_state(*objects: Any, src: int | None, group: dist.ProcessGroup | None) -> SyncReport | TornShards:
+    """Do as `sync`, but return it if the ranks lack shards of one step, with nothing changed."""
     team = Team.of(group, "sync")
-    if src not in team.ranks:
+    if src is not None and src not in team.ranks:
         raise UsageError(f"src={src!r} is not one of {describe_ranks(team.ranks)}: pass src={team.ranks[0]}")
+    if not objects:
+        rewind_loaders()
     parts, described = _exchange("sync", objects, src, team)
     _refuse_other_models(described)
-    warning = _refuse_torn_shards(described, src)
+    src = _source(described, src)
+    if (torn := _torn_shards(described, src)) is not None:
+        return torn
+    warning = _warn_of_unknown_steps(described, src)
     plan = {name: _takers(name, described, src) for name, _ in _names(described)}
     for part in parts:
         part.receive({name: takers for name, takers in plan.items() if takers}, described, src, team)
+    active_training.newcomer = False
     steps = {rank: told.steps for rank, told in described.items() if told.steps is not None}
     return SyncReport(src, _differences(described, plan), steps, team.ranks, warning)
 
@@ -266,20 +297,28 @@ def _refuse_other_models(described: Mapping[int, Described]) -> None:
             )
 
 
-def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
-    """Raise an error if the shards of the replica copied to all belong to different steps.
+def _source(described: Mapping[int, Described], src: int | None) -> int:
+    """Return the rank whose state is taken.
 
-    Returns:
-        A warning if that can't be known.
+    Raises:
+        UsageError: It is one that has just replaced a dead rank, and so has nothing to give.
     """
+    settled = [rank for rank, told in described.items() if not told.newcomer] or list(described)
+    best = max(settled, key=lambda rank: (_replica(described, rank) <= set(settled), described[rank].steps or 0, -rank))
+    if src is not None and src not in settled:
+        raise UsageError(f"rank {src} has just replaced one that died, so what it has is new: pass src={best}")
+    return best if src is None else src
+
+
+def _torn_shards(described: Mapping[int, Described], src: int) -> TornShards | None:
+    """Return in how far the shards of the replica copied to all belong to different steps, None if they don't."""
     replica = _replica(described, src)
     strangers = replica - described.keys()
     if strangers:
         raise UsageError(f"the group lacks {describe_ranks(strangers)}, with shards of the model: leave group= out")
     steps = {rank: described[rank].steps for rank in sorted(replica)}
     if len(replica) < 2 or len(set(steps.values())) == 1:
-        known = len(replica) < 2 or None not in steps.values()
-        return "" if known else "shards of different steps would go unnoticed: give the optimizer, too"
+        return None
     told = ", ".join(f"rank {rank} has done {_count(count or 0, 'step')}" for rank, count in steps.items())
     whole = [rank for rank in described if len({described[mate].steps for mate in _replica(described, rank)}) == 1]
     furthest = max(whole, key=lambda rank: described[rank].steps or 0, default=None)
@@ -288,7 +327,14 @@ def _refuse_torn_shards(described: Mapping[int, Described], src: int) -> str:
         if furthest is not None
         else "load a checkpoint on all ranks: `nbdist.load_state(path)`, or torch.distributed.checkpoint.load"
     )
-    raise UsageError(f"each of these ranks holds shards that no other has, and {told}: {advice}")
+    return TornShards(f"each of these ranks holds shards that no other has, and {told}", advice)
+
+
+def _warn_of_unknown_steps(described: Mapping[int, Described], src: int) -> str:
+    replica = _replica(described, src)
+    if len(replica) < 2 or all(described[rank].steps is not None for rank in replica):
+        return ""
+    return "shards of different steps would go unnoticed: give the optimizer, too"
 
 
 def _replica(described: Mapping[int, Described], rank: int) -> set[int]:

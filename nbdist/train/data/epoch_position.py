@@ -90,6 +90,7 @@ class LoaderPosition:
         resume: Where the next iteration is to begin, if that has been said.
         stateful: What a StatefulDataLoader says of itself after the batch given out last.
         tail: Real samples of the last round, as far as known.
+        stepped: Batches given out, and `stateful`, when an optimizer made its last step in this iteration.
     """
 
     epoch: int = 0
@@ -106,6 +107,7 @@ class LoaderPosition:
     stateful: Mapping[str, Any] | None = None
     tail: int = -1
     end_of_loader: bool = False
+    stepped: tuple[int, Mapping[str, Any] | None] = (0, None)
 
     @property
     def batches_left(self) -> int | None:
@@ -129,12 +131,23 @@ class LoaderPosition:
         self.begun = self.iterating = True
         self.iteration += 1
         self.given, self.tail, self.end_of_loader = 0, -1, False
+        self.stepped = (0, None)
         self.resume = self.stateful = None
 
     def give(self, stateful: Mapping[str, Any] | None, last: bool) -> None:
         """Count a batch that is given out."""
         self.given += 1
         self.stateful, self.end_of_loader = stateful, last
+
+    def note_step(self) -> None:
+        """Note that the batches given out so far have been trained on."""
+        self.stepped = self.given, self.stateful
+
+    def rewind(self, step: int) -> None:
+        """Let the next iteration begin behind the batches that have been trained on. `step`: as of `here`."""
+        if self.begun and self.resume is None:
+            given, stateful = self.stepped
+            self.resume = replace(self.place, batches=self.place.batches + given * step, stateful=stateful)
 
     def end(self) -> None:
         """Note that all batches were given out, and the last one was processed."""

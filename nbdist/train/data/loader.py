@@ -181,6 +181,19 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.resume = place
         self._progress.seed = state_dict["seed"]
 
+    @property
+    def is_alike_on_ranks(self) -> bool:
+        """Whether its state is the same on all ranks."""
+        return self._manner.shares and not hasattr(super(), "load_state_dict")
+
+    def note_step(self) -> None:
+        """Note that an optimizer has made a step with the batches given out so far."""
+        self._progress.note_step()
+
+    def rewind(self) -> None:
+        """Take up an iteration that was broken off: the next one goes on after the batch of the last optimizer step."""
+        self._progress.rewind(self._manner.step)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._begin()
         progress, training = self._progress, state.current()

@@ -161,6 +161,8 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
         averages.update(state, optimizer)
     record.consumed = True
     record.attempts += 1
+    for loader in state.active:
+        loader.note_step()
     if optimizer is state.optimizers[-1]:
         state.steps += not record.skipped
         _after_attempt(state, record.attempts)

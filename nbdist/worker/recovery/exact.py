@@ -7,6 +7,7 @@ Knows which models live; knows nothing of cells or the wire. Random generators t
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import weakref
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.worker.recovery.random_record import RandomRecord
 from nbdist.worker.recovery.reset_models import living, loaded
 
 _NOTHING_KEPT = (
@@ -23,9 +25,16 @@ _NOTHING_KEPT = (
 
 
 class ExactState:
-    """Keeps one snapshot, taken again after each optimizer step. All calls on the main thread."""
+    """Keeps one snapshot, taken again after each optimizer step. All calls on the main thread.
+
+    Attributes:
+        steps: Optimizer steps since the rank's beginning; of a newcomer, since that of the rank it has replaced.
+        record: Where the random state is kept for a newcomer; None: nowhere.
+    """
 
     def __init__(self) -> None:
+        self.steps = 0
+        self.record: RandomRecord | None = None
         self._buffers: list[_KeptBuffer] = []
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._random = _RandomState()
@@ -38,12 +47,23 @@ class ExactState:
         self._gave_up = False
         self._keep(find=True)
 
+    def before_step(self, optimizer: object) -> None:
+        """Keep the random state for a newcomer before an optimizer step, in which ranks may run out of memory.
+
+        The others have the gradients of all and make the step, so it counts as made: few optimizers draw numbers.
+        """
+        if self.record is not None and not self._gave_up:
+            coming = _RandomState()
+            coming.take()
+            self.record.write(self.steps + 1, coming.kept)
+
     def snapshot(self, optimizer: object) -> None:
         """Take a snapshot at the end of an optimizer step.
 
         Args:
             optimizer: Whose step. One that was not seen in this cell belongs to models that are new, too.
         """
+        self.steps += 1
         new = optimizer not in self._optimizers
         self._optimizers.add(optimizer)
         if not self._gave_up:
@@ -62,6 +82,24 @@ class ExactState:
         buffers = "buffers and " if moved else ""
         return [f"{buffers}random state of the lost step restored"]
 
+    def resume(self, steps: int, record: RandomRecord) -> list[str]:
+        """Go on with the random numbers of the rank that this one has replaced.
+
+        Args:
+            steps: That the other ranks have made.
+            record: What that rank has left.
+
+        Returns:
+            What is not as it would have been, for people.
+        """
+        self.steps, self.record = steps, record
+        kept = record.read(steps)
+        if kept is None:
+            return ["its random state is new, as the dead rank had begun no cell"]
+        made, states = kept
+        _RandomState(states).put_back()
+        return [] if made == steps else [f"its random state is that after {made:,} steps; the others made {steps:,}"]
+
     def _keep(self, *, find: bool) -> None:
         try:
             if find:
@@ -76,6 +114,8 @@ class ExactState:
             kept.take()
         self._random.take()
         self._taken = True
+        if self.record is not None:
+            self.record.write(self.steps, self._random.kept)
 
     def _find_buffers(self) -> None:
         known = {kept.key: kept for kept in self._buffers if kept.lives}
@@ -184,7 +224,7 @@ class _RandomState:
     def put_back(self) -> None:
         random.setstate(self.kept["random"])
         if "numpy" in self.kept:
-            sys.modules["numpy.random"].set_state(self.kept["numpy"])
+            importlib.import_module("numpy.random").set_state(self.kept["numpy"])
         if "torch" in self.kept:
             sys.modules["torch"].set_rng_state(self.kept["torch"])
         if "cuda" in self.kept:

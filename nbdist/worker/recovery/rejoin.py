@@ -7,8 +7,10 @@ thread, and does what Recover says, on the main thread. Knows nothing of the she
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from nbdist.metrics.compute import step_events
+from nbdist.train import active_training
 from nbdist.wire.cells import Failure, InOrder, Recover
 from nbdist.wire.healing import Adopt
 from nbdist.wire.question import Done
@@ -34,6 +36,7 @@ from nbdist.worker.recovery import reset_models
 from nbdist.worker.recovery.batchnorm import Statistics
 from nbdist.worker.recovery.exact import ExactState
 from nbdist.worker.recovery.position import PositionProbe
+from nbdist.worker.recovery.random_record import RandomRecord
 from nbdist.worker.recovery.step_stop import StepCounter
 
 _STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
@@ -61,6 +64,8 @@ class RankRecovery:
         self._control = control
         self._events = step_events.of_this_thread()
         self._steps = StepCounter(control.wake)
+        self._folder = setup.folder  # goes with this process; what lies beside it, with the session
+        self._joining = setup.life > 0
         self._exact = ExactState() if setup.options.exact else None
         self._statistics = Statistics()
         self._progress = PositionProbe(self.collectives, control.gate, keyboard)
@@ -95,7 +100,9 @@ class RankRecovery:
         self._statistics.install()
         self._events.listen(after=self._statistics.mark)
         if self._exact is not None:
-            self._events.listen(after=self._exact.snapshot)
+            self._events.listen(before=self._exact.before_step, after=self._exact.snapshot)
+            if not self._joining:
+                self._exact.record = self._random_record()
 
     def begin(self, serial: int) -> None:
         """Begin a cell. On the main thread, where nothing interrupts yet."""
@@ -177,6 +184,7 @@ class RankRecovery:
             caught=current and self._caught(),
             steps=self._steps.count if current else 0,
             rescheduled=current and self._steps.rescheduled(),
+            lifetime=self._exact.steps if self._exact is not None else 0,
             stopped=self._steps.stopped if current and self._stopped_at_step() else None,
             recipes=self.collectives.recipes() if question.recipes else {},
         )
@@ -199,16 +207,35 @@ class RankRecovery:
             return InOrder(failure)
         report = reset_models.reset_models(keep_buckets=keep_buckets, moved=self._statistics.moved)
         notes = report.notes
-        if self._exact is not None:
-            notes = notes + self._exact.restore()
+        if self._exact is not None and self._joining:
+            notes = notes + self._take_over(task.steps)
+            self._joining = False
+        elif self._exact is not None:
+            notes = notes + (self._exact.restore() if task.serial else [])  # a heal follows no cell of this rank's
         elif report.statistics_stay:
             notes = [*notes, _STATISTICS_STAY]
         return InOrder(failure, report.gradients, notes)
+
+    def _take_over(self, steps: int) -> list[str]:
+        """Go on with the random numbers of the dead rank whose place this one has."""
+        assert self._exact is not None
+        record = self._random_record()
+        notes = self._exact.resume(steps, record) if record is not None else []
+        return [f"rank {self._rank}: {note}" for note in notes]
+
+    def _random_record(self) -> RandomRecord | None:
+        if not self._folder:
+            return None
+        try:
+            return RandomRecord(Path(self._folder).with_name(f"random-{self._rank}"), new=not self._joining)
+        except OSError:  # no room there: a newcomer begins with random numbers of its own
+            return None
 
     def adopt(self, task: Adopt) -> InOrder:
         """Take the place of a dead rank in its groups. On the main thread."""
         try:
             self.collectives.adopt(task.recipes, self._rank)
+            active_training.newcomer = True
             self.adopted()
         except Exception as error:
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])

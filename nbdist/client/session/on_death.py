@@ -1,0 +1,77 @@
+"""What a session does when ranks die under a cell (`%distributed start --on-death`): nothing, heal them, or end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from nbdist.client.session.heal import HealReport
+from nbdist.errors import NbdistError, RankDied
+from nbdist.train.compare.resume import resume
+
+T = TypeVar("T")
+OnDeath = Literal["ask", "heal", "stop"]
+ON_DEATH: tuple[OnDeath, ...] = ("ask", "heal", "stop")
+
+
+def outlive(
+    attempt: Callable[[], T],
+    policy: OnDeath,
+    heal: Callable[[], HealReport],
+    close: Callable[[], None],
+    set_up: Callable[[Callable[[], str]], list[str]],
+    report: Callable[[str], object],
+) -> T:
+    """Run a cell, and act as the policy says when ranks die under it.
+
+    With "heal" they are replaced, all ranks take the state of the last step, and the cell runs again, as often as
+    ranks die, unless no step was made in between.
+
+    Args:
+        attempt: Runs the cell once.
+        policy: What to do.
+        heal: Replaces the dead ranks.
+        close: Ends all of them.
+        set_up: Calls a function on all ranks.
+        report: Called with what was done, a few lines each time.
+
+    Raises:
+        RankDied: With "ask" and "stop"; with "heal" if nothing is being trained, or ranks die again at once.
+        SessionBroken: With "heal": they could not be replaced.
+    """
+    before = ""
+    while True:
+        try:
+            return attempt()
+        except RankDied as error:
+            if policy == "stop":
+                close()
+                report("the session was stopped, as `--on-death stop` says")
+            if policy != "heal":
+                raise
+            report(_first_line(error))
+            now = _go_on(error, heal, set_up, report)
+            if not now or now == before:
+                raise
+            before = now
+
+
+def _go_on(
+    death: RankDied,
+    heal: Callable[[], HealReport],
+    set_up: Callable[[Callable[[], str]], list[str]],
+    report: Callable[[str], object],
+) -> str:
+    """Replace dead ranks, and return where the training goes on; empty if none is under way."""
+    try:
+        report(str(heal()))
+        where = set_up(resume)[0]
+    except NbdistError as error:
+        raise error from death
+    if where:
+        report(where)
+    return where
+
+
+def _first_line(error: RankDied) -> str:
+    return str(error).splitlines()[0]

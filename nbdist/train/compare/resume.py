@@ -1,0 +1,44 @@
+"""How a training goes on after a dead rank was replaced: everything prepared gets the state of its last whole step.
+
+Called on all ranks by the session, in rank processes; torch is loaded there already.
+"""
+
+from __future__ import annotations
+
+from nbdist.errors import UsageError
+from nbdist.ranks import describe_ranks
+from nbdist.train import active_training
+
+
+def resume() -> str:
+    """Take the state of the ranks that have made the most steps, else that of the newest checkpoint that they saved.
+
+    Returns:
+        Where the training goes on, the same on all ranks; empty if none of them has prepared anything.
+
+    Raises:
+        UsageError: Some ranks have prepared nothing; or they lack a state, and nothing has been saved.
+    """
+    from nbdist.train import state as training
+    from nbdist.train.checkpoint.checkpoint import load_state
+    from nbdist.train.collective.agreement import gather
+    from nbdist.train.compare.replicas import TornShards, take_state
+
+    mine = training.current() if training.is_begun() else None
+    told = gather((mine is not None, mine.saved_in if mine is not None else "", active_training.newcomer))
+    if not any(begun for begun, _, _ in told):
+        return ""
+    if bare := [rank for rank, (begun, _, _) in enumerate(told) if not begun]:
+        verb = "has" if len(bare) == 1 else "have"
+        raise UsageError(
+            f"{describe_ranks(bare)} {verb} prepared nothing, so the cell was not run again: mark the cell that makes "
+            "and prepares the model with `%%distributed --setup`"
+        )
+    report = take_state(src=None, group=None)
+    if isinstance(report, TornShards):
+        folder = next((saved for _, saved, _ in told if saved), "")
+        if not folder:
+            raise UsageError(f"{report.text}, and nothing has been saved by `nbdist.save_state`: {report.advice}")
+        loaded = load_state(folder)
+        return f"training goes on from step {loaded.steps:,}: loaded {loaded.path}"
+    return f"training goes on from step {training.current().steps:,}, with the state of rank {report.src}"

@@ -1,0 +1,131 @@
+"""What a session does when ranks die under a cell: `%distributed start --on-death`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testbed.kernel import Kernel, kernel_with_ranks, lines_by_rank
+
+pytestmark = pytest.mark.torch_private
+
+HANG = 60.0
+# At each of `deaths`, (step, rank, whether in the optimizer's step), a rank dies once.
+TRAINING = """%%distributed --setup
+import os, random, signal, torch, nbdist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 1))
+data = torch.randn(96, 8)
+loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+model, optimizer, scheduler, loader = nbdist.prepare(net, optimizer, scheduler, loader)
+torch.manual_seed(rank)
+random.seed(rank)
+deaths, folder, saves = {deaths}, {folder!r}, {saves}
+def may_die(in_step):
+    mark = f'{{folder}}/{{scheduler.last_epoch}}'
+    if (scheduler.last_epoch, rank, in_step) in deaths and not os.path.exists(mark):
+        open(mark, 'x').close()
+        os.kill(os.getpid(), signal.SIGKILL)
+optimizer.register_step_pre_hook(lambda *_: may_die(True))
+def train():
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        may_die(False)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        if saves and scheduler.last_epoch == 4:
+            nbdist.save_state(f'{{folder}}/states/step-4')
+"""
+RESULT = """%%distributed
+whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+print(*[p.double().abs().sum().item().hex() for p in whole], scheduler.get_last_lr(), torch.rand(1), random.random())
+"""
+
+
+def result(kernel: Kernel) -> dict[int, list[str]]:
+    return lines_by_rank(kernel.ok(RESULT, HANG).stdout)
+
+
+@pytest.mark.parametrize(
+    ("plan", "deaths", "saves", "goes_on"),
+    [
+        (
+            "ddp",
+            [(3, 1, False), (4, 0, True)],
+            False,
+            ["step 3, with the state of rank 0", "step 5, with the state of rank 1"],
+        ),
+        ("fsdp", [(6, 1, False)], True, ["step 4: loaded "]),
+    ],
+)
+def test_a_training_goes_on_by_itself_and_ends_as_if_no_rank_had_died(
+    plan: str, deaths: list[tuple[int, int, bool]], saves: bool, goes_on: list[str], tmp_path: Path
+) -> None:
+    with kernel_with_ranks(2, "--exact --on-death heal") as kernel:
+        kernel.ok(f"%distributed plan {plan}")
+        kernel.ok(TRAINING.format(deaths=deaths, folder=str(tmp_path), saves=saves))
+        said = kernel.ok("%%distributed\ntrain()", HANG).stdout
+        went_on = [line.partition("training goes on from ")[2] for line in said.splitlines() if " goes on " in line]
+        assert len(went_on) == len(goes_on)
+        assert all(line.startswith(words) for line, words in zip(went_on, goes_on, strict=True)), went_on
+        healed = result(kernel)
+        kernel.ok("%distributed restart")
+        kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), saves=saves))
+        kernel.ok("%%distributed\ntrain()", HANG)
+        assert result(kernel) == healed
+
+
+def test_a_cell_that_trains_nothing_is_not_run_again() -> None:
+    with kernel_with_ranks(2, "--on-death heal") as kernel:
+        failed = kernel.fails("%%distributed -r 1\nimport os\nprint('once')\nos._exit(3)", "RankDied", HANG)
+        assert failed.stdout.count("once") == 1
+        assert "rank 1 replaced in " in failed.stdout
+        assert lines_by_rank(kernel.ok("%%distributed\nprint(rank)").stdout) == {0: ["0"], 1: ["1"]}
+
+
+def test_a_cell_that_kills_its_rank_at_the_same_step_again_is_given_up(tmp_path: Path) -> None:
+    with kernel_with_ranks(2, "--on-death heal") as kernel:
+        kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), saves=False))
+        code = "%%distributed\nif rank == 1: os._exit(3)\ntrain()"
+        failed = kernel.fails(code, "RankDied", HANG)
+        assert failed.evalue.startswith("rank 1 died: exit code 3")
+        assert failed.stdout.count("training goes on from step 0") == 2
+
+
+def test_a_newcomer_that_has_prepared_nothing_is_named() -> None:
+    with kernel_with_ranks(2, "--on-death heal") as kernel:
+        kernel.ok("%%distributed\nimport os, torch, nbdist\nmodel = nbdist.prepare(torch.nn.Linear(2, 2))")
+        failed = kernel.fails("%%distributed\nif rank == 1: os._exit(3)", "RankError", HANG)
+        assert "rank 1 has prepared nothing, so the cell was not run again" in failed.evalue
+        assert failed.stdout.startswith("rank 1 died: exit code 3")
+
+
+def test_the_session_ends_if_it_is_to() -> None:
+    with kernel_with_ranks(2, "--on-death stop") as kernel:
+        failed = kernel.fails("%%distributed\nimport os\nif rank == 1: os._exit(3)", "RankDied", HANG)
+        assert "the session was stopped, as `--on-death stop` says" in failed.stdout
+        assert "no session is running" in kernel.fails("%%distributed\nprint(1)", "SessionClosed").evalue
+
+
+def test_without_a_source_the_ranks_that_have_trained_give_their_state(tmp_path: Path) -> None:
+    with kernel_with_ranks(2) as kernel:
+        kernel.ok(TRAINING.format(deaths=[(3, 0, False)], folder=str(tmp_path), saves=False))
+        kernel.fails("%%distributed\ntrain()", "RankDied", HANG)
+        kernel.ok("%distributed heal", HANG)
+        refused = kernel.fails("%%distributed\nnbdist.sync(model, src=0)", "RankError", HANG).evalue
+        assert "rank 0 has just replaced one that died, so what it has is new: pass src=1" in refused
+        synced = lines_by_rank(kernel.ok("%%distributed\nprint(nbdist.sync(model, optimizer, scheduler).src)").stdout)
+        assert synced == {0: ["1"], 1: ["1"]}
+
+
+def test_an_unknown_policy_is_refused(kernel: Kernel) -> None:
+    refused = kernel.fails("import nbdist\nnbdist.Session(2, on_death='pray')", "UsageError").evalue
+    assert refused == "on_death 'pray' is unknown. Allowed are 'ask', 'heal', 'stop'"

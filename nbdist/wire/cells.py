@@ -11,7 +11,7 @@ from nbdist.metrics.node.sample import StepSample
 from nbdist.wire.message import Message, Seconds
 from nbdist.wire.parcel import Parcel
 
-Kind = Literal["cell", "call", "setup", "launch", "push", "pull", "free"]  # of an Execute
+Kind = Literal["cell", "call", "setup", "launch", "push", "pull", "free", "debug", "debugpy"]  # of an Execute
 FailureKind = Literal["raised", "lost", "interrupted", "stopped"]
 Outcome = Literal["ok", "error", "interrupted"]
 
@@ -27,7 +27,8 @@ class Execute(Message, frozen=True):
     """Run something on the main thread of ranks.
 
     kind: "cell" (code in the shell), "call" (a pickled function), "setup" (one of nbdist's own), "launch" (one that may
-    return values that can't be sent), "push" (a pickled dict), "pull" (an expression in `code`), "free".
+    return values that can't be sent), "push" (a pickled dict), "pull" (an expression in `code`), "free",
+    "debug" (what has failed last), "debugpy" (listen for VS Code).
     number: the cell's number in the notebook. offset: lines of the cell above `code`.
     grace: seconds that ranks may wait in a collective for one that has raised.
     parcel: the function and its arguments, or the variables, where `kind` says so.
@@ -92,7 +93,7 @@ class Failure(msgspec.Struct, frozen=True):
 class Reply(Message, frozen=True):
     """A rank has finished an Execute.
 
-    parcel: the value that it sends. payload: the summary of a profile, or what was freed.
+    parcel: the value that it sends. payload: the summary of a profile, what was freed, or debugpy's port.
     grouped: whether it has its default process group, where the session is to have one.
     """
 

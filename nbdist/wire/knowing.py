@@ -67,6 +67,23 @@ class Inspect(Question[Inspection], frozen=True):
     detail: int
 
 
+class KnownFailure(AnswerBody, frozen=True):
+    """What has failed last on a rank; without a name: nothing has. The fields are those of a Failure.
+
+    gone: whether its frames are, so that they can't be debugged.
+    """
+
+    name: str = ""
+    text: str = ""
+    kind: str = ""
+    when: float = 0.0
+    gone: bool = False
+
+
+class GetFailure(Question[KnownFailure], frozen=True):
+    """What has failed last?"""
+
+
 class Release(Question[Done], frozen=True):
     """Free what was packed for the cell `serial`: the notebook has it, or does not want it."""
 

@@ -11,10 +11,12 @@ from nbdist.metrics.node.sample import NodeSample
 from nbdist.wire.knowing import (
     Complete,
     Completions,
+    GetFailure,
     GetMemory,
     GetMetrics,
     Inspect,
     Inspection,
+    KnownFailure,
     Metrics,
     ProcessMemory,
     Release,
@@ -53,6 +55,7 @@ AnyQuestion = (
     | Disarm
     | Enter
     | Forbid
+    | GetFailure
     | GetMemory
     | GetMetrics
     | GetNativeStack
@@ -71,6 +74,7 @@ AnyAnswer = (
     | Done
     | Forbidden
     | Inspection
+    | KnownFailure
     | Metrics
     | NativeStack
     | NoAnswer

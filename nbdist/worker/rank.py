@@ -37,7 +37,7 @@ from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.healing import Adopt
 from nbdist.wire.keys import Keys
-from nbdist.wire.knowing import Release
+from nbdist.wire.knowing import GetFailure, Release
 from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, connect, lane
 from nbdist.wire.life import SERIALS
 from nbdist.wire.message import Message
@@ -45,7 +45,7 @@ from nbdist.wire.output import END, PLAIN_END, WidgetMessage
 from nbdist.wire.question import Done
 from nbdist.wire.rank_processes import Quit, RankSetup, Ready
 from nbdist.wire.stopping import Enter, Rest
-from nbdist.worker.cell import failures, keyboard, launched
+from nbdist.worker.cell import debug_server, failures, keyboard, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell
 from nbdist.worker.control.control_thread import ControlThread
@@ -58,6 +58,7 @@ from nbdist.worker.processes import forks, spawning
 from nbdist.worker.processes.orphans import Orphans
 from nbdist.worker.recovery.rejoin import RankRecovery
 
+_LOOKS = ("debug", "debugpy", "pull")  # what keeps the frames of the last failure when it begins
 _LONGEST_FOLDER = 85  # characters; the path of a socket in it may have 107
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
 _RESTORED = "nbdist: this cell left {} closed or redirected; it is restored for the next cell"
@@ -216,6 +217,8 @@ class RankProcess:
             "push": self._push,
             "pull": self._pull,
             "free": self._free,
+            "debug": self._debug,
+            "debugpy": self._listen_for_debugger,
         }
         self._widgets = WidgetRelay(self._lane)
 
@@ -233,6 +236,7 @@ class RankProcess:
             self._shell.undisturbed = self._control.gate.undisturbed
             self._keyboard.install()
             self._control.questions.shell = self._shell
+            self._control.answers |= dict([GetFailure.by(lambda question: self._shell.known_failure)])
             self._names = self._current_names()
             spawning.refuse(self._shell.is_main)
             backend = self._group.make()
@@ -299,7 +303,10 @@ class RankProcess:
         """Run a task and report, whatever comes: a rank that does not report is busy forever."""
         reply: Reply | None = None
         try:
-            self._shell.forget_failure()
+            if task.kind in _LOOKS:
+                self._shell.keep_failure()
+            else:
+                self._shell.forget_failure()
             alone = self._recovery.collectives.stand_ins
             participants.begin(None if task.kind == "launch" or alone else task.ranks, alone=alone)
             self._recovery.begin(task.serial)
@@ -442,6 +449,13 @@ class RankProcess:
             "device_left": after.reserved or 0,
         }
         return Reply(task.serial, self._setup.rank, "ok", payload=msgspec.msgpack.encode(report))
+
+    def _debug(self, task: Execute) -> Reply:
+        self._shell.debug()
+        return Reply(task.serial, self._setup.rank, "ok", names=self._changed_names())
+
+    def _listen_for_debugger(self, task: Execute) -> Reply:
+        return Reply(task.serial, self._setup.rank, "ok", payload=msgspec.msgpack.encode(debug_server.listen()))
 
     def _with_value(self, task: Execute, value: Any, name: str) -> Reply:
         return self._with_parcel(task, transfer.pack(value, name=name))

@@ -273,7 +273,7 @@ def test_a_failed_cell_s_frames_live_until_the_next_cell_starts(ranks: Kernel, t
     assert ranks.ok("%%distributed\nwatched[0]() is None").plain == ["[0-1] True"]
 
 
-@pytest.mark.parametrize("work", ["push", "pull", "call", "free"])
+@pytest.mark.parametrize("work", ["push", "call", "free"])
 def test_other_work_frees_a_failed_cell_s_frames_too(ranks: Kernel, work: str) -> None:
     ranks.ok("%%distributed\nwatched = []")
     fails(ranks, f"{FAIL}fail()")
@@ -282,7 +282,6 @@ def test_other_work_frees_a_failed_cell_s_frames_too(ranks: Kernel, work: str) -
     ranks.ok(
         {
             "push": "session.push({'unused': 1})",
-            "pull": "session.pull('rank')",
             "call": "session.call(int)",
             "free": "session.free()",
         }[work]

@@ -89,6 +89,7 @@ class DistributedMagics(Magics):
             "peak": self._costs.measure_peak,
             "interrupt": self._interrupt,
             "heal": self._heal,
+            "debug": self._debug,
             "snapshot": self._costs.snapshot,
             "stacks": self._stacks,
         }
@@ -304,6 +305,16 @@ class DistributedMagics(Magics):
     def _heal(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         print(session.heal(rank_set_of(session).among(arguments.ranks), kill=arguments.kill))
+
+    def _debug(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        ranks = rank_set_of(session).among(arguments.ranks)
+        if arguments.debugpy:
+            print(session.debugpy(ranks))
+        elif ranks is not None and len(ranks) != 1:
+            raise UsageError("the debugger opens on one rank: `%distributed debug -r 0`")
+        else:
+            session.debug(None if ranks is None else ranks[0])
 
     def _switch_auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":

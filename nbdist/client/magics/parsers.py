@@ -73,6 +73,7 @@ def verb_parsers() -> dict[str, MagicParser]:
         "peak": _peak(),
         "interrupt": _interrupt(),
         "heal": _heal(),
+        "debug": _debug(),
         "snapshot": _snapshot(),
         "stacks": _stacks(),
     }
@@ -229,6 +230,15 @@ def _heal() -> MagicParser:
     )
     parser.add_argument("-r", "--ranks", metavar="RANKS", help="which ranks, for example 0,2-3 (default: the dead)")
     parser.add_argument("--kill", action="store_true", help="end these ranks first, as one that is stuck for good")
+    return parser
+
+
+def _debug() -> MagicParser:
+    parser = MagicParser("%distributed debug", "Look into the last failure of a rank with IPython's debugger.")
+    parser.add_argument("-r", "--ranks", metavar="RANK", help="which rank (default: the one that failed first)")
+    parser.add_argument(
+        "--debugpy", action="store_true", help="have the ranks listen for VS Code, and show its configuration"
+    )
     return parser
 
 

@@ -22,6 +22,7 @@ from nbdist.checks import check_choice, check_seconds
 from nbdist.client.session import interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.debugging import debug, serve_debugpy
 from nbdist.client.session.heal import HealReport, heal
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.named_values import explain_missing, pack_named
@@ -430,6 +431,30 @@ class Session:
             self._plan.catch_up(self.ranks, functools.partial(self._rank_set.set_up, ranks=newcomers))
 
         return heal(self._rank_set, ranks, kill=kill, catch_up=catch_up)
+
+    def debug(self, rank: int | None = None) -> None:
+        """Open IPython's debugger on a rank, at what failed there in its last cell.
+
+        Args:
+            rank: The rank; None for the one that failed first.
+
+        Raises:
+            UsageError: Nothing has failed there, or its frames are gone because another cell has begun.
+            SessionBusy: The rank runs something.
+            InteractionError: Nobody can type commands here.
+        """
+        debug(self._rank_set, rank)
+
+    def debugpy(self, ranks: Ranks) -> str:
+        """Have ranks listen on loopback for VS Code's debugger, until they end.
+
+        Args:
+            ranks: The ranks.
+
+        Returns:
+            The configurations for VS Code, and how to reach ranks on other machines.
+        """
+        return serve_debugpy(self._rank_set, ranks)
 
     def status(self) -> list[dict[str, Any]]:
         """Return a row for every rank: rank, pid, device, state, generation, memory (bytes), doing."""

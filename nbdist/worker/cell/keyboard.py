@@ -147,6 +147,17 @@ class RankPdb(Pdb):
             known.pop(_CONVENIENCE, None)
 
 
+def look_into(error: BaseException) -> None:
+    """Open a debugger at the frames of an exception, from the user's outermost one inwards. An interrupt leaves it."""
+    first = error.__traceback__
+    while first is not None and not failures.is_users_code(first.tb_frame.f_code):
+        first = first.tb_next
+    debugger = RankPdb()
+    debugger.reset()
+    with contextlib.suppress(KeyboardInterrupt):
+        debugger.interaction(None, first or error.__traceback__)
+
+
 def stop_tracing() -> None:
     """Leave no debugger on guard when a cell has ended: it would stop in the next one."""
     if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):

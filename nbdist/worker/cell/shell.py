@@ -31,7 +31,8 @@ from nbdist import shells
 from nbdist.errors import InteractionError, NbdistError, UsageError
 from nbdist.metrics.allocation import oom
 from nbdist.wire.cells import Failure
-from nbdist.worker.cell import failures
+from nbdist.wire.knowing import KnownFailure
+from nbdist.worker.cell import failures, keyboard
 from nbdist.worker.cell.interrupts import CellLoop, run_command
 from nbdist.worker.cell.launched import is_plain_exit
 from nbdist.worker.cell.scripts import ScriptFolders
@@ -127,7 +128,9 @@ class RankShell(InteractiveShell):
     caught: bool = False  # whether a failure came out of the middle of a training step
     _loop: CellLoop
     _scripts: ScriptFolders
-    _failures: list[tuple[BaseException, Failure]]  # what has failed since the last `forget_failure`, the first first
+    _failures: list[tuple[BaseException, Failure]]  # what has failed in what runs, or ran last, the first first
+    _kept: list[tuple[BaseException, Failure]]  # ... and in the last cell, if something else than a cell has run since
+    _gone: KnownFailure  # what has failed last of what was forgotten
     explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
     undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -138,7 +141,7 @@ class RankShell(InteractiveShell):
         config.HistoryManager.enabled = False  # a database and a thread that no rank needs
         config.IPCompleter.use_jedi = False  # too slow to answer while Tab is held
         shell: RankShell = cls.instance(config=config)
-        shell._failures = []
+        shell._failures, shell._kept, shell._gone = [], [], KnownFailure()
         shell._scripts = ScriptFolders()
         failures.keep_last_comments()
         return shell
@@ -235,13 +238,42 @@ class RankShell(InteractiveShell):
 
     def forget_failure(self) -> None:
         """Let go of the frames of what has failed: they may hold tensors and DataLoader workers."""
-        for error, _ in self._failures:
+        self._gone = msgspec.structs.replace(self.known_failure, gone=True)
+        for error, _ in self._failures + self._kept:
             if isinstance(error, KeyboardInterrupt):
                 _clear_apart(error)
             else:
                 shells.clear_frames(error)
-        self._failures, self.caught = [], False
+        self._failures, self._kept, self.caught = [], [], False
         shells.forget_failure(self)
+
+    def keep_failure(self) -> None:
+        """Keep the frames of what has failed in a cell, for a debugger; what fails from now on is something else."""
+        if not self._kept:
+            self._kept = self._failures
+        elif self._failures is not self._kept:
+            for error, _ in self._failures:
+                shells.clear_frames(error)
+        self._failures, self.caught = [], False
+
+    @property
+    def known_failure(self) -> KnownFailure:
+        """What can be debugged, or could have been. From any thread."""
+        kept = self._kept or self._failures
+        if not kept:
+            return self._gone
+        failure = kept[0][1]
+        return KnownFailure(failure.name, failure.text, failure.kind, failure.when)
+
+    def debug(self) -> None:
+        """Open a debugger at what has failed in the last cell.
+
+        Raises:
+            UsageError: Its frames are gone.
+        """
+        if not self._kept:
+            raise UsageError("there is nothing to debug on this rank")
+        keyboard.look_into(self._kept[0][0])
 
     def learn_source(self, filename: str, number: int, text: str) -> None:
         """Let tracebacks show a cell of the notebook that has come here only as a compiled function."""

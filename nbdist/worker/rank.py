@@ -451,7 +451,7 @@ class RankProcess:
         return Reply(task.serial, self._setup.rank, "ok", payload=msgspec.msgpack.encode(report))
 
     def _debug(self, task: Execute) -> Reply:
-        self._shell.debug()
+        self._shell.look_into_failure()
         return Reply(task.serial, self._setup.rank, "ok", names=self._changed_names())
 
     def _listen_for_debugger(self, task: Execute) -> Reply:

@@ -265,7 +265,7 @@ class RankShell(InteractiveShell):
         failure = kept[0][1]
         return KnownFailure(failure.name, failure.text, failure.kind, failure.when)
 
-    def debug(self) -> None:
+    def look_into_failure(self) -> None:
         """Open a debugger at what has failed in the last cell.
 
         Raises:

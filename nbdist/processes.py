@@ -108,6 +108,14 @@ def _reap_children() -> None:
             return
 
 
+def state_of(pid: int) -> str:
+    """Return the state of a process as a letter: R runs, S and D wait, T and t are stopped; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def describe_exit(code: int) -> str:
     """Return an exit code in words: "exit code 3", "SIGKILL (killed, maybe out of memory)"."""
     if code >= 0:

@@ -31,7 +31,7 @@ from nbdist.agent.relay import Relay
 from nbdist.agent.storage import NodeStorage
 from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
-from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group
+from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group, state_of
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.healing import EndRanks, Respawn
 from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane
@@ -54,6 +54,7 @@ from nbdist.wire.rank_processes import (
     StoreOpened,
 )
 from nbdist.wire.setup import AgentSetup
+from nbdist.wire.stopping import GetProcess, ProcessState
 from nbdist.wire.template_messages import Forked, ForkFailed, Imported, ImportFailed
 
 _STORE = -1  # the store among the ranks, inside of this process
@@ -267,7 +268,10 @@ class Agent:
     def _answer(self, message: Ask) -> None:
         pids = {rank: pid for pid, rank in self._set.pids.items()} if self._set is not None else {}
         for rank in message.ranks:
-            if rank in pids:
+            if rank in pids and isinstance(message.question, GetProcess):
+                state = ProcessState(pids[rank], state_of(pids[rank]))
+                self._say(Answer(message.request, rank, state, message.asker))
+            elif rank in pids:
                 self._stacks.look(message, rank, pids[rank])
             else:
                 self._say(Answer(message.request, rank, NoAnswer("it has ended"), message.asker))

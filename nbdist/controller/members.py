@@ -408,7 +408,10 @@ class Members:
             self._exited(node, message)
         elif isinstance(message, Answer):
             self._rank_on(node, message.rank)
-            self.to_notebook(message)
+            if message.asker == "controller":
+                self.cells.answered(message, time.monotonic())
+            else:
+                self.to_notebook(message)
 
     def _rank_on(self, node: int, number: int) -> Rank:
         if self._node_of[number] != node:

@@ -47,6 +47,9 @@ class Wires(Protocol):
     def to_ranks(self, lane: str, ranks: Sequence[int], message: Message) -> None:
         """Send the same to ranks, as far as they live."""
 
+    def to_agent_of(self, rank: int, message: Message) -> None:
+        """Send to the agent of a rank's node."""
+
     def to_notebook(self, message: Message) -> None:
         """Send to the notebook."""
 

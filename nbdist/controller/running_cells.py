@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from nbdist import limits
 from nbdist.controller.inquiries import A, AskRanks, Handler, Inquiries
 from nbdist.controller.ladder import Ladder
@@ -21,7 +23,7 @@ from nbdist.wire.life import Died
 from nbdist.wire.message import Message
 from nbdist.wire.output import Prompt
 from nbdist.wire.question import NoAnswer, Question
-from nbdist.wire.questions import Answer
+from nbdist.wire.questions import OF_AGENTS, Answer, Ask
 from nbdist.wire.stopping import Cut, Strand
 from nbdist.wire.visitor_messages import RunningCell
 
@@ -64,9 +66,17 @@ class Cells:
     def __init__(self, wires: Wires, execute: Callable[[Execute], None]) -> None:
         self._wires = wires
         self._running: dict[int, _Cell] = {}
-        self._inquiries = Inquiries(lambda ranks, question: wires.to_ranks(RANK_CONTROL, ranks, question), wires.dead)
+        self._inquiries = Inquiries(self._send, wires.dead)
         self._repairs = Repairs(wires, self._inquiries.ask, execute)
         self.prompts = OpenPrompts(self._inquiries.ask)
+
+    def _send(self, ranks: Sequence[int], question: Ask) -> None:
+        """Send a question to control threads, or to the agents that answer for their ranks."""
+        if not isinstance(question.question, OF_AGENTS):
+            self._wires.to_ranks(RANK_CONTROL, ranks, question)
+            return
+        for rank in ranks:
+            self._wires.to_agent_of(rank, msgspec.structs.replace(question, ranks=[rank]))
 
     # --- events
 

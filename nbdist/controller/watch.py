@@ -8,13 +8,14 @@ failed, it names those that wait for it in vain. Until then it costs only a time
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.controller.inquiries import AskRanks
 from nbdist.ranks import ONE_NODE, RankNames
 from nbdist.wire.question import NoAnswer
-from nbdist.wire.stopping import GetPosition, Position
+from nbdist.wire.stopping import GetPosition, GetProcess, Position, ProcessState
 
 _BUSY = 0.2  # of a core: a rank that uses more is computing, not waiting
 _WORTH_SAYING = 5.0  # seconds: less is not certain, because a rank may have waited since before the first look
@@ -116,8 +117,10 @@ class Watch:
         self._asked = now
         self._looking = False  # a look has begun, and some ranks have not answered
         self._silent: set[int] = set()  # have not answered yet
+        self._states: dict[int, ProcessState] = {}  # of processes that did not answer
         self._looks: dict[int, Position] = {}
         self._before: dict[int, Position] = {}
+        self._earlier: dict[int, Position] = {}  # the look before the one that is compared
         self._since: dict[int, float] = {}  # when waiting ranks were first seen waiting
         self._told: tuple[dict[int, str], set[int], bool] | None = None  # last report: waits, for whom, forever
         self._waited_since = 0.0
@@ -156,6 +159,7 @@ class Watch:
     def answered(self, rank: int, look: Position | NoAnswer, now: float) -> None:
         """Handle a rank's report of what it does, or why it can't report."""
         self._silent.discard(rank)
+        self._states.pop(rank, None)
         if isinstance(look, Position) and rank in self._ranks:
             self._looks[rank] = look
         if self._looking and not self._silent:
@@ -188,6 +192,9 @@ class Watch:
             self._rest(now)
             return
         before, self._before = self._before, self._looks
+        self._earlier = before
+        if silent := sorted(self._silent & self._left):
+            self._ask(silent, GetProcess(), self._found)
         awaited = {rank: who for rank in sorted(self._left) if (who := self._awaited(rank))}
         if self._early:
             awaited = {rank: who for rank, who in awaited.items() if not who <= {*self._ranks, *self._dead}}
@@ -196,7 +203,7 @@ class Watch:
             for rank in awaited
             if _is_same(self._looks[rank], before.get(rank))
         }
-        self.due = max(now, self._next(bool(before), bool(awaited)))
+        self.due = max(now, self._next(bool(before), bool(awaited or self._stopped)))
         self._early = self._early and not before and bool(awaited)
         lost = self._in_vain(awaited) if self._failed else []
         if lost:
@@ -207,11 +214,27 @@ class Watch:
             self._stranded |= stranded.keys()
         elif self._since:
             self._explain(awaited, now)
+        elif self._stopped:
+            self._explain_stopped(now)
         elif self._is_late(now):
             self._explain_late(now)
         else:
             self._hasten(now)
             self._close(now, ", then went on")
+
+    def _found(self, rank: int, state: ProcessState | NoAnswer, now: float) -> None:
+        """Note the state of a process that did not answer."""
+        if isinstance(state, ProcessState) and rank in self._silent:
+            self._states[rank] = state
+            if rank in self._stopped and not self._looking:
+                self.due = min(self.due, max(now, self._asked + self._pauses.confirm))
+
+    @property
+    def _stopped(self) -> list[int]:
+        """Ranks whose processes are stopped, by a signal or a debugger."""
+        return [
+            rank for rank, found in sorted(self._states.items()) if found.state in ("T", "t") and rank in self._left
+        ]
 
     def _rest(self, now: float) -> None:
         """Say nothing and end no waiting, as the user types: from then on all times are counted again."""
@@ -275,6 +298,7 @@ class Watch:
             look is not None
             and bool(look.running)
             and (look.collective, look.group) == (in_what.collective, in_what.group)
+            and not _differ(look, in_what)
         )
 
     def _in_vain(self, awaited: dict[int, set[int]]) -> list[int]:
@@ -320,11 +344,12 @@ class Watch:
     # --- reporting
 
     def _explain(self, awaited: dict[int, set[int]], now: float) -> None:
-        waits = {rank: self._wait(rank) for rank in awaited}
+        mismatch = self._mismatch(awaited)
+        waits = {rank: self._wait(rank, exactly=bool(mismatch)) for rank in awaited}
         self.waits = {rank: f"{waits[rank]}, for {self._names.describe(awaited[rank])}" for rank in sorted(self._since)}
         whom = set().union(*awaited.values())
         rest = {rank: self._elsewhere(rank) for rank in sorted((self._left | whom) - awaited.keys())}
-        text = self._sentence(waits, rest)
+        text = mismatch + self._sentence(waits, rest)
         never = self._never(awaited)
         if never:
             text += ". They wait for each other, so none of them can continue"
@@ -333,6 +358,24 @@ class Watch:
         self._waited_since = min(self._since.values())
         seconds = now - self._waited_since
         self._say(f"for {seconds:.0f} s {text}" if seconds >= _WORTH_SAYING else text, same, True)
+
+    def _mismatch(self, awaited: dict[int, set[int]]) -> str:
+        """Return what ranks do differently that are in the same collective of the same group; "" if nothing is."""
+        calls = [self._looks[rank] for rank in sorted(awaited) if self._looks[rank].sequence]
+        calls.sort(key=lambda look: (look.group, look.sequence))
+        pairs = [(one, other) for one, other in itertools.pairwise(calls) if one.group == other.group]
+        same = [(one, other) for one, other in pairs if one.sequence == other.sequence]
+        if any(one.collective != other.collective for one, other in same):
+            return "mismatched collectives: "
+        if any(_differ(one, other) for one, other in same):
+            return "mismatched tensors: "
+        return "not at the same collective: " if len(same) < len(pairs) else ""
+
+    def _explain_stopped(self, now: float) -> None:
+        news: tuple[dict[int, str], set[int], bool] = ({}, set(self._stopped), False)
+        same, self._told = news == self._told, news
+        self._waited_since = now if not same else self._waited_since
+        self._say(self._sentence({}, {rank: self._elsewhere(rank) for rank in self._stopped}), same, True)
 
     def _explain_late(self, now: float) -> None:
         assert self._finished_at is not None
@@ -355,9 +398,12 @@ class Watch:
         verb, _, rest = words.partition(" ")
         return f"{self._names.describe(ranks)} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}"
 
-    def _wait(self, rank: int) -> str:
+    def _wait(self, rank: int, *, exactly: bool = False) -> str:
         look = self._looks[rank]
-        return f"waits in {look.collective}, {look.place}"
+        if not exactly or not look.sequence:
+            return f"waits in {look.collective}, {look.place}"
+        tensors = f" ({look.tensors})" if look.tensors else ""
+        return f"waits in {look.collective} #{look.sequence:,} of {look.label}{tensors}, {look.place}"
 
     def _gone(self, ranks: set[int]) -> str:
         """Describe ranks that will not arrive any more, and what to do about it."""
@@ -374,11 +420,16 @@ class Watch:
         if rank in self._failed:
             return "has failed"
         look = self._looks.get(rank)
+        if rank in self._stopped:
+            found = self._states[rank]
+            how = "by a debugger" if found.state == "t" else f"by a signal: `kill -CONT {found.pid}` lets it go on"
+            return f"is stopped {how}"
         if look is None:
             return "is in a call that blocks Python"
         if rank not in self._left or not look.running:
             return "has finished the cell"
-        return f"is at {look.line}" if look.line else "is still running"
+        verb = "is computing" if _computes(look, self._earlier.get(rank)) else "is"
+        return f"{verb} at {look.line}" if look.line else "is still running"
 
     def _never(self, awaited: dict[int, set[int]]) -> bool:
         """Return whether all remaining ranks wait only for each other."""
@@ -405,6 +456,18 @@ def _is_same(look: Position, before: Position | None) -> bool:
     known = look.members is None or bool(look.members)
     known = known or any(before.unfinished.get(name) == at for name, at in look.unfinished.items())
     return known or (look.cpu - before.cpu) / max(1e-3, look.at - before.at) < _BUSY
+
+
+def _computes(look: Position, before: Position | None) -> bool:
+    """Return whether a rank has used a processor since."""
+    return before is not None and (look.cpu - before.cpu) / max(1e-3, look.at - before.at) >= _BUSY
+
+
+def _differ(look: Position, other: Position) -> bool:
+    """Return whether two ranks that are in the same function of the same group can't be in the same collective."""
+    if look.sequence and other.sequence and look.sequence != other.sequence:
+        return True
+    return bool(look.tensors and other.tensors) and look.tensors != other.tensors
 
 
 def _where(look: Position) -> tuple[object, ...]:

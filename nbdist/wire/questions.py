@@ -29,15 +29,19 @@ from nbdist.wire.stopping import (
     Cut,
     Disarm,
     Enter,
+    Flight,
     Forbid,
     Forbidden,
+    GetFlight,
     GetNativeStack,
     GetPosition,
+    GetProcess,
     GetStack,
     GetState,
     Meet,
     NativeStack,
     Position,
+    ProcessState,
     RankState,
     Rest,
     StepsMade,
@@ -56,10 +60,12 @@ AnyQuestion = (
     | Enter
     | Forbid
     | GetFailure
+    | GetFlight
     | GetMemory
     | GetMetrics
     | GetNativeStack
     | GetPosition
+    | GetProcess
     | GetStack
     | GetState
     | Inspect
@@ -72,6 +78,7 @@ AnyQuestion = (
 AnyAnswer = (
     Completions
     | Done
+    | Flight
     | Forbidden
     | Inspection
     | KnownFailure
@@ -80,13 +87,14 @@ AnyAnswer = (
     | NoAnswer
     | Position
     | ProcessMemory
+    | ProcessState
     | RankState
     | StepsMade
     | ThreadStack
 )
 
 
-OF_AGENTS = (GetNativeStack,)  # the questions that agents answer for their ranks
+OF_AGENTS = (GetNativeStack, GetProcess)  # the questions that agents answer for their ranks
 
 
 class Ask(Message, frozen=True):

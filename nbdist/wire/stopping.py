@@ -34,6 +34,8 @@ class Position(AnswerBody, frozen=True):
     unfinished: by backend, the last collective started and the last one ended, where these differ.
     meeting: whether `collective` is one of nbdist's own functions, which all ranks of the cell must call.
     asking: whether it waits for a line from the user.
+    label: the group in words. sequence: which collective of the group it is in, counted from 1; 0 if unknown.
+    tensors: what it was called with, for example "float32[16, 8]"; "" if unknown.
     """
 
     running: int
@@ -49,6 +51,9 @@ class Position(AnswerBody, frozen=True):
     unfinished: Mapping[str, tuple[int, int]] = {}
     meeting: bool = False
     asking: bool = False
+    label: str = ""
+    sequence: int = 0
+    tensors: str = ""
 
 
 class GetPosition(Question[Position], frozen=True):
@@ -89,6 +94,52 @@ class NativeStack(AnswerBody, frozen=True):
 
 class GetNativeStack(Question[NativeStack], frozen=True):
     """What is the stack, C code included? Answered by the rank's agent."""
+
+
+class ProcessState(AnswerBody, frozen=True):
+    """A rank's process as the system sees it. state: a letter as in /proc/PID/stat; "T": stopped by a signal."""
+
+    pid: int
+    state: str
+
+
+class GetProcess(Question[ProcessState], frozen=True):
+    """In which state is the process? Answered by the rank's agent, as a stopped process answers nothing."""
+
+
+# --- the collectives so far
+
+
+class Collective(msgspec.Struct, array_like=True, frozen=True):
+    """A collective that a rank has entered.
+
+    group: its name; label: in words. sequence: which of its group. name: for example "all_reduce".
+    tensors: what it was called with, for example "float32[16, 8]". ended: whether it has.
+    """
+
+    group: str
+    label: str
+    sequence: int
+    name: str
+    tensors: str
+    ended: bool
+
+
+class Flight(AnswerBody, frozen=True):
+    """The last collectives of a rank, the oldest first. groups: the names of those it is in.
+
+    recorded: whether torch has recorded any.
+    """
+
+    collectives: list[Collective]
+    groups: list[str]
+    recorded: bool
+
+
+class GetFlight(Question[Flight], frozen=True):
+    """Which collectives has this rank entered last? `count`: at most how many."""
+
+    count: int
 
 
 # --- stopping a cell

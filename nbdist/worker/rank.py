@@ -44,13 +44,14 @@ from nbdist.wire.message import Message
 from nbdist.wire.output import END, PLAIN_END, WidgetMessage
 from nbdist.wire.question import Done
 from nbdist.wire.rank_processes import Quit, RankSetup, Ready
-from nbdist.wire.stopping import Enter, Rest
+from nbdist.wire.stopping import Enter, GetFlight, Rest
 from nbdist.worker.cell import debug_server, failures, keyboard, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell
 from nbdist.worker.control.control_thread import ControlThread
 from nbdist.worker.groups import accelerate_state, join
 from nbdist.worker.groups.default_group import DefaultGroup
+from nbdist.worker.groups.flight_record import last_collectives
 from nbdist.worker.lanes import streams
 from nbdist.worker.lanes.display_lane import DisplayLane
 from nbdist.worker.lanes.widget_relay import WidgetRelay
@@ -203,6 +204,7 @@ class RankProcess:
         self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
         self._keyboard = keyboard.Keyboard(self._lane, lambda: bool(self._control.gate.running))
         self._control.answers |= dict([Release.by(self._release), Enter.by(self._keyboard.enter), Rest.by(self._rest)])
+        self._control.questions.answers |= dict([GetFlight.by(lambda question: last_collectives(question.count))])
         self._recovery = RankRecovery(setup, self._control, self._keyboard)
         self._group = DefaultGroup(setup, self._recovery.collectives.store)
         self._recovery.make_group_again = self._group.make_again

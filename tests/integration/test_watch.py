@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,33 @@ def test_a_cell_that_waits_for_a_rank_which_is_not_in_it_says_so_soon(ranks: Ker
 def stop(kernel: Kernel) -> None:
     kernel.ok("handle.interrupt(now=True)")
     assert kernel.run("handle.wait(20)").ename == "KeyboardInterrupt"
+
+
+@pytest.mark.torch_private
+def test_different_calls_are_named_while_ranks_are_stuck_and_afterwards_in_the_flight_record(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nimport torch, torch.distributed as dist\ngroup = dist.new_group([0, 1], group_desc='dp')")
+    cell = ranks.start(
+        "%%distributed\nvalue = torch.ones(3)\n"
+        "dist.broadcast(value, 0, group=group) if rank else dist.all_reduce(value, group=group)"
+    )
+    cell.wait_until(lambda seen: bool(live_line(seen)), "a live line")
+    assert "mismatched collectives: rank 0 waits in all_reduce #1 of group dp (float32[3])" in live_line(cell.outcome)
+    assert "rank 1 waits in broadcast #1 of group dp (float32[3])" in live_line(cell.outcome)
+    ranks.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+    marked = next(line for line in ranks.ok("%distributed flight").stdout.splitlines() if "<-" in line)
+    assert " ".join(marked.split()) == "dp 1 all_reduce float32[3] broadcast float32[3] <- first difference"
+
+
+def test_a_process_that_is_stopped_is_named(ranks: Kernel) -> None:
+    pid = ranks.rank_pids()[1]
+    cell = ranks.start("%%distributed -r 1\nprint('runs')\nimport time\nwhile True: time.sleep(0.01)")
+    cell.wait_for("runs")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        cell.wait_until(lambda seen: "rank 1 is stopped by a signal" in live_line(seen), "a live line")
+        assert f"`kill -CONT {pid}`" in live_line(cell.outcome)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    ranks.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"

@@ -50,6 +50,9 @@ class Ranks:
         for rank in ranks:
             self.to_rank(lane, rank, message)
 
+    def to_agent_of(self, rank: int, message: Message) -> None:
+        raise AssertionError("repairs ask no agents")
+
     def to_notebook(self, message: Message) -> None:
         self.seen.append(message)
 

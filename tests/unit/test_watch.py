@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from nbdist.controller.watch import Watch
 from nbdist.wire.question import NoAnswer, Question
-from nbdist.wire.stopping import GetPosition, GroupState, Position
+from nbdist.wire.stopping import GetPosition, GetProcess, GroupState, Position, ProcessState
 
 WORLD = [0, 1, 2, 3]
 
@@ -46,6 +46,7 @@ class Cell:
         self.now = 0.0
         self.does: dict[int, Any] = {}  # what a rank answers, by time; None: it does not
         self.late: list[int] = []
+        self.state = "S"  # of the processes that do not answer
         self.watch = Watch(
             1,
             ranks,
@@ -59,6 +60,10 @@ class Cell:
         )
 
     def _ask(self, ranks: Sequence[int], question: Question[Any], handler: Any = None) -> None:
+        if isinstance(question, GetProcess):
+            for rank in ranks:
+                handler(rank, ProcessState(1000 + rank, self.state), self.now)
+            return
         assert question == GetPosition(1)
         self.asked.append((self.now, list(ranks)))
         self.late += ranks
@@ -548,3 +553,61 @@ def test_while_a_rank_waits_for_the_user_it_says_nothing_and_counts_again_afterw
     assert not cell.said and not cell.freed
     cell.run(50)
     assert cell.line.startswith("for 16 s ranks 1-3 wait in all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("rank_3", "told"),
+    [
+        (
+            {"collective": "broadcast"},
+            "mismatched collectives: ranks 0-2 wait in all_reduce #412 of group dp (float32[16]), cell 7 line 4; "
+            "rank 3 waits in broadcast #412 of group dp (float32[16]), cell 7 line 9. They wait for each other",
+        ),
+        (
+            {"tensors": "float32[8]"},
+            "mismatched tensors: ranks 0-2 wait in all_reduce #412 of group dp (float32[16]), cell 7 line 4; "
+            "rank 3 waits in all_reduce #412 of group dp (float32[8]), cell 7 line 9. They wait for each other",
+        ),
+        (
+            {"sequence": 411},
+            "not at the same collective: ranks 0-2 wait in all_reduce #412 of group dp (float32[16]), cell 7 line 4; "
+            "rank 3 waits in all_reduce #411 of group dp (float32[16]), cell 7 line 9. They wait for each other",
+        ),
+    ],
+)
+def test_ranks_that_make_different_calls_of_one_group_are_named_with_what_differs(
+    rank_3: dict[str, Any], told: str
+) -> None:
+    cell = Cell()
+    call: dict[str, Any] = {"label": "group dp", "sequence": 412, "tensors": "float32[16]"}
+    cell.does = dict.fromkeys(WORLD, lambda at: waiting(at, **call))
+    cell.does[3] = lambda at: waiting(at, line=9, **call | rank_3)
+    cell.run(6)
+    assert cell.line.startswith(told)
+
+
+def test_ranks_that_are_at_the_same_call_wait_for_nobody() -> None:
+    cell = Cell()
+    cell.does = dict.fromkeys(WORLD, lambda at: waiting(at, label="group dp", sequence=412, tensors="float32[16]"))
+    cell.run(30)
+    assert not cell.said
+
+
+@pytest.mark.parametrize(("cpu", "does"), [(0.0, "is at"), (1.0, "is computing at")])
+def test_a_straggler_that_computes_is_told_from_one_that_rests(cpu: float, does: str) -> None:
+    cell = cell_waiting_for_rank_0()
+    cell.does[0] = lambda at: answer(at, cpu=cpu * at)
+    cell.run(5)
+    assert cell.line.endswith(f"rank 0 {does} cell 7 line 2: time.sleep(100)")
+
+
+def test_a_stopped_process_is_named_even_if_nobody_waits_for_it() -> None:
+    cell = Cell()
+    cell.does = dict.fromkeys(WORLD, answer) | {2: None}
+    cell.state = "T"
+    cell.run(8)
+    assert cell.line == "rank 2 is stopped by a signal: `kill -CONT 1002` lets it go on"
+    cell.does[2] = answer
+    cell.answer()
+    cell.run(20)
+    assert cell.line.startswith("waited") and cell.line.endswith("for rank 2, then went on")

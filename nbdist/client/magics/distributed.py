@@ -92,6 +92,7 @@ class DistributedMagics(Magics):
             "debug": self._debug,
             "snapshot": self._costs.snapshot,
             "stacks": self._stacks,
+            "flight": self._flight,
         }
         self.verb_parsers = parsers.verb_parsers()
         self.cell_parser = parsers.cell_parser()
@@ -374,6 +375,10 @@ class DistributedMagics(Magics):
         session = get_session()
         found = look_at_stacks(rank_set_of(session), arguments.ranks, native=arguments.native)
         print(stack_report.render(found, rank_set_of(session).traffic.places))
+
+    def _flight(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        print(session.flight(rank_set_of(session).among(arguments.ranks), arguments.last))
 
 
 class _Progress:

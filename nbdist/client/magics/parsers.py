@@ -8,6 +8,7 @@ from nbdist.client.costs.cell_memory import MODES
 from nbdist.client.magics.cluster_flags import add_cluster_flags
 from nbdist.client.magics.magic_line import MagicParser, count, item, number, seconds, seconds_or_none, variable
 from nbdist.client.magics.plan_line import plan_parser
+from nbdist.client.session.flight import COUNT
 from nbdist.client.session.on_death import ON_DEATH
 from nbdist.metrics.allocation.memory_snapshot import EVENTS
 from nbdist.text import split_commas
@@ -76,6 +77,7 @@ def verb_parsers() -> dict[str, MagicParser]:
         "debug": _debug(),
         "snapshot": _snapshot(),
         "stacks": _stacks(),
+        "flight": _flight(),
     }
 
 
@@ -263,6 +265,14 @@ def _stacks() -> MagicParser:
     parser = MagicParser("%distributed stacks", "Show where the ranks are: their stacks, equal ones grouped.")
     _add_ranks(parser)
     parser.add_argument("--native", action="store_true", help="include frames of C code (needs py-spy)")
+    return parser
+
+
+def _flight() -> MagicParser:
+    what = "Show the last collectives of each rank side by side, with the first in which they differ."
+    parser = MagicParser("%distributed flight", what)
+    _add_ranks(parser)
+    parser.add_argument("--last", type=number, default=COUNT, metavar="N", help=f"how many (default: {COUNT})")
     return parser
 
 

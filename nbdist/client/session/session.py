@@ -23,6 +23,7 @@ from nbdist.client.session import interruption
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.debugging import debug, serve_debugpy
+from nbdist.client.session.flight import COUNT, look_at_flight, render
 from nbdist.client.session.heal import HealReport, heal
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.named_values import explain_missing, pack_named
@@ -479,6 +480,18 @@ class Session:
             UsageError: `native`, and py-spy is not installed or the system does not allow it.
         """
         return {rank: str(found) for rank, found in look_at_stacks(self._rank_set, ranks, native=native).items()}
+
+    def flight(self, ranks: Ranks = None, count: int = COUNT) -> str:
+        """Return the last collectives of ranks side by side, with the first in which they differ.
+
+        Args:
+            ranks: The ranks; None for all that live.
+            count: How many collectives.
+
+        Raises:
+            UsageError: PyTorch has no record of them.
+        """
+        return render(look_at_flight(self._rank_set, ranks, count), count, self._rank_set.traffic.places)
 
     def logs(self, ranks: Ranks = None, cell: int | CellResult | None = None) -> dict[int, str]:
         """Return everything a cell printed (stdout and stderr), by rank. Warns about what the log could not keep.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 import traceback
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from IPython.core.getipython import get_ipython
 
@@ -19,6 +20,16 @@ _LOGGER = "/torch/distributed/c10d_logger.py"  # wraps every function of c10d
 _CHECKPOINT = "/torch/distributed/checkpoint/"  # what it does itself is reading and writing
 _AUTOGRAD = "/torch/autograd/graph.py"
 _WAITS = re.compile(r"\.(wait|item|tolist|cpu|synchronize|result)\(")  # for what was started before
+_ALIKE = {  # by collective, the argument that has the same shape and type on all ranks
+    "all_reduce": "tensor",
+    "broadcast": "tensor",
+    "reduce": "tensor",
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_single": "input_tensor",
+    "reduce_scatter_tensor": "input",
+    "reduce_scatter_single": "input",
+}
 _WIDEST = 80  # characters of a line of code that are shown
 
 
@@ -82,6 +93,21 @@ def torch_call(frame: FrameType) -> Call:
             found = found or name if name.startswith("_") else name
         current = current.f_back
     return collective if collective.name else Call(autograd or found)
+
+
+def tensors_of(call: Call) -> tuple[str, str]:
+    """Return what a collective was called with, if all ranks must call it alike, and on which type of device.
+
+    Returns:
+        For example "float32[16, 8]" and "cuda"; empty where there is nothing to compare.
+    """
+    if call.frame is None or call.meeting:
+        return "", ""
+    torch: Any = sys.modules["torch"]
+    given: Any = call.frame.f_locals.get(_ALIKE.get(call.name, ""))
+    if type(given) not in (torch.Tensor, torch.nn.Parameter):  # looking at a subclass may run the user's code
+        return "", ""
+    return f"{str(given.dtype).removeprefix('torch.')}{[int(size) for size in given.shape]}", given.device.type
 
 
 def in_meeting(error: BaseException) -> bool:

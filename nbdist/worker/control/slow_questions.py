@@ -46,6 +46,7 @@ class Questions:
     Attributes:
         shell: The shell whose names are completed.
         gpu: The rank's GPU, as torch counts.
+        answers: What answers them, by their type.
     """
 
     def __init__(self, rank: int, idle: Callable[[], bool], answer: Callable[[Ask, Work], None]) -> None:
@@ -56,7 +57,7 @@ class Questions:
         self._answer = answer
         self._inherited = host.anonymous_memory()
         self._waiting: queue.SimpleQueue[tuple[float, Ask]] = queue.SimpleQueue()
-        self._known: dict[type[Question[Any]], Work] = dict(
+        self.answers: dict[type[Question[Any]], Work] = dict(
             [
                 Complete.by(self._complete),
                 Inspect.by(self._inspect),
@@ -66,7 +67,7 @@ class Questions:
         )
 
     def __contains__(self, question: type[Question[Any]]) -> bool:
-        return question in self._known
+        return question in self.answers
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="nbdist-questions", daemon=True).start()
@@ -79,7 +80,7 @@ class Questions:
         while True:
             asked_at, question = self._waiting.get()
             late = time.monotonic() - asked_at > limits.STALE
-            self._answer(question, _too_late if late else self._known[type(question.question)])
+            self._answer(question, _too_late if late else self.answers[type(question.question)])
 
     def memory(self) -> ProcessMemory:
         """Return the bytes that this rank holds."""

@@ -1,7 +1,8 @@
 """Collectives that this rank has started and that have not ended, by torch's own record of them: its flight recorder.
 
-Only the counters of each group are read, which torch keeps up to date by itself: what it has of single collectives asks
-CUDA. Probes what it uses; where torch keeps no record, nothing is known. Knows nothing of cells or other ranks.
+While cells are watched, only the counters of each group are read, which torch keeps up to date by itself: its list of
+collectives asks CUDA, and is read only when the user wants it. Probes what it uses; where torch keeps no record,
+nothing is known. Knows nothing of cells or other ranks.
 """
 
 from __future__ import annotations
@@ -9,9 +10,27 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nbdist.wire.stopping import Collective, Flight
+from nbdist.worker.groups import torch_groups
 
 Unfinished = Mapping[str, tuple[int, int]]
 
+_DTYPES = {
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "Float": "float32",
+    "Double": "float64",
+    "BFloat16": "bfloat16",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "Bool": "bool",
+}
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, of gloo and others
 
 
@@ -42,6 +61,44 @@ class Record:
         self._given_up = {**self._given_up, **(self.unfinished() or {})}
 
 
+def last_collectives(count: int) -> Flight:
+    """Return the last collectives that this process has started, the oldest first. Takes all threads up to 0.1 s."""
+    entries: list[dict[str, Any]] = []
+    recorded = False
+    for _, dump in _dumps(single=True):
+        found = json.loads(dump)
+        recorded = recorded or bool(found.get("entries"))
+        entries += [entry for entry in found.get("entries", []) if not entry.get("is_p2p")]
+    entries.sort(key=lambda entry: int(entry["time_created_ns"]))
+    return Flight([_collective(entry) for entry in entries[-count:]], list(torch_groups.living()), recorded)
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    name, description = entry["process_group"]
+    sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+    tensors = [f"{_dtype(dtype)}{list(size)}" for size, dtype in zip(sizes, dtypes, strict=False)]
+    return Collective(
+        str(name),
+        group_label(str(name), str(description)),
+        int(entry["collective_seq_id"]),
+        str(entry["profiling_name"]).rpartition(":")[2].strip("_"),
+        ", ".join(tensors),
+        bool(entry["retired"]) or entry["state"] == "completed",
+    )
+
+
+def _dtype(name: str) -> str:
+    """Return torch's name for what its native code calls "Float"."""
+    return _DTYPES.get(name, name.lower())
+
+
+def group_label(name: str, description: str) -> str:
+    """Return a group in words."""
+    if description == "default_pg":
+        return "the default group"
+    return f"group {name}" if description in ("", "undefined") else f"group {description}"
+
+
 def parse(dump: str | bytes) -> dict[str, tuple[int, int]]:
     """Return the last collective started, and the last ended, of each backend in one of torch's dumps."""
     return {
@@ -50,10 +107,10 @@ def parse(dump: str | bytes) -> dict[str, tuple[int, int]]:
     }
 
 
-def _dumps() -> Iterator[tuple[str, str | bytes]]:
-    """Yield what torch has recorded, by the name of the function that gives it."""
+def _dumps(*, single: bool = False) -> Iterator[tuple[str, str | bytes]]:
+    """Yield what torch has recorded, by the name of the function that gives it. `single`: with all collectives."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in _DUMPS:
         dump = getattr(c10d, name, None)
         if dump is not None:
-            yield name, dump(False)  # without the single collectives
+            yield name, dump(single)

@@ -34,7 +34,7 @@ from nbdist.wire.rank_processes import StoreAddress
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
 from nbdist.worker.groups import descriptors, torch_groups
-from nbdist.worker.groups.flight_record import Record
+from nbdist.worker.groups.flight_record import Record, group_label
 from nbdist.worker.groups.timeouts import Timeouts
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
@@ -211,6 +211,13 @@ class Collectives:
             delta = [late - early for late, early in zip(now, before, strict=True)] if current else [0] * len(now)
             groups[name] = GroupState(torch_groups.members(group), delta, name in self._cut)
         return groups
+
+    def place_in(self, name: str, device: str) -> tuple[str, int]:
+        """Return a group in words, and how many collectives of a device's tensors it has seen here. From any thread."""
+        group = torch_groups.living().get(name)
+        if group is None:
+            return "", 0
+        return group_label(name, str(getattr(group, "group_desc", ""))), torch_groups.sequence_of(group, device)
 
     @property
     def numbered(self) -> int:

@@ -68,6 +68,21 @@ def entered(group: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def sequence_of(group: Any, device: str) -> int:
+    """Return how many collectives this rank has entered in a group; 0 if that is unknown.
+
+    Args:
+        group: The group.
+        device: The type of the device whose tensors they take; "": unknown, so only of a group with one backend.
+    """
+    known = backends(group)
+    found = {id(backend): backend for type_, backend in known.items() if device in ("", type_)}
+    with contextlib.suppress(Exception):  # a backend that does not count
+        if len(found) == 1:
+            return int(next(iter(found.values()))._get_sequence_number_for_group())
+    return 0
+
+
 def recipe(name: str, group: Any) -> GroupRecipe:
     """Return how a group is made."""
     found = backends(group)

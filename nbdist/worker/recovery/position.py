@@ -71,6 +71,8 @@ class PositionProbe:
         call = stacks.torch_call(frame)
         unfinished = self._unfinished()
         wait = self._wait(frame, call, groups, unfinished)
+        tensors, device = stacks.tensors_of(call)
+        label, sequence = self._collectives.place_in(wait.group, device) if wait.group else ("", 0)
         return Position(
             running=running,
             at=time.monotonic(),
@@ -85,6 +87,9 @@ class PositionProbe:
             unfinished=unfinished,
             meeting=call.meeting,
             asking=self._keyboard.asking,
+            label=label,
+            sequence=sequence,
+            tensors=tensors,
         )
 
     def stack(self, question: GetStack) -> ThreadStack:

@@ -6,6 +6,7 @@ What is not known is "n/a".
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -51,6 +52,22 @@ def duration(seconds: float) -> str:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s"
+
+
+def span(seconds: float) -> str:
+    """Return a time span in the largest whole unit that says enough: "45 s", "15 min", "12 h"."""
+    if seconds < 119.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7170 else f"{seconds / 3600:.0f} h"
+
+
+_SPANS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(text: str) -> float | None:
+    """Return the seconds of a time span: "90", "90s", "15m", "12h", "2d"; None if it is none."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?([a-z]*)", text.strip())
+    return float(found[1]) * _SPANS[found[2]] if found and found[2] in _SPANS else None
 
 
 def flop_rate(rate: float) -> str:

@@ -1,10 +1,11 @@
-"""The sessions of this user on this machine, seen from outside: `nbdist ls`, `nbdist stop`.
+"""The sessions of this user on this machine, seen from outside: `nbdist ls`, `nbdist stop`, and what attaches.
 
 A session's key file, which only its owner can read, is how it is found and reached. Knows nothing of notebooks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,9 +20,10 @@ import zmq
 from jupyter_core.paths import jupyter_runtime_dir
 
 from nbdist.errors import UsageError
-from nbdist.text import counted
+from nbdist.text import counted, size, span
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.keys import read_key_file
+from nbdist.wire.handover import Leaving
+from nbdist.wire.keys import Home, read_home, read_key_file
 from nbdist.wire.lanes import VISITOR, connect
 from nbdist.wire.life import Shutdown
 from nbdist.wire.message import Message
@@ -46,23 +48,104 @@ class Found:
     key_file: Path
     description: Description | None
 
+    @property
+    def lonely(self) -> bool:
+        """Whether it has no client."""
+        return self.left is not None
+
+    @property
+    def kernel(self) -> int:
+        """The process of its client, or of the last one; 0: not known."""
+        return self.description.kernel if self.description is not None else 0
+
+    @property
+    def notebook(self) -> str:
+        """The file of that client; "" if unknown."""
+        return self.description.notebook if self.description is not None else ""
+
+    @property
+    def left(self) -> Leaving | None:
+        """How its last client has left; None if there is one."""
+        return self.description.left if self.description is not None else None
+
+    def is_of(self, notebook: str, seat: str) -> bool:
+        """Return whether a notebook, or one that had its kernel, is or was its client."""
+        told = self.description
+        return told is not None and bool((notebook and told.notebook == notebook) or (seat and told.seat == seat))
+
+    @property
+    def holder(self) -> str:
+        """The client, for people."""
+        return f"{self.notebook} (pid {self.kernel})" if self.notebook else f"pid {self.kernel}"
+
+    @property
+    def holds(self) -> str:
+        """What its ranks hold, for people: "8 ranks, 212 GiB"."""
+        assert self.description is not None
+        return f"{counted(self.description.ranks, 'rank')}, {size(self.description.memory)}"
+
 
 def sessions() -> list[Found]:
     """Return the sessions of this user on this machine, those of a notebook's next start left out."""
-    found = []
+    return [each for each in _all() if each.description is None or each.description.ranks or each.description.running]
+
+
+def of_this_machine(*, but_of: int = 0) -> list[Found]:
+    """Return those that have ranks and answer. `but_of`: a process; none that it has started is asked."""
+    return [each for each in _all(but_of) if each.description is not None and each.description.ranks]
+
+
+def reach(name: str) -> Found:
+    """Return the session with this name, or one that begins so.
+
+    Raises:
+        UsageError: There is none, or several, or it can't be reached from here; the text says why.
+    """
+    meant = [file for file in _key_files(own=False) if name_of(file).startswith(name)] if name else []
+    if len(meant) != 1:
+        raise _not_one(name, [name_of(file) for file in meant], sessions())
+    (file,) = meant
+    shown = name_of(file)
+    try:
+        owner, home = file.stat().st_uid, read_home(file)
+        description = _ask(file, Describe()) if owner == os.getuid() and home == Home.here(home.kernel) else None
+    except PermissionError:
+        raise UsageError(f"session {shown} belongs to another user: only its owner can read {file}") from None
+    except (OSError, ValueError, KeyError, _NotThere):
+        raise UsageError(f"session {shown} has ended. `nbdist ls` shows the others") from None
+    if owner != os.getuid():
+        raise UsageError(f"session {shown} belongs to another user (uid {owner}, who owns {file})")
+    if home.host != Home.here().host:
+        raise UsageError(f"session {shown} runs on {home.host}, and this is {Home.here().host}: attach there")
+    if home.version != Home.here().version:
+        raise UsageError(
+            f"session {shown} runs nbdist {home.version}, and this is {Home.here().version}: attach with that version"
+        )
+    if description is None:
+        raise UsageError(f"session {shown} does not answer. `nbdist stop {shown}` ends it")
+    return Found(shown, file, description)
+
+
+def _all(but_of: int = 0) -> Iterator[Found]:
     for file in _key_files():
         try:
-            description = _ask(file, Describe())
-        except _NotThere:
+            home = read_home(file)
+            if home.host == Home.here().host and (not but_of or home.kernel != but_of):
+                yield Found(name_of(file), file, _ask(file, Describe()))
+        except (OSError, ValueError, KeyError, _NotThere):
             continue
-        if description is None or description.ranks or description.running:
-            found.append(Found(file.stem.removeprefix("nbdist-")[:_NAME], file, description))
-    return found
+
+
+def name_of(file: Path) -> str:
+    """Return the name of the session with this key file."""
+    return file.stem.removeprefix("nbdist-")[:_NAME]
 
 
 def table(found: list[Found]) -> str:
     """Return the sessions as a table."""
-    rows: list[tuple[str, ...]] = [("session", "kernel", "notebook", "ranks", "nodes", "GPUs", "runs", "since")]
+    rows: list[tuple[str, ...]] = [
+        (("session", "kernel", "notebook", "ranks", "nodes", "GPUs", "memory", "runs", "since", "client"))
+    ]
     rows += [(each.name, *_cells(each.description)) for each in found]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -70,20 +153,28 @@ def table(found: list[Found]) -> str:
 
 def _cells(description: Description | None) -> tuple[str, ...]:
     if description is None:
-        return ("?", "", "", "", "", "does not answer", "")
+        return ("?", "", "", "", "", "", "does not answer", "", "")
     cells = [
         (f"cell {cell.number}" if cell.number else "a function") + f" for {cell.seconds:.0f} s"
         for cell in description.running
     ]
     return (
-        f"{description.kernel}{' (ended)' if description.alone else ''}",
+        str(description.kernel),
         description.notebook or "?",
         str(description.ranks),
         ",".join(description.nodes),
         str(description.gpus),
+        size(description.memory),
         ", ".join(cells) or "nothing",
         time.strftime("%Y-%m-%d %H:%M", time.localtime(description.since)) if description.since else "starting",
+        _client(description),
     )
+
+
+def _client(description: Description) -> str:
+    if description.left is None:
+        return "there"
+    return f"{description.left}, ends in {span(description.seconds_left)}"
 
 
 def stop(names: list[str]) -> list[str]:
@@ -113,9 +204,13 @@ def _by_name(name: str, known: list[Found]) -> Found:
     meant = [each for each in known if each.name.startswith(name)]
     if len(meant) == 1:
         return meant[0]
+    raise _not_one(name, [each.name for each in meant], known)
+
+
+def _not_one(name: str, meant: list[str], known: list[Found]) -> UsageError:
     names = ", ".join(each.name for each in known) or "none"
     what = f"{name!r} means {counted(len(meant), 'session')}" if meant else f"there is no session {name!r}"
-    raise UsageError(f"{what}: this user has {names} here. `nbdist ls` shows them, `nbdist stop --all` ends all")
+    return UsageError(f"{what}: this user has {names} here. `nbdist ls` shows them, `nbdist stop --all` ends all")
 
 
 def _await_end(found: Found) -> None:
@@ -126,13 +221,16 @@ def _await_end(found: Found) -> None:
         time.sleep(0.02)
 
 
-def _key_files() -> Iterator[Path]:
-    own = os.getuid()
+def _key_files(*, own: bool = True) -> Iterator[Path]:
+    """Yield the key files on this machine, of this user only or of all whose files are in sight."""
     for folder, pattern in (
         (Path(jupyter_runtime_dir()), "nbdist-*.json"),
         (Path(tempfile.gettempdir()), "nbdist-keys-*/nbdist-*.json"),
     ):
-        yield from sorted(file for file in folder.glob(pattern) if file.stat().st_uid == own)
+        for file in sorted(folder.glob(pattern)):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if not own or file.stat().st_uid == os.getuid():
+                    yield file
 
 
 class _NotThere(Exception):

@@ -29,6 +29,7 @@ CHAPTERS = {
         "interrupts",
         "heal",
         "debug",
+        "attach",
         "measures",
         "cuda_guard",
         "reliability",

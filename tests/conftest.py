@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ[MARK] = secrets.token_hex(8)
     multiprocessing.set_start_method("fork", force=True)  # as ranks do; Python 3.14 has another
+    os.environ["NBDIST_LINGER"] = "0"  # a kernel that a test kills leaves nothing, unless it says so
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch 2.8 starts and keeps others
     for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         path = folder / name.lower()

@@ -20,18 +20,21 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from nbdist.controller.credit import Ledger
+from nbdist.controller.client_side import ClientSide
 from nbdist.controller.logwriter import LogWriter
-from nbdist.controller.members import Members, Standing
+from nbdist.controller.members import Members
 from nbdist.controller.node_table import KnownNode, NodeTable, NoEntrance
-from nbdist.controller.outputlog import OutputLog, Part
+from nbdist.controller.outputlog import LastOutput, OutputLog, Part
+from nbdist.controller.portraits import Portraits
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.shares import shared_out
 from nbdist.controller.switchboard import Switchboard
+from nbdist.controller.takeover import attached, hindrance, started_with
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.text import counted
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
-from nbdist.wire.frames import decode, encode, sequence_of
+from nbdist.wire.frames import decode, sequence_of
+from nbdist.wire.handover import Attach, AttachRefused, Choices, Leave
 from nbdist.wire.healing import GiveUpHeal, Heal, Rejoin
 from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import (
@@ -46,6 +49,7 @@ from nbdist.wire.lanes import (
     RANK_DISPLAY,
     RANK_LANES,
     VISITOR,
+    node_lane,
     parse_lane,
     whole,
 )
@@ -54,11 +58,11 @@ from nbdist.wire.message import VERSION, Hello, Message
 from nbdist.wire.nodes import Join, NodeLeft, Pong
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Prompt, ReadLog, WidgetMessage
 from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, Status, WatchNodes
+from nbdist.wire.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, Status, WatchNodes, ask
 from nbdist.wire.rank_processes import Gone, Ready
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 from nbdist.wire.stopping import Enter
-from nbdist.wire.visitor_messages import Describe, Description
+from nbdist.wire.visitor_messages import Describe
 
 _LONGEST_POLL = 1 << 30  # milliseconds; zmq takes no more than an int
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
@@ -109,27 +113,25 @@ class Controller:
     """The controller's single loop and its state."""
 
     def __init__(self, setup: ControllerSetup, kernel: int, agent: subprocess.Popen[bytes]) -> None:
-        self._setup = setup
-        self._kernel = kernel
         self._agent = agent
         self._agent_end = os.pidfd_open(agent.pid)
         self._members: Members | None = None
         self._epoch = 0
         self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
         self._pending: Start | None = None  # waits for the end of the present set, or for nodes to come
-        self._news: list[bytes] = []  # for the notebook
-        self._alone = False  # the notebook is gone
-        self._ledger = Ledger()
+        self._started: Start | None = None  # what the present set was started with
+        self._choices = Choices()  # of that set
+        self._poller = zmq.Poller()
         self._unreadable: set[bytes] = set()  # lanes for which the notebook was already told of a lost message
         log = OutputLog()
         self._log = LogWriter(log, lambda text: self.to_notebook(Notice(text)))
-        self._leave_at: float | None = None
         self._shut_down = False  # the notebook asked to end everything
-        self._linger = 0.0
         with contextlib.ExitStack() as undo:
             undo.callback(self._log.close)
-            self._switchboard = Switchboard(Path(setup.runtime_folder))
+            self._switchboard = Switchboard(Path(setup.runtime_folder), setup.kernel)
             undo.callback(self._switchboard.remove_files)
+            self._side = ClientSide(setup, kernel, self._switchboard, self._poller, self._pay)
+            self._portraits = Portraits(self._switchboard)
             self._nodes = NodeTable(self._switchboard, self.to_notebook, self._node_lost)
             self._introduce(log.folder)
             undo.pop_all()
@@ -151,19 +153,17 @@ class Controller:
 
     def run(self) -> None:
         """Serve until the notebook is gone or asks to stop."""
-        poller = zmq.Poller()
         starters = self._nodes.starters.fileno()
-        for source in (self._switchboard.socket, self._kernel, self._agent_end, self._log.fileno(), starters):
-            poller.register(source, zmq.POLLIN)
+        for source in (self._switchboard.socket, self._agent_end, self._log.fileno(), starters):
+            self._poller.register(source, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(self._patience()))
+            ready = dict(self._poller.poll(self._patience()))
             if self._agent_end in ready:
                 self._agent_died()
                 return
-            if self._kernel in ready:
-                poller.unregister(self._kernel)
-                self._notebook_left()
-            if self._leave_at is not None and time.monotonic() >= self._leave_at:
+            if not self._side.alone and self._side.client.end in ready:
+                self._client_left(None)
+            if self._side.leave_at is not None and time.monotonic() >= self._side.leave_at:
                 return
             if self._switchboard.socket in ready and not self._receive_all():
                 return
@@ -172,7 +172,7 @@ class Controller:
             if starters in ready and (why := self._nodes.heed_starters()):
                 self._nodes_fail(why)
             self._tick()
-            self._deliver_news()
+            self._side.deliver()
 
     def close(self) -> list[int]:
         """End everything that this controller has started, and leave nothing behind.
@@ -186,20 +186,22 @@ class Controller:
         self._nodes.starters.close()
         left = self._nodes.starters.alive()
         end_descendants(keep=left)
-        self._deliver_news()
+        self._side.deliver()
         self._log.close()
         self._switchboard.remove_files()
         self._switchboard.close()
         return left
 
     def _patience(self) -> int | None:
-        dues = [self._leave_at, self._nodes.due(), self._members.due() if self._members is not None else None]
+        members = self._members.due() if self._members is not None else None
+        dues = [self._side.leave_at, self._nodes.due(), self._portraits.due(), members]
         due = min(due for due in dues if due is not None)
         return None if due == float("inf") else min(max(0, int((due - time.monotonic()) * 1000) + 1), _LONGEST_POLL)
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._nodes.tick(now)
+        self._portraits.tick(now)
         if self._members is not None:
             self._members.tick(now)
         elif self._pending is not None and now >= self._nodes.due_to_come:
@@ -258,7 +260,9 @@ class Controller:
                 self._members.cargo.handle(number, message)
         elif name in NODE_LANES:
             self._handle_agent(number, message)
-        else:
+        elif isinstance(message, Attach):
+            self._attach(number, message)
+        elif number == self._side.client.number:  # else of one that has lost the session
             self._handle_client(message)
 
     def _sender(self, epoch: int, number: int, life: int) -> Rank | None:
@@ -277,8 +281,6 @@ class Controller:
             raise ValueError(f"node {node} speaks for rank {number}, which is on another")
         if ours and self._sender(epoch, number, life) is None:
             raise ValueError(f"the process of rank {number} that says hello has been replaced")
-        if identity == CLIENT_EVENTS:
-            self._alone = False
         self._switchboard.connect(identity)
         if name == AGENT_CONTROL:
             self._nodes.connected(number)
@@ -286,16 +288,9 @@ class Controller:
     def _receive_visitor(self, identity: bytes, message: Message) -> None:
         """Answer somebody who has the notebook's key file."""
         if isinstance(message, Describe):
-            setup, members = self._setup, self._members
-            told = members.describe() if members is not None else Standing()
-            nodes = [node.host for node in self._nodes]
-            self._switchboard.send(
-                identity,
-                Description(
-                    setup.kernel, self._alone, setup.notebook, told.ranks, nodes, told.gpus, told.running, told.since
-                ),
-            )
-        elif isinstance(message, Shutdown):
+            self._portraits.make(identity, self._side, self._members, [node.host for node in self._nodes])
+            return
+        if isinstance(message, Shutdown):
             self.to_notebook(
                 Broken(
                     "the session was ended by `nbdist stop`; all ranks ended with it. `%distributed start` starts one"
@@ -304,35 +299,56 @@ class Controller:
             self._shut_down = True
         self._switchboard.disconnect(identity)
 
-    def _notebook_left(self) -> None:
-        """Handle a notebook that is gone: the ranks go on for as long as it asked."""
-        self._alone = True
-        self._switchboard.disconnect(CLIENT_EVENTS)
-        self._news.clear()
-        self._refuse_if_alone()
-        for credit in self._ledger.settle():
-            self._pay(credit)
+    # --- clients come and go
+
+    def _client_left(self, message: Leave | None) -> None:
+        """Handle a client that is gone: the ranks go on for as long as it asked, or was told for a crash."""
+        members = self._members
+        lasts = members is not None and members.up and not members.ending and not self._side.unseen.launches
+        if message is not None:
+            self._side.heed(message, lasts)
+        else:
+            self._side.lose("crashed", self._side.linger if lasts else 0.0)
+        self._drop_what_it_wanted()
+
+    def _drop_what_it_wanted(self) -> None:
+        """Stop what only the last client wanted: samples, newcomers that it was about to set up, values."""
         self._nodes.broadcast(WatchNodes(0.0))
-        self._leave_at = time.monotonic() + (self._linger if self._members is not None else 0.0)
-
-    def _refuse_if_alone(self) -> None:
-        """Refuse ranks that wait for the user, if the notebook is gone."""
-        if self._alone and self._members is not None:
+        if self._members is not None:
+            self._members.give_up_heal()
             self._members.cells.prompts.refuse_all()
+            for serial, ranks in self._side.unseen.take_lent().items():
+                self._members.cargo.release(serial)
+                self._members.to_ranks(RANK_CONTROL, sorted(ranks), ask(0, [], Release(serial)))
 
-    def _deliver_news(self) -> None:
-        if self._news and self._switchboard.is_connected(CLIENT_EVENTS):
-            self._switchboard.send_together(CLIENT_EVENTS, self._news)
-            self._news.clear()
+    def _attach(self, number: int, message: Attach) -> None:
+        members = self._members
+        why = hindrance(self._side, members, message, ending=self._shut_down)
+        if not why:
+            try:
+                was_alone, away = self._side.alone, self._side.away
+                self._side.take(number, message)
+            except OSError as error:
+                why = f"process {message.pid} is out of sight here ({error.strerror}): attach from the same container"
+        if why or members is None or self._started is None:
+            self._switchboard.send(node_lane(CLIENT_EVENTS, number), AttachRefused(why))
+            return
+        if not was_alone:
+            self._drop_what_it_wanted()
+        started, first_serial = started_with(self._started, self._choices), next(self._serials) * SERIALS
+
+        def tell(printed: dict[int, LastOutput]) -> None:
+            if self._side.client.number == number:
+                self._side.open(attached(self._side.unseen, members, started, first_serial, away, printed))
+
+        self._log.tails(tell, self._side.unseen.serials)
 
     # --- from the notebook
 
     def _handle_client(self, message: Message) -> None:
         members = self._members
         if isinstance(message, Credit):
-            if not self._alone:  # else all is paid already
-                self._ledger.paid(message)
-                self._pay(message)
+            self._side.paid(message)
         elif isinstance(message, Ask):
             self._ask(message)
         elif isinstance(message, GetStatus):
@@ -347,11 +363,16 @@ class Controller:
             self._shut_down = True
         elif isinstance(message, Stop):
             self._stop(message.grace)
+        elif isinstance(message, Leave):
+            self._client_left(message)
+        elif isinstance(message, Choices):
+            self._choices = message
         elif members is not None:
             self._handle_work(members, message)
 
     def _handle_work(self, members: Members, message: Message) -> None:
         if isinstance(message, Execute):
+            self._side.unseen.begin(message)
             members.begin(message)
         elif isinstance(message, Interrupt):
             members.stop(message)
@@ -372,6 +393,7 @@ class Controller:
         members = self._members
         if members is not None and isinstance(message.question, Release):
             members.cargo.release(message.question.serial)
+            self._side.unseen.released(message.question.serial)
         if members is not None and isinstance(message.question, Enter):
             for number in message.ranks:
                 members.cells.prompts.answered(number)
@@ -389,16 +411,12 @@ class Controller:
     # --- to the notebook
 
     def to_notebook(self, message: Message) -> None:
-        """Send to the notebook, together with the rest of this round. Without one, output goes only to the log."""
-        if not self._alone:
-            self._ledger.passed_on(message)
-            self._news.append(encode(message))
-        elif isinstance(message, (Display, WidgetMessage)):
-            self._pay(Credit(message.rank, message.size, items=True))
+        """Send to the client, if there is one."""
+        self._side.send(message)
 
     def _keep(self, serial: int, number: int, rank: int, stream: int, data: bytes) -> None:
         """Log what a rank printed. Without a notebook, the log consumes the output and so pays for it."""
-        pay = functools.partial(self._pay, Credit(rank, len(data))) if self._alone else None
+        pay = functools.partial(self._pay, Credit(rank, len(data))) if self._side.alone else None
         self._log.write(serial, number, rank, stream, data, pay)
 
     def _pay(self, credit: Credit) -> None:
@@ -425,7 +443,6 @@ class Controller:
         if self._members is not None:
             self._members.end()
             return
-        self._linger = message.linger
         try:
             self._nodes.want(message.nodes)
         except NoEntrance as error:
@@ -444,9 +461,9 @@ class Controller:
             self._pending = None
             self.to_notebook(StartFailed(str(error)))
             return
-        self._pending = None
+        self._pending, self._started, self._choices = None, message, Choices()
         self._epoch += 1
-        self._ledger = Ledger()
+        self._side.begin_set(message.linger)
         self._members = Members(
             self._epoch,
             shares,
@@ -535,8 +552,7 @@ class Controller:
     def _agent_died(self) -> None:
         code = self._agent.wait()
         end_descendants(keep=self._nodes.starters.alive())  # its ranks were reparented to this process
-        connected = self._switchboard.is_connected(CLIENT_EVENTS)
-        if not connected and self._switchboard.socket.poll(int(_HELLO_GRACE * 1000)):
+        if not self._side.connected and self._switchboard.socket.poll(int(_HELLO_GRACE * 1000)):
             self._receive_all()
         self.to_notebook(
             Broken(
@@ -557,7 +573,8 @@ class Controller:
             if isinstance(message, Prompt):
                 members.cells.asked(message, rank.serial)
             rank.display(message)
-            self._refuse_if_alone()
+            if self._side.alone:
+                members.cells.prompts.refuse_all()
         elif isinstance(message, Answer) and message.asker == "controller":
             members.cells.answered(message, time.monotonic())
         elif isinstance(message, (Answer, WidgetMessage)):

@@ -11,13 +11,14 @@ import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.controller.outputlog import OutputLog, Part
+from nbdist.controller.outputlog import LastOutput, OutputLog, Part
 
 _WAITING = 64 << 20  # bytes that may wait for the disk
+_TAIL = 256 << 10  # bytes of what a cell has printed that are enough to see where it is
 _CLOSE_LIMIT = 1.0  # seconds for the disk to finish when the log closes
 
 
@@ -85,6 +86,12 @@ class LogWriter:
     def read(self, then: Callable[[Part | None], None], **question: Any) -> None:
         """Have `finish` call `then` with the result of `OutputLog.read` for these arguments."""
         self._jobs.put(lambda: self._answer(functools.partial(then, self._log.read(**question))))
+
+    def tails(self, then: Callable[[dict[int, LastOutput]], None], serials: Sequence[int]) -> None:
+        """Have `finish` call `then` with the end of what each of these cells has printed until now."""
+        self._jobs.put(
+            lambda: self._answer(functools.partial(then, {serial: self._log.tail(serial, _TAIL) for serial in serials}))
+        )
 
     def clear(self) -> None:
         """Forget everything."""

@@ -87,6 +87,7 @@ class Members:
         up: Whether all are ready.
         ending: Whether they are to end.
         cells: What they run.
+        backend: Of their process group; "none" without one.
         cargo: What these take along to other nodes, and bring back.
         names: How to name them.
     """
@@ -123,7 +124,7 @@ class Members:
         self._patience = shares[0].patience
         self._moved = time.monotonic()  # when it got on last
         self._progress: Progress | None = None  # what it was doing last
-        self._backend = ""
+        self.backend = ""
         self._notes: dict[int, list[str]] = {}  # by node, once its ranks are forked
         self._left: set[int] = set()  # nodes on which no process of it is left
         self._ticks_from = 0.0  # when cells may be called again because of the time
@@ -201,7 +202,15 @@ class Members:
             RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
             for r in self.ranks.values()
         ]
-        return Status(request, ranks, [cell.number for cell in self._history.cells if cell.marked])
+        return Status(request, ranks, self.setup_cells())
+
+    def setup_cells(self) -> list[int]:
+        """Return the numbers of the cells that were marked for newcomers."""
+        return [cell.number for cell in self._history.cells if cell.marked]
+
+    def infos(self) -> list[RankInfo]:
+        """Return the ranks as the notebook sees them."""
+        return [self._info(rank) for rank in self.ranks.values()]
 
     # --- cells
 
@@ -295,7 +304,7 @@ class Members:
                 "or `--no-init` to call init_process_group yourself."
             )
             return
-        rank.ready, rank.device, self._backend = True, message.device, message.backend
+        rank.ready, rank.device, self.backend = True, message.device, message.backend
         self._moved = time.monotonic()
 
     def fail(self, text: str, obstacle: Obstacle = "other") -> None:
@@ -317,8 +326,7 @@ class Members:
         if not missing and forked:
             self.up, self._up_at = True, time.time()
             notes = [note for node in sorted(self._notes) for note in self._notes[node]]
-            infos = [self._info(rank) for rank in self.ranks.values()]
-            self.to_notebook(Started(self.epoch, infos, self._backend, notes, self._first_serial, self.slack))
+            self.to_notebook(Started(self.epoch, self.infos(), self.backend, notes, self._first_serial, self.slack))
         elif now > self._moved + self._patience:
             said = self._progress.text if self._progress is not None else ""
             where = f"{self.names.describe(missing)} not ready" if forked else said

@@ -80,6 +80,14 @@ class Part:
     missing: int
 
 
+@dataclass(frozen=True)
+class LastOutput:
+    """The end of what a cell has printed. printed: bytes of all of it. records: as in Part, the newest."""
+
+    printed: int
+    records: list[tuple[int, int, bytes]]
+
+
 class OutputLog:
     """Writes and reads the log.
 
@@ -277,6 +285,32 @@ class OutputLog:
             sum(cell.dropped for cell in chosen.values()),
             sum(cell.missing for cell in chosen.values()),
         )
+
+    def tail(self, serial: int, size: int) -> LastOutput:
+        """Return the newest `size` bytes that a cell has printed, or a record more; all of it where that is less."""
+        cell = self._cells.get(serial)
+        if cell is None:
+            return LastOutput(0, [])
+        records: deque[tuple[int, int, bytes]] = deque()
+        held = 0
+        position = self._start_of_tail(serial, size)
+        while position < cell.end:
+            position, more = self._read_block(position, _BLOCK, [serial], None)
+            records += more
+            held += sum(len(data) for _, _, data in more)
+            while len(records) > 1 and held - len(records[0][2]) >= size:
+                held -= len(records.popleft()[2])
+        return LastOutput(cell.size + cell.dropped + cell.missing, list(records))
+
+    def _start_of_tail(self, serial: int, size: int) -> int:
+        """Return the start of a segment from which on there are so many bytes of a cell, or all of them."""
+        start, held = self._end, 0
+        for segment in reversed(self._segments):
+            start = segment.start
+            held += segment.cells.get(serial, 0)
+            if held >= size or segment.start <= self._cells[serial].start:
+                break
+        return start
 
     def _serials(self, number: int | None) -> list[int]:
         """Return the serials of one notebook cell: a local cell may run code on ranks several times."""

@@ -103,13 +103,16 @@ class Repairs:
         wires: Connections to the ranks and the notebook.
         ask: Asks control threads.
         execute: Called with an Execute that had to wait, to try it again.
+
+    Attributes:
+        generation: Of the process groups.
     """
 
     def __init__(self, wires: Wires, ask: AskRanks, execute: Callable[[Execute], None]) -> None:
         self._wires = wires
         self._ask = ask
         self._execute = execute
-        self._generation = 1
+        self.generation = 1
         self._over: deque[tuple[FailedCell, Message | None]] = deque()  # waiting for their recovery
         self._repair: _Repair | None = None
         self._lost: list[str] = []  # groups lost to a death
@@ -155,7 +158,7 @@ class Repairs:
             idle,
             [],
             dead,
-            self._generation,
+            self.generation,
             self._lost,
             now,
             newcomers=newcomers,
@@ -241,7 +244,7 @@ class Repairs:
         idle = [rank for rank in self._wires.idle() if rank not in self._missing]
         dead = self._wires.dead()
         busy = sorted(set(cell.failed) - {*idle, *dead, *self._missing})
-        recovery = Recovery(cell, idle, busy, dead, self._generation, self._lost, now, slack=self._wires.slack)
+        recovery = Recovery(cell, idle, busy, dead, self.generation, self._lost, now, slack=self._wires.slack)
         self._begin_repair(_Repair(cell.serial, recovery, last))
 
     def _begin_repair(self, repair: _Repair) -> None:
@@ -267,7 +270,7 @@ class Repairs:
 
     def _note_outcome(self, repair: _Repair) -> None:
         recovery = repair.recovery
-        self._generation, self._lost = recovery.generation, recovery.lost
+        self.generation, self._lost = recovery.generation, recovery.lost
         self._missing |= recovery.missing
         settled = (recovery.settled | repair.groups) - recovery.owed.keys()
         self._owed = {name: members for name, members in (self._owed | recovery.owed).items() if name not in settled}
@@ -296,7 +299,7 @@ class Repairs:
         who = self._wires.names.describe(recovery.awaited)
         text = f"{who} did not answer in time: process groups are checked before the next cell there starts"
         seconds = time.monotonic() - recovery.began
-        self._wires.to_notebook(Recovered(repair.serial, self._generation, text, 0, seconds))
+        self._wires.to_notebook(Recovered(repair.serial, self.generation, text, 0, seconds))
         self._end_failed(repair)
 
     def _end_failed(self, repair: _Repair) -> None:
@@ -351,7 +354,7 @@ class Repairs:
         self._wait(message, now).settled = True
         members = sorted(set().union(*chosen.values()) - set(dead))
         recovery = Recovery(
-            FailedCell(message.serial), members, [], dead, self._generation, self._lost, now, slack=self._wires.slack
+            FailedCell(message.serial), members, [], dead, self.generation, self._lost, now, slack=self._wires.slack
         )
         self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(chosen)))
         return True
@@ -368,7 +371,7 @@ class Repairs:
             ranks,
             [],
             [],
-            self._generation,
+            self.generation,
             self._lost,
             now,
             regroup=True,

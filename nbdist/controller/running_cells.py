@@ -86,6 +86,11 @@ class Cells:
         return not self._running and self._repairs.quiet
 
     @property
+    def generation(self) -> int:
+        """Of the process groups."""
+        return self._repairs.generation
+
+    @property
     def ask(self) -> AskRanks:
         """Asks control threads; it goes on without ranks that die."""
         return self._inquiries.ask

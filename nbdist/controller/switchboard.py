@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from nbdist.wire.frames import encode
-from nbdist.wire.keys import Keys, write_key_file
+from nbdist.wire.keys import Home, Keys, write_key_file
 from nbdist.wire.lanes import (
     CLIENT_LANES,
     GUEST,
@@ -43,6 +43,7 @@ class Switchboard:
 
     Args:
         runtime_folder: Where the notebook's key file is written.
+        kernel: The notebook's process.
 
     Attributes:
         socket: The socket to poll before `received`.
@@ -53,8 +54,9 @@ class Switchboard:
         OSError: Neither that folder nor a temporary one is writable.
     """
 
-    def __init__(self, runtime_folder: Path) -> None:
+    def __init__(self, runtime_folder: Path, kernel: int = 0) -> None:
         self.key_file = runtime_folder / f"nbdist-{secrets.token_hex(8)}.json"
+        self._home = Home.here(kernel)
         self._key_folder: Path | None = None  # our own, where Jupyter's isn't writable
         self._connected: set[bytes] = set()
         self._waiting: dict[bytes, list[bytes]] = {}  # for a lane that has not connected yet
@@ -108,7 +110,8 @@ class Switchboard:
     def lose(self, node: int) -> None:
         """Drop the lanes of a node that is gone, and of its ranks. Its keys open nothing any more."""
         self._listener.expel_holder(_node(node))
-        gone = {lane for lane in self._connected if parse_lane(lane)[1:3] == (-1, node)}
+        parsed = {lane: parse_lane(lane) for lane in self._connected}
+        gone = {lane for lane, of in parsed.items() if of.name in NODE_LANES and of.number == node}
         gone |= {lane for lane, relay in self._relays.items() if relay in gone}
         self._connected -= gone
         for lane in gone:
@@ -122,11 +125,11 @@ class Switchboard:
     def _write(self, keys: Keys) -> None:
         try:
             self.key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_key_file(self.key_file, keys)
+            write_key_file(self.key_file, keys, self._home)
         except OSError:  # the home folder is read-only or full: our own notebook finds the file elsewhere too
             self._key_folder = Path(tempfile.mkdtemp(prefix="nbdist-keys-"))
             self.key_file = self._key_folder / self.key_file.name
-            write_key_file(self.key_file, keys)
+            write_key_file(self.key_file, keys, self._home)
 
     def received(self, limit: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield messages that have arrived, at most `limit`, each with its lane."""

@@ -11,6 +11,7 @@ import msgspec
 
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
 from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.handover import Attach, Attached, AttachRefused, Choices, Displaced, Goodbye, Leave
 from nbdist.wire.healing import Adopt, EndRanks, GiveUpHeal, Heal, Healed, HealFailed, Rejoin, Replaced, Respawn
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
@@ -101,6 +102,13 @@ AnyMessage = (
     | HealFailed
     | Respawn
     | EndRanks
+    | Attach
+    | AttachRefused
+    | Attached
+    | Displaced
+    | Leave
+    | Goodbye
+    | Choices
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode

@@ -1,10 +1,10 @@
 """The connections between client, controller, agent and ranks: their names, their encryption, and their contents.
 
 Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays another.
-A connection's identity is its lane: `client.events`, `agent.control/0` (of node 0), `rank.cell/2/3/0` (epoch 2, rank
-3, the first process in that place). Ranks of other nodes dial their own agent, whose two relay lanes carry what they
-and the controller send. A message is one frame; on its way to the controller a large one goes in several frames.
-CurveZMQ protects every hop.
+A connection's identity is its lane: `client.events/0` (of the first client), `agent.control/0` (of node 0),
+`rank.cell/2/3/0` (epoch 2, rank 3, the first process in that place). Ranks of other nodes dial their own agent, whose
+two relay lanes carry what they and the controller send. A message is one frame; on its way to the controller a large
+one goes in several frames. CurveZMQ protects every hop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nbdist.wire.frames import encode
 from nbdist.wire.keys import Keys
 from nbdist.wire.message import VERSION, Hello
 
-CLIENT_COMMANDS = b"client.commands"
-CLIENT_EVENTS = b"client.events"
+CLIENT_COMMANDS = "client.commands"
+CLIENT_EVENTS = "client.events"
 GUEST = "guest"
 VISITOR = "visitor"  # of somebody who has the notebook's key file
 AGENT_CONTROL = "agent.control"
@@ -33,7 +33,8 @@ RELAY_OUTPUT = "relay.output"
 RANK_CELL = "rank.cell"
 RANK_CONTROL = "rank.control"
 RANK_DISPLAY = "rank.display"
-CLIENT_LANES = {CLIENT_COMMANDS.decode(), CLIENT_EVENTS.decode()}
+CLIENT_LANES = {CLIENT_COMMANDS, CLIENT_EVENTS}
+FIRST_CLIENT = 0  # the one that has started the controller
 RELAY_LANES = {RELAY_CONTROL, RELAY_OUTPUT}
 NODE_LANES = {AGENT_CONTROL, AGENT_OUTPUT, AGENT_FREIGHT, AGENT_END, *RELAY_LANES}
 RANK_LANES = {RANK_CELL, RANK_CONTROL, RANK_DISPLAY}
@@ -47,7 +48,7 @@ _IN_PARTS = b"\xc1"  # no message starts with this byte: it announces frames tha
 
 
 class LaneName(NamedTuple):
-    """What a lane belongs to: a process of a rank; with epoch -1 a node or a guest; with number -1 the notebook."""
+    """What a lane belongs to: a process of a rank; with epoch -1 a client, a node, a guest or a visitor."""
 
     name: str
     epoch: int = -1
@@ -61,7 +62,7 @@ def lane(name: str, epoch: int, rank: int, life: int = 0) -> bytes:
 
 
 def node_lane(name: str, node: int) -> bytes:
-    """Return the identity of a connection that belongs to a node, or to a guest."""
+    """Return the identity of a connection that belongs to a node, a client, a guest or a visitor."""
     return b"%s/%d" % (name.encode(), node)
 
 
@@ -72,7 +73,7 @@ def parse_lane(identity: bytes) -> LaneName:
         ValueError: It is not a lane.
     """
     name, *numbers = identity.decode().split("/")
-    if name in LANES and len(numbers) == (3 if name in RANK_LANES else 0 if name in CLIENT_LANES else 1):
+    if name in LANES and len(numbers) == (3 if name in RANK_LANES else 1):
         if name not in RANK_LANES:
             return LaneName(name, -1, *map(int, numbers))
         return LaneName(name, *map(int, numbers))

@@ -11,12 +11,14 @@ from nbdist.wire.keys import Keys
 class ControllerSetup(msgspec.Struct, frozen=True):
     """What the notebook gives its controller.
 
-    kernel: its process id. runtime_folder: where to write its key file. notebook: its file, "" if unknown.
+    kernel: its process id. runtime_folder: where to write its key file. notebook: its file, "" if unknown. seat: what
+    stays the same when its kernel restarts, "" if nothing does.
     """
 
     kernel: int
     runtime_folder: str
     notebook: str = ""
+    seat: str = ""
 
 
 class ControllerReady(msgspec.Struct, tag=True, frozen=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from nbdist.wire.message import Message
+from nbdist.wire.handover import Leaving
+from nbdist.wire.message import Message, Seconds
 
 
 class Describe(Message, frozen=True):
@@ -22,16 +23,22 @@ class RunningCell(msgspec.Struct, frozen=True):
 class Description(Message, frozen=True):
     """A session.
 
-    kernel: the notebook's process id. alone: whether that has ended. notebook: its file, "" if unknown. ranks: how many
-    live; 0 if it has none. nodes: the names of its machines. gpus: how many the ranks use. running: what they do.
-    since: when they were ready, in seconds since 1970.
+    controller: its process id. kernel: that of its client, or of the last one. left: how that has left; None if it is
+    there. seconds_left: until a session without a client ends. notebook, seat: the client's, as in ControllerSetup.
+    ranks: how many live; 0 if it has none. nodes: the names of its machines. gpus: how many the ranks use. memory:
+    bytes that the ranks hold, of GPUs if they use any. running: what they do. since: when they were ready, in seconds
+    since 1970.
     """
 
+    controller: int
     kernel: int
-    alone: bool
+    left: Leaving | None
+    seconds_left: Seconds
     notebook: str
+    seat: str
     ranks: int
     nodes: list[str]
     gpus: int
+    memory: int
     running: list[RunningCell]
     since: float

@@ -11,8 +11,9 @@ import pytest
 import zmq
 
 from nbdist.wire.frames import decode, encode
+from nbdist.wire.handover import Attach
 from nbdist.wire.keys import read_key_file
-from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect
+from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, node_lane
 from nbdist.wire.life import Shutdown
 from nbdist.wire.output import LogPart, ReadLog
 from testbed.kernel import Kernel, kernel_with_ranks, wait_until
@@ -29,8 +30,9 @@ class Client:
         (path,) = (Path(name) for name in files_of_sessions() if name.endswith(".json"))
         keys = read_key_file(path)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._events = connect(self._context, keys, CLIENT_EVENTS)
-        self._commands = connect(self._context, keys, CLIENT_COMMANDS)
+        self._events = connect(self._context, keys, node_lane(CLIENT_EVENTS, 1))
+        self._commands = connect(self._context, keys, node_lane(CLIENT_COMMANDS, 1))
+        self._commands.send(encode(Attach(os.getpid())))
 
     def log(self) -> dict[int, bytes]:
         """All that the newest cell printed, by rank."""

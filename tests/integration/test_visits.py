@@ -26,10 +26,10 @@ def row_of(kernel: Kernel) -> list[str]:
 
 
 def test_a_session_is_listed_with_what_it_runs(own_ranks: Kernel) -> None:
-    assert row_of(own_ranks)[3] == "2" and row_of(own_ranks)[6] == "nothing"
+    assert row_of(own_ranks)[3] == "2" and row_of(own_ranks)[7] == "nothing"
     cell = own_ranks.start("%%distributed\nimport time\nprint('at it')\ntime.sleep(1000)")
     cell.wait_for("[0-1] at it")
-    assert re.fullmatch(r"cell \d+ for \d+ s", row_of(own_ranks)[6])
+    assert re.fullmatch(r"cell \d+ for \d+ s", row_of(own_ranks)[7])
     own_ranks.interrupt()
     cell.finish()
 

@@ -20,6 +20,7 @@ import nbdist
 from nbdist import Session
 from nbdist.wire.cells import Execute, Interrupt
 from nbdist.wire.frames import AnyMessage
+from nbdist.wire.handover import Attach, Leave
 from nbdist.wire.keys import Keys, read_key_file
 from nbdist.wire.life import Shutdown, Start, Stop, Stopped
 from nbdist.wire.output import Credit, Output, WidgetMessage
@@ -30,7 +31,7 @@ from nbdist.worker.lanes.display_lane import DisplayLane
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + b"\0" * 47
 _HELLO = b"\x05HELLO\x01\0" + b"\0" * 72
 
-# What a holder of keys may do to their own session, and so no lie: end it, start another, end what runs.
+# What a holder of keys may do to their own session, and so no lie: end it, start another, end what runs, leave it.
 _HONEST = {
     Start,
     Stop,
@@ -40,6 +41,8 @@ _HONEST = {
     SpawnFailed,
     Exited,
     Gone,
+    Attach,
+    Leave,
 }
 _KINDS = AnyMessage.__args__
 _PYTHON: dict[type, type] = {
@@ -129,7 +132,7 @@ def _value(rng: random.Random, kind: Any) -> Any:
 
 def lanes(rng: random.Random) -> bytes:
     """An identity: one of the session's own, or one that never was."""
-    own = [b"client.commands", b"agent.control", b"agent.output"]
+    own = [b"client.commands/0", b"agent.control", b"agent.output"]
     ranks = [
         b"rank.%s/%d/%d" % (name, epoch, rank)
         for name in (b"cell", b"control", b"display", b"x")

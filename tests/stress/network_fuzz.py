@@ -57,8 +57,8 @@ _EPOCH = 1
 _LIES_AT_ONCE = 500  # until the session is asked whether it still works
 _NODE_LANES = (AGENT_CONTROL, AGENT_OUTPUT, AGENT_FREIGHT, RELAY_CONTROL, RELAY_OUTPUT)
 _PRIVATE = [
-    b"client.commands",
-    b"client.events",
+    b"client.commands/0",
+    b"client.events/0",
     b"guest/1",
     b"visitor/1",
     b"agent.control/1",
@@ -67,12 +67,12 @@ _PRIVATE = [
 ]
 
 NAMED: dict[str, tuple[str, list[bytes | Message]]] = {
-    "in the notebook's name": (RELAY_CONTROL, [b"client.commands", Shutdown()]),
+    "in the notebook's name": (RELAY_CONTROL, [b"client.commands/0", Shutdown()]),
     "in the name of somebody with the key file": (RELAY_CONTROL, [b"visitor/1", Shutdown()]),
     "for a rank of another machine": (RELAY_CONTROL, [b"rank.cell/1/0", Ready(0, "cpu", "none", "a lie")]),
     "in the notebook's name, among others": (
         RELAY_CONTROL,
-        [TOGETHER, pack([(b"client.commands", encode(Shutdown()))])],
+        [TOGETHER, pack([(b"client.commands/0", encode(Shutdown()))])],
     ),
     "that a start has failed": (AGENT_CONTROL, [SpawnFailed(1, "a lie")]),
     "where the store is": (AGENT_CONTROL, [StoreOpened(1, StoreAddress("127.0.0.1", 9))]),

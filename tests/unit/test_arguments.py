@@ -106,5 +106,7 @@ def test_an_unknown_verb_suggests_the_nearest_and_lists_all() -> None:
 def test_ranks_may_be_told_not_to_outlive_the_kernel() -> None:
     start = verb_parsers()["start"]
     assert start.read("-n 2 --linger 0").linger == 0
-    with pytest.raises(UsageError, match="invalid duration '-1': use seconds, 0 or more"):
-        start.read("-n 2 --linger -1")
+    assert start.read("-n 2 --linger 12h").linger == 12 * 3600
+    for wrong in ("-1", "x", "12w", "1e3", "99999999d"):
+        with pytest.raises(UsageError, match=f"invalid duration '{wrong}': use 0, 90, 15m or 12h"):
+            start.read(f"-n 2 --linger={wrong}")

@@ -74,7 +74,7 @@ ALLOWED = {
     # the notebook
     "client.output": "shells wire",
     "client.session": "client.output cluster devices metrics.allocation metrics.node network plan planning processes "
-    "shells train train.compare transfer wire",
+    "shells train train.compare transfer visits wire",
     "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
     "panel": "client.costs client.session metrics.allocation metrics.node shells",

@@ -32,7 +32,8 @@ from nbdist.client.magics.router import CellRouter
 from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
 from nbdist.client.session import interruption, stack_report
 from nbdist.client.session import session as sessions
-from nbdist.client.session.background import BackgroundCell
+from nbdist.client.session.attaching import settle_previous
+from nbdist.client.session.background import BackgroundCell, wait_all
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.rank_set import prewarm
@@ -42,7 +43,7 @@ from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.ranks import describe_ranks, format_ranks
-from nbdist.text import counted, size, table
+from nbdist.text import counted, size, span, table
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -73,6 +74,8 @@ class DistributedMagics(Magics):
         self._router = CellRouter(shell)
         self._actions: dict[str, Callable[[argparse.Namespace], Any]] = {
             "start": self._start,
+            "attach": self._attach,
+            "detach": self._detach,
             "stop": self._stop,
             "restart": self._restart,
             "status": self._status,
@@ -242,6 +245,7 @@ class DistributedMagics(Magics):
                     "`%distributed start --replace ...` for a different session, or `%distributed stop`"
                 )
             running.close()
+        settle_previous(replace=arguments.replace, say=print)
         progress = _Progress()
         self._session = Session(
             arguments.n,
@@ -258,17 +262,35 @@ class DistributedMagics(Magics):
             init=not arguments.no_init,
             timeout=arguments.timeout,
             linger=arguments.linger,
+            keep=arguments.keep,
             exact=arguments.exact,
             on_death=arguments.on_death,
             progress=progress,
         )
         progress.done(self._session)
 
+    def _attach(self, arguments: argparse.Namespace) -> None:
+        session = self._session = Session.attach(arguments.name, take=arguments.take)
+        if arguments.wait:
+            wait_all(session.cells)
+
+    def _detach(self, arguments: argparse.Namespace) -> None:
+        session = get_session()
+        seconds = session.detach(arguments.linger)
+        print(
+            f"{counted(len(session.ranks), 'rank')} left alone for {span(seconds)}: "
+            f"`%distributed attach {session.name}` brings them back, `nbdist stop {session.name}` ends them"
+        )
+        self._leave_auto()
+
     def _stop(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         session.close()
         self._session = None
         print(f"{counted(len(session.ranks), 'rank')} stopped")
+        self._leave_auto()
+
+    def _leave_auto(self) -> None:
         if self._router.auto:
             self._router.auto = False
             print("auto is off: cells run in the notebook again")

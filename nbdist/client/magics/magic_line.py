@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from nbdist.checks import LONGEST
 from nbdist.errors import UsageError
-from nbdist.text import did_you_mean
+from nbdist.text import did_you_mean, parse_duration
 
 _QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(?P<comment>\#)""")
 
@@ -130,11 +130,11 @@ def seconds(text: str) -> float:
     return value
 
 
-def seconds_or_none(text: str) -> float:
-    """Parse a duration of 0 or more."""
-    value = _float(text)
-    if not 0 <= value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"invalid duration {text!r}: use seconds, 0 or more, for example 60")
+def linger(text: str) -> float:
+    """Parse a duration of 0 or more, with or without a unit."""
+    value = parse_duration(text)
+    if value is None or value > LONGEST:
+        raise argparse.ArgumentTypeError(f"invalid duration {text!r}: use 0, 90, 15m or 12h, for example")
     return value
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from nbdist.client.costs.cell_memory import MODES
 from nbdist.client.magics.cluster_flags import add_cluster_flags
-from nbdist.client.magics.magic_line import MagicParser, count, item, number, seconds, seconds_or_none, variable
+from nbdist.client.magics.magic_line import MagicParser, count, item, linger, number, seconds, variable
 from nbdist.client.magics.plan_line import plan_parser
 from nbdist.client.session.flight import COUNT
 from nbdist.client.session.on_death import ON_DEATH
@@ -58,6 +58,8 @@ def verb_parsers() -> dict[str, MagicParser]:
     """Return the parser for each verb of `%distributed`, in the order in which the help lists them."""
     return {
         "start": _start(),
+        "attach": _attach(),
+        "detach": _detach(),
         "stop": _stop(),
         "restart": _restart(),
         "status": _status(),
@@ -113,11 +115,11 @@ def _start() -> MagicParser:
     )
     parser.add_argument(
         "--linger",
-        type=seconds_or_none,
-        default=0.0,
-        metavar="S",
-        help="seconds that the ranks outlive a killed kernel (default: 0)",
+        type=linger,
+        metavar="TIME",
+        help="how long ranks outlive a crash of the kernel, for `attach`: 90, 15m, 12h (default: 15m; 0: not at all)",
     )
+    parser.add_argument("--keep", action="store_true", help="they outlive its orderly end, too")
     parser.add_argument(
         "--exact",
         action="store_true",
@@ -129,7 +131,26 @@ def _start() -> MagicParser:
         default="ask",
         help="when ranks die under a cell: report it, heal them and run the cell again, or end (default: ask)",
     )
-    parser.add_argument("--replace", action="store_true", help="stop the running session first")
+    parser.add_argument(
+        "--replace", action="store_true", help="first stop the session that runs, or that a crash has left"
+    )
+    return parser
+
+
+def _attach() -> MagicParser:
+    what = "Take over a session whose notebook is gone: its ranks, what they run, and what was missed."
+    parser = MagicParser("%distributed attach", what)
+    parser.add_argument("name", nargs="?", metavar="SESSION", help="as `nbdist ls` shows it (default: the only one)")
+    parser.add_argument("--take", action="store_true", help="also from a client that is there, which then loses it")
+    parser.add_argument("--wait", action="store_true", help="stay in this cell until what runs has ended")
+    return parser
+
+
+def _detach() -> MagicParser:
+    parser = MagicParser("%distributed detach", "Leave the ranks to whoever attaches: this notebook lets them go on.")
+    parser.add_argument(
+        "--linger", type=linger, metavar="TIME", help="how long they go on alone: 90, 15m, 12h (default: as of `start`)"
+    )
     return parser
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Sequence
 
+from nbdist.client.session import interruption
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.task import Task
 from nbdist.errors import NbdistError, RankTimeout
@@ -24,16 +26,16 @@ class BackgroundCell:
 
     def __init__(self, task: Task, timeout: float | None, keeps: object) -> None:
         self._task = task
+        self._ended = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended (Python 3.11)
         context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(_await, task, timeout, keeps), name=f"nbdist-cell-{task.number}", daemon=True
-        )
-        self._thread.start()
+        arguments = (_await, task, timeout, keeps, self._ended)
+        name = f"nbdist-cell-{task.number}"
+        threading.Thread(target=context.run, args=arguments, name=name, daemon=True).start()
 
     @property
     def done(self) -> bool:
         """Whether every rank has ended its part."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     @property
     def output(self) -> CellResult:
@@ -53,8 +55,7 @@ class BackgroundCell:
             RankError: A rank failed.
             RankTimeout: It is not done after `timeout` seconds.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout):
             raise RankTimeout(
                 f"{self._task.describe()} is not done after {timeout:g} s and still runs. `.interrupt()` stops it."
             )
@@ -74,11 +75,30 @@ class BackgroundCell:
         return f"<cell {self._task.number} in the background on {where}: {state}>"
 
 
-def _await(task: Task, timeout: float | None, keeps: object) -> None:
+def wait_all(cells: Sequence[BackgroundCell]) -> None:
+    """Wait for cells in the foreground: Ctrl-C stops their ranks, and again at once.
+
+    Raises:
+        RankError: A rank failed.
+        KeyboardInterrupt: The user interrupted, and the ranks stopped.
+    """
+    for cell in cells:
+        with interruption.events(lambda event, cell=cell: cell.interrupt()):  # type: ignore[misc]
+            cell.wait()
+
+
+def _await(task: Task, timeout: float | None, keeps: object, ended: threading.Event) -> None:
     """Wait for the cell, in its background thread."""
     try:
         task.wait(timeout)
     except (NbdistError, KeyboardInterrupt) as error:
         task.error = error
-        render = getattr(error, "_render_traceback_", None)
-        task.say("\n".join(render() if render is not None else [str(error)]))
+        task.say(rendered(error))
+    finally:
+        ended.set()
+
+
+def rendered(error: BaseException) -> str:
+    """Return an error as the notebook shows it where it fails a cell."""
+    render = getattr(error, "_render_traceback_", None)
+    return "\n".join(render() if render is not None else [str(error)])

@@ -8,26 +8,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
-import subprocess
+import secrets
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 from jupyter_core.paths import jupyter_runtime_dir
 
+from nbdist import shells
+from nbdist.client.session.controller_process import FoundController, OwnController
 from nbdist.client.session.interruption import HEED
 from nbdist.errors import SessionBroken
-from nbdist.processes import describe_exit, python_command
 from nbdist.wire.frames import decode, encode
+from nbdist.wire.handover import Displaced, Goodbye, Leave
 from nbdist.wire.keys import read_key_file
-from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect
+from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, FIRST_CLIENT, connect, node_lane
 from nbdist.wire.life import Broken, Shutdown
 from nbdist.wire.message import Message
-from nbdist.wire.setup import ControllerFailed, ControllerReady, ControllerSetup, encode_line
+from nbdist.wire.setup import ControllerFailed, ControllerReady, ControllerSetup
 from nbdist.wire.system_text import as_text
 
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
@@ -35,42 +37,52 @@ _END_LIMIT = 3.0
 _LAST_WORDS_MS = 100
 
 
+@dataclass(frozen=True)
+class Reachable:
+    """A session that another process has started.
+
+    Attributes:
+        key_file: Its keys.
+        controller: Its controller's process.
+    """
+
+    key_file: Path
+    controller: int
+
+
 class Connection:
     """A controller process and this kernel's lanes to it.
 
     Args:
         patient: Whether nothing waits for it yet; its template then yields the cores to others.
+        found: A session whose controller another process has started; None to start one.
 
     `on_message` is called from the listening thread for each message, and with `Broken` when the controller has ended.
     """
 
-    def __init__(self, patient: bool = False) -> None:
+    def __init__(self, patient: bool = False, found: Reachable | None = None) -> None:
         self.pid = os.getpid()
         self.on_message: Callable[[Message], None] = lambda message: None
         self._lock = threading.Lock()
         self._commands: zmq.Socket[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._over = False  # the controller goes on without this client
+        self._number = FIRST_CLIENT if found is None else secrets.randbelow(1 << 60) + 1
         with _explaining():
             _check_system()
-            self._process = subprocess.Popen(
-                python_command("nbdist.controller.controller_boot", "patient" if patient else "urgent"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd="/",
-                start_new_session=True,
-            )
-        notebook = os.environ.get("JPY_SESSION_NAME", "")  # which Jupyter's server sets
-        setup = ControllerSetup(os.getpid(), jupyter_runtime_dir(), as_text(notebook))
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `open` will report it
-            self._process.stdin.write(encode_line(setup))
-            self._process.stdin.close()
+            self._process: OwnController | FoundController
+            if found is None:
+                setup = ControllerSetup(os.getpid(), jupyter_runtime_dir(), *own_place())
+                self._process = OwnController(setup, patient)
+            else:
+                self._process = FoundController(found.controller)
+                self.key_file = found.key_file
 
     @property
     def alive(self) -> bool:
         """Whether the controller runs and belongs to this process (not to one that this process was forked from)."""
-        return self._process.poll() is None and os.getpid() == self.pid
+        return not self._over and self._process.alive and os.getpid() == self.pid
 
     def open(self, heed: Callable[[], None]) -> None:
         """Connect once the controller listens.
@@ -83,13 +95,8 @@ class Connection:
         """
         if self._commands is not None:
             return
-        line = self._first_line(heed)
-        if not line:
-            raise self._ended_early()
-        said = msgspec.json.decode(line, type=ControllerReady | ControllerFailed)
-        if isinstance(said, ControllerFailed):
-            raise SessionBroken(said.text)
-        self.key_file = Path(said.key_file)
+        if isinstance(self._process, OwnController):
+            self.key_file = self._await_first_line(self._process, heed)
         try:
             keys = read_key_file(self.key_file)
         except FileNotFoundError:
@@ -98,8 +105,8 @@ class Connection:
             end = os.pidfd_open(self._process.pid)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             try:
-                events = connect(self._context, keys, CLIENT_EVENTS)
-                self._commands = connect(self._context, keys, CLIENT_COMMANDS)
+                events = connect(self._context, keys, node_lane(CLIENT_EVENTS, self._number))
+                self._commands = connect(self._context, keys, node_lane(CLIENT_COMMANDS, self._number))
             except zmq.ZMQError:
                 os.close(end)
                 self._context.destroy(linger=0)
@@ -107,19 +114,21 @@ class Connection:
         self._thread = threading.Thread(target=self._listen, args=(events, end), name="nbdist-client", daemon=True)
         self._thread.start()
 
-    def _first_line(self, heed: Callable[[], None]) -> bytes:
-        """Return the controller's first line; empty if it has ended."""
-        assert self._process.stdout is not None
-        waiting = select.poll()
-        waiting.register(self._process.stdout, select.POLLIN)
-        while not waiting.poll(HEED * 1000):
+    def _await_first_line(self, process: OwnController, heed: Callable[[], None]) -> Path:
+        """Return the key file that the controller names in its first line."""
+        while not process.says(HEED):
             heed()
-        return self._process.stdout.readline()
+        if not (line := process.first_line()):
+            raise self._ended_early()
+        said = msgspec.json.decode(line, type=ControllerReady | ControllerFailed)
+        if isinstance(said, ControllerFailed):
+            raise SessionBroken(said.text)
+        return Path(said.key_file)
 
     def _ended_early(self) -> SessionBroken:
         return SessionBroken(
             f"the session's controller (pid {self._process.pid}) ended while it started: "
-            f"{describe_exit(self._process.wait())}. Type `%distributed start` to try again."
+            f"{self._process.describe_end()}. Type `%distributed start` to try again."
         )
 
     def send(self, message: Message) -> None:
@@ -130,22 +139,27 @@ class Connection:
 
     def close(self) -> None:
         """End the controller and everything it started."""
-        if os.getpid() != self.pid or self._closing:
+        if os.getpid() != self.pid or self._closing or self._over:
             return
         self._closing = True
         if self._commands is None:
             self._process.terminate()  # not even connected: its agent notices its end and cleans up
         else:
             self.send(Shutdown())
-        try:
-            self._process.wait(_END_LIMIT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._process.end(_END_LIMIT)
+        self._join_thread()
+
+    def _join_thread(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_END_LIMIT)
+
+    def leave(self, message: Leave) -> None:
+        """Disconnect from the controller, which goes on without this client."""
+        if os.getpid() == self.pid and not self._closing:
+            self._closing = True
+            self.send(message)
+            self._join_thread()  # it ends when the controller has answered
+            self._process.release()
 
     def let_go(self) -> None:
         """End the controller, whose agent then ends the ranks. Doesn't wait, so that a finalizer may call it."""
@@ -155,7 +169,7 @@ class Connection:
         poller = zmq.Poller()
         poller.register(events, zmq.POLLIN)
         poller.register(end, zmq.POLLIN)
-        while True:
+        while not self._over:
             ready = dict(poller.poll())
             # The controller's last messages may arrive a moment after its end.
             if events in ready or (end in ready and events.poll(_LAST_WORDS_MS)):
@@ -165,14 +179,16 @@ class Connection:
                 break
         os.close(end)
         self._disconnect(events)
-        if not self._closing:
+        if not self._closing and not self._over:
             self.key_file.unlink(missing_ok=True)  # in case its agent could not
-            how = f"(pid {self._process.pid}) has ended: {describe_exit(self._process.wait())}; all ranks ended with it"
+            how = f"(pid {self._process.pid}) has ended: {self._process.describe_end()}; all ranks ended with it"
             self.on_message(Broken(f"the session's controller {how}. `%distributed start` starts a new one."))
 
     def _handle(self, frame: bytes) -> None:
         try:
-            self.on_message(decode(frame))
+            message = decode(frame)
+            self._over = self._over or isinstance(message, Goodbye | Displaced)
+            self.on_message(message)
         except Exception:  # one bad message must not keep the session from receiving the ones that follow
             traceback.print_exc()
 
@@ -183,6 +199,16 @@ class Connection:
                 self._commands.close(linger=0)
                 self._commands = None
         self._context.term()
+
+
+def own_place() -> tuple[str, str]:
+    """Return this notebook's file, and what stays the same when its kernel restarts; "" for what is not known."""
+    seat = ""
+    if shells.in_kernel():
+        from ipykernel.connect import get_connection_file  # it is a kernel, so this is there
+
+        seat = get_connection_file()
+    return as_text(os.environ.get("JPY_SESSION_NAME", "")), as_text(seat)  # Jupyter's server sets it
 
 
 def _check_system() -> None:

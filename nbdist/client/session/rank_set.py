@@ -16,10 +16,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from nbdist.checks import check_seconds, is_on
-from nbdist.client.session import calls, interruption, observers
+from nbdist.client.session import calls, farewell, interruption, observers
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
@@ -32,6 +33,7 @@ from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionErro
 from nbdist.ranks import describe_ranks, format_ranks, parse_ranks
 from nbdist.text import counted
 from nbdist.wire.cells import Execute, Kind, Reply
+from nbdist.wire.handover import Attach, Attached, AttachRefused, Displaced, Leave
 from nbdist.wire.knowing import Release
 from nbdist.wire.life import Broken, Progress, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Message
@@ -83,12 +85,15 @@ class RankSet:
 
     Args:
         linger: Seconds that the ranks outlive a kernel that was killed.
+        keep: Whether they outlive an orderly end, too.
 
     Attributes:
         ranks: Each rank's number, process and device.
         backend: Backend of the process group; "none" without one.
         closed: Whether it has no ranks.
         broken: Why it is closed, if nobody closed it.
+        left: Why it is closed although its ranks live: another client has them, or they were left alone.
+        linger: Seconds that the ranks outlive a crash.
         started_in: Seconds that the last start took.
         traffic: Which rank runs what; for other parts of the client.
     """
@@ -97,14 +102,15 @@ class RankSet:
 
     closed = True
 
-    def __init__(self, linger: float = 0.0) -> None:
+    def __init__(self, linger: float = 0.0, keep: bool = False) -> None:
         self.ranks: list[RankInfo] = []
         self.backend = ""
         self.closed = True
-        self.broken = ""
+        self.broken = self.left = ""
         self.started_in = 0.0
         self.traffic = Traffic(_weakly(self._on_life))
-        self._linger = linger
+        self.linger = linger
+        self._keep = keep
         self._in_dialogue = threading.Lock()
         self._parked = False  # the controller is no longer ours, but kept for any start
         self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, errands, KeyboardInterrupt for a Ctrl-C
@@ -163,7 +169,10 @@ class RankSet:
     def __del__(self) -> None:
         """End the ranks, which can't be given work any more. Called in any thread, at any moment."""
         if not self.closed and self.owned:
-            self._connection.let_go()
+            if self._keep:
+                threading.Thread(target=self._connection.leave, args=(Leave(self.linger, "detached"),)).start()
+            else:
+                self._connection.let_go()
 
     @property
     def owned(self) -> bool:
@@ -171,14 +180,73 @@ class RankSet:
         return self._connection.pid == os.getpid()
 
     @property
+    def key_file(self) -> Path:
+        """The file with which others reach their controller."""
+        return self._connection.key_file
+
+    @property
     def generation(self) -> int:
         """One more than the number of times the process groups have been renewed since the start."""
         return self.traffic.generation
 
     def _forget(self) -> None:
-        """Forget the ranks: the kernel is ending."""
+        """Forget the ranks: the kernel is ending, or restarting."""
+        seconds = farewell.seconds_kept(self.linger, self._keep) if not self.closed else 0.0
         self.closed = True
-        self._connection.close()
+        if seconds:
+            self._connection.leave(Leave(seconds, "restarted" if farewell.restarting() else "detached"))
+        else:
+            self._connection.close()
+
+    # --- from and to other clients
+
+    def request_attach(self, connection: Connection, request: Attach) -> Attached | AttachRefused:
+        """Ask a session's controller for its ranks, and return the answer.
+
+        Raises:
+            SessionBroken: It does not answer.
+        """
+        self._connection, self._parked = connection, False
+        self._life = queue.SimpleQueue()
+        self.traffic.attach(connection)
+        self.traffic.hold()
+        with interruption.deferred():
+            connection.open(lambda: None)
+            connection.send(request)
+            try:
+                answer = self._await_life((Attached, AttachRefused), _STOP_LIMIT)
+            except SessionError:
+                connection.leave(Leave(self.linger, "detached"))
+                raise
+        assert isinstance(answer, Attached | AttachRefused)
+        return answer
+
+    def adopt(self, attached: Attached, tasks: Sequence[Task]) -> None:
+        """Go on with ranks that another client had.
+
+        Args:
+            attached: What the controller has told.
+            tasks: In the order of its cells.
+        """
+        self.ranks, self.backend, self.linger = attached.ranks, attached.backend, attached.started.linger
+        self._serials = itertools.count(attached.first_serial)
+        self.closed = False
+        self.traffic.begin(attached)
+        self.traffic.take_up(attached, tasks)
+        RankSet.instances.add(self)
+
+    def leave(self, seconds: float, text: str) -> None:
+        """Leave the ranks to whoever attaches within some seconds; `text` is what is said of it from now on."""
+        self.check_open()
+        self._let_others(text)
+        with interruption.deferred():
+            self._connection.leave(Leave(seconds, "detached"))
+        self.traffic.end_late()
+
+    def _let_others(self, text: str) -> None:
+        """Have no ranks any more, although they live."""
+        self.closed, self.left = True, text
+        self.traffic.release(text)
 
     def _connect(self) -> None:
         """Use the idle controller if there is one, else start one."""
@@ -201,13 +269,13 @@ class RankSet:
         self, options: StartOptions, progress: Callable[[StartLine], None], nodes: NodesWanted | None
     ) -> None:
         began = time.monotonic()
-        self.closed, self.broken = True, ""
+        self.closed, self.broken, self.left = True, "", ""
         self._life = queue.SimpleQueue()
         self.traffic.release("the ranks were restarted")
         with interruption.events(self._life.put):
             try:
                 self._connection.open(self._heed)
-                self._connection.send(Start(options, self._linger, nodes))
+                self._connection.send(Start(options, self.linger, nodes))
                 token_file = nodes.token_file if nodes is not None else ""
                 with removed_afterwards(token_file):
                     started = self._await_life((Started, StartFailed), None, progress, token_file, _interrupt_start)
@@ -325,6 +393,8 @@ class RankSet:
 
     def _on_life(self, message: Message) -> None:
         """Handle a message about the session as a whole, in the listening thread."""
+        if isinstance(message, Displaced):
+            self._let_others(taken_by(message.text))
         if isinstance(message, Broken) and not self.broken:
             if not self.closed and not self.traffic.running(info.rank for info in self.ranks):
                 self.traffic.notify(Notice(message.text))
@@ -341,6 +411,8 @@ class RankSet:
         """
         if self.broken:
             raise SessionBroken(self.broken)
+        if self.left:
+            raise SessionClosed(self.left)
         if self.closed:
             raise SessionClosed(
                 "this session is closed: type `%distributed start -n 2` (or `nbdist.Session(2)`) for a new one"
@@ -495,6 +567,14 @@ class RankSet:
     def _release(self, task: Task) -> None:
         """Have ranks free what they have packed for a task."""
         self.traffic.send(Ask(0, task.ranks, Release(task.serial)))
+
+
+def taken_by(who: str) -> str:
+    """Return what is said where another client has taken the session."""
+    return (
+        f"the session was taken over by {who} at {time.strftime('%H:%M')}; its ranks live on there. "
+        "`%distributed attach --take` takes it back, `%distributed start` starts another"
+    )
 
 
 def _interrupt_start() -> None:

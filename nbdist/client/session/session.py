@@ -19,7 +19,8 @@ import msgspec
 
 from nbdist import shells
 from nbdist.checks import check_choice, check_seconds
-from nbdist.client.session import interruption
+from nbdist.client.session import farewell, interruption
+from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.debugging import debug, serve_debugpy
@@ -46,7 +47,9 @@ from nbdist.metrics.allocation import memory_snapshot
 from nbdist.plan import Plan
 from nbdist.ranks import describe_ranks
 from nbdist.text import counted
-from nbdist.wire.life import RankInfo
+from nbdist.visits import name_of
+from nbdist.wire.handover import Choices
+from nbdist.wire.life import RankInfo, StartOptions
 
 T = TypeVar("T")
 
@@ -63,6 +66,8 @@ def get_session() -> Session:
     session = current_session()
     if session is not None and session.broken:
         raise SessionBroken(session.broken)
+    if session is not None and session._rank_set.left:
+        raise SessionClosed(session._rank_set.left)
     if session is None or session.closed:
         count = len(visible_gpus()) or 2
         raise SessionClosed(
@@ -113,7 +118,9 @@ class Session:
         backend: Backend of the process group ("gloo", "nccl", ...); None: the right one for the devices.
         init: Whether to make the process group at all.
         timeout: Seconds until a collective times out; None for torch's default of 30 minutes.
-        linger: Seconds that the ranks outlive a kernel that was killed.
+        linger: Seconds that the ranks outlive a crash of this process, for `attach`; None: NBDIST_LINGER, else 900 in a
+                notebook or a terminal, and 0 in a script. They outlive the restart of a kernel for at most 60.
+        keep: Whether they outlive an orderly end of this process too, as long as a crash.
         exact: Whether to restore an interrupted step's buffers (BatchNorm) and random numbers, so that an interrupted
                 run equals one that was not. Costs a copy of them after each step.
         on_death: What to do when ranks die under a cell. "ask": raise `RankDied`. "heal": replace them, and run the
@@ -123,10 +130,15 @@ class Session:
 
     A session ends when nothing refers to it any more.
 
+    Attributes:
+        cells: Handles of the cells that ran when `attach` took the session over.
+
     Raises:
         UsageError: An argument is invalid; nothing has been started or stopped.
         SessionBroken: The ranks could not be started; none is left.
     """
+
+    cells: Sequence[BackgroundCell] = ()
 
     def __init__(
         self,
@@ -144,7 +156,8 @@ class Session:
         backend: str | None = None,
         init: bool = True,
         timeout: float | None = None,
-        linger: float = 0.0,
+        linger: float | None = None,
+        keep: bool = False,
         exact: bool = False,
         on_death: OnDeath = "ask",
         replace: bool = True,
@@ -154,7 +167,7 @@ class Session:
         check_seconds("linger", linger, zero=True)
         check_choice("on_death", on_death, ON_DEATH)
         self._on_death = on_death
-        self._rank_set = RankSet(linger)
+        self._rank_set = RankSet(farewell.linger_or_default(linger), keep)
         self._arguments = Arguments(gpus, backend, init, timeout, exact)
         self._plan = SessionPlan()
         way = WayIn(master_addr, master_port, interface, node_timeout, token_file, private_network)
@@ -162,7 +175,8 @@ class Session:
         options = self._plan.carry(self._arguments.options(self._own_ranks(num_processes)), self._nodes)
         if replace:
             _stop_others()
-        self._rank_set.start(options, progress, self._nodes)
+        farewell.watch_kernel()
+        self._bring_up(options, progress)
         _sessions[:] = [weakref.ref(session) for session in (*_known_sessions(), self)]
 
     def restart(
@@ -177,8 +191,78 @@ class Session:
             here = [0] if self._nodes.ranks_of(0) == 0 else []
             self._nodes = msgspec.structs.replace(self._nodes, ranks=num_processes, shares=here)
         count = self._own_ranks(num_processes or len(self.ranks))
-        options = self._plan.carry(self._arguments.options(count), self._nodes)
+        self._bring_up(self._plan.carry(self._arguments.options(count), self._nodes), progress)
+
+    def _bring_up(self, options: StartOptions, progress: Callable[[StartLine], None]) -> None:
         self._rank_set.start(options, progress, self._nodes)
+        self._keep_choices()
+
+    def _keep_choices(self) -> None:
+        """Give the controller what a client that attaches has to know."""
+        self._rank_set.traffic.send(Choices(self.plan.to_json(), self._on_death))
+
+    @classmethod
+    def attach(
+        cls,
+        name: str | None = None,
+        *,
+        take: bool = False,
+        keep: bool | None = None,
+        show: Callable[[str], None] = print,
+    ) -> Session:
+        """Take over a session whose client is gone, or gives it up: `nbdist.attach`.
+
+        What runs goes on, with its output so far; what has ended meanwhile is shown, with its errors.
+
+        Args:
+            name: As `nbdist ls` shows it, or the beginning of it; None: the only one that has no client.
+            take: Whether to take it also from a client that is there.
+            keep: Whether the ranks go on when this process ends in an orderly way; None: in a script or a terminal.
+            show: Called with each line about it.
+
+        Raises:
+            UsageError: There is no such session, or it can't be taken over; nothing has changed.
+            SessionBroken: It does not answer.
+        """
+        _refuse_on_ranks()
+        if (own := living_session()) is not None:
+            count = counted(len(own.ranks), "rank")
+            raise UsageError(f"this notebook has a session with {count}: `%distributed detach` or `stop` it first")
+        session = cls.__new__(cls)
+        session._rank_set = RankSet(keep=not shells.in_kernel() if keep is None else keep)
+        told, attachment = take_over(session._rank_set, name, take=take)
+        began = told.started
+        session._arguments = Arguments(began.gpus, began.backend, began.init, began.timeout, began.exact)
+        session._nodes = began.nodes
+        session._plan = SessionPlan()
+        session._on_death = began.choices.on_death
+        session._plan.adopt(Plan.from_json(began.choices.plan))
+        farewell.watch_kernel()
+        _sessions[:] = [weakref.ref(known) for known in (*_known_sessions(), session)]
+        for line in (str(attachment), *attachment.notices):
+            show(line)
+        conclude(attachment.ended, show)
+        session.cells = [BackgroundCell(task, None, session) for task in attachment.running]
+        return session
+
+    def detach(self, linger: float | None = None) -> float:
+        """Leave the ranks to whoever attaches; the session is closed here.
+
+        Args:
+            linger: Seconds that they go on without anybody; None: as long as after a crash.
+
+        Returns:
+            These seconds.
+
+        Raises:
+            UsageError: They would end at once.
+        """
+        check_seconds("linger", linger)
+        seconds = self._rank_set.linger if linger is None else linger
+        if not seconds:
+            raise UsageError("without linger these ranks would end at once: `%distributed detach --linger 12h`")
+        self._rank_set.leave(seconds, "this notebook has left its session: `%distributed attach` brings it back")
+        return seconds
 
     def _own_ranks(self, count: int | None) -> int | None:
         """Return the number of ranks of this machine to prepare; None: one for each GPU."""
@@ -226,6 +310,11 @@ class Session:
         return self._rank_set.broken
 
     @property
+    def name(self) -> str:
+        """By which `attach`, `nbdist ls` and `nbdist stop` know it."""
+        return name_of(self._rank_set.key_file)
+
+    @property
     def plan(self) -> Plan:
         """How models that ranks prepare are made distributed."""
         return self._plan.current
@@ -240,6 +329,7 @@ class Session:
         self._rank_set.check_open()
         living = self._rank_set.living()
         self._plan.set(plan, self.ranks, self.backend, functools.partial(self._rank_set.set_up, ranks=living))
+        self._keep_choices()
 
     # --- work
 
@@ -510,6 +600,11 @@ class Session:
         if gaps := log.explain_gaps():
             warnings.warn(gaps, stacklevel=2)
         return {rank: "".join(parts) for rank, parts in texts.items()}
+
+
+def attach(name: str | None = None, *, take: bool = False, keep: bool | None = None) -> Session:
+    """Take over a living session: `Session.attach`."""
+    return Session.attach(name, take=take, keep=keep)
 
 
 def rank_set_of(session: Session) -> RankSet:

@@ -77,6 +77,13 @@ class SessionPlan:
         self._changed = True
         keep(plan)
 
+    def adopt(self, plan: Plan) -> None:
+        """Go on with the plan that another client has given the ranks, also for those that start later."""
+        self.current = plan
+        if plan != Plan():
+            self._chosen, self._changed = plan, True
+            keep(plan)
+
     def catch_up(self, ranks: Sequence[RankInfo], set_up: Callable[..., Any]) -> None:
         """Have newcomers follow the plan, if the others have been given one since their start.
 

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbdist import limits, shells
@@ -66,6 +67,14 @@ class Carrier(Protocol):
 
     def put_late(self, task: Task | None, message: Message) -> None:
         """Have a message handled that came after the end of its task."""
+
+
+@dataclass(frozen=True)
+class PastOutput:
+    """What a rank printed before this client was there, already paid for; or a line of nbdist's own about it."""
+
+    output: Output | None
+    text: str = ""
 
 
 class Task:
@@ -253,6 +262,8 @@ class Task:
             self._show(event, now)
         elif isinstance(event, Display):
             self._show(event, now)
+        elif isinstance(event, PastOutput):
+            self._show_past(event, now)
         elif isinstance(event, Reply):
             self._end_rank(event.rank, report.from_reply(event), now)
             self.replies[event.rank] = event
@@ -364,6 +375,12 @@ class Task:
         self._note(event)
         if self._screen is not None:
             _draw(self._screen, event, now)
+
+    def _show_past(self, event: PastOutput, now: float) -> None:
+        if event.output is not None:
+            self._show(event.output, now)
+        else:
+            self.say(event.text)
 
     def _note(self, event: Output | Display) -> None:
         if isinstance(event, Output):

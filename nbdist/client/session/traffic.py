@@ -24,6 +24,7 @@ from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import SessionBroken, SessionError
 from nbdist.ranks import RankNames
 from nbdist.wire.cells import Recovered, Remark, Reply
+from nbdist.wire.handover import Attached, AttachRefused, Displaced
 from nbdist.wire.knowing import Release
 from nbdist.wire.life import Broken, Died, Started
 from nbdist.wire.message import Message
@@ -82,6 +83,7 @@ class Traffic:
         self._owed: dict[int, int] = {}
         self._late: queue.SimpleQueue[tuple[Task | None, Message] | None] | None = None  # None: nothing more comes
         self._late_thread: threading.Thread | None = None
+        self._waiting: list[Message] | None = None  # what came before it is known which rank runs what
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
 
@@ -90,7 +92,7 @@ class Traffic:
         self._connection = connection
         connection.on_message = self._on_message
 
-    def begin(self, started: Started) -> None:
+    def begin(self, started: Started | Attached) -> None:
         """Start with a fresh set of ranks, to which nothing of the last one applies."""
         self.slack = started.slack
         nodes: dict[str, list[int]] = {}
@@ -102,6 +104,32 @@ class Traffic:
         self.generation = 1
         self._untold.clear()
         self.widgets = WidgetProxies(self.send)
+
+    def hold(self) -> None:
+        """Keep what comes until `take_up`, but for messages about the session's life."""
+        self._waiting = []
+
+    def take_up(self, attached: Attached, tasks: Sequence[Task]) -> None:
+        """Go on where another client was: with tasks that run, or have ended.
+
+        Args:
+            attached: What the controller has told.
+            tasks: In the order of its cells.
+        """
+        self._requests = itertools.count(attached.first_serial)  # answers to the other's questions are none of ours
+        self.names = dict(attached.names)
+        for task, cell in zip(tasks, attached.cells, strict=True):
+            self.assign(task)
+            for end in cell.ends:
+                self._on_cell(end)
+        self.dead, self.generation = {died.rank: died for died in attached.dead}, attached.generation
+        while True:
+            with self._lock:
+                waiting, self._waiting = self._waiting, [] if self._waiting else None
+            if not waiting:
+                return
+            for message in waiting:
+                self._on_cell(message)
 
     @contextlib.contextmanager
     def replacing(self, ranks: Iterable[int]) -> Iterator[None]:
@@ -245,6 +273,13 @@ class Traffic:
     # --- from the ranks, in the listening thread
 
     def _on_message(self, message: Message) -> None:
+        with self._lock:
+            if self._waiting is not None and not isinstance(message, Attached | AttachRefused | Broken | Displaced):
+                self._waiting.append(message)
+                return
+        self._on_cell(message)
+
+    def _on_cell(self, message: Message) -> None:
         if isinstance(message, (Output, Display, Prompt, WidgetMessage)):
             self._route(message)
         elif isinstance(message, Reply):

@@ -1,0 +1,66 @@
+"""What becomes of the ranks when this process ends: it crashes, is restarted, or ends for good."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from nbdist import shells
+from nbdist.checks import LONGEST
+from nbdist.errors import UsageError
+from nbdist.text import parse_duration
+
+LINGER_VARIABLE = "NBDIST_LINGER"  # how long ranks outlive a crash, where nothing else is said
+LINGER = 900.0  # seconds; of a notebook or a terminal. A script's cells can't be typed again: its ranks end with it
+RESTART_LINGER = 60.0  # seconds that ranks outlive a kernel's restart
+
+_restarting = False
+
+
+def linger_or_default(given: float | None) -> float:
+    """Return how many seconds the ranks outlive a crash of this process.
+
+    Raises:
+        UsageError: NBDIST_LINGER is not a duration.
+    """
+    if given is not None:
+        return given
+    if text := os.environ.get(LINGER_VARIABLE, ""):
+        seconds = parse_duration(text)
+        if seconds is None or not 0 <= seconds <= LONGEST:
+            raise UsageError(f"{LINGER_VARIABLE}={text!r} is not a duration: set it to 0, 90, 15m or 12h, for example")
+        return seconds
+    return LINGER if shells.current() is not None else 0.0
+
+
+def watch_kernel() -> None:
+    """Learn from the kernel, if this is one, whether it is about to be restarted."""
+    kernel: Any = getattr(shells.current(), "kernel", None)
+    before = getattr(kernel, "do_shutdown", None)
+    if before is None or getattr(before, "by_nbdist", False):
+        return
+
+    def do_shutdown(restart: bool) -> Any:
+        global _restarting
+        _restarting = bool(restart)
+        return before(restart)
+
+    do_shutdown.by_nbdist = True  # type: ignore[attr-defined]
+    kernel.do_shutdown = do_shutdown
+
+
+def seconds_kept(linger: float, keep: bool) -> float:
+    """Return how many seconds ranks outlive the orderly end of this process that is under way; 0: they end with it.
+
+    Args:
+        linger: How long they outlive a crash.
+        keep: Whether the user wants them kept.
+    """
+    if keep:
+        return linger
+    return min(linger, RESTART_LINGER) if _restarting else 0.0
+
+
+def restarting() -> bool:
+    """Return whether this kernel is about to be restarted."""
+    return _restarting

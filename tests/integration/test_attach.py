@@ -1,0 +1,182 @@
+"""Sessions whose client has crashed, restarted or left, and that another one takes over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from testbed.kernel import Kernel, both, kernel_with_ranks, wait_until
+from tests.conftest import sharing
+from tests.support.roles import alive, await_end, family, find
+
+HANG = 30.0
+
+
+def nbdist(*arguments: str, code: int = 0, typed: str = "") -> str:
+    command = [sys.executable, "-m", "nbdist", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, input=typed)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def client() -> Iterator[Kernel]:
+    """A kernel that may attach."""
+    with Kernel(NBDIST_PREWARM="0") as kernel:
+        kernel.ok("%load_ext nbdist")
+        yield kernel
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Kernel]:
+    """The notebook that attaches. In the end the ranks are its own, and end with it."""
+    with kernel_with_ranks(2, "--linger 60") as first, sharing(first):
+        everyone = family(first.pid)
+        with client() as kernel, sharing(kernel), sharing(psutil.Process(find(first.pid, "controller"))):
+            first.ok("%distributed detach")
+            yield kernel
+            kernel.ok("%distributed attach --take")
+    await_end(everyone)
+
+
+@pytest.fixture
+def notebook(other: Kernel) -> Iterator[Kernel]:
+    """A notebook that has the ranks, which outlive it."""
+    with client() as kernel:
+        kernel.ok("%distributed attach")
+        yield kernel
+        for each in (kernel, other):
+            if each.manager.is_alive():
+                each.run("%distributed detach")
+
+
+def kill(kernel: Kernel) -> None:
+    os.kill(kernel.pid, signal.SIGKILL)
+    await_end([kernel.pid])
+
+
+def gated(folder: Path, code: str) -> str:
+    """A cell that waits for a file `go` between a first line and the code."""
+    wait = f"while not os.path.exists({str(folder / 'go')!r}): time.sleep(0.005)"
+    return f"%%distributed\nimport os, time\nprint('begun', flush=True)\n{wait}\n{code}"
+
+
+def test_what_runs_when_the_kernel_dies_goes_on_in_another_with_all_that_it_has_printed(
+    notebook: Kernel, other: Kernel, tmp_path: Path
+) -> None:
+    notebook.ok("%%distributed --setup\nkept = rank * 10")
+    notebook.ok("%distributed plan ddp --precision bf16")
+    notebook.start(gated(tmp_path, "print('done')")).wait_for("begun")
+    kill(notebook)
+    attach = other.start("%distributed attach")
+    outcome = attach.finish()
+    assert outcome.status == "ok", str(outcome)
+    assert "2 ranks on cpu; process group gloo" in outcome.stdout and "runs on ranks 0-1" in outcome.stdout
+    assert "widgets of the previous notebook" in outcome.stdout
+    attach.wait_late("[0-1] begun")
+    assert "gated" not in other.fails("%%distributed\n1", "SessionBusy").evalue
+    (tmp_path / "go").touch()
+    attach.wait_late("[0-1] done")
+    other.ok("__import__('nbdist').get_session().cells[0].wait()")
+    assert other.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["10"]}
+    assert "bf16" in other.ok("%distributed plan").stdout
+    other.fails("%%distributed -r 1\nimport os; os._exit(3)", "RankDied")
+    assert "it ran the setup cell" in other.ok("%distributed heal", HANG).stdout
+    assert other.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["10"]}
+
+
+def test_what_has_ended_meanwhile_is_shown_with_its_error(notebook: Kernel, other: Kernel, tmp_path: Path) -> None:
+    notebook.start(gated(tmp_path, "for i in range(99_999): print(i)\nif rank: 1 / 0")).wait_for("begun")
+    kill(notebook)
+    (tmp_path / "go").touch()
+    wait_until(lambda: "nothing" in nbdist("ls"), "the cell to end")
+    shown = other.ok("%distributed attach")
+    assert "has ended while no client was there" in shown.stdout
+    assert "rank 1 raised ZeroDivisionError" in shown.stdout and "----> " in shown.stdout, shown.stdout[-2000:]
+    assert "[0-1] 99998\n" in shown.stdout and "[0-1] 9998\n" not in shown.stdout
+    assert "of earlier output are not shown here; `%distributed logs --cell" in shown.stderr
+    assert other.value("__import__('nbdist').get_session().logs()[1].count('\\n')") == 100_000
+
+
+def test_a_cell_that_goes_on_can_be_interrupted_and_waited_for(notebook: Kernel, other: Kernel) -> None:
+    notebook.start("%%distributed\nimport time\nprint('begun', flush=True)\ntime.sleep(1000)").wait_for("begun")
+    kill(notebook)
+    attach = other.start("%distributed attach --wait")
+    attach.wait_for("[0-1] begun")
+    other.interrupt()
+    assert "interrupted" in attach.finish().evalue
+    assert other.ok("%%distributed\nprint('free')").lines == both("free")
+
+
+def test_a_session_that_has_a_client_is_taken_only_from_it_on_request(notebook: Kernel, other: Kernel) -> None:
+    refused = other.fails("%distributed attach", "UsageError").evalue
+    assert f"pid {notebook.pid}" in refused and "--take" in refused
+    cell = notebook.start("%%distributed\nimport time\nprint('begun', flush=True)\ntime.sleep(1000)")
+    cell.wait_for("begun")
+    other.ok("%distributed attach --take")
+    outcome = cell.finish()
+    assert f"was taken over by pid {other.pid}" in outcome.evalue, str(outcome)
+    for line in ("%%distributed\n1", "%distributed status"):
+        assert "`%distributed attach --take` takes it back" in notebook.fails(line, "SessionClosed").evalue
+    other.ok("%distributed interrupt")
+    other.fails("__import__('nbdist').get_session().cells[0].wait()", "KeyboardInterrupt")
+    assert notebook.ok("%distributed attach --take").status == "ok"
+    assert notebook.ok("%%distributed\nprint(rank)").lines == {0: ["0"], 1: ["1"]}
+    assert "taken over" in other.fails("%%distributed\n1", "SessionClosed").evalue
+
+
+def test_a_notebook_leaves_its_ranks_and_comes_back(notebook: Kernel) -> None:
+    notebook.ok("%%distributed\nkept = rank")
+    left = notebook.ok("%distributed detach --linger 40s").stdout
+    assert "left alone for 40 s" in left
+    name = left.split("attach ")[1].split("`")[0]
+    assert "has left its session" in notebook.fails("%%distributed\n1", "SessionClosed").evalue
+    assert f"{name}  {notebook.pid}" in nbdist("ls") and "detached, ends in" in nbdist("ls")
+    assert "name one of" not in notebook.ok(f"%distributed attach {name[:5]}").stdout
+    assert notebook.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["1"]}
+
+
+def test_a_restarted_kernel_finds_its_ranks(notebook: Kernel) -> None:
+    notebook.ok("%%distributed\nkept = rank")
+    _restart(notebook, now=False)
+    assert "restarted, ends in" in nbdist("ls")
+    notebook.ok("%distributed attach")
+    assert notebook.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["1"]}
+
+
+def test_a_script_attaches_and_leaves_the_ranks_as_they_are(notebook: Kernel, other: Kernel) -> None:
+    notebook.ok("%%distributed\nkept = rank")
+    notebook.ok("%distributed detach")
+    ranks = "import nbdist; session = nbdist.attach(); print(session.pull('kept'))"
+    done = subprocess.run([sys.executable, "-c", ranks], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("[0, 1]\n"), done.stdout + done.stderr
+    other.ok("%distributed attach")
+    assert all(map(alive, other.rank_pids()))
+
+
+def test_a_start_names_what_a_crash_has_left_and_replaces_what_a_restart_has_left() -> None:
+    with kernel_with_ranks(1, "--linger 60") as kernel:
+        _restart(kernel, now=True)
+        refused = kernel.fails("%distributed start -n 1", "UsageError").evalue
+        assert "the previous session of this notebook holds 1 rank, " in refused and "--replace" in refused
+        assert "was ended" in kernel.ok("%distributed start -n 1 --replace --linger 60", HANG).stdout
+        ranks = kernel.rank_pids()
+        _restart(kernel, now=False)
+        assert "was ended" in kernel.ok("%distributed start -n 1", HANG).stdout
+        await_end(ranks)
+
+
+def _restart(kernel: Kernel, *, now: bool) -> None:
+    """As by the user, or as Jupyter does when a kernel has crashed (`now`)."""
+    kernel.manager.restart_kernel(now=now)
+    kernel.client.wait_for_ready(timeout=HANG)
+    kernel.pid = kernel.manager.provisioner.process.pid  # type: ignore[union-attr]
+    kernel.ok("%load_ext nbdist")

@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.set_start_method("fork", force=True)  # as ranks do; Python 3.14 has another
     os.environ["NBDIST_LINGER"] = "0"  # a kernel that a test kills leaves nothing, unless it says so
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch 2.8 starts and keeps others
-    for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+    for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "XDG_STATE_HOME"):
         path = folder / name.lower()
         path.mkdir(mode=0o700)
         os.environ[name] = str(path)

@@ -8,18 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nbdist.client.session.rank_set import Ranks, RankSet
-from nbdist.errors import UsageError
 from nbdist.ranks import ONE_NODE, RankNames
 from nbdist.text import table
-from nbdist.wire.question import NoAnswer
-from nbdist.wire.stopping import Collective, Flight, GetFlight
+from nbdist.wire.stopping import Collective, Flight
 
 COUNT = 20
-_SPARE = 3  # times as many are read: ranks that are ahead of others would have no common ones
 _BEFORE = 3  # collectives that are shown above the first difference
 _COLUMNS = 6
-_LIMIT = 5.0  # seconds to answer
 _ALIKE = ("all_reduce", "allreduce", "all_gather", "broadcast", "reduce")  # called with equal tensors on all ranks
 
 _Key = tuple[str, int]  # a group's name, and which of its collectives
@@ -44,23 +39,6 @@ class Column:
         group, number = key
         known = [sequence for name, sequence in self.calls if name == group]
         return group in self.groups and key not in self.calls and (not known or number > min(known))
-
-
-def look_at_flight(rank_set: RankSet, ranks: Ranks = None, count: int = COUNT) -> dict[int, Flight]:
-    """Return the last collectives of ranks, at least as many as are shown.
-
-    Raises:
-        UsageError: torch keeps no record of them.
-    """
-    chosen = rank_set.choose(rank_set.living() if ranks is None else ranks)
-    answers = rank_set.traffic.ask(chosen, GetFlight(_SPARE * count), timeout=_LIMIT)
-    found = {rank: answer for rank, answer in answers.items() if not isinstance(answer, NoAnswer)}
-    if found and not any(flight.recorded for flight in found.values()):
-        raise UsageError(
-            "PyTorch has recorded no collective on these ranks: none has run yet; or its recorder is off, which "
-            "TORCH_FR_BUFFER_SIZE=0 in the environment does, and PyTorch 2.8 for gloo"
-        )
-    return found
 
 
 def render(flights: Mapping[int, Flight], count: int = COUNT, names: RankNames = ONE_NODE) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from nbdist.errors import RankDied, RankError, RankFailure, RankTimeout
 from nbdist.processes import describe_exit
@@ -59,6 +60,7 @@ def build(
     recovered: str = "",
     launch: bool = False,
     names: RankNames = ONE_NODE,
+    file: Path | None = None,
 ) -> RankError:
     """Return one error for all failures of a cell.
 
@@ -68,6 +70,7 @@ def build(
         recovered: What was repaired afterwards, in words.
         launch: Whether the ranks have ended with it, so that they can't be used any more.
         names: How to name ranks.
+        file: Where everything else that is known is written.
     """
     ordered = sorted(failures, key=_causality)
     first = ordered[0]
@@ -78,6 +81,8 @@ def build(
     lines += _others([failure for failure in ordered[1:] if failure.rank not in same], first, names)
     if finished:
         lines.append(f"{names.describe(finished)}: finished")
+    if file is not None:
+        lines.append(f"report, to send with an issue: {file}")
     if not launch:
         lines += _advice(first, ordered, finished, names)
     if recovered and not launch:

@@ -24,7 +24,7 @@ from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.debugging import debug, serve_debugpy
-from nbdist.client.session.flight import COUNT, look_at_flight, render
+from nbdist.client.session.flight import COUNT
 from nbdist.client.session.heal import HealReport, heal
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.named_values import explain_missing, pack_named
@@ -35,7 +35,7 @@ from nbdist.client.session.results import CellResult
 from nbdist.client.session.session_plan import SessionPlan
 from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.starting import StartLine
-from nbdist.client.session.status import look_at_stacks, status_of
+from nbdist.client.session.status import look_at_flight, look_at_stacks, status_of
 from nbdist.devices import visible_gpus
 from nbdist.errors import (
     RankError,
@@ -581,7 +581,7 @@ class Session:
         Raises:
             UsageError: PyTorch has no record of them.
         """
-        return render(look_at_flight(self._rank_set, ranks, count), count, self._rank_set.traffic.places)
+        return look_at_flight(self._rank_set, ranks, count)
 
     def logs(self, ranks: Ranks = None, cell: int | CellResult | None = None) -> dict[int, str]:
         """Return everything a cell printed (stdout and stderr), by rank. Warns about what the log could not keep.

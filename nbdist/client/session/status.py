@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbdist import limits
+from nbdist.client.session.flight import COUNT, render
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
 from nbdist.client.session.task import Task
+from nbdist.errors import UsageError
 from nbdist.wire.knowing import GetMemory, ProcessMemory
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import RankStatus
-from nbdist.wire.stopping import GetNativeStack, GetStack, ThreadStack
+from nbdist.wire.stopping import Flight, GetFlight, GetNativeStack, GetStack, ThreadStack
 
+_FLIGHT_LIMIT = 5.0  # seconds
+_SPARE = 3  # times as many collectives are read: ranks that are ahead of others would have no common ones
 _NATIVE_LIMIT = 90.0  # seconds: an agent gives up a rank after 60
 
 
@@ -28,6 +32,19 @@ def look_at_stacks(rank_set: RankSet, ranks: Ranks = None, *, native: bool = Fal
         seen = rank_set.traffic.ask(busy, GetNativeStack(), timeout=_NATIVE_LIMIT)
         found = with_native_frames(found, seen, rank_set.traffic.places)
     return found
+
+
+def look_at_flight(rank_set: RankSet, ranks: Ranks = None, count: int = COUNT) -> str:
+    """Return the last collectives of ranks; the arguments are those of `Session.flight`."""
+    chosen = rank_set.choose(rank_set.living() if ranks is None else ranks)
+    answers = rank_set.traffic.ask(chosen, GetFlight(_SPARE * count), timeout=_FLIGHT_LIMIT)
+    found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Flight)}
+    if not any(flight.recorded for flight in found.values()):
+        raise UsageError(
+            "PyTorch has recorded no collective on these ranks: none has run yet; or its recorder is off, which "
+            "TORCH_FR_BUFFER_SIZE=0 in the environment does, and PyTorch 2.8 for gloo"
+        )
+    return render(found, count, rank_set.traffic.places)
 
 
 def status_of(rank_set: RankSet) -> list[dict[str, Any]]:

@@ -18,19 +18,18 @@ from typing import Any, Protocol
 from nbdist import limits, shells
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
-from nbdist.client.session import interruption, observers, report
+from nbdist.client.session import death_report, interruption, observers, report
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.prompts import Prompts
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.stack_report import line_of
 from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
-from nbdist.ranks import RankNames, describe_ranks
+from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died
 from nbdist.wire.message import Message
 from nbdist.wire.output import Display, Notice, Output, Prompt, WidgetMessage
-from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.stopping import GetStack
 
 _RUNGS = 4  # of a stop, each of which asks ranks and waits for the answers
@@ -39,25 +38,20 @@ _TAKE = 0.01  # seconds for which arriving messages are taken before they are sh
 _ELSEWHERE_GRACE = 0.5  # seconds for ranks to stop when one on another node has failed
 
 
-class Carrier(Protocol):
+class Carrier(death_report.Witness, Protocol):
     """Carries a task's messages: the `Traffic` of a session, or its counterpart in a launch.
 
     Attributes:
         key: A unique name.
-        places: How to name ranks.
         slack: Seconds that answers of ranks take longer than on one machine.
     """
 
     key: str
-    places: RankNames
     slack: float
     widgets: WidgetProxies
 
     def send(self, message: Message) -> None:
         """Send a message to the ranks."""
-
-    def ask(self, ranks: Sequence[int], question: Question[A], *, timeout: float) -> dict[int, A | NoAnswer]:
-        """Ask the ranks, and return the answers that arrive within `timeout` seconds."""
 
     def pay(self, rank: int, size: int) -> None:
         """Note that output of a rank has been taken."""
@@ -487,9 +481,12 @@ class Task:
             return
         finished = [rank for rank in self.ranks if rank not in self.failures]
         text = self.recovered.text if self.recovered is not None else ""
+        file = death_report.new_path() if self.bereaved and not self._launch else None
         error = report.build(
-            self.failures.values(), finished, recovered=text, launch=self._launch, names=self._traffic.places
+            self.failures.values(), finished, recovered=text, launch=self._launch, names=self._traffic.places, file=file
         )
+        if file is not None:
+            death_report.write_later(file, self._traffic, self._scene(), error, self.say)
         if timed_out is not None:
             given = "timeout" if self._launch else "--timeout"
             raise RankTimeout(
@@ -499,6 +496,10 @@ class Task:
         if all(failure.kind == "interrupted" for failure in self.failures.values()):
             raise _interruption(error, self.recovered.step if self.recovered is not None else 0, launch=self._launch)
         raise error
+
+    def _scene(self) -> death_report.Scene:
+        title = f"cell {self.number}, on {self._traffic.places.describe(self.ranks)}"
+        return death_report.Scene(title, self.code, self.result, dict(self.failures), dict(self.waits))
 
     def _heed_late_interrupt(self) -> None:
         """Raise an interrupt that came after the ranks had finished: it is meant for what would run next."""

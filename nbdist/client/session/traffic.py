@@ -191,6 +191,13 @@ class Traffic:
         with self._lock:
             return {rank: self._running[rank] for rank in ranks if rank in self._running}
 
+    def doing(self) -> list[str]:
+        """Return what ranks run, in words: the cells and where, with their code."""
+        with self._lock:
+            running = dict(self._running)
+        where = {task: [rank for rank in running if running[rank] is task] for task in running.values()}
+        return [f"{self.places.describe(ranks)}: {task.describe()}\n{task.code}" for task, ranks in where.items()]
+
     def release(self, text: str) -> None:
         """End everything that waits for ranks, because they are gone; `text` is the reason."""
         self.widgets.close()

@@ -31,6 +31,7 @@ CHAPTERS = {
         "debug",
         "attach",
         "measures",
+        "jupyterlab",
         "cuda_guard",
         "reliability",
         "troubleshooting",

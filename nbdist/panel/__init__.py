@@ -4,6 +4,7 @@ model.py     what a Sample means to a reader: rows, nodes, figures, warnings
 updates.py   what the page has been told, and the little that it has to be told next
 fallback.py  the same without JavaScript: text, and HTML that stays in the saved notebook
 plot.py      memory and TFLOPS over time, by matplotlib
+panel_feed.py  what one page is told, and what its reader asks
 panel.py     the widget that brings these to a notebook
 static/      built from labextension/, and committed
 """

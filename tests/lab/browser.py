@@ -14,7 +14,7 @@ from typing import Any, cast
 import nbformat
 import psutil
 import pytest
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
 from testbed.kernel import LIMIT, Kernel, wait_until
 from tests.conftest import _shared
@@ -22,6 +22,7 @@ from tests.support.jupyter import Server
 from tests.support.leftovers import MARK
 
 ROOT = Path(__file__).resolve().parents[2]
+PREBUILT = ROOT / "labextension" / "prebuilt"  # found before what an older installation has left
 SHOTS = ROOT / "build" / "screenshots"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = '{"fetchNews": "false", "checkForUpdates": false}'  # JupyterLab asks the network for nothing
@@ -37,7 +38,9 @@ class Lab(Server):
         news.parent.mkdir(parents=True)
         news.write_text(QUIET)
         own = {"JUPYTERLAB_SETTINGS_DIR": str(settings), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
-        super().__init__(folder, "jupyterlab", "--LabApp.expose_app_in_browser=True", environment=own)
+        own["PYTHONPATH"] = str(ROOT)  # kernels run in another folder, with the nbdist that is tested
+        options = ("--LabApp.expose_app_in_browser=True", f"--LabApp.extra_labextensions_path={PREBUILT}")
+        super().__init__(folder, "jupyterlab", *options, environment=own)
 
 
 class Notebook:
@@ -54,7 +57,13 @@ class Notebook:
         self.page.set_default_timeout(1000 * LIMIT)
         self._errors: list[str] = []
         self.page.on("pageerror", lambda error: self._errors.append(str(error)))
+        self.page.on("console", self._note)
         self.open()
+
+    def _note(self, message: ConsoleMessage) -> None:
+        """Keep what goes wrong, except that JupyterLab asks for services that the server does not have."""
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            self._errors.append(message.text)
 
     def open(self) -> None:
         """Open it, and wait for its kernel."""
@@ -74,22 +83,22 @@ class Notebook:
 
     def start(self, index: int) -> None:
         """Run a cell and don't wait for it."""
-        self._choose(index)
+        self.choose(index)
         self.page.evaluate("() => { jupyterapp.commands.execute('notebook:run-cell') }")
 
-    def _choose(self, index: int) -> None:
+    def choose(self, index: int) -> None:
         self.page.evaluate(f"index => {{ {CURRENT}.content.activeCellIndex = index }}", index)
 
     def run(self, index: int) -> None:
         """Run a cell to its end."""
-        self._choose(index)
+        self.choose(index)
         self.page.evaluate("jupyterapp.commands.execute('notebook:run-cell')")
         outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
         assert not [output["evalue"] for output in outputs if output["output_type"] == "error"]
 
     def clear(self, index: int) -> None:
         """Take a cell's output away."""
-        self._choose(index)
+        self.choose(index)
         self.page.evaluate("jupyterapp.commands.execute('notebook:clear-cell-output')")
 
     def is_running(self, index: int) -> bool:
@@ -111,8 +120,17 @@ class Notebook:
     def interrupt(self) -> None:
         self.page.evaluate(f"{CURRENT}.sessionContext.session.kernel.interrupt()")
 
+    def source(self, index: int) -> str:
+        return str(
+            self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.sharedModel.getSource()", index)
+        )
+
     def save(self) -> None:
         self.page.evaluate(f"{CURRENT}.context.save()")
+
+    def restart_kernel(self) -> None:
+        self.page.evaluate(f"{CURRENT}.sessionContext.session.kernel.restart()")
+        self._wait_for_kernel()
 
     def end_kernel(self) -> None:
         self.page.evaluate(f"{CURRENT}.sessionContext.shutdown()")

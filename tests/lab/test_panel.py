@@ -10,7 +10,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, expect
 
-from tests.lab.browser import ROOT, Lab, Notebook, chromium, jupyterlab, number
+from tests.lab.browser import ROOT, Lab, Notebook, number
 
 pytestmark = pytest.mark.lab
 
@@ -21,18 +21,6 @@ import nbdist
 """
 SHOW = SAMPLES + "source = Source()\npanel = nbdist.Panel(source=source)\nsource.show(gpus({count}))\npanel"
 MOVE = "for tick in range(1, 50): source.show(gpus({count}, tick))"
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with jupyterlab(tmp_path_factory.mktemp("lab")) as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -78,8 +78,9 @@ ALLOWED = {
     "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
     "panel": "client.costs client.session metrics.allocation metrics.node shells",
-    "client.magics": "client.costs client.output client.session cuda_guard metrics.allocation metrics.node panel plan "
-    "planning shells train.estimate wire",
+    "lab": "client.session devices panel shells",
+    "client.magics": "client.costs client.output client.session cuda_guard lab metrics.allocation metrics.node panel "
+    "plan planning shells train.estimate wire",
     "launch": "client.session devices processes train transfer wire worker.cell",
     "launch.nodes": "client.output client.session launch network processes shells transfer wire",
     # it forks in the template's place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -85,4 +86,10 @@ def test_wheel_carries_types_license_and_what_pages_load_but_no_tests(tmp_path: 
     assert {"nbdist/py.typed", "nbdist/__init__.pyi"} <= set(names)
     assert {"nbdist/panel/static/widget.js", "nbdist/panel/static/widget.css"} <= set(names)
     assert [name for name in names if name.endswith("/licenses/LICENSE")]
-    assert {name.split("/")[0] for name in names} == {"nbdist", f"nbdist-{nbdist.__version__}.dist-info"}
+    version = nbdist.__version__
+    extension = f"nbdist-{version}.data/data/share/jupyter/labextensions/nbdist"
+    package = json.loads((ROOT / "labextension" / "prebuilt" / "nbdist" / "package.json").read_text())
+    assert package["version"] == version
+    assert {f"{extension}/package.json", f"{extension}/{package['jupyterlab']['_build']['load']}"} <= set(names)
+    folders = {"nbdist", f"nbdist-{version}.dist-info", f"nbdist-{version}.data"}
+    assert {name.split("/")[0] for name in names} == folders

@@ -79,7 +79,11 @@ class CostVerbs:
 
     def explain_steps(self, arguments: argparse.Namespace) -> None:
         """Show why the last cell's steps took as long as they did (`%distributed why`)."""
-        print(explain(self.steps.last))
+        print(self.explain_last())
+
+    def explain_last(self) -> str:
+        """Return why the last cell's steps took as long as they did."""
+        return explain(self.steps.last)
 
     def measure_peak(self, arguments: argparse.Namespace) -> None:
         """Measure the best rate of matrix products (`%distributed peak`)."""

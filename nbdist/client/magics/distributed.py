@@ -42,6 +42,7 @@ from nbdist.client.session.starting import StartLine
 from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
 from nbdist.errors import SessionClosed, UsageError
+from nbdist.lab import lines
 from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.text import counted, size, span, table
 
@@ -58,6 +59,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     magics.watch_cells()
     history.watch_cells(shell)
     install_completion(shell, magics)
+    if shells.in_kernel():
+        lines.offer(magics)
     prewarm()
 
 
@@ -104,6 +107,30 @@ class DistributedMagics(Magics):
     def auto(self) -> bool:
         """Whether every cell runs on all ranks."""
         return self._router.auto
+
+    # --- what a page's buttons need: `nbdist.lab`
+
+    def stop(self) -> str:
+        """End the session, and return what to say."""
+        session = get_session()
+        session.close()
+        self._session = None
+        return f"{counted(len(session.ranks), 'rank')} stopped{self._leave_auto()}"
+
+    def _leave_auto(self) -> str:
+        """Switch `auto` off, and return what to add to what is said."""
+        was, self._router.auto = self._router.auto, False
+        return "\nauto is off: cells run in the notebook again" if was else ""
+
+    def restart(self) -> str:
+        """Replace the ranks by fresh ones, and return what to say."""
+        session = sessions.session_to_restart()
+        session.restart()
+        return _ready(session)
+
+    def why(self) -> str:
+        """Return why the last cell's steps took as long as they did."""
+        return self._costs.explain_last()
 
     # --- magics
 
@@ -246,7 +273,6 @@ class DistributedMagics(Magics):
                 )
             running.close()
         settle_previous(replace=arguments.replace, say=print)
-        progress = _Progress()
         self._session = Session(
             arguments.n,
             num_nodes=arguments.num_nodes,
@@ -265,9 +291,9 @@ class DistributedMagics(Magics):
             keep=arguments.keep,
             exact=arguments.exact,
             on_death=arguments.on_death,
-            progress=progress,
+            progress=_show_progress,
         )
-        progress.done(self._session)
+        print(_ready(self._session))
 
     def _attach(self, arguments: argparse.Namespace) -> None:
         session = self._session = Session.attach(arguments.name, take=arguments.take)
@@ -280,26 +306,16 @@ class DistributedMagics(Magics):
         print(
             f"{counted(len(session.ranks), 'rank')} left alone for {span(seconds)}: "
             f"`%distributed attach {session.name}` brings them back, `nbdist stop {session.name}` ends them"
+            f"{self._leave_auto()}"
         )
-        self._leave_auto()
 
     def _stop(self, arguments: argparse.Namespace) -> None:
-        session = get_session()
-        session.close()
-        self._session = None
-        print(f"{counted(len(session.ranks), 'rank')} stopped")
-        self._leave_auto()
-
-    def _leave_auto(self) -> None:
-        if self._router.auto:
-            self._router.auto = False
-            print("auto is off: cells run in the notebook again")
+        print(self.stop())
 
     def _restart(self, arguments: argparse.Namespace) -> None:
         session = sessions.session_to_restart()
-        progress = _Progress()
-        session.restart(arguments.n, progress=progress)
-        progress.done(session)
+        session.restart(arguments.n, progress=_show_progress)
+        print(_ready(session))
 
     def _status(self, arguments: argparse.Namespace) -> None:
         session = get_session()
@@ -403,22 +419,21 @@ class DistributedMagics(Magics):
         print(session.flight(rank_set_of(session).among(arguments.ranks), arguments.last))
 
 
-class _Progress:
-    """Reports what a start is doing, if it takes long."""
+def _show_progress(line: StartLine) -> None:
+    """Report what a start is doing, if it takes long."""
+    if line.stage == "import":
+        print(f"{line} …", flush=True)
+    elif line.stage != "join":
+        print(line, flush=True)
 
-    def __call__(self, line: StartLine) -> None:
-        if line.stage == "import":
-            print(f"{line} …", flush=True)
-        elif line.stage != "join":
-            print(line, flush=True)
 
-    def done(self, session: Session) -> None:
-        devices = sorted({info.device for info in session.ranks})
-        group = f"process group {session.backend}" if session.backend != "none" else "no process group"
-        nodes = len({info.node for info in session.ranks})
-        where = f" on {counted(nodes, 'node')}" if nodes > 1 else ""
-        ready = f"{counted(len(session.ranks), 'rank')}{where} ready in {rank_set_of(session).started_in:.1f} s"
-        print(f"{ready}: {', '.join(devices)}; {group}")
+def _ready(session: Session) -> str:
+    devices = sorted({info.device for info in session.ranks})
+    group = f"process group {session.backend}" if session.backend != "none" else "no process group"
+    nodes = len({info.node for info in session.ranks})
+    where = f" on {counted(nodes, 'node')}" if nodes > 1 else ""
+    ready = f"{counted(len(session.ranks), 'rank')}{where} ready in {rank_set_of(session).started_in:.1f} s"
+    return f"{ready}: {', '.join(devices)}; {group}"
 
 
 def _strip(cell: str, above: int) -> tuple[str, int]:

@@ -1,0 +1,203 @@
+/**
+ * What of JupyterLab is used here: types, and how its modules are reached.
+ *
+ * JupyterLab and its extensions share their modules in a "scope": name, version, and what loads them. These interfaces
+ * hold the few members that we use, so no package of JupyterLab is needed to build; the tests run in a real one.
+ */
+
+export interface Signal<Sender, Arguments> {
+  connect(slot: (sender: Sender, value: Arguments) => void): boolean;
+  disconnect(slot: (sender: Sender, value: Arguments) => void): boolean;
+}
+
+export interface Widget {
+  readonly id: string;
+  readonly node: HTMLElement;
+  readonly isDisposed: boolean;
+  readonly isVisible: boolean;
+  readonly disposed: Signal<unknown, unknown>;
+}
+
+/** A widget of ours, made by `Modules.widget`. */
+export interface OwnWidget extends Widget {
+  id: string;
+  readonly title: { icon: unknown; caption: string; label: string };
+  addClass(name: string): void;
+  onAfterShow?(): void;
+  onAfterHide?(): void;
+}
+
+export interface Comm {
+  onMsg: (message: { content: { data: unknown } }) => void;
+  onClose: (message: unknown) => void;
+  /** `done`: the kernel has handled it. */
+  open(data: object): { readonly done: Promise<unknown> };
+  send(data: object): unknown;
+  close(): unknown;
+  readonly isDisposed: boolean;
+  /** The kernel has a thread for this comm; older versions of JupyterLab have no such threads. */
+  readonly subshellStarted?: Promise<unknown>;
+}
+
+export interface KernelMessage {
+  header: { msg_type: string };
+  parent_header: { msg_type?: string };
+  content: { execution_state?: string };
+}
+
+export interface Kernel {
+  readonly id: string;
+  readonly connectionStatus: string;
+  readonly supportsSubshells?: boolean;
+  readonly isDisposed: boolean;
+  readonly iopubMessage: Signal<unknown, KernelMessage>;
+  createComm(target: string): Comm;
+}
+
+export interface SessionContext {
+  readonly session: { readonly kernel: Kernel | null } | null;
+  readonly kernelChanged: Signal<unknown, unknown>;
+  readonly connectionStatusChanged: Signal<unknown, unknown>;
+  readonly statusChanged: Signal<unknown, string>;
+}
+
+export interface SharedCell {
+  getSource(): string;
+  setSource(source: string): void;
+  readonly changed: Signal<unknown, unknown>;
+}
+
+export interface CellModel {
+  readonly type: string;
+  readonly sharedModel: SharedCell;
+}
+
+export interface Cell extends Widget {
+  readonly model: CellModel;
+  readonly ready: Promise<void>;
+  readonly inputArea: Widget | null;
+}
+
+export interface Notebook extends Widget {
+  readonly widgets: readonly Cell[];
+  readonly activeCell: Cell | null;
+  activeCellIndex: number;
+  readonly activeCellChanged: Signal<unknown, Cell | null>;
+  readonly model: { readonly cells: { readonly changed: Signal<unknown, unknown> }; readonly readOnly: boolean } | null;
+  readonly modelContentChanged: Signal<unknown, unknown>;
+}
+
+export interface NotebookPanel extends Widget {
+  readonly content: Notebook;
+  readonly sessionContext: SessionContext;
+  readonly context: { readonly path: string; readonly ready: Promise<void>; readonly model: { readonly readOnly: boolean } };
+  readonly toolbar: { insertAfter(at: string, name: string, widget: Widget): boolean; addItem(name: string, widget: Widget): boolean };
+}
+
+export interface NotebookTracker {
+  readonly currentWidget: NotebookPanel | null;
+  readonly currentChanged: Signal<unknown, NotebookPanel | null>;
+  readonly widgetAdded: Signal<unknown, NotebookPanel>;
+  forEach(visit: (panel: NotebookPanel) => void): void;
+}
+
+export interface Commands {
+  addCommand(id: string, options: { label: string; caption?: string; execute: () => unknown; isEnabled?: () => boolean }): unknown;
+  addKeyBinding(binding: { command: string; keys: string[]; selector: string }): unknown;
+}
+
+export interface App {
+  readonly commands: Commands;
+  readonly shell: {
+    add(widget: Widget, area: string, options?: { rank: number }): void;
+    activateById(id: string): void;
+  };
+}
+
+export interface StatusBar {
+  registerStatusItem(id: string, item: { item: Widget; align: "left"; rank: number }): unknown;
+}
+
+export interface CommandPalette {
+  addItem(item: { command: string; category: string }): unknown;
+}
+
+export interface Plugin {
+  id: string;
+  description: string;
+  autoStart: true;
+  requires: unknown[];
+  optional: unknown[];
+  activate: (app: App, ...services: never[]) => void;
+}
+
+interface NotebookModule {
+  INotebookTracker: unknown;
+  NotebookActions: {
+    insertBelow(notebook: Notebook): void;
+    insertAbove(notebook: Notebook): void;
+    run(notebook: Notebook, context: SessionContext): Promise<boolean>;
+  };
+}
+
+interface AppUtilsModule {
+  ICommandPalette: unknown;
+  InputDialog: {
+    getText(options: { title: string; label: string; text: string }): Promise<{ value: string | null }>;
+  };
+  showDialog(options: { title: string; body: string; buttons: unknown[] }): Promise<{ button: { accept: boolean } }>;
+  Dialog: { cancelButton(): unknown; warnButton(options: { label: string }): unknown };
+}
+
+interface WidgetsModule {
+  Widget: new (options: { node: HTMLElement }) => OwnWidget;
+}
+
+interface UiModule {
+  LabIcon: new (options: { name: string; svgstr: string }) => unknown;
+}
+
+/** Modules that this page shares with JupyterLab. */
+export interface Modules {
+  notebook: NotebookModule;
+  apputils: AppUtilsModule;
+  widgets: WidgetsModule;
+  ui: UiModule;
+  /** Its status bar; null in Jupyter Notebook, which has none. */
+  IStatusBar: unknown;
+}
+
+type Factory = () => unknown;
+type Version = { get: () => Factory | Promise<Factory>; loaded?: unknown };
+
+/** What module federation hands over: packages, their versions, and how each is loaded. */
+export type Scope = Record<string, Record<string, Version>>;
+
+/** Load what all plugins need. */
+export async function modules(scope: Scope): Promise<Modules> {
+  const [notebook, apputils, widgets, ui, statusbar] = await Promise.all([
+    load(scope, "@jupyterlab/notebook"),
+    load(scope, "@jupyterlab/apputils"),
+    load(scope, "@lumino/widgets"),
+    load(scope, "@jupyterlab/ui-components"),
+    load(scope, "@jupyterlab/statusbar"),
+  ]);
+  return {
+    notebook: notebook as NotebookModule,
+    apputils: apputils as AppUtilsModule,
+    widgets: widgets as WidgetsModule,
+    ui: ui as UiModule,
+    IStatusBar: (statusbar as { IStatusBar: unknown } | null)?.IStatusBar ?? null,
+  };
+}
+
+/** Load a module as federation does a singleton: the version in use, else the newest. Null: the page has none. */
+export async function load(scope: Scope, name: string): Promise<unknown> {
+  const versions = Object.entries(scope[name] ?? {});
+  const [, found] = versions.find(([, each]) => each.loaded) ?? versions.sort(([one], [other]) => compare(other, one))[0] ?? [];
+  return found === undefined ? null : (await found.get())();
+}
+
+function compare(one: string, other: string): number {
+  return one.localeCompare(other, "en", { numeric: true });
+}

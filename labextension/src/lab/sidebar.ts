@@ -1,0 +1,157 @@
+/**
+ * The sidebar "Ranks": the panel of the notebook in front, buttons that act while cells run, and a form that starts ranks.
+ *
+ * Loaded when the sidebar is opened for a notebook. Everything it does a magic does too.
+ */
+
+import { make, write } from "../words";
+import { createView, type View } from "../view";
+import labCss from "../../style/lab.css";
+import panelCss from "../../style/panel.css";
+import type { Modules, NotebookPanel } from "./jupyter";
+import type { Link } from "./link";
+import type { Deed, PanelNews } from "./messages";
+import { StartForm } from "./start_form";
+import { addStyle } from "./style";
+import { ASKING, BUTTONS, CLEAR, CONFIRM, DONE, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, summary, WORKING } from "./strings";
+
+type Button = keyof typeof BUTTONS;
+
+/** What the sidebar shows; `element` is in the page. */
+export class Sidebar {
+  readonly element = make("div", "sidebar");
+  private readonly heading = make("div", "sidebar-head");
+  private readonly cells = make("div", "sidebar-cells");
+  private readonly bar = make("div", "sidebar-buttons");
+  private readonly buttons = new Map<Button, HTMLButtonElement>();
+  private readonly answer = make("div", "sidebar-answer");
+  private readonly text = make("pre", "sidebar-text");
+  private readonly place = make("div", "sidebar-panel");
+  private readonly form: StartForm;
+  private view: View | null = null;
+  private link: Link | null = null;
+  private last: Link | null = null; // also while the sidebar is hidden
+  private unwatch: (() => void) | null = null;
+  private following = false;
+
+  constructor(private readonly lab: Modules) {
+    addStyle(panelCss);
+    addStyle(labCss);
+    this.form = new StartForm(lab);
+    for (const name of Object.keys(BUTTONS) as Button[]) this.bar.append(this.button(name));
+    const clear = make("button", "sidebar-button", CLEAR);
+    clear.addEventListener("click", () => {
+      this.say("");
+    });
+    this.answer.append(this.text, clear);
+    this.answer.hidden = true;
+    this.text.setAttribute("role", "status");
+    this.text.tabIndex = 0;
+    this.element.append(this.heading, this.cells, this.bar, this.answer, this.place, this.form.element);
+  }
+
+  /** Show this notebook; null: there is none. */
+  show(panel: NotebookPanel | null, link: Link | null): void {
+    if (link === this.link && this.unwatch !== null) return;
+    this.hide();
+    if (link !== this.last) this.say("");
+    this.last = link;
+    this.link = link;
+    this.form.panel = panel;
+    this.unwatch = link?.watch(this.draw) ?? null;
+    this.draw();
+  }
+
+  /** Look at nothing, as nobody sees it. */
+  hide(): void {
+    this.unwatch?.();
+    this.unwatch = null;
+    this.stopFollowing();
+    this.link = null;
+  }
+
+  private button(name: Button): HTMLButtonElement {
+    const [label, caption] = BUTTONS[name];
+    const button = make("button", "sidebar-button", label);
+    button.title = caption;
+    button.addEventListener("click", () => void this.press(name));
+    this.buttons.set(name, button);
+    return button;
+  }
+
+  private async press(name: Button): Promise<void> {
+    const { link } = this;
+    if (link === null || !(await this.confirmed(name))) return;
+    const [label] = BUTTONS[name];
+    this.say(`${label} ${WORKING}`);
+    const { text, failed } = await link.ask(name satisfies Deed);
+    if (link === this.link) this.say(text === "" ? `${label}: ${DONE}` : text, failed);
+  }
+
+  private async confirmed(name: Button): Promise<boolean> {
+    if (name !== "restart" && name !== "stop") return true;
+    const { apputils } = this.lab;
+    const [title, body] = CONFIRM[name];
+    const buttons = [apputils.Dialog.cancelButton(), apputils.Dialog.warnButton({ label: BUTTONS[name][0] })];
+    return (await apputils.showDialog({ title, body, buttons })).button.accept;
+  }
+
+  private say(text: string, failed = false): void {
+    write(this.text, text);
+    this.answer.hidden = text === "";
+    this.answer.classList.toggle("nbdist-failed", failed);
+  }
+
+  // --- drawing
+
+  private readonly draw = (): void => {
+    const { link } = this;
+    const state = link?.state ?? null;
+    const going = state !== null && state.ranks > 0;
+    write(this.heading, this.words());
+    this.cells.replaceChildren(...(state?.cells ?? []).map((cell) => make("div", "sidebar-cell", progress(cell, link?.age ?? 0))));
+    this.bar.hidden = !going && (state === null || state.broken === "");
+    for (const [name, button] of this.buttons) button.disabled = !this.isUseful(name);
+    this.form.draw(link, going);
+    if (state !== null && !this.following) this.follow();
+    if (state === null) this.stopFollowing();
+    this.place.hidden = !going;
+  };
+
+  private words(): string {
+    const { link } = this;
+    if (link === null) return NO_NOTEBOOK;
+    if (link.trouble !== "") return link.trouble;
+    if (link.state !== null) return summary(link.state);
+    if (link.asking) return ASKING;
+    return link.used ? NOT_LOADED : NOT_USED;
+  }
+
+  private isUseful(name: Button): boolean {
+    const state = this.link?.state;
+    if (state === null || state === undefined) return false;
+    if (name === "restart") return true; // also what broke
+    if (state.ranks === 0) return false;
+    if (name === "interrupt" || name === "interrupt-now") return state.cells.length > 0;
+    return name === "heal" ? state.dead.length > 0 : true;
+  }
+
+  private follow(): void {
+    const { link } = this;
+    if (link === null) return;
+    this.following = true;
+    this.view = createView(this.place, (wish) => link.wish(wish));
+    link.follow((news: PanelNews) => {
+      if (news.type === "frame") this.view?.load(news.frame);
+      else this.view?.receive(news);
+    });
+  }
+
+  private stopFollowing(): void {
+    if (!this.following) return;
+    this.following = false;
+    this.link?.unfollow();
+    this.view?.dispose();
+    this.view = null;
+  }
+}

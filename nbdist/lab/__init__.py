@@ -1,0 +1,9 @@
+"""What JupyterLab's pages reach in a kernel: nbdist's side of the extension in `labextension/src/lab`.
+
+page_messages.py  what goes over the lines
+deeds.py          what buttons do, also while a cell runs
+state_watch.py    the session's state, told when it changes
+lines.py          the comms that pages open
+
+Nothing here runs unless a page opens a line.
+"""

@@ -1,0 +1,104 @@
+"""What the buttons of a page do: the verbs of `%distributed` that may come while a cell runs.
+
+They run in the thread of the page's line, not in the main one, and return text instead of printing it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from nbdist._version import __version__
+from nbdist.client.session import stack_report
+from nbdist.client.session.session import current_session, get_session, rank_set_of
+from nbdist.client.session.status import look_at_stacks
+from nbdist.devices import visible_gpus
+from nbdist.lab.page_messages import PROTOCOL, CellOnRanks, Deed, PageRequest, SessionState
+
+
+class NotebookVerbs(Protocol):
+    """The notebook's magics, as far as a page needs them."""
+
+    @property
+    def auto(self) -> bool:
+        """Whether every cell runs on all ranks."""
+
+    def stop(self) -> str:
+        """End the session, and return what to say."""
+
+    def restart(self) -> str:
+        """Replace the ranks by fresh ones, and return what to say."""
+
+    def why(self) -> str:
+        """Return why the last cell's steps took as long as they did."""
+
+
+class Deeds:
+    """Does what pages ask for.
+
+    Args:
+        notebook: The notebook's magics.
+    """
+
+    def __init__(self, notebook: NotebookVerbs) -> None:
+        self._notebook = notebook
+        self._gpus = len(visible_gpus())
+        self._actions: dict[Deed, Callable[[str | None], str]] = {
+            "state": lambda ranks: "",
+            "interrupt": lambda ranks: _interrupt(ranks, now=False),
+            "interrupt-now": lambda ranks: _interrupt(ranks, now=True),
+            "stacks": _stacks,
+            "why": lambda ranks: notebook.why(),
+            "heal": _heal,
+            "restart": lambda ranks: notebook.restart(),
+            "stop": lambda ranks: notebook.stop(),
+        }
+
+    def do(self, request: PageRequest) -> str:
+        """Do it, and return what there is to read.
+
+        Raises:
+            NbdistError: It can't be done.
+        """
+        return self._actions[request.do](request.ranks or None)
+
+    def state(self) -> SessionState:
+        """Return how the notebook's session is, without asking any rank."""
+        session = current_session()
+        if session is None or session.closed:
+            broken = "" if session is None else session.broken
+            return SessionState(PROTOCOL, __version__, 0, [], [], broken, [], self._notebook.auto, self._gpus)
+        rank_set = rank_set_of(session)
+        running = rank_set.traffic.running(info.rank for info in session.ranks)
+        left = Counter(running.values())
+        cells = [
+            CellOnRanks(task.number, len(task.ranks), len(task.ranks) - count, time.monotonic() - task.started)
+            for task, count in left.items()
+        ]
+        return SessionState(
+            PROTOCOL,
+            __version__,
+            len(session.ranks),
+            sorted({info.device for info in session.ranks}),
+            sorted(rank_set.traffic.dead),
+            "",
+            sorted(cells, key=lambda cell: cell.number),
+            self._notebook.auto,
+            self._gpus,
+        )
+
+
+def _interrupt(ranks: str | None, *, now: bool) -> str:
+    reached = get_session().interrupt(ranks, now=now)
+    return "" if reached else "nothing to interrupt: these ranks are idle"
+
+
+def _stacks(ranks: str | None) -> str:
+    rank_set = rank_set_of(get_session())
+    return stack_report.render(look_at_stacks(rank_set, ranks), rank_set.traffic.places)
+
+
+def _heal(ranks: str | None) -> str:
+    return str(get_session().heal(ranks))

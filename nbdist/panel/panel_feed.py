@@ -1,0 +1,282 @@
+"""What a page is told of the ranks: follows a session, takes Samples, and does what a reader asks.
+
+Owns what one page, or several that show the same, knows. Knows nothing of widgets, of how messages travel, or of
+what values mean (`model`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from nbdist.client.costs.monitor import Monitor
+from nbdist.client.session.session import Session, current_session
+from nbdist.errors import NbdistError, UsageError
+from nbdist.metrics.allocation import memory_snapshot
+from nbdist.metrics.node.sample import Sample
+from nbdist.panel.model import View, view_of
+from nbdist.panel.updates import METRICS, Updates
+from nbdist.text import size
+
+_FIRST_LOOK = 1.0  # seconds that somebody who asks for values waits for something to show
+
+
+class SampleSource(Protocol):
+    """Where Samples come from; a `Monitor` is one."""
+
+    rate: float
+
+    def subscribe(self, watcher: Callable[[Sample], None], /) -> Callable[[], None]:
+        """Call this with each Sample, from any thread. Returns what ends it."""
+
+
+class Feed:
+    """Tells a page what is new.
+
+    Args:
+        send: Sends the page a message; called in any thread.
+        send_all: Sends the page `state()` instead of all that it knew.
+        session: What to look at; None: the notebook's session, whichever is the newest, and this process while there
+            is none.
+        source: Where Samples come from instead of a session.
+
+    Attributes:
+        identity: Names it among all of a notebook.
+        ended: Whether its session has.
+        stale: Whether something has been seen since this was last set to False.
+        shown: Whether it stays awake without pages.
+        view: What was seen last.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[dict[str, Any]], None],
+        send_all: Callable[[], None],
+        session: Session | None = None,
+        source: SampleSource | None = None,
+    ) -> None:
+        self.identity = secrets.token_hex(4)
+        self.ended = self.stale = self.shown = False
+        self.view: View | None = None
+        self._send = send
+        self._send_all = send_all
+        self._lock = threading.RLock()  # what the page knows: the monitor's thread and the notebook's change it
+        self._updates = Updates(self.identity)
+        self._seen = threading.Event()
+        self._session: weakref.ref[Session] | None = None
+        self._follows = session is None and source is None
+        self._source: SampleSource = source or Monitor.of(None)
+        self._rate: float | None = None  # that somebody has asked for; a new session's monitor has its own
+        self._unsubscribe: Callable[[], None] | None = None
+        self._views = 0  # that pages have opened and not closed again
+        self._paused = False
+        if session is not None:
+            self._attach(session)
+
+    @property
+    def rate(self) -> float:
+        """Seconds between two looks.
+
+        Raises:
+            UsageError: It is out of bounds.
+        """
+        return self._source.rate
+
+    @rate.setter
+    def rate(self, seconds: float) -> None:
+        self._source.rate = self._rate = seconds
+        self._tell()
+
+    @property
+    def paused(self) -> bool:
+        """Whether it rests."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        if paused:
+            self.rest()
+        elif self.shown or self._views:
+            self._wake()
+        self._tell()
+
+    @property
+    def of_session(self) -> bool:
+        """Whether it looks at a session, and not at this process."""
+        return self._session is not None
+
+    def show(self) -> None:
+        """Turn to the newest session and stay awake, with or without pages."""
+        self.follow()
+        self.shown, self._paused = True, False
+        self._wake()
+
+    def rest(self) -> None:
+        """Look no more; the page keeps what it shows."""
+        with self._lock:
+            if self._unsubscribe is not None:
+                self._unsubscribe()
+                self._unsubscribe = None
+
+    # --- Samples
+
+    def state(self) -> dict[str, Any]:
+        """Return what the page knows, for a page that opens now."""
+        with self._lock:
+            return self._updates.state()
+
+    def _attach(self, session: Session) -> None:
+        self._session, self._source = weakref.ref(session), Monitor.of(session)
+        if self._rate is not None:
+            self._source.rate = self._rate
+
+    def follow(self) -> None:
+        """Turn to the notebook's newest session. When one has ended its last values stay until there is another."""
+        newest = current_session()
+        if self._follows and newest is not None and not _is_over(newest) and newest is not self._looked_at():
+            with self._lock:
+                watching = self._unsubscribe is not None
+                self.rest()
+                self._attach(newest)
+                self.view = None
+                if watching:
+                    self._wake()
+        ended = self._session is not None and _is_over(self._looked_at())
+        if ended != self.ended:
+            self.ended = self.stale = ended
+            self._tell()
+
+    def _looked_at(self) -> Session | None:
+        return self._session() if self._session is not None else None
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._unsubscribe is None:
+                source = self._source
+                self._unsubscribe = source.subscribe(lambda sample: self._on_sample(source, sample))
+
+    def _on_sample(self, source: SampleSource, sample: Sample) -> None:
+        """Handle a Sample. In the monitor's thread, which others need too."""
+        if source is not self._source or (self._session is not None and _is_over(self._looked_at())):
+            return  # a look that was under way when its session ended
+        try:
+            self._take(view_of(sample))
+        except Exception as error:
+            self.rest()
+            with contextlib.suppress(Exception):  # the notebook may be going
+                self._say(f"the panel has stopped: {type(error).__name__}: {error}")
+
+    def _take(self, view: View) -> None:
+        with self._lock:
+            self.view, self.stale = view, True
+            if self._updates.fits(view):
+                self._send(self._updates.update(view, self._live(), self.rate))
+            else:
+                self.send_all()
+        self._seen.set()
+
+    def send_all(self) -> None:
+        """Send the page everything again, after a look."""
+        assert self.view is not None
+        with self._lock:
+            self._updates.reset(self.view, self._live(), self.rate)
+            self._send_all()
+
+    def _live(self) -> str:
+        return "ended" if self.ended else "paused" if self._paused else "live"
+
+    def _tell(self) -> None:
+        """Report a change that no Sample brings."""
+        with self._lock:
+            self._send(self._updates.update_head(self._live(), self.rate))
+
+    def look(self) -> View | None:
+        """Return what is in view; where nobody watches, what is seen now."""
+        self.follow()
+        if self.view is not None and (self._unsubscribe is not None or self._paused or self.ended):
+            return self.view
+        watching = self._unsubscribe is not None
+        self._seen.clear()
+        self._wake()
+        self._seen.wait(_FIRST_LOOK)
+        if not watching:
+            self.rest()
+        return self.view
+
+    # --- what a reader asks
+
+    def hear(self, content: Any) -> None:
+        """Handle a reader's action on a page: {"type": ..., "value": ...}. A note answers nonsense."""
+        handlers = {
+            "opened": self._on_opened,
+            "closed": self._on_closed,
+            "pause": self._on_pause,
+            "rate": self._on_rate,
+            "choose": self._on_choose,
+            "metric": self._on_metric,
+            "snapshot": self._on_snapshot,
+        }
+        handler = handlers.get(content.get("type", "")) if isinstance(content, dict) else None
+        if handler is None:
+            return  # a page of another version
+        try:
+            handler(content.get("value"))
+        except NbdistError as error:
+            self._say(str(error).splitlines()[0])
+        except (TypeError, ValueError, LookupError):
+            self._say(f"the page sent something that makes no sense here: {content!r}"[:200])
+
+    def _on_opened(self, _: object) -> None:
+        self._views += 1
+        self.follow()
+        if not self._paused:
+            self._wake()
+
+    def _on_closed(self, _: object) -> None:
+        self._views -= 1
+        if self._views <= 0:
+            self._views = 0
+            self.rest()
+
+    def _on_pause(self, value: Any) -> None:
+        self.paused = bool(value)
+
+    def _on_rate(self, value: Any) -> None:
+        self.rate = float(value)
+
+    def _on_choose(self, value: Any) -> None:
+        self._updates.chosen = None if value is None else int(value)
+
+    def _on_metric(self, value: Any) -> None:
+        self._updates.metric = METRICS[METRICS.index(value)]
+
+    def _on_snapshot(self, value: Any) -> None:
+        rank = int(value)
+        name = "this process" if rank < 0 else f"rank {rank}"
+        path = self._snapshot(rank)
+        self._say(
+            f"{name}: {path.name} ({size(path.stat().st_size)}) is written; https://pytorch.org/memory_viz shows it"
+        )
+
+    def _snapshot(self, rank: int) -> Path:
+        if rank < 0:
+            path = Path("snapshot-notebook.pickle").resolve()
+            memory_snapshot.write(path)
+            return path
+        session = self._looked_at()
+        if session is None or _is_over(session):
+            raise UsageError("its session has ended: `%distributed start` starts another")
+        return session.snapshot(rank)
+
+    def _say(self, text: str) -> None:
+        self._send({"type": "note", "text": text})
+
+
+def _is_over(session: Session | None) -> bool:
+    return session is None or session.closed or bool(session.broken)

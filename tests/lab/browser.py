@@ -61,8 +61,9 @@ class Notebook:
         self.open()
 
     def _note(self, message: ConsoleMessage) -> None:
-        """Keep what goes wrong, except that JupyterLab asks for services that the server does not have."""
-        if message.type == "error" and "Failed to load resource" not in message.text:
+        """Keep what goes wrong, except what does without us, too: services and widgets that nobody has."""
+        known = ("Failed to load resource", "widget model not found")
+        if message.type == "error" and not any(words in message.text for words in known):
             self._errors.append(message.text)
 
     def open(self) -> None:

@@ -15,6 +15,11 @@ from tests.lab.browser import CURRENT, Lab, Notebook
 pytestmark = pytest.mark.lab
 
 LOOP = "%%distributed\nimport time\nwhile True: time.sleep(0.05)"
+PRINT = """\
+%%distributed
+print("both")
+print(f"<b>rank {rank}</b>")
+f"value {rank}\""""
 NEWER = """\
 import comm
 state = {"protocol": 99, "version": "9.9", "ranks": 0, "cells": []}
@@ -34,7 +39,7 @@ def show(notebook: Notebook) -> Locator:
 @pytest.fixture(scope="module")
 def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
     """A notebook with two ranks, its sidebar open."""
-    cells = ["%load_ext nbdist\n%distributed start -n 2", LOOP, "%%distributed\nrank", "kept = 1"]
+    cells = ["%load_ext nbdist\n%distributed start -n 2", LOOP, "%%distributed\nrank", "kept = 1", PRINT]
     with Notebook(lab, browser, cells) as notebook:
         show(notebook)
         notebook.run(0)
@@ -143,11 +148,37 @@ def test_picker_badge_and_keys_write_the_line_that_says_where_a_cell_runs(two: N
     assert two.source(3) == "kept = 1"
 
 
+def test_output_has_a_tab_for_each_rank(two: Notebook) -> None:
+    two.run(4)
+    cell = two.page.locator(".jp-Cell").nth(4)
+    output, view = cell.locator(".jp-OutputArea"), cell.locator(".nbdist-tab-view")
+    expect(cell.get_by_role("tab")).to_have_text(["all", "0", "1"])
+    expect(output).to_contain_text("[0-1] both")
+    cell.get_by_role("tab", name="1").click()
+    expect(output).to_be_hidden()
+    assert view.inner_text().splitlines() == ["both", "<b>rank 1</b>", "'value 1'"]
+    two.shoot("output-by-rank")
+    cell.get_by_role("searchbox").fill("RANK")
+    expect(view).to_have_text("<b>rank 1</b>")
+    two.page.keyboard.press("Escape")
+    cell.get_by_role("tab", name="1").press("ArrowLeft")
+    expect(cell.get_by_role("tab", name="0")).to_be_focused()
+    expect(view).to_contain_text("rank 0")
+    cell.get_by_role("tab", name="all").click()
+    expect(output).to_be_visible()
+
+    # The notebook keeps the output as every front end shows it.
+    two.save()
+    saved = two.page.evaluate(f"{CURRENT}.content.widgets[4].model.outputs.toJSON()")
+    assert [each["output_type"] for each in saved] == ["stream", "display_data"]
+    assert list(saved[1]["data"]) == ["text/plain"]
+
+
 def test_a_restarted_kernel_has_no_ranks_and_can_start_them_again(lab: Lab, browser: Browser) -> None:
     with Notebook(lab, browser, ["%load_ext nbdist\n%distributed start -n 2"]) as notebook:
         sidebar = show(notebook)
         notebook.run(0)
-        expect(notebook.page.locator(".nbdist-status")).to_have_text("2 ranks: idle")
+        expect(sidebar.get_by_role("option").locator(".nbdist-memory")).to_have_count(2)
         notebook.restart_kernel()
         expect(sidebar).to_contain_text("nbdist is not loaded in this notebook's kernel")
         expect(notebook.page.locator(".nbdist-status")).to_be_hidden()

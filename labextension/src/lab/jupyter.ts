@@ -67,8 +67,17 @@ export interface SharedCell {
   readonly changed: Signal<unknown, unknown>;
 }
 
+/** What a cell has put out. */
+export interface Outputs {
+  readonly length: number;
+  get(index: number): { readonly data: Record<string, unknown> };
+  readonly changed: Signal<unknown, unknown>;
+}
+
 export interface CellModel {
   readonly type: string;
+  /** Of code cells. */
+  readonly outputs?: Outputs;
   readonly sharedModel: SharedCell;
 }
 

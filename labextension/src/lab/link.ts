@@ -36,6 +36,7 @@ export class Link {
   private clock = 0;
   private onNews: ((news: PanelNews) => void) | null = null;
   private told = 0;
+  private fresh = false; // whether the kernel has restarted and run nothing since
   private listening = false; // whether the kernel knows the view's line
 
   constructor(readonly panel: NotebookPanel) {
@@ -115,18 +116,24 @@ export class Link {
   };
 
   private readonly statusChanged = (_: unknown, status: string): void => {
-    if (status === "restarting" || status === "autorestarting" || status === "dead") this.lose();
+    if (status === "restarting" || status === "autorestarting" || status === "dead") {
+      this.fresh = true;
+      this.lose();
+    }
   };
 
   /** Each cell may be the one that loads nbdist. */
   private readonly heard = (_: unknown, message: KernelMessage): void => {
     const { msg_type: about } = message.parent_header;
-    if (about === "execute_request" && message.content.execution_state === "idle") this.open();
+    if (about === "execute_request" && message.content.execution_state === "idle") {
+      this.fresh = false;
+      this.open();
+    }
   };
 
   private open(): void {
     const { kernel } = this;
-    if (this.control !== null || kernel?.connectionStatus !== "connected" || !this.used) return;
+    if (this.control !== null || this.fresh || kernel?.connectionStatus !== "connected" || !this.used) return;
     this.threaded = kernel.supportsSubshells === true;
     const control = kernel.createComm(CONTROL);
     this.control = control;

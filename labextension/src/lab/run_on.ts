@@ -6,6 +6,7 @@ import { make, option } from "../words";
 import labCss from "../../style/lab.css";
 import { ALL, KERNEL, namesRanks, placeOf, withPlace, type Place } from "./cell_line";
 import type { Cell, Modules, NotebookPanel } from "./jupyter";
+import { OutputTabs } from "./output_tabs";
 import { addStyle } from "./style";
 import { badRanks, CHOOSE, CHOOSE_LABEL, CHOOSE_TITLE, ON_ALL, ON_KERNEL, onRanks, RUN_ON } from "./strings";
 
@@ -68,7 +69,10 @@ export class RunOn {
       this.panel.content.activeCellIndex = this.panel.content.widgets.indexOf(cell);
     });
     void cell.ready.then(() => {
-      if (!cell.isDisposed) cell.inputArea?.node.append(badge.element);
+      if (cell.isDisposed) return;
+      cell.inputArea?.node.append(badge.element);
+      const { outputs } = cell.model;
+      if (outputs !== undefined) new OutputTabs(cell, outputs, () => badge.onRanks);
     });
   }
 }
@@ -102,6 +106,11 @@ class Picker {
     cell?.model.sharedModel.changed.connect(this.draw);
     this.place = "";
     this.draw();
+  }
+
+  /** Whether the cell runs on ranks. */
+  get onRanks(): boolean {
+    return this.element.dataset["place"] === "ranks";
   }
 
   private readonly draw = (): void => {

@@ -111,3 +111,8 @@ export const SEARCH = "Search";
 export const COPY = "Copy";
 export const COPIED = "Copied";
 export const OUTPUT_BY_RANK = "Output by rank";
+export const NO_LINES = "No such lines.";
+
+export function lineCount(count: number): string {
+  return counted(count, "line");
+}

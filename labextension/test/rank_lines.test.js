@@ -1,0 +1,21 @@
+// Which ranks a line of output belongs to.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { linesOf, ranksOf } from "../../build/front_end/rank_lines.mjs";
+
+const lines = [
+  ["[0-1] step 1\n[0] loss 2\n", [["0-1", "step 1"], ["0", "loss 2"]]],
+  ["[8-15] (node-b) ready\n", [["8-15", "ready"]]],
+  ["[0] [1] is not a label\n", [["0", "[1] is not a label"]]],
+  ["2 ranks ready\n[0] \n", [["", "2 ranks ready"], ["0", ""]]],
+  ["[0]  1%\r[0]  50%\r[0] 100%\r\n", [["0", "100%"]]],
+  ["[1] \u001b[31mred\u001b[0m", [["1", "red"]]],
+  ["", []],
+];
+for (const [text, found] of lines) {
+  test(`lines of ${JSON.stringify(text)}`, () => assert.deepEqual(linesOf(text), found));
+}
+
+test("a label names ranks", () => assert.deepEqual(ranksOf("0,2-4,7"), [0, 2, 3, 4, 7]));

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nbdist.errors import UsageError
+from nbdist.errors import SessionError, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         return int(parsed.run(parsed))
-    except UsageError as error:
+    except (UsageError, SessionError) as error:
         print(f"nbdist: {error}", file=sys.stderr)
         return 2
 
@@ -45,6 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_examine)
     list_ = verbs.add_parser("ls", help="show this user's sessions on this machine")
     list_.set_defaults(run=_list)
+    attach = verbs.add_parser("attach", help="take over a session: a prompt whose cells run on its ranks")
+    attach.add_argument("name", metavar="SESSION", nargs="?", help="as `nbdist ls` shows it (default: the only one)")
+    attach.add_argument("--take", action="store_true", help="also from a client that is there, which then loses it")
+    attach.set_defaults(run=_attach)
     stop = verbs.add_parser("stop", help="end sessions: all their ranks, on all machines")
     stop.add_argument("names", metavar="SESSION", nargs="*", help="as `nbdist ls` shows it, or the beginning of it")
     stop.add_argument("--all", action="store_true", help="all of this user on this machine")
@@ -57,6 +61,13 @@ def _list(parsed: argparse.Namespace) -> int:
 
     found = sessions()
     print(table(found) if found else "no sessions of this user run on this machine")
+    return 0
+
+
+def _attach(parsed: argparse.Namespace) -> int:
+    from nbdist.client.magics.terminal import prompt
+
+    prompt(parsed.name, take=parsed.take)
     return 0
 
 

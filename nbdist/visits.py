@@ -111,7 +111,7 @@ def reach(name: str) -> Found:
         description = _ask(file, Describe()) if owner == os.getuid() and home == Home.here(home.kernel) else None
     except PermissionError:
         raise UsageError(f"session {shown} belongs to another user: only its owner can read {file}") from None
-    except (OSError, ValueError, KeyError, _NotThere):
+    except (OSError, msgspec.DecodeError, _NotThere):
         raise UsageError(f"session {shown} has ended. `nbdist ls` shows the others") from None
     if owner != os.getuid():
         raise UsageError(f"session {shown} belongs to another user (uid {owner}, who owns {file})")
@@ -132,7 +132,7 @@ def _all(but_of: int = 0) -> Iterator[Found]:
             home = read_home(file)
             if home.host == Home.here().host and (not but_of or home.kernel != but_of):
                 yield Found(name_of(file), file, _ask(file, Describe()))
-        except (OSError, ValueError, KeyError, _NotThere):
+        except (OSError, msgspec.DecodeError, _NotThere):
             continue
 
 

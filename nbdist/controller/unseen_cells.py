@@ -71,10 +71,10 @@ class UnseenCells:
             message: The message.
             watched: Whether there is a client.
         """
-        if isinstance(message, Reply):
-            self._note_reply(message)
-        if isinstance(message, Reply | Died | Recovered) and (cell := self._cells.get(message.serial)) is not None:
-            end = msgspec.structs.replace(message, parcel=None) if isinstance(message, Reply) else message
+        if isinstance(message, Reply | Died | Recovered):
+            end = self._note_reply(message) if isinstance(message, Reply) else message
+            if (cell := self._cells.get(message.serial)) is None:
+                return
             cell.ends.append(end)
             if not isinstance(message, Recovered):
                 cell.left.discard(message.rank)
@@ -82,11 +82,14 @@ class UnseenCells:
         elif isinstance(message, Notice) and not watched and len(self.notices) < _NOTICES:
             self.notices.append(message.text)
 
-    def _note_reply(self, reply: Reply) -> None:
+    def _note_reply(self, reply: Reply) -> Reply:
+        """Return what is kept of a reply: not the value, which only its client wanted."""
         if reply.names is not None:
             self.names[reply.rank] = reply.names
-        if reply.parcel is not None:
-            self._lent.setdefault(reply.serial, set()).add(reply.rank)
+        if reply.parcel is None:
+            return reply
+        self._lent.setdefault(reply.serial, set()).add(reply.rank)
+        return msgspec.structs.replace(reply, parcel=None)
 
     def released(self, serial: int) -> None:
         """Note that the client has taken what ranks held for it."""

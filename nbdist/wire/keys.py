@@ -51,6 +51,10 @@ def read_key_file(path: Path) -> Keys:
 
 
 def read_home(path: Path) -> Home:
-    """Read from a key file where its session runs: it may be on a file system that several machines share."""
-    fields = json.loads(path.read_text())
-    return Home(fields["host"], fields["version"], fields["kernel"])
+    """Read from a key file where its session runs: it may be on a file system that several machines share.
+
+    Raises:
+        OSError: It can't be read.
+        msgspec.DecodeError: It is no key file.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=Home)

@@ -162,6 +162,17 @@ def test_a_script_attaches_and_leaves_the_ranks_as_they_are(notebook: Kernel, ot
     assert all(map(alive, other.rank_pids()))
 
 
+def test_a_prompt_in_a_terminal_runs_cells_on_the_ranks_and_leaves_them(notebook: Kernel, other: Kernel) -> None:
+    notebook.ok("%%distributed\nkept = rank")
+    assert f"belongs to pid {notebook.pid}" in nbdist("attach", code=2)
+    shown = nbdist("attach", "--take", typed="print(kept, 'typed')\n%distributed status\n1 / 0\nexit\n")
+    assert "[0] 0 typed" in shown and "[1] 1 typed" in shown and "generation" in shown and "ZeroDivisionError" in shown
+    assert "left alone for 60 s: `nbdist attach" in shown
+    assert "taken over" in notebook.fails("%%distributed\n1", "SessionClosed").evalue
+    other.ok("%distributed attach")
+    assert other.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["1"]}
+
+
 def test_a_start_names_what_a_crash_has_left_and_replaces_what_a_restart_has_left() -> None:
     with kernel_with_ranks(1, "--linger 60") as kernel:
         _restart(kernel, now=True)

@@ -69,8 +69,6 @@ ALLOWED = {
     "controller": "freight network processes segments wire",
     "cluster": "devices network processes wire",
     "visits": "wire",
-    "command": "cluster visits wire",
-    "__main__": "command",
     # the notebook
     "client.output": "shells wire",
     "client.session": "client.output cluster devices metrics.allocation metrics.node network plan planning processes "
@@ -86,6 +84,9 @@ ALLOWED = {
     # it forks in the template's place
     "launch.fork": "agent client.session cuda_guard launch transfer wire worker worker.processes",
     "launcher": "client.session cuda_guard launch launch.fork launch.nodes shells transfer",
+    # the command line
+    "command": "client.magics cluster visits wire",
+    "__main__": "command",
 }
 
 

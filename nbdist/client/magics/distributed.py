@@ -61,7 +61,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     install_completion(shell, magics)
     if shells.in_kernel():
         lines.offer(magics)
-    prewarm()
+    if living_session() is None:
+        prewarm()
 
 
 @magics_class

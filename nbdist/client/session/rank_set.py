@@ -229,6 +229,8 @@ class RankSet:
             tasks: In the order of its cells.
         """
         self.ranks, self.backend, self.linger = attached.ranks, attached.backend, attached.started.linger
+        if self._keep and not self.linger:
+            self.linger = farewell.LINGER
         self._serials = itertools.count(attached.first_serial)
         self.closed = False
         self.traffic.begin(attached)

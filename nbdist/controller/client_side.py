@@ -16,7 +16,7 @@ from nbdist.controller.credit import Ledger
 from nbdist.controller.switchboard import Switchboard
 from nbdist.controller.unseen_cells import UnseenCells
 from nbdist.wire.frames import encode
-from nbdist.wire.handover import Attach, Displaced, Goodbye, Leave, Leaving
+from nbdist.wire.handover import Attach, Displaced, Ending, Goodbye, Leave, Leaving
 from nbdist.wire.lanes import CLIENT_EVENTS, FIRST_CLIENT, node_lane
 from nbdist.wire.message import Message
 from nbdist.wire.output import Credit, Display, WidgetMessage
@@ -57,6 +57,7 @@ class ClientSide:
         left: How it has left; None while it is there.
         leave_at: When a session without a client ends.
         linger: Seconds that the ranks outlive a client that crashed.
+        ending: What the client has announced of its end.
         unseen: What the client may not have seen.
     """
 
@@ -72,6 +73,7 @@ class ClientSide:
         self.left: Leaving | None = None
         self.leave_at: float | None = None
         self.linger = 0.0
+        self.ending: Ending | None = None
         self.unseen = UnseenCells()
         self._left_at = 0.0
         self._switchboard = switchboard
@@ -134,6 +136,11 @@ class ClientSide:
         self.leave_at = self._left_at + seconds
         self._give_up()
 
+    def lose_process(self, lasts: bool) -> None:
+        """Note that the client's process has ended. `lasts`: whether there are ranks that can go on without it."""
+        ending = self.ending or Ending(self.linger, "crashed")
+        self.lose(ending.how, ending.seconds if lasts else 0.0)
+
     def heed(self, message: Leave, lasts: bool) -> None:
         """Let the client go.
 
@@ -156,7 +163,7 @@ class ClientSide:
         if not self.alone:
             self._switchboard.send(self.client.events, Displaced(str(newcomer)))
             self._give_up()
-        self.client, self.left, self.leave_at = newcomer, None, None
+        self.client, self.left, self.leave_at, self.ending = newcomer, None, None, None
         self._ledger = Ledger()
         self._held = True
         self._poller.register(end, zmq.POLLIN)

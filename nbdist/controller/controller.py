@@ -34,7 +34,7 @@ from nbdist.processes import describe_exit, end_descendants
 from nbdist.text import counted
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.frames import decode, sequence_of
-from nbdist.wire.handover import Attach, AttachRefused, Choices, Leave
+from nbdist.wire.handover import Attach, AttachRefused, Choices, Ending, Leave
 from nbdist.wire.healing import GiveUpHeal, Heal, Rejoin
 from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import (
@@ -308,7 +308,7 @@ class Controller:
         if message is not None:
             self._side.heed(message, lasts)
         else:
-            self._side.lose("crashed", self._side.linger if lasts else 0.0)
+            self._side.lose_process(lasts)
         self._drop_what_it_wanted()
 
     def _drop_what_it_wanted(self) -> None:
@@ -365,6 +365,8 @@ class Controller:
             self._stop(message.grace)
         elif isinstance(message, Leave):
             self._client_left(message)
+        elif isinstance(message, Ending):
+            self._side.ending = message
         elif isinstance(message, Choices):
             self._choices = message
         elif members is not None:

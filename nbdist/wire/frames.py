@@ -11,7 +11,7 @@ import msgspec
 
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
 from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
-from nbdist.wire.handover import Attach, Attached, AttachRefused, Choices, Displaced, Goodbye, Leave
+from nbdist.wire.handover import Attach, Attached, AttachRefused, Choices, Displaced, Ending, Goodbye, Leave
 from nbdist.wire.healing import Adopt, EndRanks, GiveUpHeal, Heal, Healed, HealFailed, Rejoin, Replaced, Respawn
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
@@ -107,6 +107,7 @@ AnyMessage = (
     | Attached
     | Displaced
     | Leave
+    | Ending
     | Goodbye
     | Choices
 )

@@ -113,5 +113,12 @@ class Leave(Message, frozen=True):
     how: Leaving
 
 
+class Ending(Message, frozen=True):
+    """The client is about to end: from its end on, which may be by force, it has left like this."""
+
+    seconds: Seconds
+    how: Leaving
+
+
 class Goodbye(Message, frozen=True):
     """The client has left."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist.visits import of_this_machine
 from testbed.kernel import Kernel, both, kernel_with_ranks, wait_until
 from tests.conftest import sharing
 from tests.support.roles import alive, await_end, family, find
@@ -59,8 +60,9 @@ def notebook(other: Kernel) -> Iterator[Kernel]:
 
 
 def kill(kernel: Kernel) -> None:
+    """End a kernel, and wait until its session has noticed."""
     os.kill(kernel.pid, signal.SIGKILL)
-    await_end([kernel.pid])
+    wait_until(lambda: [each for each in of_this_machine() if each.left == "crashed"], "the end to be seen")
 
 
 def gated(folder: Path, code: str) -> str:
@@ -97,7 +99,7 @@ def test_what_has_ended_meanwhile_is_shown_with_its_error(notebook: Kernel, othe
     notebook.start(gated(tmp_path, "for i in range(99_999): print(i)\nif rank: 1 / 0")).wait_for("begun")
     kill(notebook)
     (tmp_path / "go").touch()
-    wait_until(lambda: "nothing" in nbdist("ls"), "the cell to end")
+    wait_until(lambda: [each for each in of_this_machine() if each.description and not each.description.running], "it")
     shown = other.ok("%distributed attach")
     assert "has ended while no client was there" in shown.stdout
     assert "rank 1 raised ZeroDivisionError" in shown.stdout and "----> " in shown.stdout, shown.stdout[-2000:]
@@ -173,16 +175,21 @@ def test_a_prompt_in_a_terminal_runs_cells_on_the_ranks_and_leaves_them(notebook
     assert other.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["1"]}
 
 
-def test_a_start_names_what_a_crash_has_left_and_replaces_what_a_restart_has_left() -> None:
-    with kernel_with_ranks(1, "--linger 60") as kernel:
+def test_a_start_names_what_a_crash_has_left_and_ends_what_a_restart_has_left_and_a_shutdown_leaves_nothing() -> None:
+    with kernel_with_ranks(1, "--linger 60", NBDIST_PREWARM="0") as kernel:
         _restart(kernel, now=True)
         refused = kernel.fails("%distributed start -n 1", "UsageError").evalue
         assert "the previous session of this notebook holds 1 rank, " in refused and "--replace" in refused
-        assert "was ended" in kernel.ok("%distributed start -n 1 --replace --linger 60", HANG).stdout
+        kernel.ok("%distributed attach")
         ranks = kernel.rank_pids()
         _restart(kernel, now=False)
-        assert "was ended" in kernel.ok("%distributed start -n 1", HANG).stdout
+        assert "was ended" in kernel.ok("%distributed start -n 1 --linger 60", HANG).stdout
         await_end(ranks)
+        everyone = family(kernel.pid)
+        stubborn = "import time\nprint('begun', flush=True)\nwhile True:\n    try: time.sleep(60)\n    except: pass"
+        kernel.start(stubborn).wait_for("begun")
+        kernel.manager.shutdown_wait_time = 0.5  # then it is killed
+    await_end(everyone)
 
 
 def _restart(kernel: Kernel, *, now: bool) -> None:

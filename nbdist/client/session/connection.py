@@ -24,7 +24,7 @@ from nbdist.client.session.controller_process import FoundController, OwnControl
 from nbdist.client.session.interruption import HEED
 from nbdist.errors import SessionBroken
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.handover import Displaced, Goodbye, Leave
+from nbdist.wire.handover import AttachRefused, Displaced, Goodbye, Leave
 from nbdist.wire.keys import read_key_file
 from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, FIRST_CLIENT, connect, node_lane
 from nbdist.wire.life import Broken, Shutdown
@@ -76,8 +76,11 @@ class Connection:
                 setup = ControllerSetup(os.getpid(), jupyter_runtime_dir(), *own_place())
                 self._process = OwnController(setup, patient)
             else:
-                self._process = FoundController(found.controller)
                 self.key_file = found.key_file
+                try:
+                    self._process = FoundController(found.controller)
+                except ProcessLookupError:
+                    raise self._vanished() from None
 
     @property
     def alive(self) -> bool:
@@ -100,7 +103,7 @@ class Connection:
         try:
             keys = read_key_file(self.key_file)
         except FileNotFoundError:
-            raise self._ended_early() from None
+            raise (self._ended_early() if isinstance(self._process, OwnController) else self._vanished()) from None
         with _explaining():
             end = os.pidfd_open(self._process.pid)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -124,6 +127,12 @@ class Connection:
         if isinstance(said, ControllerFailed):
             raise SessionBroken(said.text)
         return Path(said.key_file)
+
+    def _vanished(self) -> SessionBroken:
+        return SessionBroken(
+            "the session has ended meanwhile, or its processes are out of sight here, as those of another container. "
+            "`nbdist ls` shows what there is"
+        )
 
     def _ended_early(self) -> SessionBroken:
         return SessionBroken(
@@ -187,7 +196,7 @@ class Connection:
     def _handle(self, frame: bytes) -> None:
         try:
             message = decode(frame)
-            self._over = self._over or isinstance(message, Goodbye | Displaced)
+            self._over = self._over or isinstance(message, AttachRefused | Displaced | Goodbye)
             self.on_message(message)
         except Exception:  # one bad message must not keep the session from receiving the ones that follow
             traceback.print_exc()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from nbdist import shells
 from nbdist.checks import LONGEST
 from nbdist.errors import UsageError
 from nbdist.text import parse_duration
+from nbdist.wire.handover import Leaving
 
 LINGER_VARIABLE = "NBDIST_LINGER"  # how long ranks outlive a crash, where nothing else is said
 LINGER = 900.0  # seconds; of a notebook or a terminal. A script's cells can't be typed again: its ranks end with it
 RESTART_LINGER = 60.0  # seconds that ranks outlive a kernel's restart
 
 _restarting = False
+_announcements: list[Callable[[], None]] = []
 
 
 def linger_or_default(given: float | None) -> float:
@@ -43,24 +46,27 @@ def watch_kernel() -> None:
     def do_shutdown(restart: bool) -> Any:
         global _restarting
         _restarting = bool(restart)
+        for announce in _announcements:
+            announce()
         return before(restart)
 
     do_shutdown.by_nbdist = True  # type: ignore[attr-defined]
     kernel.do_shutdown = do_shutdown
 
 
-def seconds_kept(linger: float, keep: bool) -> float:
-    """Return how many seconds ranks outlive the orderly end of this process that is under way; 0: they end with it.
+def before_end(announce: Callable[[], None]) -> Callable[[], None]:
+    """Have a function called when the kernel is asked to end; in its control thread, while a cell may run."""
+    _announcements.append(announce)
+    return announce
+
+
+def after_end(linger: float, keep: bool) -> tuple[float, Leaving]:
+    """Return how many seconds ranks outlive the orderly end of this process (0: they end with it), and why.
 
     Args:
         linger: How long they outlive a crash.
         keep: Whether the user wants them kept.
     """
-    if keep:
-        return linger
-    return min(linger, RESTART_LINGER) if _restarting else 0.0
-
-
-def restarting() -> bool:
-    """Return whether this kernel is about to be restarted."""
-    return _restarting
+    if _restarting and not keep:
+        return min(linger, RESTART_LINGER), "restarted"
+    return (linger if keep else 0.0), "detached"

@@ -33,7 +33,7 @@ from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionErro
 from nbdist.ranks import describe_ranks, format_ranks, parse_ranks
 from nbdist.text import counted
 from nbdist.wire.cells import Execute, Kind, Reply
-from nbdist.wire.handover import Attach, Attached, AttachRefused, Displaced, Leave
+from nbdist.wire.handover import Attach, Attached, AttachRefused, Displaced, Ending, Leave
 from nbdist.wire.knowing import Release
 from nbdist.wire.life import Broken, Progress, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Message
@@ -71,6 +71,12 @@ def _close_all() -> None:
         rank_set._forget()
     if _idle is not None:
         _idle.close()
+
+
+@farewell.before_end
+def _announce_end() -> None:
+    for rank_set in list(RankSet.instances):
+        rank_set._announce_end()
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,7 @@ class RankSet:
         self.traffic = Traffic(_weakly(self._on_life))
         self.linger = linger
         self._keep = keep
+        self._adopted = False  # another client has started the ranks
         self._in_dialogue = threading.Lock()
         self._parked = False  # the controller is no longer ours, but kept for any start
         self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, errands, KeyboardInterrupt for a Ctrl-C
@@ -169,8 +176,9 @@ class RankSet:
     def __del__(self) -> None:
         """End the ranks, which can't be given work any more. Called in any thread, at any moment."""
         if not self.closed and self.owned:
-            if self._keep:
-                threading.Thread(target=self._connection.leave, args=(Leave(self.linger, "detached"),)).start()
+            if self._keep or self._adopted:
+                left = Leave(self.linger or farewell.LINGER, "detached")
+                threading.Thread(target=self._connection.leave, args=(left,)).start()
             else:
                 self._connection.let_go()
 
@@ -189,12 +197,17 @@ class RankSet:
         """One more than the number of times the process groups have been renewed since the start."""
         return self.traffic.generation
 
+    def _announce_end(self) -> None:
+        """Have the controller know what this process's end will mean, however that comes about."""
+        if not self.closed:
+            self._connection.send(Ending(*farewell.after_end(self.linger, self._keep)))
+
     def _forget(self) -> None:
         """Forget the ranks: the kernel is ending, or restarting."""
-        seconds = farewell.seconds_kept(self.linger, self._keep) if not self.closed else 0.0
-        self.closed = True
+        seconds, how = farewell.after_end(self.linger, self._keep)
+        seconds, self.closed = 0.0 if self.closed else seconds, True
         if seconds:
-            self._connection.leave(Leave(seconds, "restarted" if farewell.restarting() else "detached"))
+            self._connection.leave(Leave(seconds, how))
         else:
             self._connection.close()
 
@@ -229,6 +242,7 @@ class RankSet:
             tasks: In the order of its cells.
         """
         self.ranks, self.backend, self.linger = attached.ranks, attached.backend, attached.started.linger
+        self._adopted = True
         if self._keep and not self.linger:
             self.linger = farewell.LINGER
         self._serials = itertools.count(attached.first_serial)

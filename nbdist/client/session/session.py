@@ -128,7 +128,7 @@ class Session:
         replace: Whether to stop this notebook's other sessions first; a message reports it.
         progress: Called with a line of text while the ranks start.
 
-    A session ends when nothing refers to it any more.
+    A session ends when nothing refers to it any more; one that was attached is left to whoever attaches next.
 
     Attributes:
         cells: Handles of the cells that ran when `attach` took the session over.
@@ -239,10 +239,14 @@ class Session:
         session._plan.adopt(Plan.from_json(began.choices.plan))
         farewell.watch_kernel()
         _sessions[:] = [weakref.ref(known) for known in (*_known_sessions(), session)]
-        for line in (str(attachment), *attachment.notices):
-            show(line)
-        conclude(attachment.ended, show)
-        session.cells = [BackgroundCell(task, None, session) for task in attachment.running]
+        try:
+            for line in (str(attachment), *attachment.notices):
+                show(line)
+            conclude(attachment.ended, show)
+            session.cells = [BackgroundCell(task, None, session) for task in attachment.running]
+        except BaseException:  # nobody has the session
+            session.detach(session._rank_set.linger or farewell.LINGER)
+            raise
         return session
 
     def detach(self, linger: float | None = None) -> float:

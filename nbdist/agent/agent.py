@@ -323,13 +323,10 @@ class Agent:
 
     def _usable_template(self, options: StartOptions) -> WarmTemplate:
         """Return the template, replaced by a new one if it is stale."""
-        if self._template is not None:
-            # Ranks with their own Python import everything again.
-            reasons = [] if options.fresh else self._template.stale(options)
-            if reasons:
-                self._notes.append(f"cold start: {'; '.join(reasons)}")
-                self._template.end()
-                self._template = None
+        if self._template is not None and (reasons := self._template.stale(options)):
+            self._notes.append(f"cold start: {'; '.join(reasons)}")
+            self._template.end()
+            self._template = None
         if self._template is None:
             path = options.search_path()
             # Use Python's own path unless the notebook uses a different torch: its folders may hold a `random.py`.

@@ -103,6 +103,10 @@ class WarmTemplate:
 
     def stale(self, options: StartOptions) -> list[str]:
         """Return why ranks can't be forked from it for these options; empty if they can."""
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+            return ["the process that had imported torch for the ranks has ended"]
+        if options.fresh:
+            return []  # ranks with their own Python import everything again
         reasons = []
         if changed := changed_variables(self.environment, options.environment):
             reasons.append(

@@ -56,6 +56,7 @@ from nbdist.wire.rank_processes import (
 from nbdist.wire.visitor_messages import RunningCell
 
 _TICK_PAUSE = 1.0  # seconds, after an error
+_NO_STORE = "the rendezvous store of this session has ended, so groups can't be rebuilt: `%distributed restart`"
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,10 @@ class Members:
     def idle(self) -> list[int]:
         """Living ranks that run nothing."""
         return [rank.rank for rank in self.ranks.values() if not rank.dead and not rank.serial]
+
+    def busy(self) -> set[int]:
+        """Living ranks that run something."""
+        return {rank.rank for rank in self.ranks.values() if not rank.dead and rank.serial}
 
     def lives(self, rank: int) -> bool:
         """Return whether there is such a rank, and it lives."""
@@ -471,6 +476,8 @@ class Members:
             return
         if message.cause:  # the ranks ended with it, which says all
             return
+        if self._healing is not None:
+            self._healing.fail(f"{_NO_STORE} ({what})")
         self.to_notebook(
             Notice(
                 f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
@@ -546,7 +553,7 @@ class Members:
         if gone:
             return f"the node is lost that {describe_ranks(gone)} ran on: `%distributed restart`"
         if self._store_lost:
-            return "the rendezvous store of this session has ended, so groups can't be rebuilt: `%distributed restart`"
+            return _NO_STORE
         return ""
 
     def give_up_heal(self) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.recovery import Recovery
-from nbdist.ranks import describe_ranks
+from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.wire.cells import InOrder
 from nbdist.wire.healing import Adopt, EndRanks, GroupRecipe, Healed, HealFailed, Replaced, Respawn, SetupCell
 from nbdist.wire.lanes import RANK_CELL
@@ -23,6 +23,7 @@ from nbdist.wire.rank_processes import Ready
 from nbdist.wire.stopping import GetState, RankState
 
 _Phase = Literal["end", "start", "adopt", "set up", "join", "give up"]
+_FREED_LIMIT = 15.0  # seconds for the living to leave the cell in which others have died
 _ANSWER_LIMIT = 30.0  # seconds for the living to report where they are, and for all to renew their groups
 _END_LIMIT = 5.0  # seconds for newcomers to end that are not wanted any more
 _AGAIN = "Type `%distributed heal` to try again"
@@ -46,6 +47,9 @@ class Places(Protocol):
 
     def idle(self) -> list[int]:
         """Return the living ranks that run nothing."""
+
+    def busy(self) -> set[int]:
+        """Return the living ranks that run something."""
 
     def newcomer(self, rank: int) -> Rank:
         """Return the state of a new process of a dead rank."""
@@ -102,7 +106,7 @@ class Healing:
         self._failure = ""
         self.newcomers: dict[int, Rank] = {}
         self.over = False
-        self.due: float | None = now + patience
+        self.due: float | None = now + min(patience, _FREED_LIMIT)
         for rank in alive:
             places.to_agent_of(rank, EndRanks(places.epoch, [rank]))
 
@@ -217,7 +221,7 @@ class Healing:
         if self._phase == "give up":
             self._end()
         elif self._phase == "end":
-            self.fail(f"the other ranks are still busy: `%distributed interrupt` stops what they run. {_AGAIN}")
+            self.fail(self._describe_busy())
         elif self._phase == "start":
             missing = [number for number, rank in self.newcomers.items() if not rank.ready]
             self.fail(f"{describe_ranks(missing)} did not come up within {self._patience:g} s. {_AGAIN}")
@@ -225,6 +229,17 @@ class Healing:
             who = self._asked or self._adopting
             silent = describe_ranks(who) if who else "ranks"
             self.fail(f"{silent} did not answer for {_ANSWER_LIMIT:g} s. `%distributed stacks` shows where ranks are")
+
+    def _describe_busy(self) -> str:
+        busy = sorted(self._places.busy() - set(self._ranks))
+        if not busy:
+            return f"the other ranks are still being put in order. {_AGAIN}"
+        all_of_them = format_ranks(sorted({*busy, *self._ranks}))
+        verb, it, its = ("runs", "it", "its") if len(busy) == 1 else ("run", "them", "their")
+        return (
+            f"{describe_ranks(busy)} still {verb} a cell. `%distributed interrupt` stops it; if that does not help, "
+            f"`%distributed heal -r {all_of_them} --kill` replaces {it}, too, and {its} variables are lost"
+        )
 
     def fail(self, why: str) -> None:
         """Give up, and end the newcomers."""

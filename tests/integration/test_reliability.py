@@ -20,6 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 SEED = int(os.environ.get("NBDIST_TEST_SEED", "2026"))
 CELLS = 400
 PER_SESSION = 200
+FAULTS = 15
 
 NEXT = """%%distributed
 import torch, torch.distributed as dist
@@ -93,6 +94,13 @@ def test_every_test_that_the_page_names_is_there() -> None:
 def row_of(odd: OddCell) -> str:
     """The row of the page's table for an odd cell."""
     return f"| {odd.situation} | {odd.outcome} | {odd.remains or 'nothing'} |"
+
+
+@pytest.mark.slow
+def test_processes_that_end_or_stop_at_random_moments_are_named_and_nothing_else_is_lost() -> None:
+    plan = [sys.executable, "-m", "tests.stress.fault_plan", "--faults", str(FAULTS), "--seed", str(SEED), "--verbose"]
+    done = subprocess.run(plan, cwd=PAGE.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

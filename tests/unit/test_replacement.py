@@ -21,6 +21,7 @@ class Places:
     def __init__(self) -> None:
         self.told: list[Message] = []
         self.agent: list[Message] = []
+        self.working: set[int] = set()
 
     def to_rank(self, lane: str, rank: int, message: Message) -> None: ...
 
@@ -45,7 +46,10 @@ class Places:
     def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None: ...
 
     def quiet(self) -> bool:
-        return True
+        return self.working == set()
+
+    def busy(self) -> set[int]:
+        return self.working
 
 
 def begun() -> tuple[Places, Healing]:
@@ -69,6 +73,18 @@ def test_a_failure_is_told_once_the_newcomer_has_ended() -> None:
     assert places.agent[1:] == [EndRanks(1, [2])] and not healing.over and places.told == []
     healing.ended(2, "SIGKILL")
     assert healing.over and places.told == [HealFailed("it was interrupted")]
+
+
+def test_a_rank_that_stays_in_its_cell_is_named_with_what_replaces_it() -> None:
+    places = Places()
+    places.working = {0, 2}
+    healing = Healing(places, [2], [], 10.0, [], 100.0)
+    healing.go_on(100.0)
+    assert places.told == [] and healing.due is not None
+    healing.go_on(healing.due)
+    assert isinstance(places.told[0], HealFailed)
+    assert places.told[0].text.startswith("rank 0 still runs a cell")
+    assert "`%distributed heal -r 0,2 --kill` replaces it, too" in places.told[0].text
 
 
 def test_a_newcomer_that_does_not_come_up_is_given_up() -> None:

@@ -143,11 +143,14 @@ class RankSet:
         """
         if self.broken and not self._parked:
             self._connection.close()
+        idle = False
         if self.broken or not self.ranks:
-            self._connect()
+            idle = self._connect()
         else:
             self.check_open()
-        self._bring_up(options, progress, nodes)
+        if not self._bring_up(options, progress, nodes, again=idle):
+            self._connect()
+            self._bring_up(options, progress, nodes)
         RankSet.instances.add(self)
 
     def close(self, grace: float = 1.0) -> None:
@@ -264,12 +267,13 @@ class RankSet:
         self.closed, self.left = True, text
         self.traffic.release(text)
 
-    def _connect(self) -> None:
-        """Use the idle controller if there is one, else start one."""
+    def _connect(self) -> bool:
+        """Use the idle controller if there is one, else start one. Returns whether there was one."""
         global _idle
         taken, _idle = (_idle, None) if _idle is not None and _idle.alive else (None, _idle)
         self._connection, self._parked = taken or Connection(), False
         self.traffic.attach(self._connection)
+        return taken is not None
 
     def _park(self) -> None:
         """Keep the controller, with its agent and template, for the next start."""
@@ -282,9 +286,19 @@ class RankSet:
             self._connection.close()
 
     def _bring_up(
-        self, options: StartOptions, progress: Callable[[StartLine], None], nodes: NodesWanted | None
-    ) -> None:
+        self,
+        options: StartOptions,
+        progress: Callable[[StartLine], None],
+        nodes: NodesWanted | None,
+        *,
+        again: bool = False,
+    ) -> bool:
+        """Start ranks, and return whether they are up: False only with `again`, if a process that they need has ended.
+
+        A controller that was idle may have lost one before anybody looked; a new one has not.
+        """
         began = time.monotonic()
+        kinds = (Started, StartFailed, Broken) if again else (Started, StartFailed)
         self.closed, self.broken, self.left = True, "", ""
         self._life = queue.SimpleQueue()
         self.traffic.release("the ranks were restarted")
@@ -294,13 +308,16 @@ class RankSet:
                 self._connection.send(Start(options, self.linger, nodes))
                 token_file = nodes.token_file if nodes is not None else ""
                 with removed_afterwards(token_file):
-                    started = self._await_life((Started, StartFailed), None, progress, token_file, _interrupt_start)
+                    started = self._await_life(kinds, None, progress, token_file, _interrupt_start)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 why = "the start was interrupted; `%distributed start` starts a new session"
                 self.broken = why if interrupted else str(error) or type(error).__name__
                 self._connection.close()  # and with it whatever has started
                 raise
+        if isinstance(started, Broken):
+            self._connection.close()
+            return False
         if isinstance(started, StartFailed):
             self.broken = started.text
             self._park()
@@ -318,6 +335,7 @@ class RankSet:
         if nodes is not None and nodes.listen:
             uncovered = f"torch's store, gloo and NCCL still use the network of {nodes.address}, without encryption"
             progress(StartLine(f"the session's own connections go through ssh; {uncovered}"))
+        return True
 
     def _on_devices(self, options: StartOptions) -> str:
         """Return a note on the devices that the ranks use; empty if nothing is unusual."""

@@ -36,7 +36,7 @@ from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.frames import decode, sequence_of
 from nbdist.wire.handover import Attach, AttachRefused, Choices, Ending, Leave
 from nbdist.wire.healing import GiveUpHeal, Heal, Rejoin
-from nbdist.wire.knowing import Release
+from nbdist.wire.knowing import KnownFailure, Release
 from nbdist.wire.lanes import (
     AGENT_CONTROL,
     AGENT_FREIGHT,
@@ -579,12 +579,22 @@ class Controller:
                 members.cells.prompts.refuse_all()
         elif isinstance(message, Answer) and message.asker == "controller":
             members.cells.answered(message, time.monotonic())
-        elif isinstance(message, (Answer, WidgetMessage)):
+        elif isinstance(message, Answer):
+            self.to_notebook(_answer_on_our_clock(message, members.offset(rank.rank)))
+        elif isinstance(message, WidgetMessage):
             self.to_notebook(message)
         elif isinstance(message, InOrder):
             members.in_order(rank.rank, message)
         elif isinstance(message, Ready):
             members.ready(rank, message)
+
+
+def _answer_on_our_clock(answer: Answer, offset: float) -> Answer:
+    """Return the answer with the time of the failure that it reports, if it does, on our clock."""
+    if not isinstance(answer.body, KnownFailure) or not offset:
+        return answer
+    body = msgspec.structs.replace(answer.body, when=answer.body.when - offset)
+    return msgspec.structs.replace(answer, body=body)
 
 
 def _on_our_clock(reply: Reply, offset: float) -> Reply:

@@ -120,6 +120,17 @@ def test_stacks_of_other_nodes_are_shown(session: Kernel, options: str) -> None:
     assert ("sleep" if options else "time.sleep(1000)") in shown, shown
 
 
+def test_the_debugger_and_the_flight_record_reach_ranks_of_other_nodes(session: Kernel) -> None:
+    last = len(session.rank_pids()) - 1
+    session.fails(f"%%distributed\nimport torch, torch.distributed as dist\nif rank == {last}: [][rank]", "RankError")
+    cell = session.start("%distributed debug", input_allowed=True)
+    assert cell.enter("p rank") == f"[rank {last}] ipdb> "
+    cell.enter("q")
+    assert f"{last}\n" in cell.finish().stdout
+    session.ok("%%distributed\ndist.all_reduce(torch.ones(3))")
+    assert "all_reduce float32[3]" in session.ok("%distributed flight").stdout
+
+
 def test_restart_keeps_the_nodes(session: Kernel) -> None:
     outcome = session.ok("%distributed restart")
     assert "NBDIST_TOKEN" not in outcome.stdout and "4 ranks on 2 nodes ready" in outcome.stdout, str(outcome)

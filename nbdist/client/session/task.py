@@ -13,22 +13,21 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from nbdist import limits, shells
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.session import death_report, interruption, observers, report
+from nbdist.client.session.carrier import Carrier
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.prompts import Prompts
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.stack_report import line_of
-from nbdist.client.session.widget_proxies import WidgetProxies
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
 from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
 from nbdist.wire.life import Broken, Died
-from nbdist.wire.message import Message
 from nbdist.wire.output import Display, Notice, Output, Prompt, WidgetMessage
 from nbdist.wire.stopping import GetStack
 
@@ -36,31 +35,6 @@ _RUNGS = 4  # of a stop, each of which asks ranks and waits for the answers
 _EXPLAIN_AFTER = 1.0  # seconds after an interrupt or another rank's failure until a rank that still runs is explained
 _TAKE = 0.01  # seconds for which arriving messages are taken before they are shown
 _ELSEWHERE_GRACE = 0.5  # seconds for ranks to stop when one on another node has failed
-
-
-class Carrier(death_report.Witness, Protocol):
-    """Carries a task's messages: the `Traffic` of a session, or its counterpart in a launch.
-
-    Attributes:
-        key: A unique name.
-        slack: Seconds that answers of ranks take longer than on one machine.
-    """
-
-    key: str
-    slack: float
-    widgets: WidgetProxies
-
-    def send(self, message: Message) -> None:
-        """Send a message to the ranks."""
-
-    def pay(self, rank: int, size: int) -> None:
-        """Note that output of a rank has been taken."""
-
-    def pay_item(self, item: Display | WidgetMessage) -> None:
-        """Note that a rich item of a rank has been taken."""
-
-    def put_late(self, task: Task | None, message: Message) -> None:
-        """Have a message handled that came after the end of its task."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,38 @@
+"""What a task needs of the session or launch that runs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from nbdist.client.session.death_report import Witness
+from nbdist.client.session.widget_proxies import WidgetProxies
+from nbdist.wire.message import Message
+from nbdist.wire.output import Display, WidgetMessage
+
+if TYPE_CHECKING:
+    from nbdist.client.session.task import Task
+
+
+class Carrier(Witness, Protocol):
+    """Carries a task's messages: the `Traffic` of a session, or its counterpart in a launch.
+
+    Attributes:
+        key: A unique name.
+        slack: Seconds that answers of ranks take longer than on one machine.
+    """
+
+    key: str
+    slack: float
+    widgets: WidgetProxies
+
+    def send(self, message: Message) -> None:
+        """Send a message to the ranks."""
+
+    def pay(self, rank: int, size: int) -> None:
+        """Note that output of a rank has been taken."""
+
+    def pay_item(self, item: Display | WidgetMessage) -> None:
+        """Note that a rich item of a rank has been taken."""
+
+    def put_late(self, task: Task | None, message: Message) -> None:
+        """Have a message handled that came after the end of its task."""

@@ -136,11 +136,32 @@ def trim(traceback: types.TracebackType | None, *, innermost: bool = True) -> ty
         kept.append(frames[-1])
     if len(kept) > 2 * _ENDS:
         kept = kept[:_ENDS] + kept[-_ENDS:]
-    trimmed: types.TracebackType | None = None
-    for entry in reversed(kept):
+    return _chained(kept)
+
+
+def within_users_code(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback from the user's outermost frame inwards, to where it comes into nbdist."""
+    entries = list(_entries(traceback))
+    first = next((at for at, place in enumerate(entries) if is_users_code(place.tb_frame.f_code)), 0)
+    kept = entries[first:]
+    while len(kept) > 1 and kept[-1].tb_frame.f_code.co_filename.startswith(_OURS):
+        kept.pop()
+    return _chained(kept)
+
+
+def _entries(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _chained(entries: list[types.TracebackType]) -> types.TracebackType | None:
+    """Return a traceback of these entries."""
+    made: types.TracebackType | None = None
+    for entry in reversed(entries):
         line = entry.tb_lineno or entry.tb_frame.f_code.co_firstlineno  # an interrupt may come where there is none
-        trimmed = types.TracebackType(trimmed, entry.tb_frame, entry.tb_lasti, line)
-    return trimmed
+        made = types.TracebackType(made, entry.tb_frame, entry.tb_lasti, line)
+    return made
 
 
 def passed_through_step(error: BaseException) -> bool:

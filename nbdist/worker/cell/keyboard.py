@@ -149,13 +149,10 @@ class RankPdb(Pdb):
 
 def look_into(error: BaseException) -> None:
     """Open a debugger at the frames of an exception, from the user's outermost one inwards. An interrupt leaves it."""
-    first = error.__traceback__
-    while first is not None and not failures.is_users_code(first.tb_frame.f_code):
-        first = first.tb_next
     debugger = RankPdb()
     debugger.reset()
     with contextlib.suppress(KeyboardInterrupt):
-        debugger.interaction(None, first or error.__traceback__)
+        debugger.interaction(None, failures.within_users_code(error.__traceback__))
 
 
 def stop_tracing() -> None:

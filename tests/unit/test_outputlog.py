@@ -270,3 +270,15 @@ def test_a_cell_costs_the_same_however_many_there_were(log: OutputLog) -> None:
     for serial in range(1001, 20_000):
         log.write(serial, serial, 0, 1, b"x")
     assert cost(20_000) < 10 * few + 0.1
+
+
+@pytest.mark.parametrize("size", [1, 999, 30_000, 1_000_000])
+def test_the_end_of_what_a_cell_has_printed_is_found_among_the_output_of_others(log: OutputLog, size: int) -> None:
+    for number in range(300):
+        log.write(1 + number % 2, 7, number % 3, 1, b"%0100d" % number)
+    tail = log.tail(2, size)
+    kept = [b"%0100d" % number for number in range(1, 300, 2)]
+    assert tail.printed == 100 * len(kept)
+    wanted = min(len(kept), -(-size // 100))
+    assert [data for _, _, data in tail.records] == kept[-wanted:]
+    assert log.tail(3, size).records == []

@@ -54,6 +54,7 @@ def test_a_breakpoint_shows_the_line_and_steps_through_the_cell(ranks: Kernel) -
     assert on_ranks(ranks, "'__return__' in globals()") == ["[0-1] False"]
 
 
+@pytest.mark.torch_private
 def test_while_the_user_types_collectives_wait_without_a_limit(ranks: Kernel) -> None:
     ranks.ok(
         "%%distributed\nimport time, torch, torch.distributed as dist\nfrom datetime import timedelta\n"

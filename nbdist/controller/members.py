@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from nbdist.controller.bring_up import BringUp
 from nbdist.controller.cell_cargo import CellCargo
 from nbdist.controller.cell_history import CellHistory
 from nbdist.controller.inquiries import AskRanks
@@ -29,7 +30,6 @@ from nbdist.wire.frames import encode
 from nbdist.wire.healing import Heal, HealFailed
 from nbdist.wire.lanes import AGENT_FREIGHT, RANK_CELL, RANK_CONTROL, RANK_LANES, lane
 from nbdist.wire.life import (
-    PATIENCE_VARIABLE,
     Died,
     Obstacle,
     Progress,
@@ -123,10 +123,8 @@ class Members:
         self.ending = False
         self.cells = Cells(self, self.execute)
         self._patience = shares[0].patience
-        self._moved = time.monotonic()  # when it got on last
-        self._progress: Progress | None = None  # what it was doing last
+        self._bring_up = BringUp(shares, self._patience)
         self.backend = ""
-        self._notes: dict[int, list[str]] = {}  # by node, once its ranks are forked
         self._left: set[int] = set()  # nodes on which no process of it is left
         self._ticks_from = 0.0  # when cells may be called again because of the time
         self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
@@ -310,7 +308,7 @@ class Members:
             )
             return
         rank.ready, rank.device, self.backend = True, message.device, message.backend
-        self._moved = time.monotonic()
+        self._bring_up.move()
 
     def fail(self, text: str, obstacle: Obstacle = "other") -> None:
         """Report that the ranks can't be started, and end them."""
@@ -320,26 +318,17 @@ class Members:
 
     def _get_on(self, progress: Progress) -> None:
         """Note that the start made progress. `progress` is what it does now."""
-        self._moved = time.monotonic()
-        if progress != self._progress:
-            self._progress = progress
+        if self._bring_up.move(progress):
             self.to_notebook(progress)
 
     def _check_start(self, now: float) -> None:
         missing = [rank.rank for rank in self.ranks.values() if not rank.ready]
-        forked = self._notes.keys() == self._shares.keys()
-        if not missing and forked:
+        if not missing and self._bring_up.forked:
             self.up, self._up_at = True, time.time()
-            notes = [note for node in sorted(self._notes) for note in self._notes[node]]
+            notes = self._bring_up.notes
             self.to_notebook(Started(self.epoch, self.infos(), self.backend, notes, self._first_serial, self.slack))
-        elif now > self._moved + self._patience:
-            said = self._progress.text if self._progress is not None else ""
-            where = f"{self.names.describe(missing)} not ready" if forked else said
-            self.fail(
-                f"the start made no progress for {self._patience:g} s ({where or 'no process came up'}). "
-                f"Type `%distributed start` to try again; what has been imported is kept. Set {PATIENCE_VARIABLE} in "
-                "the environment to wait longer."
-            )
+        elif now > self._bring_up.due:
+            self.fail(self._bring_up.describe_stuck(self.names.describe(missing)))
 
     def _info(self, rank: Rank) -> RankInfo:
         number = self._node_of[rank.rank]
@@ -352,7 +341,7 @@ class Members:
         """Return when `tick` should be called."""
         dues = [due for number in self._late if (due := self.ranks[number].due) is not None]
         if not self.up and not self.ending:
-            dues.append(self._moved + self._patience)
+            dues.append(self._bring_up.due)
         if self.up and (due := self._cells_due()) is not None:
             dues.append(due)
         if self._healing is not None and self._healing.due is not None:
@@ -405,10 +394,10 @@ class Members:
             self._spawn_others(message)
         elif isinstance(message, Spawned):
             self._rank_on(node, message.rank).pid = message.pid
-            self._moved = time.monotonic()
+            self._bring_up.move()
         elif isinstance(message, Spawning):
-            self._notes[node] = [self._of_node(node, note) for note in message.notes]
-            if self._notes.keys() == self._shares.keys():
+            self._bring_up.note_forked(node, [self._of_node(node, note) for note in message.notes])
+            if self._bring_up.forked:
                 self._get_on(Progress("join", "ranks join their group"))
         elif isinstance(message, SpawnFailed):
             if self._healing is not None:
@@ -531,16 +520,15 @@ class Members:
     def heal(self, message: Heal) -> None:
         """Replace ranks."""
         now = time.monotonic()
-        if why := self._hindrance(message):
+        alive = [rank for rank in message.ranks if not self.ranks[rank].dead]
+        if why := self._hindrance(message, alive):
             self._tell(HealFailed(why))
             return
-        alive = [rank for rank in message.ranks if not self.ranks[rank].dead]
         self._healing = Healing(self, message.ranks, alive, self._patience, self._history.cells, now)
         self._check_healing(now)
 
-    def _hindrance(self, message: Heal) -> str:
+    def _hindrance(self, message: Heal, alive: Sequence[int]) -> str:
         """Return why ranks can't be replaced; "" if they can."""
-        alive = [rank for rank in message.ranks if not self.ranks[rank].dead]
         gone = [rank for rank in message.ranks if self._node_of[rank] not in self._nodes]
         if self._healing is not None:
             return "ranks are being replaced already: wait for that to end"

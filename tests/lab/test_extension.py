@@ -20,6 +20,7 @@ PRINT = """\
 print("both")
 print(f"<b>rank {rank}</b>")
 f"value {rank}\""""
+FLOOD = "%%distributed\nfor line in range(20_000): print(rank, line)"
 NEWER = """\
 import comm
 state = {"protocol": 99, "version": "9.9", "ranks": 0, "cells": []}
@@ -39,7 +40,7 @@ def show(notebook: Notebook) -> Locator:
 @pytest.fixture(scope="module")
 def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
     """A notebook with two ranks, its sidebar open."""
-    cells = ["%load_ext nbdist\n%distributed start -n 2", LOOP, "%%distributed\nrank", "kept = 1", PRINT]
+    cells = ["%load_ext nbdist\n%distributed start -n 2", LOOP, "%%distributed\nrank", "kept = 1", PRINT, FLOOD]
     with Notebook(lab, browser, cells) as notebook:
         show(notebook)
         notebook.run(0)
@@ -172,6 +173,15 @@ def test_output_has_a_tab_for_each_rank(two: Notebook) -> None:
     saved = two.page.evaluate(f"{CURRENT}.content.widgets[4].model.outputs.toJSON()")
     assert [each["output_type"] for each in saved] == ["stream", "display_data"]
     assert list(saved[1]["data"]) == ["text/plain"]
+
+
+def test_the_tab_of_a_rank_that_has_printed_much_has_every_line(two: Notebook) -> None:
+    two.run(5)
+    cell = two.page.locator(".jp-Cell").nth(5)
+    cell.get_by_role("tab", name="1").click()
+    expect(cell.locator(".nbdist-tab-count")).to_have_text("20000 lines")
+    two.clear(5)
+    expect(cell.get_by_role("tab")).to_have_count(0)
 
 
 def test_a_restarted_kernel_has_no_ranks_and_can_start_them_again(lab: Lab, browser: Browser) -> None:

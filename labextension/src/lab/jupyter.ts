@@ -67,10 +67,17 @@ export interface SharedCell {
   readonly changed: Signal<unknown, unknown>;
 }
 
+/** The text of a stream, which grows. */
+export interface StreamText {
+  readonly text: string;
+  readonly changed: Signal<unknown, unknown>;
+}
+
 /** What a cell has put out. */
 export interface Outputs {
   readonly length: number;
-  get(index: number): { readonly data: Record<string, unknown> };
+  /** `data` is as the output began; the text of a stream grows apart from it. */
+  get(index: number): { readonly data: Record<string, unknown>; readonly streamText?: StreamText };
   readonly changed: Signal<unknown, unknown>;
 }
 

@@ -11,9 +11,17 @@ import { linesOf, ranksOf, type Line } from "./rank_lines";
 import { ALL_TAB, COPIED, COPY, lineCount, NO_LINES, OUTPUT_BY_RANK, SEARCH } from "./strings";
 
 const PAUSE = 250; // milliseconds between two looks at output that grows
-const SLICE = 1_000_000; // characters that are taken apart at a time
+const SLICE = 100_000; // characters that are taken apart at a time
 const BLOCK = 200; // lines that the page lays out together, when they come into view
 const MOST_TABS = 16; // with more ranks the tabs are a menu
+
+/** One output, as far as it is taken apart. */
+interface Part {
+  text: string; // its whole lines
+  whole: number; // how many these are
+  lines: Line[]; // and the one that has begun
+  labels: Set<string>;
+}
 
 export class OutputTabs {
   private readonly bar = make("div", "tabs");
@@ -24,10 +32,11 @@ export class OutputTabs {
   private readonly count = make("span", "tab-count");
   private readonly view = make("div", "tab-view");
   private ranks: number[] = [];
-  private readonly seen = new Map<string, number[]>(); // what labels mean
-  private lines: Line[] = [];
+  private seen = new Map<string, number[]>(); // which ranks a label names
+  private parts: Part[] = [];
   private chosen: number | null = null;
   private due = 0;
+  private changed = false; // since the last look began
 
   constructor(
     private readonly cell: Cell,
@@ -63,41 +72,41 @@ export class OutputTabs {
 
   /** Look again, soon: output may come in thousands of pieces. */
   readonly later = (): void => {
+    this.changed = true;
     if (this.due !== 0) return;
     this.due = window.setTimeout(() => void this.look(), PAUSE);
   };
 
   private async look(): Promise<void> {
-    const lines: Line[] = [];
+    const parts: Part[] = [];
+    this.changed = false;
     if (this.isOnRanks()) {
-      for (const text of this.texts()) {
-        for (let from = 0; from < text.length; ) {
-          const end = from + SLICE < text.length ? text.indexOf("\n", from + SLICE) + 1 || text.length : text.length;
-          for (const line of linesOf(text.slice(from, end))) lines.push(line);
-          from = end;
-          if (from < text.length) await new Promise((resolve) => setTimeout(resolve)); // the page is the reader's
-        }
-      }
+      for (const text of this.texts()) parts.push(await taken(text, this.parts[parts.length]));
     }
     this.due = 0;
     if (this.cell.isDisposed) return;
-    this.lines = lines;
+    if (this.wasChanged()) this.later(); // more has come meanwhile
+    this.parts = parts;
     this.arrange();
+  }
+
+  private wasChanged(): boolean {
+    return this.changed;
   }
 
   /** The text of streams and values. */
   private *texts(): Generator<string> {
     for (let index = 0; index < this.outputs.length; index++) {
-      const { data } = this.outputs.get(index);
-      const text = data["application/vnd.jupyter.stdout"] ?? data["application/vnd.jupyter.stderr"] ?? data["text/plain"];
+      const { data, streamText } = this.outputs.get(index);
+      streamText?.changed.connect(this.later); // a signal takes the same slot once
+      const text = streamText?.text ?? data["text/plain"];
       if (typeof text === "string") yield text;
     }
   }
 
   private arrange(): void {
-    for (const [label] of this.lines) if (label !== "" && !this.seen.has(label)) this.seen.set(label, ranksOf(label));
-    const present = new Set(this.lines.flatMap(([label]) => (label === "" ? [] : [label])));
-    const ranks = [...new Set([...present].flatMap((label) => this.seen.get(label) ?? []))].sort((one, other) => one - other);
+    this.seen = new Map(this.parts.flatMap(({ labels }) => [...labels].map((label): [string, number[]] => [label, ranksOf(label)])));
+    const ranks = [...new Set([...this.seen.values()].flat())].sort((one, other) => one - other);
     const wanted = ranks.length > 1;
     const wrapper = this.cell.node.querySelector<HTMLElement>(".jp-Cell-outputWrapper");
     if (wrapper === null) return;
@@ -155,8 +164,11 @@ export class OutputTabs {
     const rank = this.chosen;
     const words = this.search.value.toLowerCase();
     const labels = new Set([...this.seen].filter(([, ranks]) => rank !== null && ranks.includes(rank)).map(([label]) => label));
-    const lines = this.lines.filter(([label, text]) => labels.has(label) && (words === "" || text.toLowerCase().includes(words)));
-    return lines.map(([, text]) => text);
+    const found: string[] = [];
+    for (const { lines } of this.parts) {
+      for (const [label, text] of lines) if (labels.has(label) && (words === "" || text.toLowerCase().includes(words))) found.push(text);
+    }
+    return found;
   }
 
   private readonly draw = (): void => {
@@ -193,5 +205,29 @@ export class OutputTabs {
     window.setTimeout(() => {
       write(this.copy, COPY);
     }, 1500);
+  }
+}
+
+/** Take a text apart, in slices, so that the page stays the reader's. It mostly goes on where it has ended before. */
+async function taken(text: string, known: Part | undefined): Promise<Part> {
+  const part = known !== undefined && text.startsWith(known.text) ? known : { text: "", whole: 0, lines: [], labels: new Set<string>() };
+  const end = text.lastIndexOf("\n") + 1;
+  part.lines.length = part.whole;
+  for (let from = part.text.length; from < end; ) {
+    const to = from + SLICE < end ? text.indexOf("\n", from + SLICE) + 1 : end;
+    add(part, text.slice(from, to));
+    from = to;
+    if (from < end) await new Promise((resolve) => setTimeout(resolve));
+  }
+  part.text = text.slice(0, end);
+  part.whole = part.lines.length;
+  add(part, text.slice(end));
+  return part;
+}
+
+function add(part: Part, text: string): void {
+  for (const line of linesOf(text)) {
+    part.lines.push(line);
+    if (line[0] !== "") part.labels.add(line[0]);
   }
 }

@@ -119,7 +119,7 @@ def _read(message: dict[str, Any], kind: type[Any]) -> Any:
 
 
 def _after_each_cell(call: Callable[[], None]) -> Callable[[], None]:
-    """PageCall something after each cell. Returns what ends that."""
+    """Call something after each cell. Returns what ends that."""
     shell = shells.current()
 
     def ended(_: object) -> None:

@@ -224,6 +224,28 @@ def test_replicas_are_equal_to_the_bit_after_a_sync(plan: str, ranks: int, src: 
         assert printed(kernel, WEIGHTS) == healed
 
 
+LATE = """
+import time
+from nbdist.worker.recovery import reset_models
+settled = reset_models.buckets_settled
+def late():
+    time.sleep(0.5 if {rank} == int(rank) else 0.0)  # the newcomer's vote comes after the other's
+    return settled()
+reset_models.buckets_settled = late
+"""
+
+
+def test_a_second_heal_does_not_take_the_votes_of_the_first() -> None:
+    with kernel_with_ranks(2) as kernel:
+        kernel.ok("%distributed plan ddp")
+        kernel.ok(f"%%distributed --setup\n{MODEL}{LATE.format(rank=0)}")
+        for rank in (1, 0):
+            kernel.ok("%%distributed\ntrain(0, 3)")
+            kill(kernel, rank)
+            kernel.ok("%distributed heal", HANG)
+            kernel.ok("%%distributed\nnbdist.sync()\ntrain(3, 6)\nassert nbdist.check(model)", HANG)
+
+
 def test_shards_that_nobody_else_has_need_a_checkpoint() -> None:
     with kernel_with_ranks(2) as kernel:
         kernel.ok("%distributed plan fsdp")

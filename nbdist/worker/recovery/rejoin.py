@@ -198,7 +198,7 @@ class RankRecovery:
             if task.regroup:
                 self.make_group_again(task.generation)
             if task.reset:
-                topic = f"buckets settled after {task.serial}"
+                topic = f"buckets settled, generation {task.generation}, cell {task.serial}"  # never voted on before
                 keep_buckets = self.collectives.agree(topic, reset_models.buckets_settled(), task.ranks, self._rank)
         except Exception as error:  # the ranks live on, and the user is told
             failure = f"{type(error).__name__}: {error}".splitlines()[0]

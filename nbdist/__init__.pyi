@@ -34,6 +34,7 @@ from .train.checkpoint.checkpoint import register_for_checkpointing as register_
 from .train.checkpoint.checkpoint import save_state as save_state
 from .train.checkpoint.model_files import load_model as load_model
 from .train.checkpoint.model_files import save_model as save_model
+from .train.checkpoint.neighbor_copies import replicate as replicate
 from .train.collective.collectives import broadcast as broadcast
 from .train.collective.collectives import broadcast_object_list as broadcast_object_list
 from .train.collective.collectives import gather as gather

@@ -130,6 +130,7 @@ class State:
         averages: The averaged weights of each parameter that an optimizer has stepped, if the plan has `ema`.
         averaged: Models that hold their averaged weights at the moment.
         saved_in: The folder of the last checkpoint that this process took part in; empty: there is none.
+        neighbor_copies: What `replicate` keeps.
         copies: The tensors of the last asynchronous save, in CPU memory that the next one uses again.
     """
 
@@ -159,6 +160,7 @@ class State:
     averages: Any = field(default_factory=WeakIdKeyDictionary)
     averaged: list[nn.Module] = field(default_factory=list)
     saved_in: str = ""
+    neighbor_copies: Any = None
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 model, optimizer, scheduler, loader = nbdist.prepare(net, optimizer, scheduler, loader)
 torch.manual_seed(rank)
 random.seed(rank)
-deaths, folder, saves = {deaths}, {folder!r}, {saves}
+deaths, folder, keeps = {deaths}, {folder!r}, {keeps!r}
 def may_die(in_step):
     mark = f'{{folder}}/{{scheduler.last_epoch}}'
     if (scheduler.last_epoch, rank, in_step) in deaths and not os.path.exists(mark):
@@ -41,8 +41,10 @@ def train():
         loss.backward()
         optimizer.step()
         scheduler.step()
-        if saves and scheduler.last_epoch == 4:
+        if keeps == 'save' and scheduler.last_epoch == 4:
             nbdist.save_state(f'{{folder}}/states/step-4')
+        if keeps == 'replicate' and scheduler.last_epoch % 5 == 0:
+            nbdist.replicate()
 """
 RESULT = """%%distributed
 whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -55,30 +57,31 @@ def result(kernel: Kernel) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "deaths", "saves", "goes_on"),
+    ("plan", "deaths", "keeps", "goes_on"),
     [
         (
             "ddp",
             [(3, 1, False), (4, 0, True)],
-            False,
+            "",
             ["step 3, with the state of rank 0", "step 5, with the state of rank 1"],
         ),
-        ("fsdp", [(6, 1, False)], True, ["step 4: loaded "]),
+        ("fsdp", [(6, 1, False)], "save", ["step 4: loaded "]),
+        ("fsdp", [(6, 1, False), (7, 0, True)], "replicate", ["step 5: the last copies", "step 5: the last copies"]),
     ],
 )
 def test_a_training_goes_on_by_itself_and_ends_as_if_no_rank_had_died(
-    plan: str, deaths: list[tuple[int, int, bool]], saves: bool, goes_on: list[str], tmp_path: Path
+    plan: str, deaths: list[tuple[int, int, bool]], keeps: str, goes_on: list[str], tmp_path: Path
 ) -> None:
     with kernel_with_ranks(2, "--exact --on-death heal") as kernel:
         kernel.ok(f"%distributed plan {plan}")
-        kernel.ok(TRAINING.format(deaths=deaths, folder=str(tmp_path), saves=saves))
+        kernel.ok(TRAINING.format(deaths=deaths, folder=str(tmp_path), keeps=keeps))
         said = kernel.ok("%%distributed\ntrain()", HANG).stdout
         went_on = [line.partition("training goes on from ")[2] for line in said.splitlines() if " goes on " in line]
         assert len(went_on) == len(goes_on)
         assert all(line.startswith(words) for line, words in zip(went_on, goes_on, strict=True)), went_on
         healed = result(kernel)
         kernel.ok("%distributed restart")
-        kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), saves=saves))
+        kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), keeps=keeps))
         kernel.ok("%%distributed\ntrain()", HANG)
         assert result(kernel) == healed
 
@@ -91,20 +94,20 @@ def test_a_cell_that_trains_nothing_is_not_run_again() -> None:
         assert lines_by_rank(kernel.ok("%%distributed\nprint(rank)").stdout) == {0: ["0"], 1: ["1"]}
 
 
-def test_a_cell_that_kills_its_rank_at_the_same_step_again_is_given_up(tmp_path: Path) -> None:
+def test_a_cell_that_kills_its_rank_at_the_same_step_each_time_is_given_up(tmp_path: Path) -> None:
     with kernel_with_ranks(2, "--on-death heal") as kernel:
-        kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), saves=False))
+        kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), keeps=""))
         code = "%%distributed\nif rank == 1: os._exit(3)\ntrain()"
         failed = kernel.fails(code, "RankDied", HANG)
         assert failed.evalue.startswith("rank 1 died: exit code 3")
-        assert failed.stdout.count("training goes on from step 0") == 2
+        assert failed.stdout.count("training goes on from step 0") == 3
 
 
 def test_a_newcomer_that_has_prepared_nothing_is_named() -> None:
     with kernel_with_ranks(2, "--on-death heal") as kernel:
         kernel.ok("%%distributed\nimport os, torch, nbdist\nmodel = nbdist.prepare(torch.nn.Linear(2, 2))")
         failed = kernel.fails("%%distributed\nif rank == 1: os._exit(3)", "RankError", HANG)
-        assert "rank 1 has prepared nothing, so the cell was not run again" in failed.evalue
+        assert "rank 1 has prepared nothing, so the training can't go on there" in failed.evalue
         assert failed.stdout.startswith("rank 1 died: exit code 3")
 
 
@@ -117,7 +120,7 @@ def test_the_session_ends_if_it_is_to() -> None:
 
 def test_without_a_source_the_ranks_that_have_trained_give_their_state(tmp_path: Path) -> None:
     with kernel_with_ranks(2) as kernel:
-        kernel.ok(TRAINING.format(deaths=[(3, 0, False)], folder=str(tmp_path), saves=False))
+        kernel.ok(TRAINING.format(deaths=[(3, 0, False)], folder=str(tmp_path), keeps=""))
         kernel.fails("%%distributed\ntrain()", "RankDied", HANG)
         kernel.ok("%distributed heal", HANG)
         refused = kernel.fails("%%distributed\nnbdist.sync(model, src=0)", "RankError", HANG).evalue

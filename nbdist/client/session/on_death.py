@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
@@ -10,6 +11,7 @@ from nbdist.errors import NbdistError, RankDied
 from nbdist.train.compare.resume import resume
 
 T = TypeVar("T")
+_TRIES = 3  # that a cell has from one step on
 OnDeath = Literal["ask", "heal", "stop"]
 ON_DEATH: tuple[OnDeath, ...] = ("ask", "heal", "stop")
 
@@ -24,8 +26,8 @@ def outlive(
 ) -> T:
     """Run a cell, and act as the policy says when ranks die under it.
 
-    With "heal" they are replaced, all ranks take the state of the last step, and the cell runs again, as often as
-    ranks die, unless no step was made in between.
+    With "heal" they are replaced, all ranks take the state of the last step, and the cell runs again, unless it has
+    died three times from the same step on.
 
     Args:
         attempt: Runs the cell once.
@@ -39,7 +41,7 @@ def outlive(
         RankDied: With "ask" and "stop"; with "heal" if nothing is being trained, or ranks die again at once.
         SessionBroken: With "heal": they could not be replaced.
     """
-    before = ""
+    tried: Counter[str] = Counter()  # by where the training went on
     while True:
         try:
             return attempt()
@@ -51,9 +53,9 @@ def outlive(
                 raise
             report(_first_line(error))
             now = _go_on(error, heal, set_up, report)
-            if not now or now == before:
+            tried[now] += 1
+            if not now or tried[now] == _TRIES:
                 raise
-            before = now
 
 
 def _go_on(

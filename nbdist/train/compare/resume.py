@@ -11,16 +11,18 @@ from nbdist.train import active_training
 
 
 def resume() -> str:
-    """Take the state of the ranks that have made the most steps, else that of the newest checkpoint that they saved.
+    """Go on after a heal: with the state of the ranks that have made the most steps, if they hold all of it; else with
+    the last copies of `replicate`, else with the newest checkpoint that this run has saved. To be called on all ranks.
 
     Returns:
         Where the training goes on, the same on all ranks; empty if none of them has prepared anything.
 
     Raises:
-        UsageError: Some ranks have prepared nothing; or they lack a state, and nothing has been saved.
+        UsageError: Some ranks have prepared nothing; or they lack a state, and nothing has been kept or saved.
     """
     from nbdist.train import state as training
     from nbdist.train.checkpoint.checkpoint import load_state
+    from nbdist.train.checkpoint.neighbor_copies import restore_copies
     from nbdist.train.collective.agreement import gather
     from nbdist.train.compare.replicas import TornShards, take_state
 
@@ -31,14 +33,20 @@ def resume() -> str:
     if bare := [rank for rank, (begun, _, _) in enumerate(told) if not begun]:
         verb = "has" if len(bare) == 1 else "have"
         raise UsageError(
-            f"{describe_ranks(bare)} {verb} prepared nothing, so the cell was not run again: mark the cell that makes "
-            "and prepares the model with `%%distributed --setup`"
+            f"{describe_ranks(bare)} {verb} prepared nothing, so the training can't go on there: mark the cell that "
+            "makes and prepares the model with `%%distributed --setup`"
         )
     report = take_state(src=None, group=None)
     if isinstance(report, TornShards):
+        steps = restore_copies(training.current(), newcomer=active_training.newcomer)
+        if steps is not None:
+            active_training.newcomer = False
+            return f"training goes on from step {steps:,}: the last copies of `nbdist.replicate`"
         folder = next((saved for _, saved, _ in told if saved), "")
         if not folder:
-            raise UsageError(f"{report.text}, and nothing has been saved by `nbdist.save_state`: {report.advice}")
+            raise UsageError(
+                f"{report.text}, and neither `nbdist.replicate` nor `nbdist.save_state` has kept them: {report.advice}"
+            )
         loaded = load_state(folder)
         return f"training goes on from step {loaded.steps:,}: loaded {loaded.path}"
     return f"training goes on from step {training.current().steps:,}, with the state of rank {report.src}"

@@ -103,6 +103,23 @@ def test_a_cell_that_kills_its_rank_at_the_same_step_each_time_is_given_up(tmp_p
         assert failed.stdout.count("training goes on from step 0") == 3
 
 
+def test_a_rank_that_stays_in_the_cell_for_good_is_replaced_too(tmp_path: Path) -> None:
+    with kernel_with_ranks(3, "--on-death heal") as kernel:
+        kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), keeps=""))
+        once = f"os.path.exists({str(tmp_path / 'once')!r})"
+        code = (
+            "import ctypes\n"
+            f"if rank == 0 and not {once}:\n    open({str(tmp_path / 'once')!r}, 'x').close()\n    os._exit(3)\n"
+            f"if rank == 1 and len(os.listdir({str(tmp_path)!r})) < 2:\n"
+            f"    open({str(tmp_path / 'twice')!r}, 'x').close()\n    ctypes.PyDLL(None).sleep(600)\n"
+            "train()"
+        )
+        said = kernel.ok(f"%%distributed\n{code}", HANG).stdout
+        assert "rank 1 does not leave the cell, and is replaced, too" in said
+        assert "ranks 0-1 replaced in " in said
+        assert "training goes on from step 0, with the state of rank 2" in said
+
+
 def test_a_newcomer_that_has_prepared_nothing_is_named() -> None:
     with kernel_with_ranks(2, "--on-death heal") as kernel:
         kernel.ok("%%distributed\nimport os, torch, nbdist\nmodel = nbdist.prepare(torch.nn.Linear(2, 2))")

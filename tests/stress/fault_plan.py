@@ -48,6 +48,14 @@ total = torch.tensor([float(rank + 1)], dtype=torch.float64)
 dist.all_reduce(total)
 print("sum", int(total))
 """
+_GO_ON = """%%distributed
+nbdist.sync()
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.full((8, 64), rank + 1.0)).square().mean().backward()
+    optimizer.step()
+assert nbdist.check(model, optimizer)
+"""
 # By phase: what runs, and, once that prints, the moment from which a fault may come.
 PHASES = {
     "idle": "",
@@ -307,13 +315,13 @@ class FaultPlan:
             refused = kernel.fails("%distributed heal", "SessionBroken", BOUND).evalue
             assert f"`%distributed heal -r {which} --kill` replaces it, too" in refused, refused
             kernel.ok(f"%distributed heal -r {which} --kill", BOUND)
-            kernel.ok("%%distributed\nnbdist.sync()", BOUND)
+            kernel.ok(_GO_ON, BOUND)
             return
         self._check_kept(kernel, living)
         kernel.ok("%distributed heal" if heals else "%distributed restart", BOUND)
         if heals:
             self._check_kept(kernel, living)
-            kernel.ok("%%distributed\nnbdist.sync()", BOUND)
+            kernel.ok(_GO_ON, BOUND)
         else:
             kernel.ok(_SETUP, BOUND)
 

@@ -52,6 +52,7 @@ from nbdist.wire.handover import Choices
 from nbdist.wire.life import RankInfo, StartOptions
 
 T = TypeVar("T")
+_LEAVE_LIMIT = 5.0  # seconds for ranks to leave a cell in which others have died
 
 _sessions: list[weakref.ref[Session]] = []  # of this notebook, the newest last
 
@@ -618,7 +619,20 @@ def rank_set_of(session: Session) -> RankSet:
 
 def outlive_deaths(session: Session, attempt: Callable[[], T], report: Callable[[str], object] = print) -> T:
     """Run a cell by `attempt`, and do what the session is to do when ranks die under it. `report`: shows that."""
-    return outlive(attempt, session._on_death, session.heal, session.close, session._rank_set.set_up, report)
+    heal_all = functools.partial(_heal_all, session, report)
+    return outlive(attempt, session._on_death, heal_all, session.close, session._rank_set.set_up, report)
+
+
+def _heal_all(session: Session, report: Callable[[str], object]) -> HealReport:
+    """Replace the ranks that have died, and those that never leave the cell in which they did."""
+    traffic, living = session._rank_set.traffic, session._rank_set.living()
+    traffic.wait_free(living, _LEAVE_LIMIT)
+    stuck = sorted(rank for rank, task in traffic.running(living).items() if task.bereaved)
+    if not stuck:
+        return session.heal()
+    verb, them = ("does", "is") if len(stuck) == 1 else ("do", "are")
+    report(f"{describe_ranks(stuck)} {verb} not leave the cell, and {them} replaced, too")
+    return session.heal(sorted({*traffic.dead, *stuck}), kill=True)
 
 
 def start_in_background(

@@ -26,7 +26,7 @@ from pathlib import Path
 from nbdist.text import table
 from testbed.kernel import Execution, Kernel, Outcome, wait_until
 from tests.support.leftovers import MARK, files_of_sessions, processes_of_this_run
-from tests.support.roles import alive, await_end, family, find, find_store
+from tests.support.roles import alive, await_end, children, family, find
 
 RANKS = 3
 BOUND = 30.0  # seconds until a cell counts as hanging, however busy the machine is
@@ -236,9 +236,16 @@ class FaultPlan:
     def _pids(self, kernel: Kernel) -> dict[str, int]:
         ranks = kernel.rank_pids()
         others = {role: find(kernel.pid, role) for role in ("controller", "agent", "template")}
-        store = [pid for pid in family(others["template"])[1:] if pid not in ranks]
+        strangers: list[int] = []
+
+        def is_alone() -> bool:
+            strangers[:] = [pid for pid in children(others["template"]) if pid not in ranks]
+            return len(strangers) == 1
+
+        # A rank that was given up while it came up may still be ending.
+        wait_until(is_alone, lambda: f"an end of all but one of {strangers}: {processes_of_this_run()}", BOUND)
         found = {"kernel": kernel.pid, **others, **{f"rank {rank}": pid for rank, pid in enumerate(ranks)}}
-        return {**found, "store": find_store(kernel) if len(store) > 1 else store[0]}
+        return {**found, "store": strangers[0]}
 
     def _begin(self, kernel: Kernel, phase: str) -> Execution | None:
         if not PHASES[phase]:

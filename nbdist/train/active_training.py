@@ -22,4 +22,4 @@ class Training:
 
 
 training: Training | None = None
-newcomer = False  # whether this process has replaced a rank that died, and has been given no state of the others yet
+newcomer = False  # whether this process has replaced a rank that died, and neither got a state nor trained since

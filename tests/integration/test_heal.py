@@ -257,6 +257,18 @@ def test_shards_that_nobody_else_has_need_a_checkpoint() -> None:
         assert "rank 0 has done 3 steps, rank 1 has done 0 steps: load a checkpoint on all ranks" in refused
 
 
+def test_so_do_shards_of_an_optimizer_that_counts_no_steps() -> None:
+    with kernel_with_ranks(2) as kernel:
+        kernel.ok("%distributed plan fsdp")
+        kernel.ok(f"%%distributed --setup\n{MODEL.replace('AdamW', 'SGD')}")
+        kernel.ok("%%distributed\ntrain(0, 3)")
+        kill(kernel, 1)
+        kernel.ok("%distributed heal", HANG)
+        refused = kernel.fails("%%distributed\nnbdist.sync()", "RankError", HANG).evalue
+        assert "rank 1 has just replaced others: load a checkpoint on all ranks" in refused
+        kernel.ok("%%distributed\ntrain(3, 4)\nnbdist.sync()", HANG)  # whoever trains on has accepted it
+
+
 def test_it_is_refused_when_it_can_t_help(three: Kernel) -> None:
     assert three.fails("%distributed heal", "UsageError").evalue.startswith("no rank has died")
     named = "--kill ends ranks that live, so name them: `%distributed heal -r 1 --kill`"

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 from nbdist.client.session.heal import HealReport
 from nbdist.errors import NbdistError, RankDied
-from nbdist.train.compare.resume import resume
+from nbdist.train.compare.resume import ResumeReport, resume
 
 T = TypeVar("T")
 _TRIES = 3  # that a cell has from one step on
@@ -21,7 +21,7 @@ def outlive(
     policy: OnDeath,
     heal: Callable[[], HealReport],
     close: Callable[[], None],
-    set_up: Callable[[Callable[[], str]], list[str]],
+    set_up: Callable[[Callable[[], ResumeReport | None]], list[ResumeReport | None]],
     report: Callable[[str], object],
 ) -> T:
     """Run a cell, and act as the policy says when ranks die under it.
@@ -41,7 +41,7 @@ def outlive(
         RankDied: With "ask" and "stop"; with "heal" if nothing is being trained, or ranks die again at once.
         SessionBroken: With "heal": they could not be replaced.
     """
-    tried: Counter[str] = Counter()  # by where the training went on
+    tried: Counter[int] = Counter()  # by the step from which the training went on
     while True:
         try:
             return attempt()
@@ -53,25 +53,27 @@ def outlive(
                 raise
             report(_first_line(error))
             now = _go_on(error, heal, set_up, report)
-            tried[now] += 1
-            if not now or tried[now] == _TRIES:
+            if now is None:
+                raise
+            tried[now.steps] += 1
+            if tried[now.steps] == _TRIES:
                 raise
 
 
 def _go_on(
     death: RankDied,
     heal: Callable[[], HealReport],
-    set_up: Callable[[Callable[[], str]], list[str]],
+    set_up: Callable[[Callable[[], ResumeReport | None]], list[ResumeReport | None]],
     report: Callable[[str], object],
-) -> str:
-    """Replace dead ranks, and return where the training goes on; empty if none is under way."""
+) -> ResumeReport | None:
+    """Replace dead ranks, and return where the training goes on; None if none is under way."""
     try:
         report(str(heal()))
         where = set_up(resume)[0]
     except NbdistError as error:
         raise error from death
-    if where:
-        report(where)
+    if where is not None:
+        report(str(where))
     return where
 
 

@@ -317,10 +317,13 @@ def _torn_shards(described: Mapping[int, Described], src: int) -> TornShards | N
     if strangers:
         raise UsageError(f"the group lacks {describe_ranks(strangers)}, with shards of the model: leave group= out")
     steps = {rank: described[rank].steps for rank in sorted(replica)}
-    if len(replica) < 2 or len(set(steps.values())) == 1:
+    new = [rank for rank in steps if described[rank].newcomer]  # a fact, where optimizers such as SGD count no steps
+    if len(replica) < 2 or (len(set(steps.values())) == 1 and not new):
         return None
     told = ", ".join(f"rank {rank} has done {_count(count or 0, 'step')}" for rank, count in steps.items())
-    whole = [rank for rank in described if len({described[mate].steps for mate in _replica(described, rank)}) == 1]
+    if len(set(steps.values())) == 1:
+        told = f"{describe_ranks(new)} {'has' if len(new) == 1 else 'have'} just replaced others"
+    whole = [rank for rank in described if _is_whole(described, rank)]
     furthest = max(whole, key=lambda rank: described[rank].steps or 0, default=None)
     advice = (
         f"pass src={furthest}: its replica is whole"
@@ -328,6 +331,11 @@ def _torn_shards(described: Mapping[int, Described], src: int) -> TornShards | N
         else "load a checkpoint on all ranks: `nbdist.load_state(path)`, or torch.distributed.checkpoint.load"
     )
     return TornShards(f"each of these ranks holds shards that no other has, and {told}", advice)
+
+
+def _is_whole(described: Mapping[int, Described], rank: int) -> bool:
+    replica = [described[mate] for mate in _replica(described, rank)]
+    return len({mate.steps for mate in replica}) == 1 and not any(mate.newcomer for mate in replica)
 
 
 def _warn_of_unknown_steps(described: Mapping[int, Described], src: int) -> str:

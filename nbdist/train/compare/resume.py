@@ -5,17 +5,35 @@ Called on all ranks by the session, in rank processes; torch is loaded there alr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.train import active_training
 
 
-def resume() -> str:
+@dataclass(frozen=True)
+class ResumeReport:
+    """Where a training goes on, the same on all ranks. It prints as one line.
+
+    Attributes:
+        steps: Optimizer steps that had been made.
+        source: What its state was taken from.
+    """
+
+    steps: int
+    source: str
+
+    def __repr__(self) -> str:
+        return f"training goes on from step {self.steps:,}{self.source}"
+
+
+def resume() -> ResumeReport | None:
     """Go on after a heal: with the state of the ranks that have made the most steps, if they hold all of it; else with
     the last copies of `replicate`, else with the newest checkpoint that this run has saved. To be called on all ranks.
 
     Returns:
-        Where the training goes on, the same on all ranks; empty if none of them has prepared anything.
+        Where the training goes on; None if no rank has prepared anything.
 
     Raises:
         UsageError: Some ranks have prepared nothing; or they lack a state, and nothing has been kept or saved.
@@ -29,7 +47,7 @@ def resume() -> str:
     mine = training.current() if training.is_begun() else None
     told = gather((mine is not None, mine.saved_in if mine is not None else "", active_training.newcomer))
     if not any(begun for begun, _, _ in told):
-        return ""
+        return None
     if bare := [rank for rank, (begun, _, _) in enumerate(told) if not begun]:
         verb = "has" if len(bare) == 1 else "have"
         raise UsageError(
@@ -41,12 +59,12 @@ def resume() -> str:
         steps = restore_copies(training.current(), newcomer=active_training.newcomer)
         if steps is not None:
             active_training.newcomer = False
-            return f"training goes on from step {steps:,}: the last copies of `nbdist.replicate`"
+            return ResumeReport(steps, ": the last copies of `nbdist.replicate`")
         folder = next((saved for _, saved, _ in told if saved), "")
         if not folder:
             raise UsageError(
                 f"{report.text}, and neither `nbdist.replicate` nor `nbdist.save_state` has kept them: {report.advice}"
             )
         loaded = load_state(folder)
-        return f"training goes on from step {loaded.steps:,}: loaded {loaded.path}"
-    return f"training goes on from step {training.current().steps:,}, with the state of rank {report.src}"
+        return ResumeReport(loaded.steps, f": loaded {loaded.path}")
+    return ResumeReport(training.current().steps, f", with the state of rank {report.src}")

@@ -7,6 +7,7 @@ Knows which models live; knows nothing of cells or the wire. Random generators t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import random
 import sys
@@ -54,8 +55,9 @@ class ExactState:
         """
         if self.record is not None and not self._gave_up:
             coming = _RandomState()
-            coming.take()
-            self.record.write(self.steps + 1, coming.kept)
+            with contextlib.suppress(MemoryError, RuntimeError):  # as in `_keep`
+                coming.take()
+                self.record.write(self.steps + 1, coming.kept)
 
     def snapshot(self, optimizer: object) -> None:
         """Take a snapshot at the end of an optimizer step.

@@ -66,6 +66,7 @@ class RankRecovery:
         self._steps = StepCounter(control.wake)
         self._folder = setup.folder  # goes with this process; what lies beside it, with the session
         self._joining = setup.life > 0
+        self._settle: Callable[[], None] = lambda: None
         self._exact = ExactState() if setup.options.exact else None
         self._statistics = Statistics()
         self._progress = PositionProbe(self.collectives, control.gate, keyboard)
@@ -207,9 +208,8 @@ class RankRecovery:
             return InOrder(failure)
         report = reset_models.reset_models(keep_buckets=keep_buckets, moved=self._statistics.moved)
         notes = report.notes
-        if self._exact is not None and self._joining:
+        if self._joining:
             notes = notes + self._take_over(task.steps)
-            self._joining = False
         elif self._exact is not None:
             notes = notes + (self._exact.restore() if task.serial else [])  # a heal follows no cell of this rank's
         elif report.statistics_stay:
@@ -217,11 +217,17 @@ class RankRecovery:
         return InOrder(failure, report.gradients, notes)
 
     def _take_over(self, steps: int) -> list[str]:
-        """Go on with the random numbers of the dead rank whose place this one has."""
-        assert self._exact is not None
-        record = self._random_record()
-        notes = self._exact.resume(steps, record) if record is not None else []
+        """Belong to the others from now on, with the random numbers of the dead rank whose place this one has."""
+        self._settle = self._events.listen(after=self._settled)
+        record = self._random_record() if self._exact is not None else None
+        self._joining = False
+        notes = self._exact.resume(steps, record) if self._exact is not None and record is not None else []
         return [f"rank {self._rank}: {note}" for note in notes]
+
+    def _settled(self, _: object) -> None:
+        """Be no newcomer any more: it trains with the others."""
+        active_training.newcomer = False
+        self._settle()
 
     def _random_record(self) -> RandomRecord | None:
         if not self._folder:

@@ -24,7 +24,7 @@ _WARM = f"""
 import os, time
 import _tools
 from nbdist.client.session.session import Session
-from nbdist.client.session.rank_set import prewarm
+from nbdist.client.session.idle_controller import prewarm
 prewarm()
 while len(processes := _tools.psutil.Process().children(recursive=True)) < 3:  # controller, agent, template
     time.sleep(0.1)

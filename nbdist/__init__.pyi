@@ -4,9 +4,9 @@ from . import cuda_guard as cuda_guard
 from . import metrics as metrics
 from .client.costs.history import history as history
 from .client.magics.distributed import load_ipython_extension as load_ipython_extension
+from .client.session.current import attach as attach
+from .client.session.current import get_session as get_session
 from .client.session.session import Session as Session
-from .client.session.session import attach as attach
-from .client.session.session import get_session as get_session
 from .errors import CheckpointError as CheckpointError
 from .errors import InteractionError as InteractionError
 from .errors import LaunchError as LaunchError

@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     attach.add_argument("name", metavar="SESSION", nargs="?", help="as `nbdist ls` shows it (default: the only one)")
     attach.add_argument("--take", action="store_true", help="also from a client that is there, which then loses it")
     attach.set_defaults(run=_attach)
+    follow = verbs.add_parser("follow", help="show what a session does, without driving it; Ctrl-C leaves")
+    follow.add_argument("name", metavar="SESSION", nargs="?", help="as `nbdist ls` shows it (default: the only one)")
+    follow.set_defaults(run=_follow)
     stop = verbs.add_parser("stop", help="end sessions: all their ranks, on all machines")
     stop.add_argument("names", metavar="SESSION", nargs="*", help="as `nbdist ls` shows it, or the beginning of it")
     stop.add_argument("--all", action="store_true", help="all of this user on this machine")
@@ -68,6 +71,13 @@ def _attach(parsed: argparse.Namespace) -> int:
     from nbdist.client.magics.terminal import prompt
 
     prompt(parsed.name, take=parsed.take)
+    return 0
+
+
+def _follow(parsed: argparse.Namespace) -> int:
+    from nbdist.client.magics.terminal import follow
+
+    follow(parsed.name)
     return 0
 
 

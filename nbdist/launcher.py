@@ -11,8 +11,9 @@ from typing import Any
 
 from nbdist import cuda_guard, shells, transfer
 from nbdist.client.session import session as sessions
+from nbdist.client.session.current import current_session
+from nbdist.client.session.idle_controller import prewarm
 from nbdist.client.session.node_arguments import WayIn, nodes_wanted
-from nbdist.client.session.rank_set import prewarm
 from nbdist.client.session.session import rank_set_of
 from nbdist.errors import TransferError, UsageError
 from nbdist.launch import in_process, on_ranks
@@ -212,7 +213,7 @@ def _warn_of_memory() -> None:
 
 def _warn_of_session() -> None:
     """Warn that a session's ranks keep running in addition to those of the launch."""
-    session = sessions.current_session()
+    session = current_session()
     if session is None or session.closed:
         return
     held = sum(row["device_memory"] or 0 for row in session.status())

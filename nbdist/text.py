@@ -70,6 +70,11 @@ def parse_duration(text: str) -> float | None:
     return float(found[1]) * _SPANS[found[2]] if found and found[2] in _SPANS else None
 
 
+def energy(joules: float) -> str:
+    """Return an energy as it is billed: "0.420 kWh", or "1,512 J" where that is less than a thousandth of one."""
+    return f"{joules / 3.6e6:.3f} kWh" if joules >= 3600 else f"{figures(joules)} J"
+
+
 def flop_rate(rate: float) -> str:
     """Format FLOP/s with a unit: "412 TFLOPS", "48.1 GFLOPS", "0.520 MFLOPS"."""
     scale, unit = flop_unit(rate)

@@ -27,7 +27,7 @@ from nbdist.wire.keys import Home, read_home, read_key_file
 from nbdist.wire.lanes import VISITOR, connect
 from nbdist.wire.life import Shutdown
 from nbdist.wire.message import Message
-from nbdist.wire.visitor_messages import Describe, Description
+from nbdist.wire.visitor_messages import Describe, Description, InterruptAll
 
 _ANSWER_LIMIT = 2.0  # seconds; a controller answers at once, even if its ranks are stuck
 _END_LIMIT = 10.0
@@ -67,6 +67,11 @@ class Found:
     def left(self) -> Leaving | None:
         """How its last client has left; None if there is one."""
         return self.description.left if self.description is not None else None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process drives it."""
+        return not self.lonely and self.kernel == os.getpid()
 
     def is_of(self, notebook: str, seat: str) -> bool:
         """Return whether a notebook, or one that had its kernel, is or was its client."""
@@ -111,7 +116,7 @@ def reach(name: str) -> Found:
         description = _ask(file, Describe()) if owner == os.getuid() and home == Home.here(home.kernel) else None
     except PermissionError:
         raise UsageError(f"session {shown} belongs to another user: only its owner can read {file}") from None
-    except (OSError, msgspec.DecodeError, _NotThere):
+    except (OSError, msgspec.DecodeError, SessionGone):
         raise UsageError(f"session {shown} has ended. `nbdist ls` shows the others") from None
     if owner != os.getuid():
         raise UsageError(f"session {shown} belongs to another user (uid {owner}, who owns {file})")
@@ -132,7 +137,7 @@ def _all(but_of: int = 0) -> Iterator[Found]:
             home = read_home(file)
             if home.host == Home.here().host and (not but_of or home.kernel != but_of):
                 yield Found(name_of(file), file, _ask(file, Describe()))
-        except (OSError, msgspec.DecodeError, _NotThere):
+        except (OSError, msgspec.DecodeError, SessionGone):
             continue
 
 
@@ -167,11 +172,12 @@ def _cells(description: Description | None) -> tuple[str, ...]:
         size(description.memory),
         ", ".join(cells) or "nothing",
         time.strftime("%Y-%m-%d %H:%M", time.localtime(description.since)) if description.since else "starting",
-        _client(description),
+        client_of(description),
     )
 
 
-def _client(description: Description) -> str:
+def client_of(description: Description) -> str:
+    """Return whether a session has a client, or how its last one has left, for people."""
     if description.left is None:
         return "there"
     return f"{description.left}, ends in {span(description.seconds_left)}"
@@ -194,10 +200,28 @@ def stop(names: list[str]) -> list[str]:
     for each in chosen:
         try:
             _ask(each.key_file, Shutdown())
-        except _NotThere:
+        except SessionGone:
             continue  # it has ended meanwhile
         _await_end(each)
     return [each.name for each in chosen]
+
+
+def interrupt(name: str) -> None:
+    """Stop what a session's ranks run, after the current step if they train.
+
+    Args:
+        name: Its name, or a beginning of it.
+
+    Raises:
+        UsageError: There is no such session, or it does not answer.
+    """
+    found = _by_name(name, sessions())
+    try:
+        answer = _ask(found.key_file, InterruptAll())
+    except SessionGone:
+        raise UsageError(f"session {found.name} has ended. `nbdist ls` shows the others") from None
+    if answer is None:
+        raise UsageError(f"session {found.name} does not answer. `nbdist stop {found.name}` ends it")
 
 
 def _by_name(name: str, known: list[Found]) -> Found:
@@ -233,39 +257,69 @@ def _key_files(*, own: bool = True) -> Iterator[Path]:
                     yield file
 
 
-class _NotThere(Exception):
+class SessionGone(Exception):
     """The session has ended."""
+
+
+class Visitor:
+    """A connection to a session for questions, which does not drive it. A context manager.
+
+    Args:
+        key_file: What reaches it.
+
+    Raises:
+        SessionGone: It has ended.
+    """
+
+    def __init__(self, key_file: Path) -> None:
+        try:
+            keys = read_key_file(key_file)
+        except (OSError, json.JSONDecodeError, KeyError):
+            raise SessionGone from None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        lane = f"{VISITOR}/{secrets.randbelow(1 << 60)}".encode()
+        events = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+        self._lane = connect(self._context, keys, lane, events)
+        self._gone = self._lane.get_monitor_socket()
+        self._poller = zmq.Poller()
+        self._poller.register(self._lane, zmq.POLLIN)
+        self._poller.register(self._gone, zmq.POLLIN)
+
+    def ask(self, message: Message) -> Message | None:
+        """Return the answer; None: there was none in time, or it can't be read.
+
+        Raises:
+            SessionGone: The session has ended.
+        """
+        self._lane.send(encode(message))
+        return self.wait()
+
+    def wait(self) -> Message | None:
+        """Return the answer to a question that had none in time; as `ask`."""
+        ready = dict(self._poller.poll(int(_ANSWER_LIMIT * 1000)))
+        if self._lane in ready:
+            try:
+                return decode(self._lane.recv())
+            except msgspec.DecodeError:  # another version of nbdist
+                return None
+        if self._gone in ready:
+            raise SessionGone
+        return None
+
+    def __enter__(self) -> Visitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lane.disable_monitor()
+        self._context.destroy(linger=200)
 
 
 def _ask(file: Path, message: Message) -> Description | None:
     """Ask a session; None: it has not answered, or there is nothing to answer.
 
     Raises:
-        _NotThere: It has ended.
+        SessionGone: It has ended.
     """
-    try:
-        keys = read_key_file(file)
-    except (OSError, json.JSONDecodeError, KeyError):
-        raise _NotThere from None
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    lane = f"{VISITOR}/{secrets.randbelow(1 << 60)}".encode()
-    events = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
-    visitor = connect(context, keys, lane, events)
-    gone = visitor.get_monitor_socket()
-    poller = zmq.Poller()
-    poller.register(visitor, zmq.POLLIN)
-    poller.register(gone, zmq.POLLIN)
-    try:
-        visitor.send(encode(message))
-        ready = dict(poller.poll(int(_ANSWER_LIMIT * 1000)))
-        if visitor in ready:
-            answer = decode(visitor.recv())
-            return answer if isinstance(answer, Description) else None
-        if gone in ready:
-            raise _NotThere
-        return None
-    except msgspec.DecodeError:  # another version of nbdist
-        return None
-    finally:
-        visitor.disable_monitor()
-        context.destroy(linger=200)
+    with Visitor(file) as visitor:
+        answer = visitor.ask(message)
+        return answer if isinstance(answer, Description) else None

@@ -28,6 +28,7 @@ CHAPTERS = {
         "launcher",
         "interrupts",
         "heal",
+        "elastic",
         "debug",
         "attach",
         "measures",

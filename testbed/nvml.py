@@ -53,6 +53,7 @@ def gpu(index: int = 0, **changes: Any) -> dict[str, Any]:
         "temperature": 41,
         "power": 350_000,
         "power_limit": 700_000,
+        "energy": 0,
         "clocks": 0,
         "processes": {},
         "mig": [],
@@ -158,6 +159,17 @@ class FakeNvml:
 
     def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> Any:
         return self._of(handle, "power")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
+        self._check_open()
+        for handle in self.state["gpus"]:
+            if handle["uuid"] == uuid:
+                found: dict[str, Any] = handle
+                return found
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: dict[str, Any]) -> Any:
+        return self._of(handle, "energy")
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: dict[str, Any]) -> Any:
         return self._of(handle, "power_limit")

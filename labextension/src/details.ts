@@ -3,6 +3,7 @@
  */
 
 import { held, onGpu, type Rank } from "./state";
+import * as strings from "./strings";
 import { badgeOf, degrees, make, milliseconds, nameOf, partOf, percent, size, speed, stateOf, watts } from "./words";
 
 /** The card below the ranks. */
@@ -14,7 +15,7 @@ export class Details {
   private drawn = "";
 
   constructor(onSnapshot: () => void, onClose: () => void) {
-    const close = make("button", "button", "Close");
+    const close = make("button", "button", strings.close);
     const buttons = make("span", "buttons", this.snapshot, close);
     this.element.append(make("header", "bar-of-buttons", this.title, buttons), this.facts);
     this.element.setAttribute("aria-live", "off");
@@ -35,7 +36,7 @@ export class Details {
     this.drawn = now;
     this.title.textContent = nameOf(rank);
     this.element.setAttribute("aria-label", nameOf(rank));
-    this.snapshot.textContent = `Memory snapshot of ${nameOf(rank)}`;
+    this.snapshot.textContent = strings.snapshotOf(nameOf(rank));
     this.snapshot.disabled = rank.state === "dead";
     this.facts.replaceChildren(...facts.map(([label, value]) => fact(label, value)));
   }
@@ -46,37 +47,37 @@ function fact(label: string, value: string): HTMLElement {
 }
 
 function factsOf(rank: Rank, node: string): [label: string, value: string][] {
+  const { facts: labels } = strings;
   const facts: [string, string][] = [
-    ["device", [rank.device, rank.gpu].filter(Boolean).join(", ")],
-    ["process", [rank.pid.toString(), node].filter(Boolean).join(" on ")],
-    ["state", [stateOf(rank), rank.doing].filter(Boolean).join(": ")],
+    [labels.device, [rank.device, rank.gpu].filter(Boolean).join(", ")],
+    [labels.process, [rank.pid.toString(), node].filter(Boolean).join(" on ")],
+    [labels.state, [stateOf(rank), rank.doing].filter(Boolean).join(": ")],
     ...(onGpu(rank) ? gpuMemory(rank) : cpuMemory(rank)),
+    [labels.cpu, percent(rank.cpu)],
   ];
   if (rank.step !== null) {
-    facts.push(["step", milliseconds(rank.step)], ["speed", (rank.least ? "≥ " : "") + speed(rank.flops)]);
-    facts.push(["MFU", percent(rank.mfu, 1)]);
+    facts.push([labels.step, milliseconds(rank.step)], [labels.work, milliseconds(rank.work)]);
+    facts.push([labels.speed, (rank.least ? "≥ " : "") + speed(rank.flops)], [labels.mfu, percent(rank.mfu, 1)]);
   }
-  if (rank.badges.length > 0) facts.push(["worth a look", rank.badges.map(([, words]) => badgeOf(words)).join(", ")]);
-  if (rank.why !== "") facts.push(["not known", rank.why]);
+  if (rank.badges.length > 0) facts.push([labels.worthALook, rank.badges.map(([, words]) => badgeOf(words)).join(", ")]);
+  if (rank.why !== "") facts.push([labels.unknown, rank.why]);
   return facts;
 }
 
 function gpuMemory(rank: Rank): [label: string, value: string][] {
+  const { facts: labels } = strings;
   return [
-    ["tensors", size(rank.allocated)],
-    ["peak of tensors", size(rank.peak)],
-    ["torch's cache", size(rank.cache)],
-    ["CUDA and NCCL", size(rank.non_torch)],
-    [rank.non_torch === null ? "outside torch" : "other processes", size(rank.others)],
-    ["utilization", percent(rank.utilization)],
-    ["temperature", degrees(rank.temperature)],
-    ["power", rank.power_limit === null ? watts(rank.power) : `${watts(rank.power)} of ${watts(rank.power_limit)}`],
+    [labels.tensors, size(rank.allocated)],
+    [labels.peakOfTensors, size(rank.peak)],
+    [labels.cache, size(rank.cache)],
+    [labels.nonTorch, size(rank.non_torch)],
+    [rank.non_torch === null ? strings.outsideTorch : labels.others, size(rank.others)],
+    [labels.utilization, percent(rank.utilization)],
+    [labels.temperature, degrees(rank.temperature)],
+    [labels.power, rank.power_limit === null ? watts(rank.power) : `${watts(rank.power)} of ${watts(rank.power_limit)}`],
   ];
 }
 
 function cpuMemory(rank: Rank): [label: string, value: string][] {
-  return [
-    ["memory of its own", partOf(held(rank), rank.total)],
-    ["everything else in use", size(rank.others)],
-  ];
+  return [[strings.facts.own, partOf(held(rank), rank.total)]];
 }

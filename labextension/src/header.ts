@@ -1,24 +1,21 @@
 /**
- * What stands above the ranks: how many there are and do what, the figures over all of them, pause and rate.
+ * What stands above the ranks: how many there are and do what, why they are stuck, the figures over all of them and how
+ * these went, pause and rate.
  */
 
 import type { Head, Stat } from "./state";
-import { make, option, write } from "./words";
+import * as strings from "./strings";
+import { Strip, type Trend } from "./strip";
+import { age, make, option, write } from "./words";
 
-const RATES: [seconds: number, words: string][] = [
-  [0.25, "every 0.25 s"],
-  [0.5, "every 0.5 s"],
-  [1, "every second"],
-  [2, "every 2 s"],
-  [5, "every 5 s"],
-  [15, "every 15 s"],
-];
+const RATES = [0.25, 0.5, 1, 2, 5, 15]; // seconds
 const LATE = 3; // periods without an update after which that is said
 
 /** What a reader wants of the kernel. */
 export interface Wishes {
   pause: (on: boolean) => void;
   rate: (seconds: number) => void;
+  peak: () => void;
 }
 
 /** The header; `element` is in the page. */
@@ -28,75 +25,107 @@ export class Header {
   private readonly title = make("strong", "title");
   private readonly pause = make("button", "button");
   private readonly rate = make("select", "select");
+  private readonly alert = make("div", "alert");
+  private readonly alarm = make("span", "");
+  private readonly since = make("span", "since");
   private readonly stats = make("div", "stats");
   private tiles: Tile[] = [];
   private paused = false;
 
-  constructor(wishes: Wishes) {
-    this.rate.append(...RATES.map(([seconds, words]) => option(seconds.toString(), words)));
-    this.rate.setAttribute("aria-label", "Update interval");
+  constructor(private readonly wishes: Wishes) {
+    this.rate.append(...RATES.map((seconds) => option(seconds.toString(), strings.every(seconds))));
+    this.rate.setAttribute("aria-label", strings.updateInterval);
     this.rate.addEventListener("change", () => {
       wishes.rate(Number(this.rate.value));
     });
     this.pause.addEventListener("click", () => {
       wishes.pause(!this.paused);
     });
+    this.alarm.setAttribute("role", "alert"); // without the time, which would be said each second
+    this.alert.append(this.alarm, this.since);
     const buttons = make("span", "buttons", this.rate, this.pause);
-    this.element.append(make("div", "bar-of-buttons", make("span", "what", this.live, this.title), buttons), this.stats);
+    const what = make("span", "what", this.live, this.title);
+    this.element.append(make("div", "bar-of-buttons", what, buttons), this.alert, this.stats);
   }
 
   /** @param paused - Whether the reader wants it to rest; the kernel may learn it only when its cell has ended. */
-  draw(head: Head, paused: boolean): void {
+  draw(head: Head, trend: Trend, paused: boolean): void {
     this.paused = paused;
     write(this.title, head.title);
-    write(this.pause, paused ? "Resume" : "Pause");
-    this.pause.disabled = head.live === "ended";
+    write(this.pause, paused ? strings.resume : strings.pause);
     this.pause.setAttribute("aria-pressed", paused.toString());
     this.drawRate(head.rate);
-    if (this.tiles.length !== head.stats.length) {
-      this.tiles = head.stats.map(() => new Tile());
+    this.alert.hidden = head.alert === null;
+    write(this.alarm, head.alert === null ? "" : `⚠ ${head.alert[0]}`);
+    write(this.since, typeof head.alert?.[2] === "number" ? age(head.alert[2]) : "");
+    const keys = head.stats.map(([key]) => key).join();
+    if (keys !== this.tiles.map((tile) => tile.key).join()) {
+      this.tiles = head.stats.map(([key]) => new Tile(key, this.wishes.peak));
       this.stats.replaceChildren(...this.tiles.map((tile) => tile.element));
     }
-    head.stats.forEach((stat, index) => this.tiles[index]?.draw(stat));
+    head.stats.forEach((stat, index) => this.tiles[index]?.draw(stat, trend));
   }
 
-  /** @param silence - Seconds since the last update. */
-  drawLive(head: Head, paused: boolean, silence: number): void {
+  /**
+   * @param silence - Seconds since the last update.
+   * @param lost - Whether the kernel has been restarted.
+   * @returns whether what is shown is of now, or rests because the reader wants it to.
+   */
+  drawLive(head: Head, paused: boolean, silence: number, lost: boolean): boolean {
     const late = silence > Math.max(LATE * head.rate, LATE);
-    const now = head.live === "ended" ? "ended" : paused ? "paused" : late ? "late" : "live";
-    const words = { ended: "■ session ended", paused: "‖ paused", late: `◌ silent for ${age(silence)}`, live: "● live" };
+    const now = lost ? "lost" : head.live === "ended" ? "ended" : paused ? "paused" : late ? "late" : "live";
+    const words = {
+      lost: strings.kernelRestarted,
+      ended: strings.sessionEnded,
+      paused: strings.paused,
+      late: strings.silentFor(age(silence)),
+      live: strings.live,
+    };
     this.live.dataset["live"] = now;
+    this.pause.disabled = lost || head.live === "ended";
     write(this.live, words[now]);
+    return now === "live" || now === "paused";
   }
 
   private drawRate(seconds: number): void {
     const value = seconds.toString();
     if (![...this.rate.options].some((each) => each.value === value)) {
-      this.rate.append(option(value, `every ${value} s`));
+      this.rate.append(option(value, strings.every(seconds)));
     }
     if (this.rate.value !== value && document.activeElement !== this.rate) this.rate.value = value;
   }
 }
 
-/** One figure. */
+/** One figure, and behind it how it went. */
 class Tile {
   readonly element = make("div", "stat");
+  private readonly strip = new Strip();
   private readonly label = make("span", "label");
   private readonly value = make("span", "value");
   private readonly note = make("span", "note");
+  private readonly button = make("button", "button", strings.measurePeak);
 
-  constructor() {
-    this.element.append(this.label, this.value, this.note);
+  /**
+   * @param key - Which.
+   * @param onPeak - What its button asks for.
+   */
+  constructor(
+    readonly key: string,
+    onPeak: () => void,
+  ) {
+    this.element.append(this.strip.element, this.label, this.value, this.note, this.button);
+    this.button.addEventListener("click", onPeak);
   }
 
-  draw([label, value, note, level]: Stat): void {
+  draw([key, label, value, note, level, action]: Stat, trend: Trend): void {
+    this.element.dataset["key"] = key;
+    this.element.dataset["level"] = level ?? "";
     write(this.label, label);
     write(this.value, value);
     write(this.note, level === "warn" || level === "bad" ? `⚠ ${note}` : note);
-    this.element.dataset["level"] = level ?? "";
+    this.note.hidden = action !== "";
+    this.button.hidden = action !== "peak";
+    this.button.title = note;
+    this.strip.draw(trend, key, label);
   }
-}
-
-function age(seconds: number): string {
-  return seconds < 120 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(0)} min`;
 }

@@ -2,6 +2,8 @@
  * What the kernel has told: the other end of nbdist/panel/updates.py. Knows nothing of the page.
  */
 
+import type { Point, Trend } from "./strip";
+
 export type Level = "warn" | "bad";
 
 /** One rank. Memory in MiB, shares in percent, time in milliseconds, speed in TFLOPS; null: not known. */
@@ -22,9 +24,11 @@ export interface Rank {
   temperature: number | null;
   power: number | null;
   power_limit: number | null;
+  cpu: number | null;
   state: string;
   doing: string;
   step: number | null;
+  work: number | null;
   flops: number | null;
   least: boolean;
   mfu: number | null;
@@ -44,12 +48,16 @@ export interface Node {
 }
 
 /** One figure over all ranks, in words. */
-export type Stat = [label: string, value: string, note: string, level: Level | "stale" | null];
+export type Stat = [key: string, label: string, value: string, note: string, level: Level | "stale" | null, action: string];
+
+/** Why ranks are stuck: in a sentence, what most of them do in the words of their rows, and for how many seconds. */
+export type Alert = [words: string, doing: string, seconds: number | null];
 
 export interface Head {
   title: string;
   live: "live" | "paused" | "ended";
   rate: number;
+  alert: Alert | null;
   stats: Stat[];
 }
 
@@ -69,41 +77,50 @@ export interface Frame {
   nodes: unknown[][];
   levels: Partial<Record<Layer, string>>;
   history: (number | null)[][];
+  trends: string[];
+  trend: Point[];
 }
 
 type Delta = [index: number, columns: number, ...values: unknown[]];
 
+/** What has changed of it; 0 stands for a figure that has not. */
+export type HeadNews = Partial<Omit<Head, "stats">> & { stats?: (Stat | 0)[] };
+
 /** What has changed. */
 export interface Update {
   type: "update";
-  head?: Head;
+  head?: HeadNews;
   ranks?: Delta[];
   nodes?: Delta[];
   levels?: [layer: Layer, first: number, characters: string][];
+  point?: Point;
 }
 
 const HISTORY = 60;
+const TREND = 300;
 const STATES: Record<string, string> = { b: "busy", d: "dead", i: "idle", s: "stuck" };
 const LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
 /** What has changed, though nothing was looked at. */
 export interface HeadUpdate {
   type: "head";
-  head: Head;
+  head: HeadNews;
 }
 
 /** The state that the view draws. */
 export class State {
   heat = false;
-  head: Head = { title: "", live: "live", rate: 1, stats: [] };
+  head: Head = { title: "", live: "live", rate: 1, alert: null, stats: [] };
   ranks: Rank[] = [];
   nodes: Node[] = [];
   history: (number | null)[][] = [];
+  trend: Trend = { names: [], points: [] };
   /** Indices of ranks that have changed since the view has drawn them last; it clears this. */
   readonly touched = new Set<number>();
   private columns: string[] = [];
   private nodeColumns: string[] = [];
   private levels: Partial<Record<Layer, string>> = {};
+  private medians: Partial<Record<Metric, number | null>> = {};
 
   /** Whether there is anything to draw. */
   get known(): boolean {
@@ -120,12 +137,12 @@ export class State {
     this.levels = { ...frame.levels };
     this.setStates(0, frame.levels.state ?? "");
     this.history = frame.history.map((values) => [...values]);
+    this.trend = { names: frame.trends, points: [...frame.trend] };
+    this.medians = {};
   }
 
   apply(update: Update): void {
-    this.head = update.head ?? this.head;
-    change(this.ranks, this.columns, update.ranks ?? []);
-    for (const [index] of update.ranks ?? []) this.touched.add(index);
+    this.hear(update.head ?? {});
     change(this.nodes, this.nodeColumns, update.nodes ?? []);
     for (const [layer, first, characters] of update.levels ?? []) {
       const old = this.levels[layer] ?? "";
@@ -133,6 +150,10 @@ export class State {
       this.levels[layer] = old.slice(0, first) + characters + old.slice(first + characters.length);
       if (layer === "state") this.setStates(first, characters);
     }
+    change(this.ranks, this.columns, update.ranks ?? []);
+    for (const [index] of update.ranks ?? []) this.touched.add(index);
+    if (update.levels !== undefined) this.medians = {};
+    if (update.point !== undefined) this.trend = { ...this.trend, points: [...this.trend.points, update.point].slice(-TREND) };
     this.history.forEach((values, index) => {
       const rank = this.ranks[index];
       values.push(rank === undefined ? null : drawn(rank));
@@ -140,11 +161,31 @@ export class State {
     });
   }
 
+  /** Take what has changed of the head. */
+  hear(news: HeadNews): void {
+    const before = this.head.stats;
+    const stats = news.stats?.flatMap((stat, index) => (stat === 0 ? (before[index] === undefined ? [] : [before[index]]) : [stat]));
+    this.head = { ...this.head, ...news, stats: stats ?? before };
+  }
+
   private setStates(first: number, letters: string): void {
     for (let index = 0; index < letters.length; index++) {
       const rank = this.ranks[first + index];
-      if (rank !== undefined) rank.state = STATES[letters[index] ?? ""] ?? rank.state;
+      const state = STATES[letters[index] ?? ""];
+      if (rank === undefined || state === undefined || state === rank.state) continue;
+      rank.state = state;
+      rank.doing = ""; // which was of the state before; the kernel tells it when its turn comes
     }
+  }
+
+  /** The level in the middle of those that are known; null: none is. */
+  median(metric: Metric): number | null {
+    const known = this.medians[metric];
+    if (known !== undefined) return known;
+    const levels = this.ranks.flatMap((rank, index) => (rank.state === "dead" ? [] : (this.level(metric, index) ?? [])));
+    const middle = levels.sort((one, other) => one - other)[Math.floor(levels.length / 2)] ?? null;
+    this.medians[metric] = middle;
+    return middle;
   }
 
   /** What a heat map draws of a rank: 0 to 1, or null. */
@@ -177,11 +218,15 @@ export function urgency(rank: Rank): number {
   return rank.state === "stuck" ? 1 : 0;
 }
 
-/** What is to be said of it, in the order of weight. */
-export function remarks(rank: Rank): [level: Level, words: string][] {
+/**
+ * What is to be said of it, in the order of weight.
+ *
+ * @param known - What ranks do that is said of all of them elsewhere.
+ */
+export function remarks(rank: Rank, known = ""): [level: Level, words: string][] {
   const level = { dead: "bad", stuck: "warn" } as const;
   const state = rank.state === "dead" || rank.state === "stuck" ? level[rank.state] : null;
-  return state === null || rank.doing === "" ? rank.badges : [[state, rank.doing], ...rank.badges];
+  return state === null || rank.doing === "" || rank.doing === known ? rank.badges : [[state, rank.doing], ...rank.badges];
 }
 
 function drawn(rank: Rank): number | null {

@@ -4,16 +4,17 @@
  * Owns what the reader sees and does: rows or a map, which rank is chosen, pause. Knows no widget and no notebook.
  */
 
-import { Cell, metricMenu } from "./heat";
+import { Cell, metricMenu, scale } from "./heat";
 import { Details } from "./details";
 import { Header } from "./header";
-import { cpuName, headings, PARTS, Row } from "./row";
-import { onGpu, State, urgency, type Frame, type HeadUpdate, type Metric, type Node, type Rank, type Update } from "./state";
+import { headings, MachineBar, PARTS, Row, type Beside } from "./row";
+import { held, onGpu, remarks, State, urgency, type Frame, type HeadUpdate, type Metric, type Node, type Rank, type Update } from "./state";
+import * as strings from "./strings";
 import { make, nameOf, partOf, percent, write } from "./words";
 
 export type { Frame, Update } from "./state";
 
-/** A wish of the reader: "pause", "rate", "choose", "metric", "snapshot". */
+/** A wish of the reader: "pause", "rate", "choose", "metric", "peak", "snapshot". */
 export interface Wish {
   type: string;
   value: boolean | number | string | null;
@@ -28,11 +29,16 @@ export interface View {
   load(frame: Frame): void;
   /** What came next. */
   receive(message: Message): void;
+  /** The kernel has been restarted: nothing comes any more. */
+  lose(): void;
   /** Take it out of the page. */
   dispose(): void;
 }
 
 const ATTENTION = 5; // rows below a map
+const DENSE = 256; // ranks, above which cells are small and without numbers
+const IN_VIEW = 1024; // ranks that a map shows without scrolling
+const UNNAMED = 4; // ranks to a machine; with less a map has no names of machines
 const TICK = 1000; // milliseconds between two looks at the clock
 
 /**
@@ -68,10 +74,12 @@ class Panel implements View {
   private focus = 0;
   private wish: boolean | null = null; // to pause or not, as long as the kernel has not heard of it
   private layout = "";
+  private median = ""; // that the map was drawn with
   private heard = Date.now();
+  private lost = false;
 
   constructor(private readonly send: (wish: Wish) => boolean) {
-    this.header = new Header({ pause: this.pause, rate: this.setRate });
+    this.header = new Header({ pause: this.pause, rate: this.setRate, peak: this.measurePeak });
     this.details = new Details(this.snapshot, this.close);
     this.menu = metricMenu(this.show);
     this.element.append(this.header.element, this.list, this.legend, this.attention, this.details.element, this.note);
@@ -79,11 +87,11 @@ class Panel implements View {
     this.element.dataset["lmSuppressShortcuts"] = "true";
     this.note.setAttribute("role", "status");
     this.list.setAttribute("role", "listbox");
-    this.list.setAttribute("aria-label", "Ranks");
+    this.list.setAttribute("aria-label", strings.ranks);
     this.list.addEventListener("click", this.onClick);
     this.list.addEventListener("keydown", this.onKey);
     this.attention.setAttribute("role", "listbox");
-    this.attention.setAttribute("aria-label", "Ranks worth a look");
+    this.attention.setAttribute("aria-label", strings.worthALook);
     this.attention.addEventListener("click", this.onAttention);
     this.clock = window.setInterval(this.tick, TICK);
     this.draw();
@@ -100,10 +108,16 @@ class Panel implements View {
       this.say(message.text);
       return;
     }
-    if (message.type === "head") this.state.head = message.head;
+    if (message.type === "head") this.state.hear(message.head);
     else this.state.apply(message);
     this.hear();
     if (this.wish !== true) this.draw();
+  }
+
+  lose(): void {
+    this.lost = true;
+    this.say(strings.runAgain);
+    this.tick();
   }
 
   dispose(): void {
@@ -122,20 +136,25 @@ class Panel implements View {
 
   private readonly setRate = (seconds: number): void => {
     const soon = this.send({ type: "rate", value: seconds }) || !this.busy;
-    this.say(soon ? "" : "The new rate takes effect when the running cell ends.");
+    this.say(soon ? "" : strings.rateLater);
   };
 
   private readonly show = (metric: Metric): void => {
     this.metric = metric;
+    this.drawLegend();
     this.send({ type: "metric", value: metric });
     this.drawAll();
+  };
+
+  private readonly measurePeak = (): void => {
+    this.say(this.busy ? strings.peakLater : strings.peakRequested);
+    this.send({ type: "peak", value: null });
   };
 
   private readonly snapshot = (): void => {
     const rank = this.chosen === null ? undefined : this.state.ranks[this.chosen];
     if (rank === undefined) return;
-    const when = this.busy ? " It is written when the running cell ends." : "";
-    this.say(`A memory snapshot of ${nameOf(rank)} was requested.${when}`);
+    this.say(strings.snapshotRequested(nameOf(rank)) + (this.busy ? strings.snapshotLater : ""));
     this.send({ type: "snapshot", value: rank.rank });
   };
 
@@ -229,7 +248,9 @@ class Panel implements View {
   // --- drawing
 
   private readonly tick = (): void => {
-    this.header.drawLive(this.state.head, this.paused, (Date.now() - this.heard) / 1000);
+    const silence = (Date.now() - this.heard) / 1000;
+    const isNow = this.header.drawLive(this.state.head, this.paused, silence, this.lost);
+    this.element.classList.toggle("nbdist-stale", !isNow);
   };
 
   private drawAll(): void {
@@ -239,10 +260,10 @@ class Panel implements View {
 
   private draw(): void {
     this.element.classList.toggle("nbdist-waiting", !this.state.known);
-    this.header.draw(this.state.head, this.paused);
+    this.header.draw(this.state.head, this.state.trend, this.paused);
     this.tick();
     this.arrange();
-    this.state.nodes.forEach((node, index) => this.nodes[index]?.draw(node, this.state.head.rate));
+    this.drawNodes();
     this.drawMarks();
     this.drawAttention();
     this.drawDetails();
@@ -258,7 +279,7 @@ class Panel implements View {
     this.chosen = null;
     this.focus = 0;
     this.marks = ranks.map(() => (heat ? new Cell() : new Row()));
-    this.nodes = nodes.map(() => new NodeLine());
+    this.nodes = nodes.map(() => new NodeLine(!gpus));
     ranks.forEach((rank, index) => {
       const mark = this.marks[index];
       if (mark !== undefined) this.nodes[rank.node]?.body.append(mark.element);
@@ -267,34 +288,66 @@ class Panel implements View {
     this.marks[0]?.element.setAttribute("tabindex", "0");
     this.element.classList.toggle("nbdist-heat", heat);
     this.list.classList.toggle("nbdist-map", heat);
+    this.list.classList.toggle("nbdist-dense", heat && ranks.length > DENSE);
+    this.list.classList.toggle("nbdist-scrolls", heat && ranks.length > IN_VIEW);
+    this.list.classList.toggle("nbdist-unnamed", heat && ranks.length < UNNAMED * nodes.length);
     this.element.classList.toggle("nbdist-cpu", !gpus);
     this.list.replaceChildren(...this.nodes.map((node) => node.element));
-    this.legend.replaceChildren(...(heat ? [this.menu, ...scale()] : keys(gpus)));
+    this.drawLegend();
     this.attention.replaceChildren(...(heat ? this.attentionRows.map((row) => row.element) : []), this.others);
+  }
+
+  private drawLegend(): void {
+    const { heat, ranks } = this.state;
+    this.legend.replaceChildren(...(heat ? [this.menu, ...scale(this.metric)] : keys(ranks.some(onGpu))));
+  }
+
+  private drawNodes(): void {
+    const { heat, nodes, ranks, head } = this.state;
+    nodes.forEach((node, index) => {
+      const own = heat ? [] : ranks.filter((rank) => rank.node === index);
+      this.nodes[index]?.draw(node, head.rate, own);
+    });
+  }
+
+  private get beside(): Beside {
+    const { ranks, head } = this.state;
+    return { largest: Math.max(...ranks.map((rank) => held(rank) ?? 0)), known: head.alert?.[1] ?? "" };
   }
 
   private drawMarks(): void {
     const { heat, ranks, touched } = this.state;
+    const beside = this.beside;
+    if (heat && this.hasMedianMoved()) for (const index of ranks.keys()) touched.add(index);
     for (const index of heat ? touched : ranks.keys()) {
       const rank = ranks[index];
       const mark = this.marks[index];
       if (rank === undefined) continue;
-      if (mark instanceof Row) mark.draw(rank, this.state.history[index]);
+      if (mark instanceof Row) mark.draw(rank, this.state.history[index], beside);
       else mark?.draw(rank, this.state, this.metric, index);
     }
     touched.clear();
   }
 
+  /** Whether the colors of all cells have to be drawn anew. */
+  private hasMedianMoved(): boolean {
+    const now = [this.metric, this.state.median(this.metric), this.state.head.alert?.[1]].join();
+    const moved = now !== this.median;
+    this.median = now;
+    return moved;
+  }
+
   private drawAttention(): void {
     const { heat, ranks } = this.state;
-    const found = heat ? [...ranks.keys()].filter((index) => weight(ranks[index]) > 0) : [];
-    this.worthALook = found.sort((one, other) => weight(ranks[other]) - weight(ranks[one])).slice(0, ATTENTION);
+    const beside = this.beside;
+    const found = heat ? [...ranks.keys()].filter((index) => weight(ranks[index], beside.known) > 0) : [];
+    this.worthALook = found.sort((one, other) => weight(ranks[other], beside.known) - weight(ranks[one], beside.known)).slice(0, ATTENTION);
     this.attentionRows.forEach((row, place) => {
       const rank = ranks[this.worthALook[place] ?? -1];
       row.element.hidden = rank === undefined;
-      if (rank !== undefined) row.draw(rank, undefined);
+      if (rank !== undefined) row.draw(rank, undefined, beside);
     });
-    write(this.others, found.length > ATTENTION ? `… and ${found.length - ATTENTION} more worth a look` : "");
+    write(this.others, found.length > ATTENTION ? strings.moreWorthALook(found.length - ATTENTION) : "");
   }
 
   private drawDetails(): void {
@@ -314,39 +367,43 @@ class NodeLine {
   readonly body = make("div", "node-ranks");
   private readonly name = make("span", "node-name");
   private readonly facts = make("span", "node-facts");
+  private readonly bar = new MachineBar();
 
-  constructor() {
-    this.element.append(make("div", "node-head", this.name, this.facts), this.body);
+  /** @param shared - Whether ranks share its memory, so that it has a bar. */
+  constructor(private readonly shared: boolean) {
+    this.element.append(make("div", "node-head", this.name, this.facts), this.bar.element, this.body);
     this.element.setAttribute("role", "group");
   }
 
-  /** @param rate - Seconds between two looks that are asked for; a node may need longer. */
-  draw(node: Node, rate: number): void {
+  /**
+   * @param rate - Seconds between two looks that are asked for; a node may need longer.
+   * @param ranks - What its bar shows.
+   */
+  draw(node: Node, rate: number, ranks: Rank[]): void {
     const facts = [node.gpus, node.why];
-    if (node.cpu !== null) facts.push(`CPU ${percent(node.cpu)}`);
-    if (node.used !== null && node.total !== null) facts.push(`memory ${partOf(node.used, node.total)}`);
-    if (node.period !== null && node.period > 1.5 * rate) facts.push(`sampled every ${node.period} s`);
+    if (node.cpu !== null) facts.push(strings.spoken.cpu(percent(node.cpu)));
+    if (node.used !== null && node.total !== null) facts.push(strings.spoken.memory(partOf(node.used, node.total)));
+    if (node.period !== null && node.period > 1.5 * rate) facts.push(strings.sampledEvery(node.period));
     const words = facts.filter(Boolean).join(" · ");
-    write(this.name, node.name === "" ? "this machine" : node.name);
+    write(this.name, node.name === "" ? strings.thisMachine : node.name);
     write(this.facts, words);
     this.element.title = this.element.ariaLabel = `${node.name}: ${words}`;
+    this.bar.element.hidden = !this.shared || ranks.length === 0 || node.total === null;
+    if (!this.bar.element.hidden) this.bar.draw(ranks, node.used, node.total);
   }
 }
 
-function weight(rank: Rank | undefined): number {
-  return rank === undefined ? 0 : urgency(rank);
+function weight(rank: Rank | undefined, known: string): number {
+  if (rank === undefined) return 0;
+  return rank.state === "stuck" && remarks(rank, known).length === 0 ? 0 : urgency(rank);
 }
 
 function keys(gpus: boolean): HTMLElement[] {
-  const parts = gpus ? PARTS : PARTS.filter(([part]) => part === "allocated" || part === "others");
-  const found = parts.map(([part, name]) => key(`part nbdist-${part}`, gpus ? name : cpuName(part)));
-  found.push(key("free", "free"));
-  if (gpus) found.push(key("peak", "peak"));
-  return found;
-}
-
-function scale(): HTMLElement[] {
-  return [make("span", "key", "empty to full: 0 to 100 %"), make("span", "key", "✕ dead"), make("span", "key", "⚠ worth a look")];
+  if (!gpus) {
+    return [key("part nbdist-segment", strings.rankAlone), key("part nbdist-others", strings.elseInUse), key("free", strings.free)];
+  }
+  const found = PARTS.map((part) => key(`part nbdist-${part}`, strings.parts[part]));
+  return [...found, key("free", strings.free), key("peak", strings.peak)];
 }
 
 function key(swatch: string, words: string): HTMLElement {

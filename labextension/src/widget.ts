@@ -2,6 +2,7 @@
  * The panel as an anywidget: connects `view` with the kernel, and hides the copy that the notebook keeps.
  */
 
+import * as strings from "./strings";
 import { createView, type Frame, type Message, type Wish } from "./view";
 
 /** What anywidget hands over, as far as it is used here. */
@@ -17,7 +18,14 @@ interface Model {
 /** What JupyterLab has of a kernel; other front ends have less. */
 interface Kernel {
   supportsSubshells?: boolean;
+  statusChanged?: Signal;
   createComm?(target: string): Comm;
+}
+
+/** One of Lumino's, as far as it is used here. */
+interface Signal {
+  connect(slot: (sender: unknown, status: string) => void): unknown;
+  disconnect(slot: (sender: unknown, status: string) => void): unknown;
 }
 
 interface Comm {
@@ -28,16 +36,17 @@ interface Comm {
 }
 
 const TARGET = "nbdist.panel";
-const WAITS = "snapshot"; // needs the kernel's main thread
+const WAIT: readonly string[] = ["snapshot", "peak"]; // need the kernel's main thread
+const GONE: readonly string[] = ["restarting", "autorestarting", "dead"]; // states of a kernel that has lost the panel
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const line = directLine(model);
   const send = (wish: Wish): boolean => {
-    const direct = line?.isDisposed === false && wish.type !== WAITS;
+    const direct = line?.isDisposed === false && !WAIT.includes(wish.type);
     try {
       (direct ? line : model).send(wish);
     } catch {
-      view.receive({ type: "note", text: "The kernel that fills this has ended: run the cell again." });
+      view.receive({ type: "note", text: strings.kernelEnded });
     }
     return direct;
   };
@@ -48,6 +57,11 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const receive = (message: Message): void => {
     view.receive(message);
   };
+  const onStatus = (_: unknown, status: string): void => {
+    if (GONE.includes(status)) view.lose();
+  };
+  const statuses = model.widget_manager?.kernel?.statusChanged;
+  statuses?.connect(onStatus);
   load();
   model.on("change:frame", load);
   model.on("msg:custom", receive);
@@ -59,6 +73,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   window.addEventListener("pagehide", leave); // a page that is reloaded or left does not call what is returned here
   return () => {
     window.removeEventListener("pagehide", leave);
+    statuses?.disconnect(onStatus);
     model.off("change:frame", load);
     model.off("msg:custom", receive);
     leave();

@@ -43,6 +43,12 @@ export function milliseconds(value: number | null): string {
   return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
 
+/** How long something has lasted: "40 s", "3 min". */
+export function age(seconds: number): string {
+  if (seconds < 119.5) return `${seconds.toFixed(0)} s`;
+  return seconds < 7170 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(0)} h`;
+}
+
 /** TFLOPS for people: "412 TFLOPS", "48.1 GFLOPS", "0.520 MFLOPS". */
 export function speed(value: number | null): string {
   if (value === null) return "n/a";
@@ -76,6 +82,11 @@ export function make<K extends keyof HTMLElementTagNameMap>(
   if (name !== "") element.className = `nbdist-${name}`;
   element.append(...children);
   return element;
+}
+
+/** An element of a drawing. */
+export function svg<K extends keyof SVGElementTagNameMap>(tag: K): SVGElementTagNameMap[K] {
+  return document.createElementNS("http://www.w3.org/2000/svg", tag);
 }
 
 /** Set a text, only if it differs: most of them don't, and a screen reader or a selection would notice. */

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { linesOf, ranksOf } from "../../build/front_end/rank_lines.mjs";
+import { differing, linesOf, ranksOf } from "../../build/front_end/rank_lines.mjs";
 
 const lines = [
   ["[0-1] step 1\n[0] loss 2\n", [["0-1", "step 1"], ["0", "loss 2"]]],
@@ -19,3 +19,8 @@ for (const [text, found] of lines) {
 }
 
 test("a label names ranks", () => assert.deepEqual(ranksOf("0,2-4,7"), [0, 2, 3, 4, 7]));
+
+test("lines differ that not all ranks print equally often", () => {
+  const lines = linesOf("[0-1] both\n[0] later\n[1] later\n[0] once\n[0-1] twice\n[1] twice\nours\n");
+  assert.deepEqual([...differing(lines, 2)], ["once", "twice"]);
+});

@@ -10,23 +10,20 @@ import errno
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from nbdist import network
 from nbdist.agent import surroundings
 from nbdist.agent.fork_channel import ForkChannel
 from nbdist.agent.link import EVENTS, Link
 from nbdist.agent.native_stacks import NativeStacks
 from nbdist.agent.pipes import PipeReader
+from nbdist.agent.process_set import STORE, ProcessSet
 from nbdist.agent.relay import Relay
 from nbdist.agent.storage import NodeStorage
 from nbdist.agent.warm_template import WarmTemplate, find_torch
@@ -38,27 +35,23 @@ from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connec
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.nodes import Ping, Pong
-from nbdist.wire.output import STDERR, STDOUT, Credit
+from nbdist.wire.output import Credit
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Answer, Ask, Look, WatchNodes
 from nbdist.wire.rank_processes import (
     Exited,
     Gone,
     Kill,
-    RankSetup,
     Spawn,
     Spawned,
     SpawnFailed,
     Spawning,
-    StoreAddress,
     StoreOpened,
 )
 from nbdist.wire.setup import AgentSetup
 from nbdist.wire.stopping import GetProcess, ProcessState
 from nbdist.wire.template_messages import Forked, ForkFailed, Imported, ImportFailed
 
-_STORE = -1  # the store among the ranks, inside of this process
-_FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500
 _CHUNKS_AT_ONCE = 32  # of values from other machines, before what ranks print is read again
 _REPORT_PERIOD = 1.0  # seconds between two looks at whether an import gets on
 _ORPHANS_LIMIT = 0.5  # seconds that the end of a rank's orphans may take until its own end is reported
@@ -67,7 +60,7 @@ _ORPHANS_LIMIT = 0.5  # seconds that the end of a rank's orphans may take until 
 def run(template: WarmTemplate, controller: int) -> None:
     """Run the agent.
 
-    template: Its template, just started.
+    Args:
         template: Its template, which has just started.
         controller: Process id of its parent: the controller, or on other nodes whoever has joined with it.
     """
@@ -96,31 +89,6 @@ def _remove(leftovers: list[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-@dataclass
-class _Set:
-    """The processes of one epoch. `source` forks them: the template's channel, or one to the notebook."""
-
-    spawn: Spawn
-    source: ForkChannel
-    listener: socket.socket | None = None
-    store: StoreAddress = field(default_factory=StoreAddress)
-    interface: str = ""  # the network to other nodes
-    pids: dict[int, int] = field(default_factory=dict)  # pid -> rank
-    expected: int = 0  # processes requested that have not ended
-    forked: bool = False  # the store and ranks have been requested
-    unasked: deque[int] = field(default_factory=deque)  # ranks that have not been requested
-    unwanted: set[int] = field(default_factory=set)  # ranks to end as soon as they are there
-    lives: dict[int, int] = field(default_factory=dict)  # of ranks that have had more than one process
-    complete: bool = False  # and they have all started
-    ending: bool = False
-    kill_at: float | None = None
-
-    @property
-    def has_store(self) -> bool:
-        """Whether the epoch's store is among them, and not on another node."""
-        return not self.spawn.store.port
-
-
 class Agent:
     """The agent's single loop and its state."""
 
@@ -138,7 +106,7 @@ class Agent:
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
         self._stacks = NativeStacks()
-        self._set: _Set | None = None
+        self._set: ProcessSet | None = None
         self._watched: dict[ForkChannel, int] = {}  # sources of forks, and their polled descriptors
         self._notes: list[str] = []
         self._report_at = 0.0
@@ -160,7 +128,7 @@ class Agent:
             if self._control in ready and not self._handle_messages():
                 self._end(remove=False)
                 return
-            if outputs := [encode(output) for output in self._pipes.read() if output.rank != _STORE]:
+            if outputs := [encode(output) for output in self._pipes.read() if output.rank != STORE]:
                 self._output.send_multipart(outputs)
             for forks in self._sources():
                 if self._watched.get(forks) in ready:
@@ -286,7 +254,7 @@ class Agent:
             return
         template = self._usable_template(message.options)
         template.hurry()
-        self._set = _Set(message, template.channel)
+        self._set = self._processes(message, template.channel)
         if template.ready:
             self._fork_all(self._set)
         else:
@@ -298,28 +266,29 @@ class Agent:
         group = self._set
         if group is None or group.ending or group.spawn.epoch != message.epoch:
             return
-        group.unwanted.difference_update(message.ranks)
-        group.lives |= dict.fromkeys(message.ranks, message.life)
-        group.unasked.extend(message.ranks)
         try:
-            self._fork_more(group)
+            group.fork_again(message)
         except OSError as error:
             self._refused(error, group.spawn.options)
 
     def _end_ranks(self, message: EndRanks) -> None:
         group = self._set
         if group is not None and group.spawn.epoch == message.epoch:
-            group.unwanted.update(message.ranks)
-            group.source.kill([pid for pid, rank in group.pids.items() if rank in message.ranks])
+            group.end_ranks(message.slots)
 
     def _spawn_from_notebook(self, message: Spawn) -> None:
         """Have the notebook fork the ranks, which needs no template."""
         try:
-            self._set = _Set(message, ForkChannel.to(message.options.fork_address))
+            self._set = self._processes(message, ForkChannel.to(message.options.fork_address))
         except OSError as error:  # it has given up meanwhile
             self._say(SpawnFailed(message.epoch, f"the notebook can't be asked to fork: {error}"))
             return
         self._fork_all(self._set)
+
+    def _processes(self, message: Spawn, source: ForkChannel) -> ProcessSet:
+        """Return the set of processes that are to be forked."""
+        keys = self._relay.keys if self._relay is not None else self._setup.keys
+        return ProcessSet(message, source, self._pipes, keys, self._setup)
 
     def _usable_template(self, options: StartOptions) -> WarmTemplate:
         """Return the template, replaced by a new one if it is stale."""
@@ -376,7 +345,7 @@ class Agent:
         elif isinstance(answer, ImportFailed):
             self._template_failed(answer.text)
         elif isinstance(answer, Forked):
-            self._forked(_STORE if answer.rank is None else answer.rank, answer.pid)
+            self._forked(STORE if answer.rank is None else answer.rank, answer.pid)
         elif isinstance(answer, ForkFailed):
             if self._set is not None:
                 self._set.expected -= 1
@@ -413,7 +382,7 @@ class Agent:
         if group is not None:
             self._lost(group, codes, cause)
 
-    def _lost(self, group: _Set, codes: dict[int, int], cause: str) -> None:
+    def _lost(self, group: ProcessSet, codes: dict[int, int], cause: str) -> None:
         """Handle the loss of all processes of a set, which ended with the process they were forked from."""
         for pid, code in codes.items():
             self._exited(pid, code, cause)
@@ -425,82 +394,11 @@ class Agent:
 
     # --- bringing up a set
 
-    def _fork_all(self, group: _Set) -> None:
-        group.forked = True
-        group.unasked.extend(group.spawn.options.ranks)
+    def _fork_all(self, group: ProcessSet) -> None:
         try:
-            if group.has_store:
-                self._fork_store(group)
-            else:
-                group.store = group.spawn.store
-            self._choose_interface(group)
-            self._fork_more(group)
+            group.fork_all()
         except OSError as error:
             self._refused(error, group.spawn.options)
-
-    def _fork_more(self, group: _Set) -> None:
-        """Request ranks, not all at once: a process that forks stops reading requests if nobody reads its answers."""
-        while group.unasked and group.expected - len(group.pids) < _FORKS_AT_ONCE:
-            self._fork_rank(group, group.unasked.popleft())
-
-    def _fork_store(self, group: _Set) -> None:
-        # Listening before anybody forks: ranks may connect before the store has come up.
-        host, port = group.spawn.store.host, group.spawn.options.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=4096)
-        group.listener, group.store = listener, StoreAddress(host, listener.getsockname()[1])
-        read, write = os.pipe2(os.O_CLOEXEC)
-        self._pipes.add(_STORE, STDERR, read)
-        group.source.fork(None, [listener.fileno(), write])
-        os.close(write)
-        group.expected += 1
-
-    def _choose_interface(self, group: _Set) -> None:
-        """Choose the network that leads to the other nodes, if there are any."""
-        place = group.spawn.options.place
-        if place is not None and place.num_nodes > 1 and not place.master_addr:
-            address = group.store.host if group.has_store else network.address_towards(group.store.host)
-            group.interface = group.spawn.interface or network.interface_of(address)
-
-    def _fork_rank(self, group: _Set, rank: int) -> None:
-        setup = self._rank_setup(group, rank)
-        writers = []
-        for stream in (STDOUT, STDERR):
-            read, write = os.pipe2(os.O_CLOEXEC)
-            self._pipes.add(rank, stream, read)
-            writers.append(write)
-        memory = os.memfd_create("nbdist-setup", os.MFD_CLOEXEC)
-        try:
-            os.write(memory, encode(setup))
-            os.lseek(memory, 0, os.SEEK_SET)
-            group.source.fork(rank, [*writers, memory], fresh=setup.options.fresh)
-            group.expected += 1
-        finally:
-            for descriptor in (*writers, memory):
-                os.close(descriptor)
-
-    def _rank_setup(self, group: _Set, rank: int) -> RankSetup:
-        keys, options = self._relay.keys if self._relay is not None else self._setup.keys, group.spawn.options
-        return RankSetup(
-            epoch=group.spawn.epoch,
-            rank=rank,
-            url=keys.url,
-            server_key=keys.server_key,
-            public_key=keys.public_key,
-            secret_key=keys.secret_key,
-            token=self._setup.token,
-            store=group.store,
-            interface=group.interface,
-            life=group.lives.get(rank, 0),
-            gpu_count=len(options.gpus or []),
-            threads=max(1, len(os.sched_getaffinity(0)) // options.count),
-            options=options,
-            folder=self._folder(group, rank),
-        )
-
-    def _folder(self, group: _Set, rank: int) -> str:
-        """Return the folder for a rank's temporary files, which is removed when the rank ends."""
-        return f"{self._setup.folder}/rank-{group.spawn.epoch}-{rank}" if self._setup.folder else ""
 
     def _refused(self, error: OSError, options: StartOptions) -> None:
         """Report that the system denies what the ranks need."""
@@ -522,17 +420,16 @@ class Agent:
         if group.ending or rank in group.unwanted:
             group.source.kill([pid])
             return
-        if rank == _STORE:
-            if group.listener is not None:
-                group.listener.close()
+        if rank == STORE:
+            group.close_listener()
             self._say(StoreOpened(group.spawn.epoch, group.store))
         else:
             self._say(Spawned(group.spawn.epoch, rank, pid))
         try:
-            self._fork_more(group)
+            group.fork_more()
         except OSError as error:
             self._refused(error, group.spawn.options)
-        if not group.complete and len(group.pids) == group.spawn.options.count + group.has_store:
+        if not group.complete and group.all_forked:
             group.complete = True
             self._say(Spawning(group.spawn.epoch, self._notes))
 
@@ -562,26 +459,25 @@ class Agent:
         rank = group.pids.pop(pid)
         group.expected -= 1
         for output in self._pipes.drain(rank):
-            if rank != _STORE:
+            if rank != STORE:
                 self._output.send(encode(output))
         if not group.ending:
             self._end_orphans()
-        if folder := self._folder(group, rank):
+        if folder := group.folder(rank):
             shutil.rmtree(folder, ignore_errors=True)
         tail = self._pipes.stderr_tail(rank)
         # Through the output lane: it must not overtake the rank's last output.
-        who = None if rank == _STORE else rank
+        who = None if rank == STORE else rank
         self._output.send(encode(Exited(group.spawn.epoch, who, pid, code, tail, time.monotonic(), cause)))
         self._check_gone()
 
     def _check_gone(self) -> None:
         group = self._set
-        if group is not None and group.ending and list(group.pids.values()) == [_STORE]:
+        if group is not None and group.ending and list(group.pids.values()) == [STORE]:
             group.source.kill(group.pids)  # the ranks no longer need it
         if group is None or not group.ending or group.expected:
             return
-        if group.listener is not None:
-            group.listener.close()
+        group.close_listener()
         self._set = None
         if group.source not in self._sources():
             group.source.close()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from nbdist.wire.cells import Execute
 from nbdist.wire.healing import SetupCell
 
@@ -31,6 +35,12 @@ class CellHistory:
         if not message.setup:
             self._size += len(message.code) if known is None else 0
             self._shorten()
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Note that ranks have other numbers; those without one are gone."""
+        for key, cell in self._cells.items():
+            ranks = sorted(numbers[rank] for rank in cell.ranks if rank in numbers)
+            self._cells[key] = msgspec.structs.replace(cell, ranks=ranks)
 
     def _shorten(self) -> None:
         while self._size > _LARGEST:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from nbdist.controller.credit import Ledger
+from nbdist.controller.ended_cells import EndedCells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.controller.unseen_cells import UnseenCells
 from nbdist.wire.frames import encode
 from nbdist.wire.handover import Attach, Displaced, Ending, Goodbye, Leave, Leaving
+from nbdist.wire.healing import Renumbered
 from nbdist.wire.lanes import CLIENT_EVENTS, FIRST_CLIENT, node_lane
 from nbdist.wire.message import Message
 from nbdist.wire.output import Credit, Display, WidgetMessage
@@ -59,6 +62,7 @@ class ClientSide:
         linger: Seconds that the ranks outlive a client that crashed.
         ending: What the client has announced of its end.
         unseen: What the client may not have seen.
+        ended: What has ended, whoever has seen it.
     """
 
     def __init__(
@@ -74,7 +78,8 @@ class ClientSide:
         self.leave_at: float | None = None
         self.linger = 0.0
         self.ending: Ending | None = None
-        self.unseen = UnseenCells()
+        self.ended = EndedCells()
+        self.unseen = UnseenCells(self.ended)
         self._left_at = 0.0
         self._switchboard = switchboard
         self._poller = poller
@@ -102,7 +107,7 @@ class ClientSide:
     def begin_set(self, linger: float) -> None:
         """Start with a fresh set of ranks."""
         self.linger = linger
-        self.unseen = UnseenCells()
+        self.unseen = UnseenCells(self.ended)
         self._ledger = Ledger()
 
     # --- to the client
@@ -110,11 +115,20 @@ class ClientSide:
     def send(self, message: Message) -> None:
         """Send to the client, together with the rest of this round. Without one, output goes only to the log."""
         self.unseen.note(message, not self.alone)
+        if isinstance(message, Renumbered):
+            self._renumber(message.numbers)
         if not self.alone:
             self._ledger.passed_on(message)
             self._news.append(encode(message))
         elif isinstance(message, (Display, WidgetMessage)):
             self._pay(Credit(message.rank, message.size, items=True))
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        """Have what the client owes paid, as it forgets that when it hears of the new numbers."""
+        self.unseen.renumber(numbers)
+        for credit in self._ledger.settle():
+            if credit.rank in numbers:
+                self._pay(msgspec.structs.replace(credit, rank=numbers[credit.rank]))
 
     def deliver(self) -> None:
         """Send what has gathered."""

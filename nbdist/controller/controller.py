@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import secrets
 import subprocess
@@ -21,22 +20,23 @@ import msgspec
 import zmq
 
 from nbdist.controller.client_side import ClientSide
+from nbdist.controller.clocks import answer_on_our_clock, reply_on_our_clock
 from nbdist.controller.logwriter import LogWriter
 from nbdist.controller.members import Members
-from nbdist.controller.node_table import KnownNode, NodeTable, NoEntrance
+from nbdist.controller.node_table import KnownNode, NodeTable
 from nbdist.controller.outputlog import LastOutput, OutputLog, Part
-from nbdist.controller.portraits import Portraits
+from nbdist.controller.portraits import status_of
 from nbdist.controller.rank_order import Rank
-from nbdist.controller.shares import shared_out
+from nbdist.controller.succession import Succession
 from nbdist.controller.switchboard import Switchboard
 from nbdist.controller.takeover import attached, hindrance, started_with
+from nbdist.controller.visitors import Visitors
 from nbdist.processes import describe_exit, end_descendants
-from nbdist.text import counted
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.frames import decode, sequence_of
 from nbdist.wire.handover import Attach, AttachRefused, Choices, Ending, Leave
-from nbdist.wire.healing import GiveUpHeal, Heal, Rejoin
-from nbdist.wire.knowing import KnownFailure, Release
+from nbdist.wire.healing import GiveUpHeal, Grow, Heal, Rejoin, Shrink
+from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import (
     AGENT_CONTROL,
     AGENT_FREIGHT,
@@ -53,16 +53,15 @@ from nbdist.wire.lanes import (
     parse_lane,
     whole,
 )
-from nbdist.wire.life import SERIALS, Broken, Shutdown, Start, StartFailed, Stop, Stopped
+from nbdist.wire.life import Broken, Shutdown, Start, Stop
 from nbdist.wire.message import VERSION, Hello, Message
 from nbdist.wire.nodes import Join, NodeLeft, Pong
 from nbdist.wire.output import Credit, Display, LogPart, Notice, Prompt, ReadLog, WidgetMessage
 from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, Status, WatchNodes, ask
+from nbdist.wire.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, WatchNodes, ask
 from nbdist.wire.rank_processes import Gone, Ready
 from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 from nbdist.wire.stopping import Enter
-from nbdist.wire.visitor_messages import Describe
 
 _LONGEST_POLL = 1 << 30  # milliseconds; zmq takes no more than an int
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news
@@ -115,12 +114,6 @@ class Controller:
     def __init__(self, setup: ControllerSetup, kernel: int, agent: subprocess.Popen[bytes]) -> None:
         self._agent = agent
         self._agent_end = os.pidfd_open(agent.pid)
-        self._members: Members | None = None
-        self._epoch = 0
-        self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
-        self._pending: Start | None = None  # waits for the end of the present set, or for nodes to come
-        self._started: Start | None = None  # what the present set was started with
-        self._choices = Choices()  # of that set
         self._poller = zmq.Poller()
         self._unreadable: set[bytes] = set()  # lanes for which the notebook was already told of a lost message
         log = OutputLog()
@@ -131,8 +124,11 @@ class Controller:
             self._switchboard = Switchboard(Path(setup.runtime_folder), setup.kernel)
             undo.callback(self._switchboard.remove_files)
             self._side = ClientSide(setup, kernel, self._switchboard, self._poller, self._pay)
-            self._portraits = Portraits(self._switchboard)
+            self._visitors = Visitors(self._switchboard, self._side, self._log)
             self._nodes = NodeTable(self._switchboard, self.to_notebook, self._node_lost)
+            self._sets = Succession(
+                self._nodes, self._switchboard, self.to_notebook, self._keep, self._side.begin_set, self._log.clear
+            )
             self._introduce(log.folder)
             undo.pop_all()
 
@@ -170,7 +166,7 @@ class Controller:
             if self._log.fileno() in ready:
                 self._log.finish()
             if starters in ready and (why := self._nodes.heed_starters()):
-                self._nodes_fail(why)
+                self._sets.nodes_fail(why)
             self._tick()
             self._side.deliver()
 
@@ -194,18 +190,23 @@ class Controller:
 
     def _patience(self) -> int | None:
         members = self._members.due() if self._members is not None else None
-        dues = [self._side.leave_at, self._nodes.due(), self._portraits.due(), members]
+        dues = [self._side.leave_at, self._nodes.due(), self._visitors.portraits.due(), members]
         due = min(due for due in dues if due is not None)
         return None if due == float("inf") else min(max(0, int((due - time.monotonic()) * 1000) + 1), _LONGEST_POLL)
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._nodes.tick(now)
-        self._portraits.tick(now)
+        self._visitors.portraits.tick(now)
         if self._members is not None:
             self._members.tick(now)
-        elif self._pending is not None and now >= self._nodes.due_to_come:
-            self._give_up_waiting(self._pending)
+        else:
+            self._sets.tick(now)
+
+    @property
+    def _members(self) -> Members | None:
+        """The present set of ranks."""
+        return self._sets.members
 
     # --- messages
 
@@ -246,7 +247,8 @@ class Controller:
         elif isinstance(message, Hello):
             self._hello(identity, message)
         elif name == VISITOR:
-            self._receive_visitor(identity, message)
+            hosts = [node.host for node in self._nodes]
+            self._shut_down |= self._visitors.receive(identity, message, self._members, hosts)
         elif name in RANK_LANES:
             rank = self._sender(epoch, number, life)
             if rank is None:  # the process has ended, and its place was taken
@@ -268,36 +270,22 @@ class Controller:
     def _sender(self, epoch: int, number: int, life: int) -> Rank | None:
         """Return the rank that a lane belongs to; None if the process has ended."""
         members = self._members
-        rank = members.present(number) if members is not None and members.epoch == epoch else None
-        return rank if rank is not None and rank.life == life else None
+        return members.sender(number, life) if members is not None and members.epoch == epoch else None
 
     def _hello(self, identity: bytes, message: Hello) -> None:
         if message.version != VERSION:
             raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
         name, epoch, number, life = parse_lane(identity)
         members = self._members
-        ours = members is not None and name in RANK_LANES and members.epoch == epoch
-        if ours and members is not None and not members.is_on(number, node := self._switchboard.relay_of(identity)):
-            raise ValueError(f"node {node} speaks for rank {number}, which is on another")
-        if ours and self._sender(epoch, number, life) is None:
-            raise ValueError(f"the process of rank {number} that says hello has been replaced")
+        if members is not None and name in RANK_LANES and members.epoch == epoch:
+            rank, node = members.where.rank_in(number), self._switchboard.relay_of(identity)
+            if rank is not None and not members.where.is_on(rank, node):
+                raise ValueError(f"node {node} speaks for rank {rank}, which is on another")
+            if self._sender(epoch, number, life) is None:
+                raise ValueError(f"the process in slot {number} that says hello has been replaced")
         self._switchboard.connect(identity)
         if name == AGENT_CONTROL:
             self._nodes.connected(number)
-
-    def _receive_visitor(self, identity: bytes, message: Message) -> None:
-        """Answer somebody who has the notebook's key file."""
-        if isinstance(message, Describe):
-            self._portraits.make(identity, self._side, self._members, [node.host for node in self._nodes])
-            return
-        if isinstance(message, Shutdown):
-            self.to_notebook(
-                Broken(
-                    "the session was ended by `nbdist stop`; all ranks ended with it. `%distributed start` starts one"
-                )
-            )
-            self._shut_down = True
-        self._switchboard.disconnect(identity)
 
     # --- clients come and go
 
@@ -315,7 +303,7 @@ class Controller:
         """Stop what only the last client wanted: samples, newcomers that it was about to set up, values."""
         self._nodes.broadcast(WatchNodes(0.0))
         if self._members is not None:
-            self._members.give_up_heal()
+            self._members.newcomers.give_up()
             self._members.cells.prompts.refuse_all()
             for serial, ranks in self._side.unseen.take_lent().items():
                 self._members.cargo.release(serial)
@@ -330,12 +318,12 @@ class Controller:
                 self._side.take(number, message)
             except OSError as error:
                 why = f"process {message.pid} is out of sight here ({error.strerror}): attach from the same container"
-        if why or members is None or self._started is None:
+        if why or members is None or self._sets.started is None:
             self._switchboard.send(node_lane(CLIENT_EVENTS, number), AttachRefused(why))
             return
         if not was_alone:
             self._drop_what_it_wanted()
-        started, first_serial = started_with(self._started, self._choices), next(self._serials) * SERIALS
+        started, first_serial = started_with(self._sets.started, self._sets.choices), self._sets.first_serial()
 
         def tell(printed: dict[int, LastOutput]) -> None:
             if self._side.client.number == number:
@@ -352,23 +340,23 @@ class Controller:
         elif isinstance(message, Ask):
             self._ask(message)
         elif isinstance(message, GetStatus):
-            self.to_notebook(members.status(message.request) if members is not None else Status(message.request, []))
+            self.to_notebook(status_of(members, message.request))
         elif isinstance(message, ReadLog):
             self._read_log(message)
         elif isinstance(message, WatchNodes):
             self._nodes.broadcast(message)
         elif isinstance(message, Start):
-            self._start(message)
+            self._sets.start(message)
         elif isinstance(message, Shutdown):
             self._shut_down = True
         elif isinstance(message, Stop):
-            self._stop(message.grace)
+            self._sets.stop(message.grace)
         elif isinstance(message, Leave):
             self._client_left(message)
         elif isinstance(message, Ending):
             self._side.ending = message
         elif isinstance(message, Choices):
-            self._choices = message
+            self._sets.choices = message
         elif members is not None:
             self._handle_work(members, message)
 
@@ -383,11 +371,15 @@ class Controller:
         elif isinstance(message, WidgetMessage):
             members.to_rank(RANK_CELL, message.rank, message)
         elif isinstance(message, Heal):
-            members.heal(message)
+            members.newcomers.heal(message, time.monotonic())
+        elif isinstance(message, Shrink):
+            members.newcomers.shrink(message, time.monotonic())
+        elif isinstance(message, Grow):
+            members.newcomers.grow(message, time.monotonic())
         elif isinstance(message, Rejoin):
-            members.rejoin()
+            members.newcomers.rejoin(time.monotonic())
         elif isinstance(message, GiveUpHeal):
-            members.give_up_heal()
+            members.newcomers.give_up()
 
     def _ask(self, message: Ask) -> None:
         if message.asker != "notebook":
@@ -438,100 +430,16 @@ class Controller:
             answer, serials=message.serials, number=message.cell, ranks=message.ranks, position=message.position
         )
 
-    # --- start and end of a set
-
-    def _start(self, message: Start) -> None:
-        self._pending = message
-        if self._members is not None:
-            self._members.end()
-            return
-        try:
-            self._nodes.want(message.nodes)
-        except NoEntrance as error:
-            self._pending = None
-            self.to_notebook(StartFailed(str(error)))
-            return
-        self._start_when_all_are_there()
-
-    def _start_when_all_are_there(self) -> None:
-        message = self._pending
-        if message is None or self._members is not None or self._nodes.missing > 0:
-            return
-        try:
-            shares = shared_out(message.options, message.nodes, self._nodes)
-        except NoEntrance as error:
-            self._pending = None
-            self.to_notebook(StartFailed(str(error)))
-            return
-        self._pending, self._started, self._choices = None, message, Choices()
-        self._epoch += 1
-        self._side.begin_set(message.linger)
-        self._members = Members(
-            self._epoch,
-            shares,
-            message.nodes.address if message.nodes is not None else "127.0.0.1",
-            message.nodes.interface if message.nodes is not None else "",
-            self._nodes,
-            self._switchboard,
-            self.to_notebook,
-            self._keep,
-            next(self._serials) * SERIALS,
-        )
-        self._members.spawn()
-
-    def _give_up_waiting(self, message: Start) -> None:
-        assert message.nodes is not None
-        self._pending = None
-        came, missing = message.nodes.count - self._nodes.missing, self._nodes.missing
-        self._nodes.dismiss()
-        self.to_notebook(
-            StartFailed(
-                f"{came} of {message.nodes.count} nodes came; {counted(missing, 'node')} did not come within "
-                f"{message.nodes.patience:g} s. Is {message.nodes.address} an address that the others reach, and does "
-                "a firewall let them through? `%distributed start` tries again, with new lines to paste"
-            )
-        )
-
-    def _nodes_fail(self, why: str) -> None:
-        """Give up nodes that won't come."""
-        if self._pending is not None and self._members is None:
-            self._pending = None
-            self._nodes.dismiss()
-            self.to_notebook(StartFailed(f"{why}. Then type `%distributed start` again"))
-        else:
-            self.to_notebook(Notice(why))
-
-    def _stop(self, grace: float) -> None:
-        self._pending = None
-        self._nodes.broadcast(WatchNodes(0.0))  # for another session the agents are asked anew
-        if self._members is not None:
-            self._members.end(grace)
-        else:
-            self._nodes.dismiss()
-            self.to_notebook(Stopped())
-
-    def _check_gone(self) -> None:
-        if self._members is None or not self._members.all_gone:
-            return
-        self._members = None
-        self._switchboard.forget(b"rank")
-        if self._pending is not None:
-            self._start(self._pending)
-        else:
-            self._log.clear()  # it was of this session
-            self._nodes.dismiss()
-            self.to_notebook(Stopped())
-
     # --- other nodes
 
     def _guest(self, identity: bytes, message: Message) -> None:
         if isinstance(message, Join) and self._nodes.join(identity, self._switchboard.key_of(identity), message):
-            self._start_when_all_are_there()
+            self._sets.start_when_all_are_there()
 
     def _node_lost(self, node: KnownNode, why: str) -> None:
         if self._members is not None:
             self._members.lose(node, why)
-            self._check_gone()
+            self._sets.check_gone()
 
     # --- from agents
 
@@ -547,7 +455,7 @@ class Controller:
         elif self._members is not None and getattr(message, "epoch", self._members.epoch) == self._members.epoch:
             if isinstance(message, Gone):
                 self._members.gone(node)
-                self._check_gone()
+                self._sets.check_gone()
             else:
                 self._members.handle_agent(node, message)
 
@@ -566,11 +474,14 @@ class Controller:
     # --- from ranks
 
     def _handle_rank(self, members: Members, rank: Rank, message: Message) -> None:
-        if getattr(message, "rank", rank.rank) != rank.rank:
+        named = getattr(message, "rank", rank.rank)
+        if named in rank.before:  # it has yet to hear of its new number
+            message = msgspec.structs.replace(message, rank=rank.rank)
+        elif named != rank.rank:
             raise ValueError(f"rank {rank.rank} speaks for another: {message}")
         if isinstance(message, Reply):
             if message.serial == rank.serial:
-                rank.answer(_on_our_clock(message, members.offset(rank.rank)))
+                rank.answer(reply_on_our_clock(message, members.where.offset(rank.rank)))
         elif isinstance(message, (Display, Prompt)):
             if isinstance(message, Prompt):
                 members.cells.asked(message, rank.serial)
@@ -580,26 +491,10 @@ class Controller:
         elif isinstance(message, Answer) and message.asker == "controller":
             members.cells.answered(message, time.monotonic())
         elif isinstance(message, Answer):
-            self.to_notebook(_answer_on_our_clock(message, members.offset(rank.rank)))
+            self.to_notebook(answer_on_our_clock(message, members.where.offset(rank.rank)))
         elif isinstance(message, WidgetMessage):
             self.to_notebook(message)
         elif isinstance(message, InOrder):
             members.in_order(rank.rank, message)
         elif isinstance(message, Ready):
             members.ready(rank, message)
-
-
-def _answer_on_our_clock(answer: Answer, offset: float) -> Answer:
-    """Return the answer with the time of the failure that it reports, if it does, on our clock."""
-    if not isinstance(answer.body, KnownFailure) or not offset:
-        return answer
-    body = msgspec.structs.replace(answer.body, when=answer.body.when - offset)
-    return msgspec.structs.replace(answer, body=body)
-
-
-def _on_our_clock(reply: Reply, offset: float) -> Reply:
-    """Return the reply with its failure's time on our clock, so that failures of all nodes compare."""
-    if reply.failure is None or not offset:
-        return reply
-    failure = msgspec.structs.replace(reply.failure, when=reply.failure.when - offset)
-    return msgspec.structs.replace(reply, failure=failure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -63,6 +63,11 @@ class Inquiries:
         """Handle the death of a rank, which will not answer any more."""
         for request in [request for request, inquiry in self._open.items() if rank in inquiry.left]:
             self._take(request, rank, NoAnswer("it has died"), now)
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Note that ranks have other numbers; those without one will not answer any more."""
+        for inquiry in self._open.values():
+            inquiry.left = {numbers[rank] for rank in inquiry.left if rank in numbers}
 
     def _take(self, request: int, rank: int, body: AnyAnswer, now: float) -> None:
         inquiry = self._open.get(request)

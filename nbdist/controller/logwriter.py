@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.controller.outputlog import LastOutput, OutputLog, Part
+from nbdist.controller.outputlog import LastOutput, NewOutput, OutputLog, Part
 
 _WAITING = 64 << 20  # bytes that may wait for the disk
 _TAIL = 256 << 10  # bytes of what a cell has printed that are enough to see where it is
@@ -92,6 +92,10 @@ class LogWriter:
         self._jobs.put(
             lambda: self._answer(functools.partial(then, {serial: self._log.tail(serial, _TAIL) for serial in serials}))
         )
+
+    def follow(self, then: Callable[[NewOutput], None], position: int) -> None:
+        """Have `finish` call `then` with what was printed behind a position until now."""
+        self._jobs.put(lambda: self._answer(functools.partial(then, self._log.follow(position))))
 
     def clear(self) -> None:
         """Forget everything."""

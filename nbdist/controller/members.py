@@ -8,26 +8,24 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from nbdist.controller.bring_up import BringUp
 from nbdist.controller.cell_cargo import CellCargo
-from nbdist.controller.cell_history import CellHistory
 from nbdist.controller.inquiries import AskRanks
+from nbdist.controller.newcomers import Newcomers
 from nbdist.controller.node_table import KnownNode, NodeTable
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.recovery import Recovery
-from nbdist.controller.replacement import Healing
 from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
+from nbdist.controller.whereabouts import Whereabouts
 from nbdist.processes import describe_exit
-from nbdist.ranks import RankNames, describe_ranks
 from nbdist.wire.cells import Execute, Failure, FailureKind, InOrder, Interrupt, Outcome, Reply
 from nbdist.wire.frames import encode
-from nbdist.wire.healing import Heal, HealFailed
+from nbdist.wire.healing import EndRanks, Renumbered, Resize, Respawn
 from nbdist.wire.lanes import AGENT_FREIGHT, RANK_CELL, RANK_CONTROL, RANK_LANES, lane
 from nbdist.wire.life import (
     Died,
@@ -39,8 +37,8 @@ from nbdist.wire.life import (
     StartOptions,
 )
 from nbdist.wire.message import Message
-from nbdist.wire.output import Notice, Output
-from nbdist.wire.questions import Answer, RankStatus, Status
+from nbdist.wire.output import Credit, Notice, Output
+from nbdist.wire.questions import Answer, Ask
 from nbdist.wire.rank_processes import (
     Exited,
     Kill,
@@ -53,20 +51,8 @@ from nbdist.wire.rank_processes import (
     StoreAddress,
     StoreOpened,
 )
-from nbdist.wire.visitor_messages import RunningCell
 
 _TICK_PAUSE = 1.0  # seconds, after an error
-_NO_STORE = "the rendezvous store of this session has ended, so groups can't be rebuilt: `%distributed restart`"
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What is to be said of ranks to somebody from outside; the fields are those of a Description."""
-
-    ranks: int = 0
-    gpus: int = 0
-    running: list[RunningCell] = field(default_factory=list)
-    since: float = 0.0
 
 
 class Members:
@@ -86,11 +72,14 @@ class Members:
     Attributes:
         ranks: By number.
         up: Whether all are ready.
+        up_at: Since when, in seconds since the epoch.
         ending: Whether they are to end.
         cells: What they run.
         backend: Of their process group; "none" without one.
         cargo: What these take along to other nodes, and bring back.
         names: How to name them.
+        where: Which node each is on.
+        newcomers: Processes that take the places of dead ranks.
     """
 
     def __init__(
@@ -106,20 +95,19 @@ class Members:
         first_serial: int,
     ) -> None:
         self.epoch = epoch
-        self._shares = shares
+        self.where = Whereabouts(shares, nodes)
+        self.names = self.where.names
         self._address = address
         self._interface = interface
         self._nodes = nodes
         self._switchboard = switchboard
         self._tell = tell
+        self._keep = keep
         self.cargo = CellCargo(lambda node, message: nodes.send(node, message, AGENT_FREIGHT))
         self._first_serial = first_serial
-        self._node_of = {rank: node for node, options in shares.items() for rank in options.ranks}
-        self.ranks = {number: Rank(number, tell, keep, self._part_ended) for number in self._node_of}
-        hosts = {node: nodes[node].host for node in shares if len(shares) > 1 and node in nodes}
-        self.names = RankNames({host: shares[node].ranks for node, host in hosts.items()})
+        self.ranks = {number: self._new_rank(number, 0) for number in self.where.ranks}
         self.up = False
-        self._up_at = 0.0
+        self.up_at = 0.0
         self.ending = False
         self.cells = Cells(self, self.execute)
         self._patience = shares[0].patience
@@ -128,12 +116,8 @@ class Members:
         self._left: set[int] = set()  # nodes on which no process of it is left
         self._ticks_from = 0.0  # when cells may be called again because of the time
         self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
-        self._keep = keep
-        self._lives: Counter[int] = Counter()  # processes that a rank's place has had beside its first
-        self._store_lost = False
-        self._healing: Healing | None = None
-        self._held: dict[int, Execute] = {}  # cells that begin when it is over
-        self._history = CellHistory()
+        self._lives: Counter[int] = Counter()  # processes that a slot has had beside its first
+        self.newcomers = Newcomers(self, tell, self._patience)
 
     # --- messages to ranks
 
@@ -141,23 +125,28 @@ class Members:
         """Send to a rank, if it lives."""
         present = self.present(rank)
         if present is not None and not present.dead:
-            self._switchboard.send(lane(name, self.epoch, rank, present.life), message)
+            self._switchboard.send(lane(name, self.epoch, present.slot, present.life), message)
 
     def present(self, rank: int) -> Rank | None:
         """Return the newest process in a rank's place; None if there is no such rank."""
-        newcomers = self._healing.newcomers if self._healing is not None else {}
-        return newcomers.get(rank) or self.ranks.get(rank)
+        return self.newcomers.get(rank) or self.ranks.get(rank)
+
+    def sender(self, slot: int, life: int) -> Rank | None:
+        """Return the rank whose lanes have these numbers; None if that process has ended, and its place was taken."""
+        rank = self.where.rank_in(slot)
+        present = self.present(rank) if rank is not None else None
+        return present if present is not None and present.life == life else None
 
     def to_ranks(self, name: str, ranks: Sequence[int], message: Message) -> None:
         """Send the same to ranks, as far as they live; once to each node."""
         present = [found for rank in ranks if (found := self.present(rank)) is not None and not found.dead]
-        lanes = [lane(name, self.epoch, found.rank, found.life) for found in present]
+        lanes = [lane(name, self.epoch, found.slot, found.life) for found in present]
         self._switchboard.forward_to_all(lanes, encode(message))
 
     def to_notebook(self, message: Message) -> None:
         """Send to the notebook. What a value of another node lies in is brought here first."""
         parcel = message.parcel if isinstance(message, Reply) else None
-        node = self._node_of[message.rank] if isinstance(message, Reply) else 0
+        node = self.where.node_of(message.rank) if isinstance(message, Reply) else 0
         if not isinstance(message, Reply) or parcel is None or not parcel.segments or not node:
             self._tell(message)
         else:
@@ -169,9 +158,15 @@ class Members:
         return self._nodes.round_trip
 
     def to_agent_of(self, rank: int, message: Message) -> None:
-        """Send to the agent of the node that a rank is on."""
-        if rank in self._node_of:
-            self._nodes.send(self._node_of[rank], message)
+        """Send to the agent of the node that a rank is on, which knows it by its slot."""
+        if rank not in self.where.ranks:
+            return
+        slot = self.where.slot_of(rank)
+        if isinstance(message, Credit):
+            message = msgspec.structs.replace(message, rank=slot)
+        elif isinstance(message, Ask):
+            message = msgspec.structs.replace(message, ranks=[slot])
+        self._nodes.send(self.where.node_of(rank), message)
 
     def idle(self) -> list[int]:
         """Living ranks that run nothing."""
@@ -193,27 +188,22 @@ class Members:
         """Return all ranks, including dead ones."""
         return list(self.ranks)
 
-    def describe(self) -> Standing:
-        """Return what is to be said of them to somebody from outside."""
-        gpus = {(self._node_of[rank.rank], rank.device) for rank in self.ranks.values() if rank.device != "cpu"}
-        running = self.cells.running(time.monotonic())
-        return Standing(len(self.ranks) - len(self.dead()), len(gpus - {(0, "")}), running, self._up_at)
+    def apart(self, ranks: Sequence[int]) -> bool:
+        """Return whether these are newcomers that share no group with others yet."""
+        return self.newcomers.lets(ranks)
 
-    def status(self, request: int) -> Status:
-        """Return what is known of each rank, as the answer to a request."""
-        ranks = [
-            RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
-            for r in self.ranks.values()
-        ]
-        return Status(request, ranks, self.setup_cells())
+    def in_order(self, rank: int, report: InOrder) -> None:
+        """Note that a rank has carried out its orders."""
+        if not self.newcomers.in_order(rank, report):
+            self.cells.in_order(rank, report, time.monotonic())
 
     def setup_cells(self) -> list[int]:
         """Return the numbers of the cells that were marked for newcomers."""
-        return [cell.number for cell in self._history.cells if cell.marked]
+        return [cell.number for cell in self.newcomers.history.cells if cell.marked]
 
     def infos(self) -> list[RankInfo]:
         """Return the ranks as the notebook sees them."""
-        return [self._info(rank) for rank in self.ranks.values()]
+        return [self.where.info(rank) for rank in self.ranks.values()]
 
     # --- cells
 
@@ -221,14 +211,11 @@ class Members:
         """Run something on ranks, once all of them can reach what it takes along."""
         if not self.up:
             return
-        if self._healing is not None and not self._healing.lets(message.ranks):
-            self._held[message.serial] = message
+        if self.newcomers.holds(message):
             return
-        if self._healing is None:
-            self._history.add(message)
         if not message.ranks or not self.ranks.keys() >= set(message.ranks):
             raise ValueError(f"there are no ranks {message.ranks}")
-        elsewhere = {self._node_of[rank] for rank in message.ranks if not self.ranks[rank].dead} - {0}
+        elsewhere = {self.where.node_of(rank) for rank in message.ranks if not self.ranks[rank].dead} - {0}
         if message.parcel is None or not message.parcel.segments or not elsewhere:
             self.execute(message)
         else:
@@ -251,7 +238,7 @@ class Members:
 
     def stop(self, message: Interrupt) -> None:
         """Stop a cell."""
-        waiting = self.cargo.withdraw(message.serial) or self._held.pop(message.serial, None)
+        waiting = self.cargo.withdraw(message.serial) or self.newcomers.withdraw(message.serial)
         if waiting is not None:
             self._refuse(waiting, "interrupted", "KeyboardInterrupt", "it was interrupted before it began")
         else:
@@ -276,27 +263,26 @@ class Members:
         """Send a cell to its ranks, with the parcel as each node has it."""
         parcels = self.cargo.parcels(message.serial)
         for node, parcel in parcels.items():
-            there = [rank for rank in ranks if self._node_of[rank] == node]
+            there = [rank for rank in ranks if self.where.node_of(rank) == node]
             self.to_ranks(RANK_CELL, there, msgspec.structs.replace(message, parcel=parcel))
-        self.to_ranks(RANK_CELL, [rank for rank in ranks if self._node_of[rank] not in parcels], message)
+        self.to_ranks(RANK_CELL, [rank for rank in ranks if self.where.node_of(rank) not in parcels], message)
 
     # --- start
 
     def spawn(self) -> None:
         """Have the store opened and the ranks of this machine forked; the others follow when it is open."""
-        self._nodes.send(0, Spawn(self.epoch, self._shares[0], StoreAddress(self._address), self._interface))
+        self._nodes.send(0, Spawn(self.epoch, self.where.shares[0], StoreAddress(self._address), self._interface))
 
     def _spawn_others(self, message: StoreOpened) -> None:
         if self.ending:
             return
-        for node, options in self._shares.items():
+        for node, options in self.where.shares.items():
             if node:
                 self._nodes.send(node, Spawn(self.epoch, options, message.store, self._interface))
 
     def ready(self, rank: Rank, message: Ready) -> None:
         """Note that a rank is ready, or why it is not."""
-        if self._healing is not None and self._healing.newcomers.get(rank.rank) is rank:
-            self._healing.ready(rank, message, time.monotonic())
+        if self.newcomers.ready(rank, message, time.monotonic()):
             return
         if self.up:
             raise ValueError(f"rank {rank.rank} is ready already")
@@ -324,16 +310,11 @@ class Members:
     def _check_start(self, now: float) -> None:
         missing = [rank.rank for rank in self.ranks.values() if not rank.ready]
         if not missing and self._bring_up.forked:
-            self.up, self._up_at = True, time.time()
+            self.up, self.up_at = True, time.time()
             notes = self._bring_up.notes
             self.to_notebook(Started(self.epoch, self.infos(), self.backend, notes, self._first_serial, self.slack))
         elif now > self._bring_up.due:
             self.fail(self._bring_up.describe_stuck(self.names.describe(missing)))
-
-    def _info(self, rank: Rank) -> RankInfo:
-        number = self._node_of[rank.rank]
-        host = self._nodes[number].host if len(self._shares) > 1 and number in self._nodes else ""
-        return RankInfo(rank.rank, rank.pid, rank.device, number, host)
 
     # --- as time passes
 
@@ -344,8 +325,8 @@ class Members:
             dues.append(self._bring_up.due)
         if self.up and (due := self._cells_due()) is not None:
             dues.append(due)
-        if self._healing is not None and self._healing.due is not None:
-            dues.append(self._healing.due)
+        if (due := self.newcomers.due) is not None:
+            dues.append(due)
         return min(dues, default=None)
 
     def tick(self, now: float) -> None:
@@ -353,7 +334,7 @@ class Members:
         if not self.up and not self.ending:
             self._check_start(now)
         self._check_cells(now)
-        self._check_healing(now)
+        self.newcomers.tick(now)
         self._check_displays(now)
 
     def _check_cells(self, now: float) -> None:
@@ -381,7 +362,12 @@ class Members:
     # --- from agents
 
     def handle_agent(self, node: int, message: Message) -> None:
-        """Handle an agent's report of processes that start, end or print."""
+        """Handle an agent's report of processes that start, end or print; it knows ranks by their slots."""
+        if isinstance(message, (Output, Spawned, Exited, Answer)) and message.rank is not None:
+            if (number := self.where.rank_in(message.rank)) is None:  # the last words of one that has been given up
+                return
+            if number != message.rank:
+                message = msgspec.structs.replace(message, rank=number)
         if isinstance(message, Output):
             rank = self._rank_on(node, message.rank)
             rank.print(message)
@@ -396,16 +382,16 @@ class Members:
             self._rank_on(node, message.rank).pid = message.pid
             self._bring_up.move()
         elif isinstance(message, Spawning):
-            self._bring_up.note_forked(node, [self._of_node(node, note) for note in message.notes])
+            self._bring_up.note_forked(node, [self.where.name_node(node, note) for note in message.notes])
             if self._bring_up.forked:
                 self._get_on(Progress("join", "ranks join their group"))
         elif isinstance(message, SpawnFailed):
-            if self._healing is not None:
-                self._healing.fail(self._of_node(node, message.text))
+            if self.newcomers.coming:
+                self.newcomers.fail(self.where.name_node(node, message.text))
             elif self.up:
                 raise ValueError(f"node {node} speaks of a start that is over: {message}")
             else:
-                self.fail(self._of_node(node, message.text), message.obstacle)
+                self.fail(self.where.name_node(node, message.text), message.obstacle)
         elif isinstance(message, Exited):
             self._exited(node, message)
         elif isinstance(message, Answer):
@@ -416,19 +402,17 @@ class Members:
                 self.to_notebook(message)
 
     def _rank_on(self, node: int, number: int) -> Rank:
-        if self._node_of[number] != node:
-            raise ValueError(f"node {node} speaks for rank {number}, which is on node {self._node_of[number]}")
-        return self.present(number) or self.ranks[number]
+        if not self.where.is_on(number, node):
+            raise ValueError(f"node {node} speaks for rank {number}, which is on another")
+        found = self.present(number)
+        if found is None:
+            raise ValueError(f"rank {number} has no process")
+        return found
 
     def _check_ours(self, node: int, message: Message) -> None:
         """Refuse what only the agent of this machine may say."""
         if node:
             raise ValueError(f"node {node} has no store to speak of: {message}")
-
-    def _of_node(self, node: int, text: str) -> str:
-        if len(self._shares) == 1 or node not in self._nodes:
-            return text
-        return f"node {node} ({self._nodes[node].host}): {text}"
 
     def _exited(self, node: int, message: Exited) -> None:
         if self.ending:
@@ -440,22 +424,20 @@ class Members:
         rank = self._rank_on(node, message.rank)
         if rank.dead is not None:  # a newcomer that was given up
             return
-        when = message.when - (self._nodes[node].offset if node in self._nodes else 0.0)
-        cause = message.cause or (self._healing.cause(rank.rank) if self._healing is not None else "")
+        when = message.when - self.where.offset_of(node)
+        cause = message.cause or self.newcomers.cause(rank.rank)
         died = Died(rank.rank, message.pid, message.code, message.stderr, rank.serial, when, cause)
         rank.die(died)
         if not self.up:
             what = message.cause or describe_exit(message.code)
             text = f"rank {message.rank} (pid {message.pid}) ended while it started: {what}.\n{message.stderr}"
-            self.fail(f"{self._of_node(node, text).rstrip()}\nType `%distributed start` to try again.")
+            self.fail(f"{self.where.name_node(node, text).rstrip()}\nType `%distributed start` to try again.")
             return
-        if rank is self.ranks[rank.rank]:  # else a newcomer that has not taken its place
+        if rank is self.ranks.get(rank.rank):  # else a newcomer that has not taken its place
             self.cells.died(died, time.monotonic())
-        if self._healing is not None:
-            self._healing.ended(rank.rank, f"{cause or describe_exit(message.code)}\n{message.stderr}".rstrip())
+        self.newcomers.ended(rank.rank, f"{cause or describe_exit(message.code)}\n{message.stderr}".rstrip())
 
     def _store_died(self, message: Exited) -> None:
-        self._store_lost = True
         what = message.cause or describe_exit(message.code)
         if not self.up:
             self.fail(
@@ -465,8 +447,7 @@ class Members:
             return
         if message.cause:  # the ranks ended with it, which says all
             return
-        if self._healing is not None:
-            self._healing.fail(f"{_NO_STORE} ({what})")
+        self.newcomers.lose_store(what)
         self.to_notebook(
             Notice(
                 f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
@@ -486,28 +467,14 @@ class Members:
             self.fail(f"{cause}. Type `%distributed start` to try again.")
             return
         now = time.monotonic()
-        for rank in self.on_node(node.number):
-            if self._healing is not None:
-                self._healing.ended(rank.rank, cause)
+        for rank in [self.ranks[number] for number in self.where.on_node(node.number)]:
+            self.newcomers.ended(rank.rank, cause)
             if rank.dead is None:
                 died = Died(rank.rank, rank.pid, -9, "", rank.serial, now, cause)
                 rank.die(died)
                 self.cells.died(died, now)
 
-    def on_node(self, node: int) -> Iterable[Rank]:
-        """Return the ranks of a node."""
-        return [self.ranks[number] for number, where in self._node_of.items() if where == node]
-
     # --- from ranks
-
-    def offset(self, rank: int) -> float:
-        """Return how far the clock of a rank's node is ahead of ours, in seconds."""
-        node = self._node_of[rank]
-        return self._nodes[node].offset if node in self._nodes else 0.0
-
-    def is_on(self, rank: int, node: int) -> bool:
-        """Return whether a rank is on a node."""
-        return self._node_of.get(rank) == node
 
     def _part_ended(self, reply: Reply) -> None:
         """Note that a cell is over on a rank."""
@@ -515,71 +482,69 @@ class Members:
         if self.cargo.holds(reply.serial) and all(rank.serial != reply.serial for rank in self.ranks.values()):
             self.cargo.drop(reply.serial)
 
-    # --- newcomers in the places of dead ranks
-
-    def heal(self, message: Heal) -> None:
-        """Replace ranks."""
-        now = time.monotonic()
-        alive = [rank for rank in message.ranks if not self.ranks[rank].dead]
-        if why := self._hindrance(message, alive):
-            self._tell(HealFailed(why))
-            return
-        self._healing = Healing(self, message.ranks, alive, self._patience, self._history.cells, now)
-        self._check_healing(now)
-
-    def _hindrance(self, message: Heal, alive: Sequence[int]) -> str:
-        """Return why ranks can't be replaced; "" if they can."""
-        gone = [rank for rank in message.ranks if self._node_of[rank] not in self._nodes]
-        if self._healing is not None:
-            return "ranks are being replaced already: wait for that to end"
-        if not self.up or self.ending:
-            return "the ranks are about to start or end. Type `%distributed heal` again afterwards"
-        if alive and not message.kill:
-            return f"{describe_ranks(alive)} lives: `%distributed heal --kill` ends a rank before it is replaced"
-        if not set(self.ranks) - set(message.ranks) - set(self.dead()):
-            return "no other rank lives, from which process groups could be taken: `%distributed restart`"
-        if gone:
-            return f"the node is lost that {describe_ranks(gone)} ran on: `%distributed restart`"
-        if self._store_lost:
-            return _NO_STORE
-        return ""
-
-    def give_up_heal(self) -> None:
-        """Stop replacing ranks, at the user's request."""
-        if self._healing is not None:
-            self._healing.fail("it was interrupted")
-
-    def _check_healing(self, now: float) -> None:
-        if self._healing is None:
-            return
-        self._healing.go_on(now)
-        if self._healing.over:
-            self._healing = None
-            held, self._held = self._held, {}
-            for message in held.values():
-                self.begin(message)
+    # --- for newcomers
 
     def newcomer(self, rank: int) -> Rank:
         """Make place for a new process of a dead rank."""
-        old = self.ranks[rank]
-        self._switchboard.drop(lane(name, self.epoch, rank, old.life) for name in RANK_LANES)
-        self._lives[rank] += 1
-        return Rank(rank, self._tell, self._keep, self._part_ended, self._lives[rank])
+        old, slot = self.ranks.get(rank), self.where.slot_of(rank)
+        if old is not None:
+            self._forget_lanes(old)
+            self._lives[slot] += 1
+        return self._new_rank(rank, self._lives[slot])
+
+    def _new_rank(self, number: int, life: int) -> Rank:
+        return Rank(number, self._tell, self._keep, self._part_ended, self.where.slot_of(number), life)
+
+    def _forget_lanes(self, rank: Rank) -> None:
+        self._switchboard.drop(lane(name, self.epoch, rank.slot, rank.life) for name in RANK_LANES)
+
+    def respawn(self, rank: Rank) -> None:
+        """Have a newcomer forked."""
+        self.to_agent_of(rank.rank, Respawn(self.epoch, rank.slot, rank.life, self.where.post(rank.rank)))
+
+    def end_rank(self, rank: int) -> None:
+        """End the process of a rank by force."""
+        self.to_agent_of(rank, EndRanks(self.epoch, [self.where.slot_of(rank)]))
+
+    def dismiss(self, ranks: Sequence[int]) -> None:
+        """Forget ranks that were to be more, and could not be."""
+        for rank in ranks:
+            if (found := self.ranks.pop(rank, None)) is not None:
+                self._forget_lanes(found)
+        self._late -= set(ranks)
+        self.where.remove(ranks)
+        self.names = self.where.names
+        self._tell(Renumbered({rank: rank for rank in self.ranks}, self.infos()))
+
+    def resize(self, numbers: Mapping[int, int], group: str) -> None:
+        """Be more ranks, or fewer.
+
+        Args:
+            numbers: The new numbers of the ranks that stay, by their old ones; these are told.
+            group: The name of the new default group.
+        """
+        for rank in [rank for rank in self.ranks.values() if rank.rank not in numbers and rank.dead is not None]:
+            self._forget_lanes(rank)
+        if any(rank.dead is not None for rank in self.ranks.values()):
+            self._renumber(numbers)
+        self.names = self.where.names
+        for number in numbers.values():
+            self.to_rank(RANK_CELL, number, Resize(self.where.post(number), dict(numbers), group))
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        self.where.renumber(numbers)
+        self.ranks = {number: self.ranks[rank] for rank, number in sorted(numbers.items(), key=lambda pair: pair[1])}
+        for number, rank in self.ranks.items():
+            rank.renumber(number)
+        self._late = {numbers[rank] for rank in self._late if rank in numbers}
+        self.cells.renumber(numbers)
+        self.newcomers.history.renumber(numbers)
+        self._tell(Renumbered(dict(numbers), self.infos()))
 
     def settle(self, rank: Rank) -> RankInfo:
         """Have a newcomer take the dead rank's place."""
         self.ranks[rank.rank] = rank
-        return self._info(rank)
-
-    def in_order(self, rank: int, report: InOrder) -> None:
-        """Note that a rank has carried out its orders."""
-        if self._healing is None or not self._healing.in_order(rank, report):
-            self.cells.in_order(rank, report, time.monotonic())
-
-    def rejoin(self) -> None:
-        """Bring newcomers into their groups."""
-        if self._healing is not None:
-            self._healing.rejoin(time.monotonic())
+        return self.where.info(rank)
 
     def ask(self) -> AskRanks:
         """Return what asks control threads."""
@@ -600,14 +565,13 @@ class Members:
         if self.ending:
             return
         self.ending = True
-        if self._healing is not None:
-            self._healing.fail("the ranks are ending")
+        self.newcomers.fail("the ranks are ending")
         for rank in self.ranks.values():
             if rank.serial:
                 self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
             if rank.ready:
                 self.to_rank(RANK_CELL, rank.rank, Quit())
-        for node in self._shares:
+        for node in self.where.shares:
             self._nodes.send(node, Kill(self.epoch, grace if self.up else 0.0))
 
     def gone(self, node: int) -> None:
@@ -619,4 +583,4 @@ class Members:
     @property
     def all_gone(self) -> bool:
         """Whether no process of it is left anywhere."""
-        return self._left >= self._shares.keys()
+        return self._left >= self.where.shares.keys()

@@ -88,6 +88,23 @@ class LastOutput:
     records: list[tuple[int, int, bytes]]
 
 
+@dataclass(frozen=True)
+class NewOutput:
+    """What was printed behind a position.
+
+    Attributes:
+        records: Cell, rank, stream and bytes of each, in the order in which they came.
+        position: Where the next such part begins.
+        whole: Whether there is nothing behind it.
+        dropped: Bytes of the log before it that have made room for newer ones meanwhile.
+    """
+
+    records: list[tuple[int, int, int, bytes]]
+    position: int
+    whole: bool
+    dropped: int
+
+
 class OutputLog:
     """Writes and reads the log.
 
@@ -269,9 +286,9 @@ class OutputLog:
         end = max(cell.end for cell in chosen.values())
         records: list[tuple[int, int, bytes]] = []
         for _ in range(_SCAN):
-            position, more = self._read_block(position, size, chosen, ranks)
-            records += more
-            size -= sum(len(data) for _, _, data in more)
+            position, found = self._read_block(position, size, chosen, ranks)
+            records += [record[1:] for record in found]
+            size -= sum(len(data) for *_, data in found)
             if size <= 0 or position >= end:
                 break
         if not any(cell.size or cell.missing for cell in chosen.values()):
@@ -295,12 +312,25 @@ class OutputLog:
         held = 0
         position = self._start_of_tail(serial, size)
         while position < cell.end:
-            position, more = self._read_block(position, _BLOCK, [serial], None)
-            records += more
-            held += sum(len(data) for _, _, data in more)
+            position, found = self._read_block(position, _BLOCK, [serial], None)
+            records += [record[1:] for record in found]
+            held += sum(len(data) for *_, data in found)
             while len(records) > 1 and held - len(records[0][2]) >= size:
                 held -= len(records.popleft()[2])
         return LastOutput(cell.size + cell.dropped + cell.missing, list(records))
+
+    def follow(self, position: int, size: int = _BLOCK) -> NewOutput:
+        """Return what all cells have printed behind a position that an earlier call has returned.
+
+        Args:
+            position: The position; -1 for the log's end.
+            size: Maximum bytes to return, but at least one record.
+        """
+        if position < 0:
+            return NewOutput([], self._end, True, 0)
+        start = max(position, self._segments[0].start if self._segments else self._end)
+        following, records = self._read_block(start, size, self._cells, None)
+        return NewOutput(records, following, following >= self._end, start - position)
 
     def _start_of_tail(self, serial: int, size: int) -> int:
         """Return the start of a segment from which on there are so many bytes of a cell, or all of them."""
@@ -323,8 +353,8 @@ class OutputLog:
 
     def _read_block(
         self, position: int, size: int, cells: Collection[int], ranks: Collection[int] | None
-    ) -> tuple[int, list[tuple[int, int, bytes]]]:
-        """Return records from one segment, and where the next one begins."""
+    ) -> tuple[int, list[tuple[int, int, int, bytes]]]:
+        """Return records from one segment, each with its cell, and where the next one begins."""
         segment = next((each for each in self._segments if position < each.end), None)
         if segment is None:
             return self._end, []
@@ -337,13 +367,13 @@ class OutputLog:
             self._drop(segment)
             segment.cells.clear()
             return segment.end, []
-        records: list[tuple[int, int, bytes]] = []
+        records: list[tuple[int, int, int, bytes]] = []
         offset = taken = 0
         while offset < len(data) and (taken < size or not records):
             serial, rank, stream, length = _HEADER.unpack_from(data, offset)
             offset += _HEADER.size
             if serial in cells and (ranks is None or rank in ranks):
-                records.append((rank, stream, data[offset : offset + length]))
+                records.append((serial, rank, stream, data[offset : offset + length]))
                 taken += length
             offset += length
         return position + offset, records

@@ -7,13 +7,25 @@ import time
 from dataclasses import dataclass, field
 
 from nbdist.controller.client_side import ClientSide
-from nbdist.controller.members import Members, Standing
+from nbdist.controller.members import Members
 from nbdist.controller.switchboard import Switchboard
+from nbdist.processes import describe_exit
 from nbdist.wire.knowing import GetMemory, ProcessMemory
 from nbdist.wire.question import NoAnswer
-from nbdist.wire.visitor_messages import Description
+from nbdist.wire.questions import RankStatus, Status
+from nbdist.wire.visitor_messages import Description, RunningCell
 
 _LIMIT = 0.5  # seconds for ranks to answer; one in C code that holds Python's lock does not
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is to be said of ranks to somebody from outside; the fields are those of a Description."""
+
+    ranks: int = 0
+    gpus: int = 0
+    running: list[RunningCell] = field(default_factory=list)
+    since: float = 0.0
 
 
 @dataclass
@@ -46,7 +58,7 @@ class Portraits:
             members: The ranks.
             nodes: The names of the machines.
         """
-        standing = members.describe() if members is not None else Standing()
+        standing = _standing_of(members) if members is not None else Standing()
         portrait = _Portrait(visitor, standing, nodes, standing.ranks, time.monotonic() + _LIMIT)
         self._open.append((portrait, side))
 
@@ -74,6 +86,24 @@ class Portraits:
         for portrait, side in ready:
             self._switchboard.send(portrait.visitor, _describe(portrait, side, now))
             self._switchboard.drop([portrait.visitor])
+
+
+def _standing_of(members: Members) -> Standing:
+    ranks = members.ranks.values()
+    gpus = {(members.where.node_of(rank.rank), rank.device) for rank in ranks if rank.device != "cpu"}
+    running = members.cells.running(time.monotonic())
+    return Standing(len(members.ranks) - len(members.dead()), len(gpus - {(0, "")}), running, members.up_at)
+
+
+def status_of(members: Members | None, request: int) -> Status:
+    """Return what is known of each rank, as the answer to a request."""
+    if members is None:
+        return Status(request, [])
+    ranks = [
+        RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
+        for r in members.ranks.values()
+    ]
+    return Status(request, ranks, members.setup_cells())
 
 
 def _describe(portrait: _Portrait, side: ClientSide, now: float) -> Description:

@@ -28,9 +28,11 @@ class Rank:
         tell: Sends a message to the notebook.
         keep: Writes output to the log: the cell's serial and number, rank, stream, bytes.
         over: Called with the reply when a cell is over on it: the reply and the mark after its output are here.
-        life: How many processes have had its place before.
+        slot: By which its lanes and its agent know it; it stays when ranks are renumbered.
+        life: How many processes have had its slot before.
 
     Attributes:
+        before: Numbers that it had before.
         due: When to call `give_up`: the cell has ended, but some of its displays have not arrived.
     """
 
@@ -38,7 +40,9 @@ class Rank:
     tell: Callable[[Message], None]
     keep: Callable[[int, int, int, int, bytes], None]
     over: Callable[[Reply], None]
+    slot: int
     life: int = 0
+    before: set[int] = field(default_factory=set)
     pid: int = 0
     device: str = ""
     ready: bool = False
@@ -56,6 +60,12 @@ class Rank:
     _unreadable: dict[int, str] = field(default_factory=dict)  # why payloads are missing
     _told: int = 0  # the cell for which the notebook was told of a missing display
     _held: deque[Output] = field(default_factory=deque)  # stdout that waits for a display's payload
+
+    def renumber(self, rank: int) -> None:
+        """Be another rank from now on."""
+        if rank != self.rank:
+            self.before.add(self.rank)
+            self.rank = rank
 
     def begin(self, serial: int, number: int) -> None:
         """Give the rank a cell, which has a number in the notebook."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,9 @@ class Wires(Protocol):
 
     def dead(self) -> list[int]:
         """Return the ranks that have died."""
+
+    def apart(self, ranks: Sequence[int]) -> bool:
+        """Return whether these are newcomers that share no group with others yet."""
 
     def everyone(self) -> list[int]:
         """Return all ranks, including dead ones."""
@@ -143,6 +146,18 @@ class Repairs:
     def quiet(self) -> bool:
         """Whether nothing is being repaired, and no cell waits."""
         return self._repair is None and not self._over and not self._waiting
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Note that ranks have other numbers, while it is `quiet`; those without one are gone, and with them all that
+        had died.
+        """
+        self._lost = []
+        whole = {name: members for name, members in self._owed.items() if numbers.keys() >= set(members)}
+        self._owed = {name: [numbers[rank] for rank in members] for name, members in whole.items()}
+        for known in (self._uninformed, self._missing, self._ungrouped):
+            known_now = {numbers[rank] for rank in known if rank in numbers}
+            known.clear()
+            known.update(known_now)
 
     def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
         """Bring newcomers into the groups of the dead ranks whose places they take, while it is `quiet`.

@@ -1,20 +1,25 @@
 """Replaces ranks that have died: newcomers are forked in their places, set up, and join the groups of the living.
 
+By the same steps ranks are given up, and others added: then all get another default group.
+
 Goes on as far as it can at each call of `go_on`. Handles messages, not sockets.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import msgspec
 
 from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.recovery import Recovery
 from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.wire.cells import InOrder
-from nbdist.wire.healing import Adopt, EndRanks, GroupRecipe, Healed, HealFailed, Replaced, Respawn, SetupCell
+from nbdist.wire.healing import Adopt, GroupRecipe, Healed, HealFailed, Replaced, SetupCell
 from nbdist.wire.lanes import RANK_CELL
 from nbdist.wire.life import RankInfo
 from nbdist.wire.message import Message
@@ -22,13 +27,33 @@ from nbdist.wire.question import NoAnswer
 from nbdist.wire.rank_processes import Ready
 from nbdist.wire.stopping import GetState, RankState
 
-_Phase = Literal["end", "start", "adopt", "set up", "join", "give up"]
+_Phase = Literal["end", "start", "adopt", "set up", "resize", "join", "give up"]
 _FREED_LIMIT = 15.0  # seconds for the living to leave the cell in which others have died
 _ANSWER_LIMIT = 30.0  # seconds for the living to report where they are, and for all to renew their groups
 _END_LIMIT = 5.0  # seconds for newcomers to end that are not wanted any more
-_AGAIN = "Type `%distributed heal` to try again"
+_AGAIN = "Try again"
 _FRESH = "`%distributed restart` starts fresh ranks"
-KILLED = "it was ended by `%distributed heal --kill`"
+KILLED = "it was ended by `%distributed heal --kill` or `shrink`"
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """What becomes of a set of ranks.
+
+    Attributes:
+        newcomers: The numbers of ranks that are to come.
+        ended: Living ranks that are to be ended first.
+        numbers: The new numbers of the ranks that stay, by their old ones, if there are to be more or fewer.
+    """
+
+    newcomers: Sequence[int]
+    ended: Sequence[int]
+    numbers: Mapping[int, int] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there will be, if there are to be more or fewer."""
+        return len(self.numbers or ()) + len(self.newcomers)
 
 
 class Places(Protocol):
@@ -42,8 +67,17 @@ class Places(Protocol):
     def to_notebook(self, message: Message) -> None:
         """Send to the notebook."""
 
-    def to_agent_of(self, rank: int, message: Message) -> None:
-        """Send to the agent of a rank's node."""
+    def respawn(self, rank: Rank) -> None:
+        """Have a newcomer forked."""
+
+    def end_rank(self, rank: int) -> None:
+        """End the process of a rank by force."""
+
+    def dismiss(self, ranks: Sequence[int]) -> None:
+        """Forget ranks that were to be more, and could not be."""
+
+    def resize(self, numbers: Mapping[int, int], group: str) -> None:
+        """Give the ranks that stay their numbers, and another default group of this name."""
 
     def idle(self) -> list[int]:
         """Return the living ranks that run nothing."""
@@ -52,10 +86,10 @@ class Places(Protocol):
         """Return the living ranks that run something."""
 
     def newcomer(self, rank: int) -> Rank:
-        """Return the state of a new process of a dead rank."""
+        """Return the state of a new process of a dead rank, or of one that is added."""
 
     def settle(self, rank: Rank) -> RankInfo:
-        """Have a newcomer take the dead rank's place."""
+        """Have a newcomer take its place."""
 
     def ask(self) -> AskRanks:
         """Return what asks control threads."""
@@ -68,12 +102,11 @@ class Places(Protocol):
 
 
 class Healing:
-    """One replacement of ranks.
+    """One replacement of ranks, or other change of who they are.
 
     Args:
         places: The set of ranks.
-        ranks: Whose places are to be filled.
-        alive: Those of them that are to be ended first.
+        change: Who comes, and who goes.
         patience: Seconds without progress after which it fails.
         cells: What has run on the ranks so far.
         now: The time.
@@ -87,15 +120,17 @@ class Healing:
     def __init__(
         self,
         places: Places,
-        ranks: Sequence[int],
-        alive: Sequence[int],
+        change: MembershipChange,
         patience: float,
         cells: Sequence[SetupCell],
         now: float,
     ) -> None:
         self._places = places
-        self._ranks = list(ranks)
-        self._alive = set(alive)
+        self._change = change
+        self._ranks = list(change.newcomers)
+        self._alive = set(change.ended)
+        self._group = ""  # the name of another default group
+        self._resized = False  # whether the living have heard of it
         self._patience = patience
         self._cells = list(cells)
         self._phase: _Phase = "end"
@@ -107,8 +142,8 @@ class Healing:
         self.newcomers: dict[int, Rank] = {}
         self.over = False
         self.due: float | None = now + min(patience, _FREED_LIMIT)
-        for rank in alive:
-            places.to_agent_of(rank, EndRanks(places.epoch, [rank]))
+        for rank in change.ended:
+            places.end_rank(rank)
 
     def cause(self, rank: int) -> str:
         """Return why a rank has ended, if that was our doing."""
@@ -125,6 +160,8 @@ class Healing:
         self._forked.discard(rank)
         if rank in self._alive:
             self._alive.discard(rank)
+        elif self._resized:
+            self._note_failure(rank, f"rank {rank} ended meanwhile: {how}")
         elif rank in self._ranks:
             self.fail(f"rank {rank} ended while it took its place: {how}\n{_AGAIN}")
         else:
@@ -141,23 +178,47 @@ class Healing:
         self.due = now + self._patience
 
     def in_order(self, rank: int, report: InOrder) -> bool:
-        """Note that a newcomer has adopted its groups. False if this is not about that."""
+        """Note that a newcomer has adopted its groups, or one that stays another default group. False: neither."""
         if rank not in self._adopting:
             return False
         self._adopting.discard(rank)
-        if report.failure:
+        if report.failure and self._resized:
+            self._failure = self._failure or f"rank {rank} could not change its groups ({report.failure}). {_FRESH}"
+        elif report.failure:
             self.fail(f"rank {rank} could not take its place in the process groups ({report.failure}). {_FRESH}")
         elif not self._adopting and self._phase == "adopt":
             infos = [self._places.settle(newcomer) for newcomer in self.newcomers.values()]
             self.newcomers, self._phase, self.due = {}, "set up", None
-            self._places.to_notebook(Replaced(infos, self._cells))
+            self._places.to_notebook(Replaced(infos, self._cells, list(self._change.numbers or ())))
+        self._join_if_resized()
         return True
+
+    def _note_failure(self, rank: int, why: str) -> None:
+        """Go on all the same: those that have other groups by now must have them connected, or lose them."""
+        self._failure = self._failure or why
+        self._adopting.discard(rank)
+        self._join_if_resized()
+
+    def _join_if_resized(self) -> None:
+        if not self._adopting and self._phase == "resize":
+            self._join(time.monotonic())
 
     def rejoin(self, now: float) -> None:
         """Bring the newcomers into their groups: they are set up."""
-        if self._phase == "set up":
-            self._phase, self.due = "join", now + _ANSWER_LIMIT
-            self._places.admit(self._ranks, self._admitted, now)
+        if self._phase == "set up" and self._change.numbers is not None:
+            self._resize(self._change.numbers, now)
+        elif self._phase == "set up":
+            self._join(now)
+
+    def _resize(self, numbers: Mapping[int, int], now: float) -> None:
+        """Have those that stay be as many as there are to be. From here on there is no way back."""
+        self._phase, self.due, self._resized = "resize", now + _ANSWER_LIMIT, True
+        self._adopting = set(numbers.values())
+        self._places.resize(numbers, self._group)
+
+    def _join(self, now: float) -> None:
+        self._phase, self.due = "join", now + _ANSWER_LIMIT
+        self._places.admit(self._ranks, self._admitted, now)
 
     def go_on(self, now: float) -> None:
         """Do what can be done now."""
@@ -167,7 +228,7 @@ class Healing:
             self._be_late()
         elif self._phase == "end" and not self._alive and self._places.quiet():
             self._fork(now)
-        elif self._phase == "start" and all(rank.ready for rank in self.newcomers.values()):
+        if self._phase == "start" and all(rank.ready for rank in self.newcomers.values()):
             self._ask(now)
 
     # --- steps
@@ -177,7 +238,7 @@ class Healing:
         self.newcomers = {rank: self._places.newcomer(rank) for rank in self._ranks}
         for rank, newcomer in self.newcomers.items():
             self._forked.add(rank)
-            self._places.to_agent_of(rank, Respawn(self._places.epoch, [rank], newcomer.life))
+            self._places.respawn(newcomer)
 
     def _ask(self, now: float) -> None:
         """Ask the living which groups the newcomers take their places in."""
@@ -189,25 +250,43 @@ class Healing:
         self._asked.discard(rank)
         if isinstance(state, RankState):
             self._states[rank] = state
-        if not self._asked and self._phase == "adopt":
-            self._adopt(self._states)
+        if self._asked or self._phase != "adopt":
+            return
+        numbers = self._change.numbers
+        if numbers is None:
+            self._adopt(self._recipes(self._states))
+            return
+        default = [found for state in self._states.values() for found in state.recipes.values() if found.default]
+        whole = len(default) == len(numbers)  # else there is none, or a cell has destroyed it
+        self._group = str(max(state.count for state in self._states.values())) if whole else ""
+        if not self._ranks:
+            self._resize(numbers, now)
+        else:
+            members = list(range(self._change.size))
+            self._adopt({self._group: msgspec.structs.replace(default[0], members=members)} if whole else {})
 
-    def _adopt(self, states: dict[int, RankState]) -> None:
+    def _recipes(self, states: Mapping[int, RankState]) -> dict[str, GroupRecipe]:
+        """Return how the groups are made that newcomers have a place in."""
         recipes: dict[str, GroupRecipe] = {}
         for state in states.values():
             recipes |= {name: recipe for name, recipe in state.recipes.items() if name not in recipes}
         there = {*states, *self._ranks}
-        ours = {
+        return {
             name: recipe
             for name, recipe in recipes.items()
             if there.issuperset(recipe.members) and not set(recipe.members).isdisjoint(self._ranks)
         }
+
+    def _adopt(self, recipes: dict[str, GroupRecipe]) -> None:
         self._adopting = set(self._ranks)
         for rank in self._ranks:
-            self._places.to_rank(RANK_CELL, rank, Adopt(ours))
+            self._places.to_rank(RANK_CELL, rank, Adopt(recipes))
 
     def _admitted(self, recovery: Recovery) -> None:
         if self._phase != "join":
+            return
+        if self._failure:
+            self._end()
             return
         if recovery.failure:
             self.fail(f"{recovery.failure}. {_FRESH}")
@@ -241,16 +320,23 @@ class Healing:
             f"`%distributed heal -r {all_of_them} --kill` replaces {it}, too, and {its} variables are lost"
         )
 
+    def interrupt(self) -> None:
+        """Give up at the user's request, unless there is no way back any more."""
+        if not self._resized:
+            self.fail("it was interrupted")
+
     def fail(self, why: str) -> None:
         """Give up, and end the newcomers."""
         if self.over or self._phase == "give up":
             return
         self._phase, self._failure, self.due = "give up", why, time.monotonic() + _END_LIMIT
         for rank in self._forked:
-            self._places.to_agent_of(rank, EndRanks(self._places.epoch, [rank]))
+            self._places.end_rank(rank)
         if not self._forked:
             self._end()
 
     def _end(self) -> None:
         self.over = True
+        if self._change.numbers is not None and not self._resized:
+            self._places.dismiss(self._ranks)
         self._places.to_notebook(HealFailed(self._failure))

@@ -5,7 +5,7 @@ Drives a ladder and a watch per cell, and the repairs between cells. Handles mes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -94,6 +94,11 @@ class Cells:
     def ask(self) -> AskRanks:
         """Asks control threads; it goes on without ranks that die."""
         return self._inquiries.ask
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Note that ranks have other numbers, while it is `quiet`; those without one are gone."""
+        self._inquiries.renumber(numbers)
+        self._repairs.renumber(numbers)
 
     def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
         """Bring newcomers into the groups, like `Repairs.admit`."""
@@ -188,6 +193,10 @@ class Cells:
         self._repairs.in_order(rank, report)
         self._repairs.go_on(now)
 
+    def left(self) -> dict[int, list[int]]:
+        """Return the ranks that still run something, by its serial."""
+        return {cell.serial: sorted(cell.left) for cell in self._running.values()}
+
     def running(self, now: float) -> list[RunningCell]:
         """Return what runs."""
         return [RunningCell(cell.number, len(cell.left), now - cell.began) for cell in self._running.values()]
@@ -259,12 +268,13 @@ class Cells:
         cell.watch.ended(rank, failed, now)
         if cell.ladder is not None:
             cell.ladder.ended(rank)
-        if cell.left or not cell.unsure:
+        in_order = not cell.unsure or self._wires.apart(cell.ranks)
+        if cell.left or in_order:
             self._wires.to_notebook(message)
         if cell.left:
             return
         del self._running[cell.serial]
         self.prompts.forget(cell.serial)
-        if cell.unsure:
+        if not in_order:
             self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.unsure), message)
             self._repairs.go_on(now)

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from nbdist.controller.ended_cells import EndedCells
 from nbdist.wire.cells import Execute, Recovered, Reply
 from nbdist.wire.handover import UnseenCell
 from nbdist.wire.life import Died
 from nbdist.wire.message import Message
 from nbdist.wire.output import Notice, Output
+from nbdist.wire.visitor_messages import FollowedCell
 
 _NOTICES = 100  # lines that are kept for the next client
 
@@ -32,13 +34,17 @@ class _Cell:
 class UnseenCells:
     """What has run on one set of ranks and was not seen.
 
+    Args:
+        ended: Is given each cell that ends.
+
     Attributes:
         names: The variables on each rank, as far as replies have brought them.
         last: The number of the cell that began last.
         notices: Lines that came while nobody was there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ended: EndedCells) -> None:
+        self._ended = ended
         self._cells: dict[int, _Cell] = {}
         self._lent: dict[int, set[int]] = {}  # by cell, the ranks that hold a value for the client
         self.names: dict[int, list[str]] = {}
@@ -79,6 +85,8 @@ class UnseenCells:
             if not isinstance(message, Recovered):
                 cell.left.discard(message.rank)
                 cell.watched = watched
+                if not cell.left:
+                    self._ended.add(_followed(cell))
         elif isinstance(message, Notice) and not watched and len(self.notices) < _NOTICES:
             self.notices.append(message.text)
 
@@ -91,6 +99,11 @@ class UnseenCells:
         self._lent.setdefault(reply.serial, set()).add(reply.rank)
         return msgspec.structs.replace(reply, parcel=None)
 
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Note that ranks have other numbers; those without one are gone."""
+        self.names = {numbers[rank]: names for rank, names in self.names.items() if rank in numbers}
+        self._lent.clear()
+
     def released(self, serial: int) -> None:
         """Note that the client has taken what ranks held for it."""
         self._lent.pop(serial, None)
@@ -99,6 +112,10 @@ class UnseenCells:
         """Return the ranks that hold values which nobody wants any more, by cell, once."""
         lent, self._lent = self._lent, {}
         return lent
+
+    def running(self) -> list[FollowedCell]:
+        """Return what runs, the oldest first."""
+        return [_followed(cell) for cell in self._cells.values() if cell.left]
 
     def report(self, printed: Mapping[int, tuple[int, Sequence[Output]]]) -> list[UnseenCell]:
         """Return the cells, the oldest first.
@@ -123,3 +140,10 @@ class UnseenCells:
             for serial, cell in self._cells.items()
             if cell.left or cell.execute.kind in ("cell", "call")
         ]
+
+
+def _followed(cell: _Cell) -> FollowedCell:
+    execute = cell.execute
+    ends = [end for end in cell.ends if not isinstance(end, Recovered)] if not cell.left else []
+    seconds = time.monotonic() - cell.began
+    return FollowedCell(execute.serial, execute.kind, execute.code, execute.number, execute.ranks, seconds, ends)

@@ -2,6 +2,7 @@
 
 page_messages.py  what goes over the lines
 deeds.py          what buttons do, also while a cell runs
+variable_rows.py   variables of ranks for a page
 state_watch.py    the session's state, told when it changes
 lines.py          the comms that pages open
 

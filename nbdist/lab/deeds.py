@@ -8,14 +8,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from nbdist._version import __version__
 from nbdist.client.session import stack_report
-from nbdist.client.session.session import current_session, get_session, rank_set_of
+from nbdist.client.session.current import current_session, get_session
+from nbdist.client.session.logs import CellLog
+from nbdist.client.session.session import rank_set_of
 from nbdist.client.session.status import look_at_stacks
 from nbdist.devices import visible_gpus
-from nbdist.lab.page_messages import PROTOCOL, CellOnRanks, Deed, PageRequest, SessionState
+from nbdist.errors import NbdistError
+from nbdist.lab.page_messages import PROTOCOL, CellOnRanks, Deed, LogPage, PageReply, PageRequest, SessionState
+from nbdist.lab.variable_rows import figure_rows, gap, variable_rows
+
+Brought: TypeAlias = str | dict[str, Any]  # text to read, or other attributes of a PageReply
 
 
 class NotebookVerbs(Protocol):
@@ -45,24 +51,30 @@ class Deeds:
     def __init__(self, notebook: NotebookVerbs) -> None:
         self._notebook = notebook
         self._gpus = len(visible_gpus())
-        self._actions: dict[Deed, Callable[[str | None], str]] = {
-            "state": lambda ranks: "",
-            "interrupt": lambda ranks: _interrupt(ranks, now=False),
-            "interrupt-now": lambda ranks: _interrupt(ranks, now=True),
-            "stacks": _stacks,
-            "why": lambda ranks: notebook.why(),
-            "heal": _heal,
-            "restart": lambda ranks: notebook.restart(),
-            "stop": lambda ranks: notebook.stop(),
+        self._actions: dict[Deed, Callable[[PageRequest], Brought]] = {
+            "state": lambda request: "",
+            "interrupt": lambda request: _interrupt(request.ranks or None, now=False),
+            "interrupt-now": lambda request: _interrupt(request.ranks or None, now=True),
+            "stacks": lambda request: _stacks(request.ranks or None),
+            "why": lambda request: notebook.why(),
+            "heal": lambda request: _heal(request.ranks or None),
+            "restart": lambda request: notebook.restart(),
+            "stop": lambda request: notebook.stop(),
+            "log": lambda request: _log(request.ranks, request.cell, request.position),
+            "variables": lambda request: {"variables": variable_rows(request.name)},
+            "figures": lambda request: {"figures": figure_rows(request.name)},
+            "difference": lambda request: gap(request.name, request.ranks),
         }
 
-    def do(self, request: PageRequest) -> str:
-        """Do it, and return what there is to read.
-
-        Raises:
-            NbdistError: It can't be done.
-        """
-        return self._actions[request.do](request.ranks or None)
+    def answer(self, request: PageRequest) -> PageReply:
+        """Do what is asked, and return what it has brought, or why it can't be done."""
+        try:
+            brought = self._actions[request.do](request)
+        except NbdistError as error:
+            return PageReply(request.id, self.state(), str(error), failed=True)
+        if isinstance(brought, str):
+            return PageReply(request.id, self.state(), brought)
+        return PageReply(request.id, self.state(), **brought)
 
     def state(self) -> SessionState:
         """Return how the notebook's session is, without asking any rank."""
@@ -102,3 +114,9 @@ def _stacks(ranks: str | None) -> str:
 
 def _heal(ranks: str | None) -> str:
     return str(get_session().heal(ranks))
+
+
+def _log(ranks: str, cell: int, position: int) -> dict[str, Any]:
+    rank_set = rank_set_of(get_session())
+    (rank,) = rank_set.choose(ranks, living=False)
+    return {"log": LogPage(*CellLog(rank_set.traffic.read_log, cell).page(rank, position))}

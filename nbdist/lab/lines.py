@@ -18,11 +18,9 @@ import comm.base_comm
 import msgspec
 
 from nbdist import shells
-from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
     from nbdist.lab.deeds import Deeds, NotebookVerbs
-    from nbdist.lab.page_messages import PageRequest
     from nbdist.lab.state_watch import StateWatch
     from nbdist.panel.panel_feed import Feed
 
@@ -70,7 +68,9 @@ class _Lines:
         def hear(message: dict[str, Any]) -> None:
             call = _read(message, PageCall)
             if call is not None and call.request is not None:
-                line.send(msgspec.to_builtins(_answer(self._deeds, call.request)))
+                reply = self._deeds.answer(call.request)
+                line.send(msgspec.to_builtins(reply))
+                self._watch.told(page.page, reply.state)
             elif call is not None and call.wish is not None and (feed := self._feeds.get(page.page)) is not None:
                 # What is sent in this thread's context would take the other line here, too.
                 contextvars.Context().run(feed.hear, msgspec.to_builtins(call.wish))
@@ -88,7 +88,7 @@ class _Lines:
         feed = self._feeds[page.page] = Feed(line.send, lambda: line.send({"type": "frame", "frame": feed.state()}))
         stop_following = _after_each_cell(feed.follow)
         stop_watching = self._watch.subscribe(
-            lambda state: line.send({"type": "state", "state": msgspec.to_builtins(state)})
+            page.page, lambda state: line.send({"type": "state", "state": msgspec.to_builtins(state)})
         )
 
         def close(_: object) -> None:
@@ -99,15 +99,6 @@ class _Lines:
                 del self._feeds[page.page]
 
         line.on_close(close)
-
-
-def _answer(deeds: Deeds, request: PageRequest) -> Any:
-    from nbdist.lab.page_messages import PageReply
-
-    try:
-        return PageReply(request.id, text=deeds.do(request), state=deeds.state())
-    except NbdistError as error:
-        return PageReply(request.id, deeds.state(), str(error), failed=True)
 
 
 def _read(message: dict[str, Any], kind: type[Any]) -> Any:

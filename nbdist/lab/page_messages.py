@@ -6,9 +6,22 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
-Deed = Literal["state", "interrupt", "interrupt-now", "stacks", "why", "heal", "restart", "stop"]
+Deed = Literal[
+    "state",
+    "interrupt",
+    "interrupt-now",
+    "stacks",
+    "why",
+    "heal",
+    "restart",
+    "stop",
+    "log",
+    "variables",
+    "figures",
+    "difference",
+]
 
 
 class PageRequest(msgspec.Struct, frozen=True):
@@ -18,11 +31,17 @@ class PageRequest(msgspec.Struct, frozen=True):
         id: Its number, which the reply repeats.
         do: What.
         ranks: The ranks, as in `%%distributed -r`; empty: all.
+        cell: Whose log: its number in the notebook.
+        position: Where in it to begin: `next` of the page before.
+        name: Of a variable.
     """
 
     id: int
     do: Deed
     ranks: str = ""
+    cell: int = 0
+    position: int = 0
+    name: str = ""
 
 
 class PageWish(msgspec.Struct, frozen=True):
@@ -93,6 +112,58 @@ class SessionState(msgspec.Struct, frozen=True):
     gpus: int
 
 
+class LogPage(msgspec.Struct, frozen=True):
+    """A part of what a rank has printed.
+
+    Attributes:
+        text: Its stdout and stderr, about 1 MiB at most.
+        next: Where the next page begins; None: there is none.
+    """
+
+    text: str
+    next: int | None
+
+
+class VariableRow(msgspec.Struct, frozen=True):
+    """A variable, in words.
+
+    Attributes:
+        name: Its name.
+        kind: Its type.
+        form: Shape and dtype; empty if it has none.
+        device: Where its bytes are.
+        size: Bytes of its values; None: not known.
+        agreement: Whether ranks agree.
+        odd: The ranks that differ from most others.
+        agree: Whether ranks agree; None: not known.
+        figures: Whether it has any.
+    """
+
+    name: str
+    kind: str
+    form: str
+    device: str
+    size: int | None
+    agreement: str
+    odd: list[int]
+    agree: bool | None
+    figures: bool
+
+
+class FigureRow(msgspec.Struct, frozen=True):
+    """The figures of a tensor on a rank, as in `nbdist.wire.held_variables.Figures`."""
+
+    rank: int
+    low: float | None
+    mean: float | None
+    high: float | None
+    std: float | None
+    zeros: int
+    nans: int
+    infinite: int
+    bins: list[int]
+
+
 class PageReply(msgspec.Struct, frozen=True):
     """The answer to a request.
 
@@ -101,9 +172,15 @@ class PageReply(msgspec.Struct, frozen=True):
         state: How things are now.
         text: What there is to read; empty: nothing.
         failed: Whether the text is an error.
+        log: What a "log" has brought.
+        variables: What "variables" has brought.
+        figures: What "figures" has brought, by rank.
     """
 
     id: int
     state: SessionState
     text: str = ""
     failed: bool = False
+    log: LogPage | None = None
+    variables: list[VariableRow] | None = None
+    figures: list[FigureRow] | None = None

@@ -28,15 +28,16 @@ class StateWatch:
 
     def __init__(self, look: Callable[[], SessionState]) -> None:
         self._look = look
-        self._subscribers: dict[object, Send] = {}
+        self._subscribers: dict[str, Send] = {}  # by page
+        self._told: dict[str, SessionState] = {}  # what each has been sent last
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def subscribe(self, send: Send) -> Callable[[], None]:
+    def subscribe(self, page: str, send: Send) -> Callable[[], None]:
         """Call this with the state now, and whenever it has changed. Returns what ends that."""
-        key = object()
         with self._changed:
-            self._subscribers[key] = send
+            self._subscribers[page] = send
+            self._told.pop(page, None)
             if self._thread is None:
                 # What is sent here is nobody's answer, so the thread has a context of its own.
                 run = contextvars.Context().run
@@ -45,24 +46,34 @@ class StateWatch:
 
         def unsubscribe() -> None:
             with self._changed:
-                self._subscribers.pop(key, None)
+                if self._subscribers.get(page) is send:
+                    del self._subscribers[page]
+                    self._told.pop(page, None)
                 self._changed.notify_all()
 
         return unsubscribe
 
+    def told(self, page: str, state: SessionState) -> None:
+        """Note what a page got with an answer: that may be of a moment ago, and then the page is told again."""
+        with self._changed:
+            if page in self._told:
+                self._told[page] = _without_clock(state)
+
     def _run(self) -> None:
-        told: dict[object, SessionState] = {}
         while True:
             state = self._look()
-            known = replace(state, cells=[replace(cell, seconds=0.0) for cell in state.cells])
+            known = _without_clock(state)
             with self._changed:
-                subscribers = dict(self._subscribers)
-                if not subscribers:
+                if not self._subscribers:
                     self._thread = None
                     return
-            for key, send in subscribers.items():
-                if told.get(key) != known:
-                    send(state)
-            told = dict.fromkeys(subscribers, known)
+                behind = [send for page, send in self._subscribers.items() if self._told.get(page) != known]
+                self._told = dict.fromkeys(self._subscribers, known)
+            for send in behind:
+                send(state)
             with self._changed:
                 self._changed.wait_for(lambda: not self._subscribers, _PERIOD)
+
+
+def _without_clock(state: SessionState) -> SessionState:
+    return replace(state, cells=[replace(cell, seconds=0.0) for cell in state.cells])

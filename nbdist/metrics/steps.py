@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from nbdist.metrics.compute import graphs, loading, passes, peaks, step_events
+from nbdist.metrics.compute import data_parallel, graphs, loading, passes, peaks, step_events
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
+from nbdist.metrics.compute.listening import is_compiler_at_work
 from nbdist.metrics.compute.live import Known, LiveCounts, Shape
 from nbdist.metrics.compute.passes import PassReader
+from nbdist.metrics.compute.products import Multiplication
 from nbdist.metrics.compute.waits import CollectiveWaits
-from nbdist.metrics.node.active_meter import measures, set_meter
+from nbdist.metrics.node.active_meter import current, measures, set_meter
+from nbdist.metrics.node.energy import Spending
 from nbdist.metrics.node.sample import StepSample
 
 if TYPE_CHECKING:
@@ -41,31 +44,54 @@ _SHAPES = 1024  # whose usual time is remembered
 _CHANGED = 0.2  # share of a shape's usual time, by which a step differs that is looked at more closely
 _UNKNOWN = Shape(0, (), frozenset())
 
-# Private, so it is looked for; without it a compiled step ends the measurement, with the compiler's own words.
-_compiler_at_work = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+# Steps are read in batches where nothing new is to be seen: code that runs once in each step finds the processor's
+# caches full of the step's own data, and costs ten times what it costs when it runs often.
+_AT_ONCE = 16  # steps of a lap, each of which is read as it ends
+_BATCH, _BATCH_SECONDS = 16, 0.1  # steps that wait to be read at most, and how long
+_READING_FREE, _READING = 0.02, 0.001  # seconds, and share of the time, that reading whole graphs may take
 
 
-@dataclass
 class _Step:
-    """One step that has ended."""
+    """One step: first what is seen while it is under way, then what it was. Values of the class are where all begin."""
 
-    shape: Shape
-    waiting: float | None
-    communication: float | None
-    units: int
-    counted: bool  # which takes time of its own
+    passes: tuple[Hashable, ...] = ()
+    batches: frozenset[Hashable] = frozenset()
+    waiting: float | None = None
+    waited: float = 0.0  # in collectives, as far as Python has heard of it
+    units: int = 0
+    optimizer: int = 0
+    counted: bool = False  # which takes time of its own
+    communication: float | None = None
+    shape: Shape = _UNKNOWN
     seconds: float = 0.0
     at: float = 0.0
 
 
-class _Gathered:
-    """What has been seen of the step that is under way."""
+@dataclass
+class StepWork:
+    """What the steps of the last lap that had some consisted of, for advice on them.
 
-    def __init__(self) -> None:
-        self.passes: list[Hashable] = []
-        self.batches: set[Any] = set()
-        self.waiting: float | None = None
-        self.units = 0
+    Attributes:
+        made: How many there were, those included that were not timed.
+        seconds: Of one, stalls included.
+        waiting: Share of it spent waiting for data; None: without a DataLoader.
+        counted: Share of them whose work is known.
+        products: Calls in one step, by what they multiply.
+        not_counted: Operations without a formula that ran in counted steps.
+        parameters: What their optimizers move, if these still exist.
+        loaders: The DataLoaders that they took batches from.
+        device: Where the products ran.
+    """
+
+    made: int
+    seconds: float
+    waiting: float | None
+    counted: float
+    products: dict[Multiplication, float]
+    not_counted: list[str]
+    parameters: list[torch.Tensor]
+    loaders: dict[loading.LoaderKey, loading.LoaderUse]
+    device: torch.device
 
 
 class StepMeter:
@@ -83,20 +109,30 @@ class StepMeter:
         self._counts = LiveCounts()
         self._clock: Clock[_Step] = HostClock()
         self._device = torch.device("cpu")
+        self._on_gpu = False
         self._window: deque[_Step] = deque(maxlen=_WINDOW)
         self._since_lap: deque[_Step] = deque(maxlen=_LAP)
         self._steps = self._lap_steps = 0
         self._serials: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._gathered = _Gathered()
+        self._last_optimizer: Callable[[], object] = lambda: None  # a weak reference
+        self._last_serial = 0
+        self._gathered = _Step()
+        self._unread: list[_Step] = []  # that have ended
+        self._read_by = self._ended_at = 0.0  # when they are read at the latest, and when the last one ended
+        self._is_calm = False  # nothing new has been seen lately, so that steps may wait to be read
         self._reader = PassReader()
         self._waits = CollectiveWaits()
         self._is_idle: Callable[[], bool] = lambda: True  # the device, when a batch is there
-        self._unit = ""
+        self._unit = self._batch = ""
+        self._last_shapes: Hashable = None  # of a batch
         self._thread = 0
         self._clock_is_off = False  # in this lap
         self._is_lap_over = False
         self._usual: dict[Shape, float] = {}  # seconds, of this lap
         self._ends: list[Callable[[], None]] = []
+        self._spending = Spending()
+        self._loaders = loading.LoaderUses()
+        self._last: tuple[list[_Step], StepSample, loading.LoaderUses] | None = None  # of the last lap with steps
 
     def __enter__(self) -> StepMeter:
         self.start()
@@ -115,13 +151,16 @@ class StepMeter:
         graphs.watch()
         self._waits.start()
         self._thread = threading.get_ident()
-        steps = step_events.of_this_thread().listen(
-            before=lambda optimizer: self._counts.enter_optimizer(), after=self._see_end
-        )
+        steps = step_events.of_this_thread().listen(before=self._counts.enter_optimizer, after=self._see_end)
         self._ends = [steps, passes.listen(self._see_pass), loading.listen(self._see_batch)]
+
+    def begin_cell(self) -> None:
+        """Note that what the next lap spends begins here."""
+        self._spending.begin()
 
     def stop(self) -> None:
         """Measure no longer. In the thread that has started it."""
+        self._read_steps()
         self._counts.leave()
         self._waits.stop()
         for end in self._ends:
@@ -132,13 +171,15 @@ class StepMeter:
 
     def sample(self) -> StepSample:
         """Return the last steps. From any thread, at any time, in less than a millisecond."""
+        if threading.get_ident() == self._thread:
+            self._read_steps()
         recent: list[_Step] = []
         now = time.monotonic()
         for step in reversed(list(self._window)):
             if len(recent) >= _WINDOW_STEPS and now - step.at > _WINDOW_SECONDS:
                 break
             recent.append(step)
-        stalled = now - recent[0].at if recent and not self._is_lap_over else 0.0
+        stalled = now - self._ended_at if recent and not self._is_lap_over else 0.0
         return self._summary(self._steps, recent, stalled)
 
     def lap(self) -> StepSample:
@@ -147,19 +188,53 @@ class StepMeter:
         Returns:
             `steps`: of this lap.
         """
+        self._read_steps()
         self._counts.end_lap()
         self._note(self._clock.restart())
         found = self._summary(self._lap_steps, list(self._since_lap))
+        found = msgspec.structs.replace(found, spent=self._spending.end() if found.steps else None)
+        if self._since_lap:
+            self._last = list(self._since_lap), found, self._loaders
+        self._loaders = loading.LoaderUses()
+        self._batch = ""
         self._since_lap.clear()
         self._lap_steps = 0
         self._usual.clear()
         self._clock_is_off = False
         self._is_lap_over = True
+        self._is_calm = False
         step_events.of_this_thread().forget()
-        self._gathered = _Gathered()
+        self._gathered = _Step()
         self._reader.restart()
         self._waits.restart()
         return found
+
+    def last_work(self) -> StepWork | None:
+        """Return what the steps of the last lap that had some consisted of; None: there was none. In that thread."""
+        if self._last is None:
+            return None
+        steps, sample, uses = self._last
+        known = [found for step in steps if (found := self._counts.known.get(step.shape)) is not None]
+        products: Counter[Multiplication] = Counter()
+        for each in known:
+            products.update(each.products)
+        return StepWork(
+            made=sample.steps,
+            seconds=sample.seconds or 0.0,
+            waiting=sample.waiting,
+            counted=len(known) / len(steps),
+            products={product: calls / len(known) for product, calls in products.items()},
+            not_counted=sample.not_counted,
+            parameters=self._trained_in(steps),
+            loaders=dict(uses.used),
+            device=known[-1].device if known else self._device,
+        )
+
+    def _trained_in(self, steps: Sequence[_Step]) -> list[torch.Tensor]:
+        """Return the parameters that the optimizers of these steps move."""
+        made_by = {step.shape.optimizer for step in steps}
+        optimizers = [optimizer for optimizer, serial in list(self._serials.items()) if serial in made_by]
+        return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
 
     def _summary(self, made: int, steps: Sequence[_Step], stalled: float = 0.0) -> StepSample:
         """Return what steps took: sums over all their time.
@@ -186,9 +261,12 @@ class StepMeter:
             communication=min(1.0, statistics.fmean(talked) * len(steps) / whole) if talked else None,
             units=units or None,
             unit=self._unit if units else "",
+            batch=self._batch,
             why=self._counts.why or self._counts.hindrance or "no step of this shape has been counted yet",
         )
-        return _with_flops(sample, [found for _, found in known]) if known else sample
+        sample = _with_flops(sample, [found for _, found in known]) if known else sample
+        shared = data_parallel.shared_batch(sample.batch, self._trained_in(steps)) if sample.batch else ""
+        return msgspec.structs.replace(sample, batch=shared)
 
     def _why_nothing(self, made: int) -> str:
         if self._counts.why:
@@ -204,10 +282,10 @@ class StepMeter:
     # --- in the user's loop, so nothing may be raised
 
     def _see_end(self, optimizer: Optimizer) -> None:
-        if _compiler_at_work() not in (None, False):
+        if is_compiler_at_work():
             return  # it runs within a compiled region, where nothing can be counted
         try:
-            if not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
                 self._end_step(optimizer)
         except Exception as error:
             self._fail("a step could not be measured", error)
@@ -218,10 +296,12 @@ class StepMeter:
         if len(self._gathered.passes) > _PASSES:
             return  # nobody steps
         try:
-            self._counts.leave_failed()
-            self._gathered.passes.append(self._reader.read(outputs))
-            if self._reader.misled:
-                self._distrust(self._reader.trusted)
+            if not self._is_calm:
+                self._counts.leave_failed()
+            self._gathered.passes += (self._reader.read(outputs),)
+            if self._reader.suspects:
+                self._read_steps()
+                self._distrust(self._reader.suspects)
         except Exception as error:
             self._fail("a backward pass could not be read", error)
 
@@ -230,36 +310,64 @@ class StepMeter:
         if threading.get_ident() != self._thread:
             return
         if seconds is None:
+            with contextlib.suppress(Exception):  # an iterator of somebody's own kind
+                self._loaders.ask(batch)  # the iterator, as there is no batch yet
             with contextlib.suppress(Exception):  # no event can be made: nothing is hidden then
                 self._is_idle = self._clock.mark()
             return
         if not self._is_idle():
             seconds = 0.0
+        self._loaders.take(max(0.0, seconds))
         self._counts.leave_failed()
         gathered = self._gathered
         gathered.waiting = (gathered.waiting or 0.0) + max(0.0, seconds)
         with contextlib.suppress(Exception):  # a batch of somebody's own kind
+            self._batch = self._batch or loading.fingerprint(batch)
             found = loading.describe(batch)
-            gathered.batches.add(found.shapes)
+            if found.shapes not in gathered.batches:
+                gathered.batches |= {found.shapes}
+            if found.shapes != self._last_shapes:
+                self._reader.look_closely()
+            self._last_shapes = found.shapes
             gathered.units += found.units
             self._unit = found.unit or self._unit
 
     def _fail(self, what: str, error: Exception) -> None:
         self._counts.leave()
+        self._is_calm = False
         self._counts.why = f"{what}: {type(error).__name__}: {error}"
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        gathered, self._gathered = self._gathered, _Gathered()
-        shape = Shape(self._serial(optimizer), tuple(gathered.passes), frozenset(gathered.batches))
-        counted = self._counts.under_way
-        self._counts.finish(shape)
+        if self._last_optimizer() is not optimizer:
+            self._turn_to(optimizer)
+        step, self._gathered = self._gathered, _Step()
+        step.optimizer = self._last_serial
+        step.waited, self._waits.waited = self._waits.waited, 0.0
         self._steps += 1
         self._lap_steps += 1
         self._is_lap_over = False
-        communication = self._waits.of_step(on_gpu=self._device.type == "cuda")
-        self._note(self._clock.tick(_Step(shape, gathered.waiting, communication, gathered.units, counted)))
+        now = self._ended_at = time.monotonic()
+        self._clock.tick(step, now)
+        self._unread.append(step)
+        if self._is_calm and now < self._read_by and len(self._unread) < _BATCH:
+            return
+        step.counted = self._counts.under_way
+        self._read_steps()
         if not self._counts.under_way:
-            self._counts.consider(shape, self._lap_steps)
+            self._counts.consider(step.shape, self._lap_steps)
+        self._is_calm = self._lap_steps > _AT_ONCE and self._counts.is_calm and not self._counts.under_way
+
+    def _read_steps(self) -> None:
+        """Read the steps that wait for it."""
+        unread, self._unread = self._unread, []
+        self._read_by = self._ended_at + _BATCH_SECONDS
+        self._waits.look(self._ended_at, on_gpu=self._on_gpu)
+        for step in unread:
+            step.communication = self._waits.of_step(step.waited, on_gpu=self._on_gpu)
+            step.shape = Shape(step.optimizer, step.passes, step.batches)
+            self._counts.finish(step.shape)
+            self._counts.want(step.shape, self._lap_steps)
+        self._note(self._clock.ended())
 
     def _distrust(self, passes: int) -> None:
         """Take the steps of so many passes as of an unknown shape: they may have been others than they looked like."""
@@ -279,7 +387,7 @@ class StepMeter:
                 continue
             self._counts.trained += seconds
             self._look_again_if_changed(step.shape, seconds)
-            step.seconds, step.at = seconds, time.monotonic()
+            step.seconds, step.at = seconds, self._ended_at
             if not self._since_lap:
                 self._window.clear()  # of the lap before: kept so far for those who look at what ran last
             self._window.append(step)
@@ -290,24 +398,25 @@ class StepMeter:
         self._usual[shape] = usual + (seconds - usual) / 8
         while len(self._usual) > _SHAPES:
             del self._usual[next(iter(self._usual))]
-        if abs(seconds - usual) > _CHANGED * usual:
+        may_read = self._reader.spent <= _READING_FREE + _READING * self._counts.trained
+        if may_read and abs(seconds - usual) > _CHANGED * usual:
             self._reader.doubt()
 
-    def _serial(self, optimizer: Optimizer) -> int:
-        """Return a number that no other optimizer ever has."""
+    def _turn_to(self, optimizer: Optimizer) -> None:
+        """Take the next steps as this optimizer's, which has a number that no other one ever has."""
         serial = self._serials.get(optimizer)
         if serial is None:
             self._serials[optimizer] = serial = self._steps + 1
             self._look_at_device(optimizer)
-        return serial
+        self._last_optimizer, self._last_serial = weakref.ref(optimizer), serial
 
     def _look_at_device(self, optimizer: Optimizer) -> None:
         devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
         found = next(devices, self._device)
         if found != self._device:
-            self._device = found
-            on_gpu = found.type == "cuda"
-            self._clock = DeviceClock(lambda: _recorded_event(found)) if on_gpu else HostClock()
+            self._read_steps()
+            self._device, self._on_gpu = found, found.type == "cuda"
+            self._clock = DeviceClock(lambda: _recorded_event(found)) if self._on_gpu else HostClock()
 
 
 def _recorded_event(device: torch.device) -> torch.cuda.Event:
@@ -334,11 +443,16 @@ def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
         hardware_flops=statistics.fmean(each.count.hardware_flops for each in known),
         units=sample.units or (statistics.fmean(tokens) if tokens else None),
         unit=sample.unit or ("tokens" if tokens else ""),
+        batch=sample.batch or known[0].batch,
         peak=None if peak is None else peak.tflops * 1e12,
         peak_source="" if peak is None else peak.source,
         not_counted=sorted({name for each in known for name in each.count.uncounted}),
-        why=f"no peak is known for {peaks.name_of(device)} at {', '.join(missing)}" if missing else "",
+        why=_no_peak(device, missing) if missing else "",
     )
+
+
+def _no_peak(device: torch.device, dtypes: Sequence[str]) -> str:
+    return f"no peak is known for {peaks.name_of(device)} at {', '.join(dtypes)}; `%distributed peak` measures it"
 
 
 def _seconds(step: _Step) -> float:
@@ -358,8 +472,16 @@ def _middle(steps: Sequence[_Step], figure: Callable[[_Step], float]) -> float:
 
 
 def start() -> None:
-    """Measure the steps of this process from now on, for `nbdist.metrics.node.active_meter`. Again: nothing happens."""
+    """Measure the steps of this process from now on, for `nbdist.metrics.node.active_meter`. Again: a cell begins."""
     if not measures():
-        meter = StepMeter()
-        meter.start()
-        set_meter(meter)
+        made = StepMeter()
+        made.start()
+        set_meter(made)
+    if (meter := running()) is not None:
+        meter.begin_cell()
+
+
+def running() -> StepMeter | None:
+    """Return the meter that `start` has made in this process; None if its steps are not measured."""
+    meter = current()
+    return meter if isinstance(meter, StepMeter) else None

@@ -10,14 +10,15 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from nbdist.panel.model import Row, Stat, View, marked, min_mean_max, urgency
+from nbdist.panel.figures import Stat, marked, min_mean_max
+from nbdist.panel.model import Row, View, urgency
 from nbdist.text import duration, flop_rate, part_of, percent, size
 
 _BAR = 22  # characters
 _LINES = 32  # of nodes and of ranks in a summary of many
 _MARKS = {"busy": "●", "idle": "○", "stuck": "◐", "dead": "✕"}
-_COLUMNS = ("rank", "device", "memory", "", "peak", "util", "temp", "power", "state", "")
-_RIGHT = frozenset({3, 4, 5, 6, 7})  # columns of numbers
+_COLUMNS = ("rank", "device", "memory", "", "peak", "util", "temp", "power", "CPU", "state", "")
+_RIGHT = frozenset({3, 4, 5, 6, 7, 8})  # columns of numbers
 
 
 # --- text
@@ -37,7 +38,8 @@ def text(view: View, *, ended: bool = False) -> str:
     chosen = _worth_a_look(view)
     rest = [f"worth a look:\n{_text_table(chosen[:_LINES])}", *_beyond(chosen)] if chosen else []
     legend = [_legend(view)] if chosen or not view.heat else []
-    return "\n".join([head, figures, *nodes[:_LINES], *more, *rest, *legend])
+    alert = [f"⚠ {view.alert.sentence}"] if view.alert is not None else []
+    return "\n".join([head, *alert, figures, *nodes[:_LINES], *more, *rest, *legend])
 
 
 def _text_node(view: View, index: int) -> str:
@@ -54,7 +56,16 @@ def _text_table(rows: Sequence[Row]) -> str:
 
 
 def _text_cells(row: Row) -> list[str]:
-    return [row.name, row.device, _text_bar(row), _used_of_total(row), *_gauges(row), _state(row), _remarks(row)]
+    return [
+        row.name,
+        row.device,
+        _text_bar(row),
+        _used_of_total(row),
+        *_gauges(row),
+        _cores(row),
+        _state(row),
+        _remarks(row),
+    ]
 
 
 def _text_bar(row: Row) -> str:
@@ -126,7 +137,7 @@ def html(view: View, identity: str = "", *, ended: bool = False) -> str:
     return (
         f'{_style(identity)}<div class="nbdist-static" data-nbdist-panel="{escape(identity)}">'
         f'<p><b>{escape(title)}</b> <span style="{_QUIET}">as of {when}</span></p>'
-        f'<table style="border:0">{stats}</table>{"".join(parts)}{_html_legend(view)}</div>'
+        f'{_html_alert(view)}<table style="border:0">{stats}</table>{"".join(parts)}{_html_legend(view)}</div>'
     )
 
 
@@ -134,6 +145,10 @@ def _style(identity: str) -> str:
     """Return CSS that hides the line JupyterLab shows for a widget whose kernel is gone."""
     below = f'.jp-OutputArea-child:has([data-nbdist-panel="{escape(identity)}"]) + .jp-OutputArea-child'
     return f"<style>{below} > .jupyter-widgets:not(:has(*)){{display:none}}</style>"
+
+
+def _html_alert(view: View) -> str:
+    return f"<p><b>⚠ {escape(view.alert.sentence)}</b></p>" if view.alert is not None else ""
 
 
 def _html_stat(stat: Stat) -> str:
@@ -245,6 +260,10 @@ def _gauges(row: Row) -> list[str]:
         "n/a" if row.temperature is None else f"{row.temperature:.0f} °C",
         "n/a" if row.power is None else f"{row.power:.0f} W",
     ]
+
+
+def _cores(row: Row) -> str:
+    return "" if row.cpu is None else percent(row.cpu)
 
 
 def _state(row: Row) -> str:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BUILT = Path(__file__).parent / "static"
-_WIDGET = "application/vnd.jupyter.widget-view+json"
 _TARGET = "nbdist.panel"  # of comms that pages open to be heard while a cell runs
 
 
@@ -136,9 +135,10 @@ class Panel(anywidget.AnyWidget):
             return
         self._feed.show()
         display(self._copy(), raw=True, display_id=self._display_id)
-        # Without the widget's state, exporters take the empty HTML.
-        living = {_WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.model_id}}
-        display({**living, "text/html": "", "text/plain": ""}, raw=True)
+        if (living := self._repr_mimebundle_()) is not None:
+            data, metadata = living  # of anywidget, which knows what each front end needs to find it again
+            # Without the widget's state, exporters take the empty HTML.
+            display({**data, "text/html": "", "text/plain": ""}, metadata=metadata, raw=True)
 
     @property
     def _display_id(self) -> str:

@@ -14,15 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from nbdist.client.costs.cell_steps import measure_peaks
 from nbdist.client.costs.monitor import Monitor
-from nbdist.client.session.session import Session, current_session
+from nbdist.client.session.current import current_session
+from nbdist.client.session.session import Session
 from nbdist.errors import NbdistError, UsageError
 from nbdist.metrics.allocation import memory_snapshot
 from nbdist.metrics.node.sample import Sample
+from nbdist.panel.left_alone import LeftAlone
 from nbdist.panel.model import View, view_of
 from nbdist.panel.updates import METRICS, Updates
 from nbdist.text import size
 
+_PEAK_SECONDS = 1.0  # that a measurement of the peak takes, about
 _FIRST_LOOK = 1.0  # seconds that somebody who asks for values waits for something to show
 
 
@@ -67,6 +71,7 @@ class Feed:
         self._send_all = send_all
         self._lock = threading.RLock()  # what the page knows: the monitor's thread and the notebook's change it
         self._updates = Updates(self.identity)
+        self._left_alone = LeftAlone()
         self._seen = threading.Event()
         self._session: weakref.ref[Session] | None = None
         self._follows = session is None and source is None
@@ -166,7 +171,7 @@ class Feed:
         if source is not self._source or (self._session is not None and _is_over(self._looked_at())):
             return  # a look that was under way when its session ended
         try:
-            self._take(view_of(sample))
+            self._take(view_of(sample, self._left_alone.words()))
         except Exception as error:
             self.rest()
             with contextlib.suppress(Exception):  # the notebook may be going
@@ -220,6 +225,7 @@ class Feed:
             "rate": self._on_rate,
             "choose": self._on_choose,
             "metric": self._on_metric,
+            "peak": self._on_peak,
             "snapshot": self._on_snapshot,
         }
         handler = handlers.get(content.get("type", "")) if isinstance(content, dict) else None
@@ -263,6 +269,13 @@ class Feed:
         self._say(
             f"{name}: {path.name} ({size(path.stat().st_size)}) is written; https://pytorch.org/memory_viz shows it"
         )
+
+    def _on_peak(self, _: object) -> None:
+        session = self._looked_at()
+        if self.of_session and (session is None or _is_over(session)):
+            raise UsageError("its session has ended: `%distributed start` starts another")
+        measure_peaks(session, None, _PEAK_SECONDS)
+        self._say("The peak of matrix products is measured: the next steps show their MFU.")
 
     def _snapshot(self, rank: int) -> Path:
         if rank < 0:

@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbdist.panel.model import Node, Row, View, clip, finite, urgency
+from nbdist.panel.figures import TRENDS, clip, finite
+from nbdist.panel.model import Node, Row, View, urgency
 
 LIMIT = 2048  # bytes of an update, as JSON, with the widget's envelope
 HISTORY = 60  # looks that a sparkline shows
+TREND_STEP, TREND_POINTS = 2.0, 300  # seconds between two points of what is drawn over time, and how many are kept
 METRICS = ("memory", "utilization", "temperature", "step")  # that a heat map can show
 _ENVELOPE = 64  # {"method": "custom", "content": {...}}
 _NODES_SHARE = 0.25  # of an update that lines of nodes may take
@@ -50,13 +52,14 @@ class Updates:
         self.metric = METRICS[0]
         self._turn = 0
         self._identity = identity
-        self._head: dict[str, Any] = {"title": "", "stats": [], "live": "live", "rate": 1}
+        self._head: dict[str, Any] = {"title": "", "alert": None, "stats": [], "live": "live", "rate": 1}
         self._ranks = _Table()
         self._nodes = _Table()
         self._levels = _Levels()
         self._layout: list[Any] = []
         self._heat = False
         self._history: list[deque[float | None]] = []
+        self._trend: deque[Encoded] = deque(maxlen=TREND_POINTS)
 
     def fits(self, view: View) -> bool:
         """Return whether an update can lead from what the page knows to this; else the full state has to."""
@@ -84,12 +87,14 @@ class Updates:
             "nodes": self._nodes.told,
             "levels": self._levels.told,
             "history": [list(values) for values in self._history],
+            "trends": list(TRENDS),
+            "trend": list(self._trend),
         }
 
     def update_head(self, live: str, rate: float) -> dict[str, Any]:
         """Return what to tell the page of that which no look brings."""
         self._head = {**self._head, "live": live, "rate": rate}
-        return {"type": "head", "head": self._head}
+        return {"type": "head", "head": {"live": live, "rate": rate}}
 
     def update(self, view: View, live: str, rate: float) -> dict[str, Any]:
         """Return what to tell the page next, for a view that `fits`."""
@@ -98,7 +103,10 @@ class Updates:
         head = _head(view, live, rate)
         message: dict[str, Any] = {"type": "update"}
         if head != self._head:
-            message["head"] = self._head = head
+            message["head"], self._head = _news(self._head, head), head
+        if not self._trend or not 0 <= view.at - self._trend[-1][0] < TREND_STEP:
+            self._trend.append(_encode_trend(view))
+            message["point"] = self._trend[-1]
 
         def left(key: str) -> int:
             return LIMIT - _ENVELOPE - len(_json({**message, key: []}))
@@ -203,7 +211,22 @@ def _layout(view: View) -> list[Any]:
 
 
 def _head(view: View, live: str, rate: float) -> dict[str, Any]:
-    return {"title": view.title, "stats": [list(stat) for stat in view.stats], "live": live, "rate": rate}
+    alert = [*view.alert[:2], _rounded(view.alert.seconds, 3)] if view.alert is not None else None
+    return {"title": view.title, "alert": alert, "stats": [list(s) for s in view.stats], "live": live, "rate": rate}
+
+
+def _news(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return what differs of a head; for a figure that does not, 0 stands in its place."""
+    found = {key: value for key, value in new.items() if value != old.get(key)}
+    if "stats" in found and len(old["stats"]) == len(new["stats"]):
+        pairs = zip(old["stats"], new["stats"], strict=True)
+        found["stats"] = [0 if before == after else after for before, after in pairs]
+    return found
+
+
+def _encode_trend(view: View) -> Encoded:
+    """Return when, the cell, and the figures of `TRENDS`, whose scale is the page's."""
+    return [round(view.at, 1), view.cell, *(_rounded(value, 3) for value in view.trend)]
 
 
 # --- values, rounded to what can be seen of them
@@ -224,10 +247,11 @@ def _scaled(factor: float, figures: int) -> Callable[[float | None], float | Non
 _MEMORY = ("total", "allocated", "cache", "non_torch", "others", "peak", "used")
 _WRITERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_MEMORY, _scaled(1 / _MIB, 4)),
-    **dict.fromkeys(("utilization", "cpu"), _scaled(100, 2)),
+    "utilization": _scaled(100, 2),
+    "cpu": _scaled(100, 3),
     **dict.fromkeys(("temperature", "power", "power_limit"), _scaled(1, 3)),
     "period": _scaled(1, 3),
-    "step": _scaled(1000, 3),
+    **dict.fromkeys(("step", "work"), _scaled(1000, 3)),
     "flops": _scaled(1e-12, 3),
     "mfu": _scaled(100, 3),
     "badges": lambda badges: [list(badge) for badge in badges],
@@ -268,12 +292,15 @@ def _seen_of_node(node: Node) -> Any:
 
 
 def _levels(view: View) -> dict[str, str]:
-    slowest = max((row.step for row in view.rows if row.step is not None), default=None)
+    slowest = max((row.work for row in view.rows if row.work is not None), default=None)
+    largest = max((row.held for row in view.rows if row.held is not None), default=None)
     return {
-        "memory": "".join(_level(_share(row.used, row.total)) for row in view.rows),
+        "memory": "".join(
+            _level(_share(row.used, row.total) if row.gpu else _share(row.held, largest)) for row in view.rows
+        ),
         "utilization": "".join(_level(row.utilization) for row in view.rows),
         "temperature": "".join(_level(_share(row.temperature, _HOTTEST)) for row in view.rows),
-        "step": "".join(_level(_share(row.step, slowest)) for row in view.rows),
+        "step": "".join(_level(_share(row.work, slowest)) for row in view.rows),
         _STATE: "".join(row.state[0] for row in view.rows),
     }
 

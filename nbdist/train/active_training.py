@@ -19,6 +19,7 @@ class Training:
     is_begun: Callable[[], bool]
     replace: Callable[[Any], Any]
     forget: Callable[[], None]
+    resized: Callable[[], list[str]]
 
 
 training: Training | None = None

@@ -268,6 +268,18 @@ def abandon_window() -> None:
         _current.abandon_window()
 
 
+def resized() -> list[str]:
+    """Have what is prepared be of the ranks that there are now, if a state is there. Gradients are left to the caller.
+
+    Returns:
+        What can't be, with what to do.
+    """
+    if _current is None:
+        return []
+    _current.mesh = _current.neighbor_copies = None
+    return [note for loader in _current.loaders if (note := loader.take_share(rank(), world_size()))]
+
+
 def default_device() -> torch.device:
     """Return the device of this rank: its GPU if torch has chosen one, else the one of its local rank, else the CPU."""
     if not torch.cuda.is_available():
@@ -292,4 +304,4 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-active_training.training = active_training.Training(after_cell, abandon_window, is_begun, replace, forget)
+active_training.training = active_training.Training(after_cell, abandon_window, is_begun, replace, forget, resized)

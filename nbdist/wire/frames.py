@@ -12,7 +12,21 @@ import msgspec
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
 from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
 from nbdist.wire.handover import Attach, Attached, AttachRefused, Choices, Displaced, Ending, Goodbye, Leave
-from nbdist.wire.healing import Adopt, EndRanks, GiveUpHeal, Heal, Healed, HealFailed, Rejoin, Replaced, Respawn
+from nbdist.wire.healing import (
+    Adopt,
+    EndRanks,
+    GiveUpHeal,
+    Grow,
+    Heal,
+    Healed,
+    HealFailed,
+    Rejoin,
+    Renumbered,
+    Replaced,
+    Resize,
+    Respawn,
+    Shrink,
+)
 from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Hello
 from nbdist.wire.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
@@ -31,7 +45,7 @@ from nbdist.wire.rank_processes import (
     StoreOpened,
 )
 from nbdist.wire.system_text import as_bytes, escaped, mapped
-from nbdist.wire.visitor_messages import Describe, Description
+from nbdist.wire.visitor_messages import Describe, Description, Follow, Followed, InterruptAll
 
 AnyMessage = (
     Hello
@@ -85,7 +99,10 @@ AnyMessage = (
     | Pong
     | NodeLeft
     | Describe
+    | InterruptAll
     | Description
+    | Follow
+    | Followed
     | Expect
     | Chunk
     | Taken
@@ -98,6 +115,10 @@ AnyMessage = (
     | Adopt
     | Replaced
     | Rejoin
+    | Shrink
+    | Grow
+    | Resize
+    | Renumbered
     | Healed
     | HealFailed
     | Respawn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nbdist.wire.life import RankInfo
+from nbdist.wire.life import Place, RankInfo
 from nbdist.wire.message import Message
 
 
@@ -30,6 +30,19 @@ class Heal(Message, frozen=True):
 
     ranks: list[int]
     kill: bool = False
+
+
+class Shrink(Message, frozen=True):
+    """Go on without the ranks that have died, and without these, which are ended first: fewer ranks, renumbered."""
+
+    ranks: list[int]
+
+
+class Grow(Message, frozen=True):
+    """Add ranks on this machine, with the numbers that follow. gpus: all that its ranks may use; None: none."""
+
+    count: int
+    gpus: list[str] | None
 
 
 class GiveUpHeal(Message, frozen=True):
@@ -58,11 +71,12 @@ class Adopt(Message, frozen=True):
 class Replaced(Message, frozen=True):
     """The newcomers are up, and may be set up before they join their groups: collectives there do nothing yet.
 
-    cells: what has run on the ranks so far, in its order.
+    everyone: the ranks that were there before. cells: what has run on the ranks so far, in its order.
     """
 
     ranks: list[RankInfo]
     cells: list[SetupCell]
+    everyone: list[int] = []
 
 
 class Rejoin(Message, frozen=True):
@@ -86,16 +100,50 @@ class HealFailed(Message, frozen=True):
     text: str
 
 
+class Post(msgspec.Struct, frozen=True):
+    """What a rank is among all.
+
+    count: of ranks on its node. place: of these among all ranks. gpu: which of its node's GPUs it has, counted on from
+    the first if there are fewer. gpus: that its node's ranks may use; None: as at the start.
+    """
+
+    rank: int
+    count: int
+    place: Place
+    gpu: int
+    gpus: list[str] | None = None
+
+
+class Resize(Message, frozen=True):
+    """Be one of another number of ranks, with a new default group that is yet to be connected.
+
+    numbers: of all ranks that stay, by those that they had; the groups of others are given up.
+    group: the name of the new default group; "": there is none.
+    """
+
+    post: Post
+    numbers: dict[int, int]
+    group: str
+
+
+class Renumbered(Message, frozen=True):
+    """From now on ranks have these numbers, by those that they had; the others are gone. ranks: all of them."""
+
+    numbers: dict[int, int]
+    ranks: list[RankInfo]
+
+
 class Respawn(Message, frozen=True):
-    """Fork ranks of an epoch again. life: the number of processes that each place has had before."""
+    """Fork a rank of an epoch into a slot. life: the number of processes that the slot has had before."""
 
     epoch: int
-    ranks: list[int]
+    slot: int
     life: int
+    post: Post
 
 
 class EndRanks(Message, frozen=True):
-    """End some ranks of an epoch by force."""
+    """End the ranks in some slots of an epoch by force."""
 
     epoch: int
-    ranks: list[int]
+    slots: list[int]

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from nbdist.metrics.node.sample import NodeSample
+from nbdist.wire.held_variables import Elements, Figures, Gap, GetElements, GetFigures, GetGap, GetVariables, Variables
 from nbdist.wire.knowing import (
     Complete,
     Completions,
@@ -59,8 +60,10 @@ AnyQuestion = (
     | Disarm
     | Enter
     | Forbid
+    | GetElements
     | GetFailure
     | GetFlight
+    | GetGap
     | GetMemory
     | GetMetrics
     | GetNativeStack
@@ -68,6 +71,8 @@ AnyQuestion = (
     | GetProcess
     | GetStack
     | GetState
+    | GetFigures
+    | GetVariables
     | Inspect
     | Meet
     | Release
@@ -78,8 +83,10 @@ AnyQuestion = (
 AnyAnswer = (
     Completions
     | Done
+    | Elements
     | Flight
     | Forbidden
+    | Gap
     | Inspection
     | KnownFailure
     | Metrics
@@ -89,8 +96,10 @@ AnyAnswer = (
     | ProcessMemory
     | ProcessState
     | RankState
+    | Figures
     | StepsMade
     | ThreadStack
+    | Variables
 )
 
 

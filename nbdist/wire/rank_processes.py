@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from nbdist.wire.healing import Post
 from nbdist.wire.life import Obstacle, StartOptions
 from nbdist.wire.message import Message
 
@@ -20,7 +21,10 @@ class RankSetup(msgspec.Struct, frozen=True):
 
     interface: the network to the ranks of other nodes; "": not known, or there are none.
     folder: for temporary files, which the agent removes when the rank has ended; empty: there is none.
-    life: how many processes have had its place before: a newcomer among living ranks waits for their groups.
+    newcomer: whether other ranks were there before: it waits for their groups.
+    slot: the number by which its agent and its lanes know it: its rank at the start, and the same as long as it lives.
+    life: how many processes have had this slot before. gpu: which of its node's GPUs it has, counted on from the first
+    if there are fewer.
     """
 
     epoch: int
@@ -31,12 +35,14 @@ class RankSetup(msgspec.Struct, frozen=True):
     secret_key: bytes
     token: bytes
     store: StoreAddress
-    gpu_count: int
     threads: int
     options: StartOptions
     interface: str = ""
     folder: str = ""
     life: int = 0
+    slot: int = 0
+    gpu: int = 0
+    newcomer: bool = False
 
     @property
     def local_rank(self) -> int:
@@ -44,9 +50,21 @@ class RankSetup(msgspec.Struct, frozen=True):
         return self.rank - self.options.ranks.start
 
     @property
+    def gpu_count(self) -> int:
+        """GPUs that this node's ranks may use."""
+        return len(self.options.gpus or [])
+
+    @property
     def world_size(self) -> int:
         """The number of ranks in the whole job."""
         return self.options.place.world_size if self.options.place is not None else self.options.count
+
+
+def renumbered(setup: RankSetup, post: Post) -> RankSetup:
+    """Return the setup of a rank that has another post now."""
+    gpus = setup.options.gpus if post.gpus is None else post.gpus
+    options = msgspec.structs.replace(setup.options, count=post.count, place=post.place, gpus=gpus)
+    return msgspec.structs.replace(setup, rank=post.rank, options=options)
 
 
 class Ready(Message, frozen=True):

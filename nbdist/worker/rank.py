@@ -6,18 +6,13 @@ Knows its lanes and its shell; knows nothing of other ranks but through torch.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import gc
-import importlib
-import multiprocessing.util
 import os
-import resource
 import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -26,7 +21,6 @@ import msgspec
 import zmq
 
 from nbdist import shells, transfer
-from nbdist.metrics.compute import graphs, waits
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.profile import profiled
@@ -35,7 +29,7 @@ from nbdist.train import active_training
 from nbdist.train.collective import participants
 from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.healing import Adopt
+from nbdist.wire.healing import Adopt, Resize
 from nbdist.wire.keys import Keys
 from nbdist.wire.knowing import GetFailure, Release
 from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, connect, lane
@@ -49,18 +43,19 @@ from nbdist.worker.cell import debug_server, failures, keyboard, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell
 from nbdist.worker.control.control_thread import ControlThread
-from nbdist.worker.groups import accelerate_state, join
+from nbdist.worker.groups import join
 from nbdist.worker.groups.default_group import DefaultGroup
 from nbdist.worker.groups.flight_record import last_collectives
 from nbdist.worker.lanes import streams
 from nbdist.worker.lanes.display_lane import DisplayLane
 from nbdist.worker.lanes.widget_relay import WidgetRelay
-from nbdist.worker.processes import forks, spawning
+from nbdist.worker.processes import spawning
 from nbdist.worker.processes.orphans import Orphans
 from nbdist.worker.recovery.rejoin import RankRecovery
+from nbdist.worker.recovery.resizing import take_post
+from nbdist.worker.taken_over import take_on
 
 _LOOKS = ("debug", "debugpy", "pull")  # what keeps the frames of the last failure when it begins
-_LONGEST_FOLDER = 85  # characters; the path of a socket in it may have 107
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
 _RESTORED = "nbdist: this cell left {} closed or redirected; it is restored for the next cell"
 _CANCELLED = "nbdist: this cell left an alarm pending (SIGALRM); it is cancelled, since it would stop the next cell"
@@ -142,51 +137,10 @@ def become_rank(
         setup = msgspec.msgpack.decode(file.read(), type=RankSetup)
     os.close(stdout)
     os.close(stderr)
-    _take_on(setup)
+    take_on(setup)
     streams.redirect_python()
     faulthandler.enable(file=2)
     RankProcess(setup, function).run()
-
-
-def _take_on(setup: RankSetup) -> None:
-    """Take over the notebook's environment, as it was at `start`."""
-    options = setup.options
-    os.environ.clear()
-    os.environ.update(options.environment)
-    os.environ.update(join.environment(setup))
-    os.umask(options.umask)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (options.open_files, hard))
-    os.chdir(options.cwd)
-    sys.path[:] = options.sys_path
-    sys.argv[:] = options.argv
-    importlib.invalidate_caches()
-    time.tzset()
-    # Python 3.14 has another default; workers of a DataLoader must find the classes of cells.
-    multiprocessing.set_start_method("fork", force=True)
-    forks.mend()
-    _keep_sockets_in(setup.folder)
-    join.prepare_torch(setup)
-    graphs.watch()  # of what is made before its steps are measured, less would be known
-    waits.watch()
-    accelerate_state.install()
-
-
-def _keep_sockets_in(folder: str) -> None:
-    """Have multiprocessing put its sockets, which DataLoader workers share tensors by, where the agent removes them.
-
-    Each worker would make a folder of its own, and leave it behind when it is killed.
-    """
-    if not folder or len(folder) > _LONGEST_FOLDER:
-        return
-
-    def get_temp_dir() -> str:
-        for path in (os.path.dirname(folder), folder):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-        return folder
-
-    multiprocessing.util.get_temp_dir = get_temp_dir
 
 
 class RankProcess:
@@ -254,7 +208,7 @@ class RankProcess:
     def _connect(self, name: str) -> zmq.Socket[bytes]:
         setup = self._setup
         keys = Keys(setup.url, setup.server_key, setup.public_key, setup.secret_key)
-        return connect(self._context, keys, lane(name, setup.epoch, setup.rank, setup.life))
+        return connect(self._context, keys, lane(name, setup.epoch, setup.slot, setup.life))
 
     def _number_of_cell(self) -> int:
         """Return the number of the running cell among those of these ranks: the same on all nodes of a launch."""
@@ -292,6 +246,15 @@ class RankProcess:
             self._cells.send(encode(done))
         elif isinstance(message, Adopt):
             self._cells.send(encode(self._recovery.adopt(message)))
+        elif isinstance(message, Resize):
+            self._cells.send(encode(self._resize(message)))
+
+    def _resize(self, order: Resize) -> InOrder:
+        """Be one of another number of ranks from now on."""
+        self._setup = take_post(self._setup, order, self._shell.user_ns)
+        self._control.renumber(self._setup.rank)
+        self._group.renumber(self._setup)
+        return self._recovery.resize(self._setup, order)
 
     def _recover(self, task: Recover) -> InOrder:
         try:

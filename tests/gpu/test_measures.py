@@ -197,3 +197,36 @@ def test_measuring_does_not_change_a_compiled_model_with_dropout(device: str) ->
         return found
 
     assert losses(True) == losses(False)
+
+
+def test_advice_is_measured_and_leaves_random_numbers_and_memory_alone(device: str, record_property: Record) -> None:
+    """A vocabulary that is odd, in bf16: rows of the result begin at 2 bytes."""
+    import torch
+    from torch import nn
+
+    from nbdist.metrics import steps
+    from nbdist.metrics.advice.shapes import advise_on_shapes
+    from nbdist.metrics.node import active_meter
+
+    rows, width, vocabulary = (8192, 1024, 50257) if device == "cuda" else (64, 32, 1003)
+    model = nn.Linear(width, vocabulary, bias=False).to(device, torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    steps.start()
+    try:
+        for _ in range(8):
+            model(torch.randn(rows, width, device=device, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        synchronize(device)
+        active_meter.end_lap()
+        state = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+        held = torch.cuda.memory_allocated() if device == "cuda" else 0
+        found = advise_on_shapes(20)
+    finally:
+        active_meter.stop()
+    assert torch.equal(state, torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state())
+    assert found.why == "" and any(f"width {vocabulary} -> " in tried for tried in found.tried)
+    record_property("gains of a vocabulary of 50304", "; ".join(f"{one.size} -> {one.other}" for one in found.changes))
+    if device == "cuda":
+        assert torch.cuda.memory_allocated() == held
+        assert any(line.alignment == 2 and line.tile is not None for line in found.lines)

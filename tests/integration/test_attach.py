@@ -154,6 +154,19 @@ def test_a_restarted_kernel_finds_its_ranks(notebook: Kernel) -> None:
     assert notebook.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["1"]}
 
 
+def test_the_panel_of_another_notebook_shows_what_a_session_without_a_client_holds(
+    notebook: Kernel, other: Kernel
+) -> None:
+    with client() as third:
+        assert "without" not in str(third.ok("%distributed panel").plain)
+        kill(notebook)
+        show = "panel = __import__('nbdist').Panel(rate=0.25)\npanel"
+        third.ok(show)
+        wait_until(lambda: "(crashed, ends in " in str(third.ok("panel").plain), "what is held")
+        assert ") holds 2 ranks, " in str(third.ok("panel").plain)
+    other.ok("%distributed attach")
+
+
 def test_a_script_attaches_and_leaves_the_ranks_as_they_are(notebook: Kernel, other: Kernel) -> None:
     notebook.ok("%%distributed\nkept = rank")
     notebook.ok("%distributed detach")

@@ -29,7 +29,7 @@ def refuses(kernel: Kernel, cell: str, ename: str = "UsageError") -> str:
         ("start --timeout never", "invalid duration 'never'", "for example 60"),
         ("start -n 'two", "No closing quotation", "`%distributed start --help`"),
         ("strt -n 2", "%distributed has no verb 'strt'", "did you mean `%distributed start`?"),
-        ("xyzzy", "%distributed has no verb 'xyzzy'", "Verbs are attach, auto, "),
+        ("xyzzy", "%distributed has no verb 'xyzzy'", "Verbs are advise, attach, auto, "),
         ("restart -n 0", "invalid number of ranks '0'", "-n 2"),
         ("auto", "on|off", "`%distributed auto --help`"),
         ("auto maybe", "'maybe'", "on|off"),

@@ -155,7 +155,7 @@ def test_what_an_out_of_memory_error_holds_comes_back_with_free(ranks: Kernel) -
     assert "nbdist: out of memory on cpu" in outcome.traceback
     assert "100 MiB  scratch (float32, 26214400)" in outcome.traceback
     rows = [line.split() for line in ranks.ok("%distributed free").stdout.splitlines()]
-    assert rows[0][:4] == ["rank", "memory", "freed", "left"]
+    assert rows[0][:5] == ["rank", "private", "memory", "freed", "left"]
     assert [row[0] for row in rows[1:]] == ["0", "1"]
 
 

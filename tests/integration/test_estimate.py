@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -90,6 +91,51 @@ def test_the_embedding_and_the_head_are_estimated_as_they_are_gathered(training:
     for rank in real(training, Untied, settings):
         assert found.total == pytest.approx(rank.pop("total"), rel=0.1)
         assert {name: getattr(found, name) for name in rank} == rank
+
+
+def test_activations_are_those_that_each_module_saves_and_flops_those_of_the_step() -> None:
+    """Of three layers with a ReLU behind each, autograd saves the batch and what each ReLU returns."""
+    (found,) = estimate_each(nn.Sequential(Mlp(64, 3)), (8, 64), [NONE], details=True)
+    assert found.modules == {"*.*": 4 * 8 * 64 * FLOAT}
+    assert found.flops == 2 * 8 * 64 * 64 * (3 * 3 - 1)  # the batch needs no gradient
+
+
+PARTS = """
+import torch, json
+from nbdist.metrics.allocation.held_parts import held_parts
+model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32))
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.randn(8, 64)).sum().backward(); optimizer.step()
+tied, mine = model[0].weight.detach(), torch.zeros(1000)
+(found,) = held_parts(globals())
+print(found.device, found.parameters, found.buffers, found.gradients, found.optimizer, found.unknown)
+print(found.largest[0].name)
+"""
+
+
+def test_what_is_held_now_is_told_apart_to_the_byte() -> None:
+    """In a process of its own: all of a process's tensors are looked at."""
+    done = subprocess.run([sys.executable, "-c", PARTS], check=False, capture_output=True, text=True)
+    weights = (64 * 32 + 32 + 2 * 32) * FLOAT
+    moments = 2 * weights + 4 * FLOAT  # and a number of steps for each parameter
+    buffers = 2 * 32 * FLOAT + 8
+    assert done.stdout.split() == ["cpu", str(weights), str(buffers), str(weights), str(moments), "None", "mine"], done
+
+
+def test_the_magic_shows_what_is_held_and_what_checkpoints_give_back(training: Kernel) -> None:
+    training.ok("%%distributed\nfrom testbed.train_estimate import Gpt, SHAPES\nheld_model = Gpt()")
+    shown = training.ok("%distributed memory --parts --model held_model --batch SHAPES[Gpt]").stdout
+    for words in (
+        "largest other",
+        "at the peak of a step, estimated",
+        "blocks.*.down",
+        "checkpointing each block gives",
+    ):
+        assert words in shown, shown
+    more = re.search(r"(\d+) % more FLOPs", shown)
+    assert more is not None and 0 < int(more[1]) < 34, shown  # at most the forward pass again
+    refused = training.run("%distributed memory --parts --model held_model")
+    assert "needs both" in str(refused)
 
 
 # --- what a plan changes

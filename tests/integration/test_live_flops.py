@@ -72,8 +72,9 @@ def test_the_line_below_a_cell_tells_steps_time_rates_and_what_is_not_known(meas
     outcome = measured.ok("%%distributed\ntrain(DistributedDataParallel(Gpt()), 5)")
     for words in ("5 steps", "ms a step", "tokens/s", "FLOPS a rank", "in all"):
         assert words in outcome.stdout, str(outcome)
-    figures, reasons = outcome.stdout.splitlines()
-    assert len(figures) <= 100 and reasons.endswith("MFU n/a: no peak is known for the CPU at fp32")
+    lines = outcome.stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "MFU n/a: no peak is known for the CPU at fp32" in " ".join(line.strip() for line in lines)
 
 
 def test_each_rank_of_ddp_counts_its_own_batch(measured: Kernel) -> None:
@@ -128,6 +129,35 @@ for _ in range(4):
     optimizer.step(); optimizer.zero_grad()"""
     share = 3 * 2 * 32 * 2 * 64 * 256 // 2
     assert flops(measured, cell) == [(share, share)] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrap", "shared"),
+    [
+        ('parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})', True),
+        ("DistributedDataParallel(net)", False),
+        ("fully_shard(net)", False),
+        ("net", False),
+    ],
+)
+def test_equal_batches_count_once_where_the_model_is_split_between_ranks(
+    measured: Kernel, wrap: str, shared: bool
+) -> None:
+    """The same numbers on all ranks may be dummy data: that ranks share them, the model's parallelism shows."""
+    cell = f"""
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+model = {wrap}
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for batch in torch.utils.data.DataLoader(torch.ones(40, 64), batch_size=8):
+    model(batch).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()"""
+    shown = measured.ok(f"%%distributed\n{cell}").stdout
+    assert ("ranks 0-1 share their batches" in shown) == shared, shown
+    steps = measured.value("[(reply.steps.units, reply.steps.seconds) for reply in laps.replies.values()]")
+    samples = (1 if shared else 2) * 8 / max(seconds for _, seconds in steps)
+    assert {units for units, _ in steps} == {8} and f"{samples:,.0f} samples/s" in shown, shown
 
 
 def test_why_a_step_is_slow_is_shown_below_the_cell_and_by_rank(measured: Kernel) -> None:
@@ -217,3 +247,29 @@ def test_an_interrupted_cell_stops_at_a_step_as_ever_and_has_its_line(measured: 
     assert "ms a step" in outcome.stdout and "TFLOPS n/a" not in outcome.stdout
     left = "(torch._C._len_torch_dispatch_stack(), torch._dynamo.eval_frame._stance.stance)"
     assert measured.value(f"nbdist.get_session().pull({left!r})") == [(0, "default")] * 2
+
+
+SLOW = """
+import time
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 24
+    def __getitem__(self, number):
+        time.sleep(0.01)
+        return indices(1, 16)[0]
+loader = torch.utils.data.DataLoader(Slow(), batch_size=2)
+model = Gpt()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for batch in loader:
+    loss_of(model, batch).backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_advice_is_measured_on_a_rank_and_why_names_what_the_dataloader_needs(measured: Kernel) -> None:
+    measured.ok(f"%%distributed\n{SLOW}")
+    measured.ok("%%distributed\nbefore = torch.get_rng_state()")
+    advice, why = measured.ok("%distributed advise -r 1").stdout, measured.ok("%distributed why").stdout
+    for line in ("loader: waiting for it takes", "an item takes", "give the DataLoader num_workers="):
+        assert line in advice and line in why, advice + why
+    assert "measured on rank 1 (the CPU)" in advice
+    measured.ok("%%distributed\nassert torch.equal(before, torch.get_rng_state())")

@@ -224,7 +224,7 @@ def test_free_lets_go_of_old_results_and_caches(ranks: Kernel) -> None:
     ranks.ok("%%distributed\ndel value")
     assert ranks.ok("%%distributed\nwatch() is None").plain == ["[0-1] False"]
     head, *rows = ranks.ok("%distributed free").stdout.splitlines()
-    assert head.split() == ["rank", "memory", "freed", "left", "GPU", "memory", "freed", "left"]
+    assert head.split() == ["rank", "private", "memory", "freed", "left", "GPU", "memory", "freed", "left"]
     assert all(float(row.split()[1]) >= 30 and row.split()[2] == "MiB" for row in rows)
     assert ranks.ok("%%distributed\nwatch() is None").plain == ["[0-1] True"]
     assert ranks.ok("%%distributed\n_").plain == ["[0-1] True"]  # and the cache goes on

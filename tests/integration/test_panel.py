@@ -82,7 +82,7 @@ def test_before_start_it_shows_the_notebooks_own_process(kernel: Kernel) -> None
     kernel.ok("%load_ext nbdist")
     text = kernel.ok("%distributed panel --text").stdout
     assert text.startswith("this notebook's process")
-    assert re.search(r"^notebook +cpu +\[.*\] +[\d.]+ MiB of [\d.,]+ [GT]iB +● busy$", text, re.MULTILINE)
+    assert re.search(r"^notebook +cpu +\[.*\] +[\d.]+ MiB of [\d.,]+ [GT]iB +\d+ % +● busy$", text, re.MULTILINE)
 
 
 def test_it_follows_the_notebook_from_session_to_session(kernel: Kernel) -> None:

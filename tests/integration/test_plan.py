@@ -329,4 +329,7 @@ def test_a_proposal_keeps_all_other_settings(plain: Kernel) -> None:
 
 def test_what_a_proposal_is_asked_for_must_be_on_rank_0(plain: Kernel) -> None:
     outcome = plain.fails("%distributed plan auto --model nobody --batch nothing", "UsageError")
-    assert outcome.evalue == "--model and --batch are variables of rank 0: name 'nobody' is not defined"
+    assert (
+        outcome.evalue
+        == "--model and --batch are variables of rank 0, or of the notebook: name 'nobody' is not defined"
+    )

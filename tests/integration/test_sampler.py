@@ -277,7 +277,7 @@ def test_ranks_that_are_restarted_after_their_agent_died_are_seen_again(own_node
     own_node.agent.kill()
     own_node.ok(
         "import time",
-        "while not nbdist.client.session.session.current_session().broken: time.sleep(0.02)",
+        "while not nbdist.client.session.current.current_session().broken: time.sleep(0.02)",
         "%distributed restart",
         "until(gpus)",
     )

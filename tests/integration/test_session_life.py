@@ -19,7 +19,7 @@ def empty(notebook: Kernel) -> Iterator[Kernel]:
     """The module's kernel, without a session before and after."""
     notebook.ok("import gc, nbdist")
     yield notebook
-    notebook.ok("for known in nbdist.client.session.session._known_sessions(): known.close()")
+    notebook.ok("for known in nbdist.client.session.session.known_sessions(): known.close()")
 
 
 def test_a_cell_that_makes_a_session_may_be_run_again(empty: Kernel) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import nbformat
 import psutil
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, sync_playwright
 
 from testbed.kernel import LIMIT, Kernel, wait_until
 from tests.conftest import _shared
@@ -39,7 +39,11 @@ class Lab(Server):
         news.write_text(QUIET)
         own = {"JUPYTERLAB_SETTINGS_DIR": str(settings), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
         own["PYTHONPATH"] = str(ROOT)  # kernels run in another folder, with the nbdist that is tested
-        options = ("--LabApp.expose_app_in_browser=True", f"--LabApp.extra_labextensions_path={PREBUILT}")
+        options = (
+            "--LabApp.expose_app_in_browser=True",
+            f"--LabApp.extra_labextensions_path={PREBUILT}",
+            "--ServerApp.jpserver_extensions={'nbdist.server': True}",
+        )
         super().__init__(folder, "jupyterlab", *options, environment=own)
 
 
@@ -108,7 +112,7 @@ class Notebook:
 
     def listen(self) -> None:
         """Note what the kernel tells the page of how it looks at ranks."""
-        note = "const head = message.content?.data?.content?.head; if (head) told.push([head.live, head.rate])"
+        note = "const head = message.content?.data?.content?.head; if (head?.live) told.push([head.live, head.rate])"
         kernel = f"{CURRENT}.sessionContext.session.kernel"
         self.page.evaluate(f"() => {{ told = []; {kernel}.iopubMessage.connect((_, message) => {{ {note} }}) }}")
 
@@ -172,6 +176,14 @@ class Notebook:
         self.end_kernel()
         self.page.close()
         assert not errors, errors
+
+
+def show_sidebar(notebook: Notebook) -> Locator:
+    """Open the extension's sidebar."""
+    notebook.command("nbdist:show-ranks", {})
+    sidebar = notebook.page.locator(".nbdist-sidebar")
+    expect(sidebar).to_be_visible()
+    return sidebar
 
 
 @contextmanager

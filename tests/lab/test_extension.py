@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("playwright", reason="pip install playwright")
 
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import Browser, expect
 
-from tests.lab.browser import CURRENT, Lab, Notebook
+from tests.lab.browser import CURRENT, Lab, Notebook, show_sidebar
 
 pytestmark = pytest.mark.lab
 
@@ -29,20 +30,29 @@ comm.get_comm_manager().register_target("nbdist.control", lambda line, opening: 
 # nbdist"""
 
 
-def show(notebook: Notebook) -> Locator:
-    """Open the sidebar."""
-    notebook.command("nbdist:show-ranks", {})
-    sidebar = notebook.page.locator(".nbdist-sidebar")
-    expect(sidebar).to_be_visible()
-    return sidebar
+DIE = "%%distributed -r 1\nimport os\nos._exit(1)"
+DRIFT = """\
+%%distributed
+import torch
+w = torch.arange(6.0) + rank
+same = 0.25"""
 
 
 @pytest.fixture(scope="module")
 def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
     """A notebook with two ranks, its sidebar open."""
-    cells = ["%load_ext nbdist\n%distributed start -n 2", LOOP, "%%distributed\nrank", "kept = 1", PRINT, FLOOD]
+    cells = [
+        "%load_ext nbdist\n%distributed start -n 2",
+        LOOP,
+        "%%distributed\nrank",
+        "kept = 1",
+        PRINT,
+        FLOOD,
+        DRIFT,
+        DIE,
+    ]
     with Notebook(lab, browser, cells) as notebook:
-        show(notebook)
+        show_sidebar(notebook)
         notebook.run(0)
         yield notebook
 
@@ -65,7 +75,7 @@ def test_a_notebook_that_does_not_use_ranks_loads_little_and_its_kernel_is_left_
 
 def test_the_form_writes_and_runs_a_cell_and_the_panel_shows_its_ranks(lab: Lab, browser: Browser) -> None:
     with Notebook(lab, browser, ["x = 1", ""]) as notebook:
-        sidebar = show(notebook)
+        sidebar = show_sidebar(notebook)
         expect(sidebar).to_contain_text("This notebook has no ranks yet.")
         sidebar.get_by_label("Number of ranks").fill("two")
         expect(sidebar.get_by_role("alert")).to_contain_text("a whole number from 1 to 1024")
@@ -112,7 +122,7 @@ def test_after_a_reload_while_a_cell_runs_the_buttons_act_from_the_next_cell_on(
     expect(status).to_have_text("2 ranks: [0 of 2 done]")
     two.save()
     two.reload()
-    sidebar = show(two)
+    sidebar = show_sidebar(two)
     expect(sidebar).to_contain_text("Waiting for the kernel.")  # JupyterLab does not know yet that it has threads
     two.interrupt()
     expect(sidebar.get_by_role("option").locator(".nbdist-memory")).to_have_count(2)
@@ -157,7 +167,7 @@ def test_output_has_a_tab_for_each_rank(two: Notebook) -> None:
     expect(output).to_contain_text("[0-1] both")
     cell.get_by_role("tab", name="1").click()
     expect(output).to_be_hidden()
-    assert view.inner_text().splitlines() == ["both", "<b>rank 1</b>", "'value 1'"]
+    expect(view).to_have_text("both <b>rank 1</b> 'value 1'")
     two.shoot("output-by-rank")
     cell.get_by_role("searchbox").fill("RANK")
     expect(view).to_have_text("<b>rank 1</b>")
@@ -167,6 +177,15 @@ def test_output_has_a_tab_for_each_rank(two: Notebook) -> None:
     expect(view).to_contain_text("rank 0")
     cell.get_by_role("tab", name="all").click()
     expect(output).to_be_visible()
+    cell.get_by_role("button", name="Differences").click()
+    expect(output).to_be_hidden()
+    differing = {"[0] <b>rank 0</b>", "[1] <b>rank 1</b>", "[0] 'value 0'", "[1] 'value 1'"}
+    two.wait_until(lambda: set(view.inner_text().splitlines()) == differing, "the lines that differ")
+    with two.page.expect_download() as download:
+        cell.get_by_role("button", name="Download").click()
+    assert set(download.value.path().read_text().splitlines()) == differing
+    cell.get_by_role("button", name="Differences").click()
+    expect(output).to_be_visible()
 
     # The notebook keeps the output as every front end shows it.
     two.save()
@@ -175,18 +194,65 @@ def test_output_has_a_tab_for_each_rank(two: Notebook) -> None:
     assert list(saved[1]["data"]) == ["text/plain"]
 
 
-def test_the_tab_of_a_rank_that_has_printed_much_has_every_line(two: Notebook) -> None:
+def test_of_much_output_the_page_holds_what_is_in_view_and_the_log_has_every_line(two: Notebook) -> None:
     two.run(5)
     cell = two.page.locator(".jp-Cell").nth(5)
+    lines = cell.locator(".nbdist-long-text .nbdist-lines")
+    expect(lines).to_contain_text("19999")  # it follows
+    assert len(lines.inner_text().splitlines()) < 200
+    two.shoot("much-output")
+    lines.evaluate("element => { element.scrollTop = 0 }")
+    expect(lines).to_contain_text(re.compile(r"^\[\d\] \d 0\n"))
     cell.get_by_role("tab", name="1").click()
-    expect(cell.locator(".nbdist-tab-count")).to_have_text("20000 lines")
+    count = cell.locator(".nbdist-tab-count").first
+    expect(count).to_have_text("20000 lines")
+    expect(cell.get_by_role("button", name="Follow")).to_have_attribute("aria-pressed", "true")
+    cell.get_by_role("button", name="Log").click()
+    expect(cell.locator(".nbdist-tab-view")).to_contain_text("1 0\n1 1\n")
+    expect(cell.locator(".nbdist-log-pages")).to_contain_text("page 1, the last")
+    two.shoot("log-of-a-rank")
+    cell.get_by_role("searchbox").fill("1 1999")
+    expect(count).to_have_text("11 lines")
     two.clear(5)
     expect(cell.get_by_role("tab")).to_have_count(0)
 
 
+def test_variables_show_which_differ_and_by_how_much(two: Notebook) -> None:
+    variables = two.page.locator(".nbdist-variables")
+    variables.get_by_text("Variables").click()
+    two.run(6)  # and it is looked again
+    row = variables.get_by_role("listitem").filter(has=two.page.get_by_role("button", name="w", exact=True))
+    expect(row).to_contain_text("2 different values")
+    expect(row).to_contain_text("Tensor, float32 [6], cpu, 24 B")
+    expect(variables.get_by_role("listitem").filter(has_text="float")).to_have_count(2)
+    row.get_by_role("button", name="w", exact=True).click()
+    expect(row.get_by_role("row").nth(2)).to_contain_text("3.5")
+    expect(row.get_by_role("img")).to_have_count(2)
+    row.get_by_role("button", name="Compare").click()
+    expect(row).to_contain_text("w differs on ranks 0 and 1: 6 elements of 6, by up to 1")
+    two.shoot("variables")
+
+
+def test_heal_replaces_a_rank_that_died_and_restart_all_of_them(two: Notebook) -> None:
+    sidebar, status = two.page.locator(".nbdist-sidebar"), two.page.locator(".nbdist-status")
+    heal = sidebar.get_by_role("button", name="Heal")
+    expect(heal).to_be_disabled()
+    two.start(7)
+    expect(status).to_contain_text("1 dead")
+    heal.click()
+    expect(status).to_have_text("2 ranks: idle")
+    expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("rank 1")
+    two.shoot("healed")
+    two.run(6)
+    sidebar.get_by_role("button", name="Restart").click()
+    two.page.locator(".jp-Dialog").get_by_role("button", name="Restart").click()
+    expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("2 ranks ready")
+    expect(heal).to_be_disabled()
+
+
 def test_a_restarted_kernel_has_no_ranks_and_can_start_them_again(lab: Lab, browser: Browser) -> None:
     with Notebook(lab, browser, ["%load_ext nbdist\n%distributed start -n 2"]) as notebook:
-        sidebar = show(notebook)
+        sidebar = show_sidebar(notebook)
         notebook.run(0)
         expect(sidebar.get_by_role("option").locator(".nbdist-memory")).to_have_count(2)
         notebook.restart_kernel()
@@ -198,7 +264,7 @@ def test_a_restarted_kernel_has_no_ranks_and_can_start_them_again(lab: Lab, brow
 
 def test_a_kernel_with_another_version_is_named(lab: Lab, browser: Browser) -> None:
     with Notebook(lab, browser, [NEWER]) as notebook:
-        sidebar = show(notebook)
+        sidebar = show_sidebar(notebook)
         notebook.run(0)
         expect(sidebar).to_contain_text("The kernel runs nbdist 9.9, which this page cannot talk to.")
         expect(sidebar.get_by_role("button", name="Stop")).to_be_hidden()

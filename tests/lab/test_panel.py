@@ -43,7 +43,7 @@ def test_rows_appear_and_numbers_move_while_a_cell_runs(lab: Lab, browser: Brows
         expect(notebook.panel).to_contain_text("no GPUs: ")
         notebook.save()
         notebook.start(1)
-        expect(memory.nth(1)).to_contain_text("MiB of")
+        expect(memory.nth(1)).to_contain_text("MiB")
         before = number(memory.nth(1).inner_text())
         notebook.wait_until(lambda: number(memory.nth(1).inner_text()) > before, "a larger figure")
         notebook.shoot("two-ranks-while-a-cell-runs")
@@ -62,7 +62,8 @@ def test_rows_appear_and_numbers_move_while_a_cell_runs(lab: Lab, browser: Brows
         notebook.reload()
         expect(notebook.copy).to_contain_text("2 ranks: all idle")
         notebook.interrupt()
-        expect(memory.nth(1)).to_contain_text("MiB of")
+        expect(memory.nth(1)).to_contain_text("MiB")
+        expect(notebook.panel.locator(".nbdist-machine > .nbdist-segment")).to_have_count(2)
         expect(notebook.copy).to_be_hidden()
         notebook.run(2)
         expect(notebook.panel).to_contain_text("session ended")
@@ -132,12 +133,11 @@ def test_256_ranks_are_a_map(lab: Lab, browser: Browser) -> None:
         expect(worth_a_look).to_have_count(4)
         expect(worth_a_look.first).to_contain_text("✕ dead")
         expect(notebook.panel.locator(".nbdist-attention")).to_contain_text("killed by SIGKILL")
-        levels = "cells => cells.map(cell => cell.style.height)"
-        fills = notebook.panel.locator(".nbdist-fill")
-        before = fills.evaluate_all(levels)
-        notebook.run(1)
-        notebook.wait_until(lambda: fills.evaluate_all(levels) != before, "other levels")
+        colors = "cells => cells.map(cell => cell.style.background)"
         cells = notebook.panel.locator(".nbdist-cell")
+        before = cells.evaluate_all(colors)
+        notebook.run(1)
+        notebook.wait_until(lambda: cells.evaluate_all(colors) != before, "other colors")
         cells.first.focus()
         notebook.page.keyboard.press("ArrowRight")
         notebook.page.keyboard.press("Enter")
@@ -148,6 +148,9 @@ def test_256_ranks_are_a_map(lab: Lab, browser: Browser) -> None:
         expect(cells.nth(15)).to_be_focused()
         notebook.run(2)
         expect(notebook.panel.locator(".nbdist-cell[data-state='stuck']")).to_have_count(255)
+        expect(notebook.panel.get_by_role("alert")).to_have_text(
+            "⚠ 255 ranks are stuck: each waits in all_reduce, cell 3 line 4, for rank 7"
+        )
 
 
 def test_360_pixels_are_enough(eight: Notebook) -> None:
@@ -176,6 +179,20 @@ def test_nobody_looks_after_the_last_page_has_gone(lab: Lab, browser: Browser) -
         notebook.clear(0)
         expect(notebook.panel).to_have_count(0)
         notebook.run(2)
+
+
+def test_a_kernel_that_was_restarted_is_reported(lab: Lab, browser: Browser) -> None:
+    with Notebook(lab, browser, [SHOW.format(count=1024)]) as notebook:
+        notebook.run(0)
+        cells = notebook.panel.locator(".nbdist-cell")
+        expect(cells).to_have_count(1024)
+        map_box, last = notebook.panel.locator(".nbdist-map").bounding_box(), cells.last.bounding_box()
+        assert map_box and last and last["y"] + last["height"] <= map_box["y"] + map_box["height"]  # nothing scrolls
+        notebook.shoot("1024-gpus")
+        notebook.restart_kernel()
+        expect(notebook.panel.locator(".nbdist-live")).to_have_text("■ kernel restarted")
+        expect(notebook.panel).to_contain_text("The kernel was restarted: run the cell again.")
+        expect(notebook.panel.get_by_role("button", name="Pause")).to_be_disabled()
 
 
 def test_a_saved_notebook_shows_the_last_values_without_its_kernel(lab: Lab, browser: Browser) -> None:

@@ -188,6 +188,8 @@ def test_leaving_is_a_death_with_a_cause_and_the_others_keep_their_variables(ker
         assert outcome.ename == "RankDied" and "is lost: it was stopped there" in str(outcome), str(outcome)
         assert node.end().endswith("left the session\n")
         assert "[1] 11" in run(kernel, "print(kept)", "-r 0,1").stdout
+        assert "ranks 2-3 given up" in kernel.run("%distributed shrink").stdout
+        assert run(kernel, SUM + "print(kept, world_size)").lines == {0: ["3", "10 2"], 1: ["3", "11 2"]}
 
 
 def test_an_agent_that_dies_is_said_at_once(kernel: Kernel) -> None:

@@ -33,7 +33,7 @@ def gpus(count: int, tick: int = 0) -> Sample:
 
 def stuck(sample: Sample) -> Sample:
     """The same, but those that live wait for rank 7."""
-    change = {"state": "stuck", "doing": "waits in all_reduce, cell 3 line 4, for rank 7"}
+    change = {"state": "stuck", "doing": "waits in all_reduce, cell 3 line 4, for rank 7", "since": sample.at - 40}
     ranks = [msgspec.structs.replace(rank, **change) if rank.state == "busy" else rank for rank in sample.ranks]
     return msgspec.structs.replace(sample, ranks=ranks)
 
@@ -82,6 +82,7 @@ def _trained(rank: int, node: str, tick: int) -> tuple[RankSample, GpuSample]:
         pid=pid,
         state="busy",
         doing="cell 7 (12 s)",
+        cpu=1.02,
         private=3 * GIB,
         allocated=allocated,
         reserved=reserved,
@@ -95,10 +96,12 @@ def _trained(rank: int, node: str, tick: int) -> tuple[RankSample, GpuSample]:
 def cpus(count: int, tick: int = 0) -> Sample:
     """Ranks on one machine without GPUs."""
     ranks = [
-        RankSample(rank, node="laptop", pid=100 + rank, state="busy", private=(300 + 100 * rank + tick) * 1024**2)
+        RankSample(
+            rank, node="laptop", pid=100 + rank, state="busy", cpu=0.9, private=(300 + 100 * rank + tick) * 1024**2
+        )
         for rank in range(count)
     ]
-    node = NodeSample("laptop", 0.0, memory_total=int(23.4 * GIB), memory_used=int(4.2 * GIB), cpu=0.4, why="no driver")
+    node = NodeSample("laptop", 0.0, memory_total=int(23.4 * GIB), memory_used=int(9.2 * GIB), cpu=0.4, why="no driver")
     return Sample(at=1.7e9 + tick, ranks=ranks, nodes=[node])
 
 

@@ -40,6 +40,7 @@ ALLOWED = {
     "metrics.allocation": "metrics.node",
     "metrics.compute": "metrics.node",
     "metrics": "metrics.allocation metrics.compute metrics.node shells",
+    "metrics.advice": "metrics metrics.compute metrics.node shells",
     "wire": "metrics metrics.node",
     "segments": "wire",
     "freight": "segments wire",
@@ -54,7 +55,7 @@ ALLOWED = {
     "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
     "train.prepare": "plan planning train train.checkpoint train.collective train.data train.loop train.structure",
-    "train.estimate": "metrics.node plan planning shells train train.loop train.prepare",
+    "train.estimate": "metrics.compute metrics.node plan planning shells train train.loop train.prepare",
     # a rank, its node's agent, and the controller
     "worker.lanes": "wire",
     "worker.processes": "",
@@ -73,9 +74,9 @@ ALLOWED = {
     "client.output": "shells wire",
     "client.session": "client.output cluster devices metrics.allocation metrics.node network plan planning processes "
     "shells train train.compare transfer visits wire",
-    "client.costs": "client.session metrics metrics.allocation metrics.compute metrics.node shells wire",
+    "client.costs": "client.session metrics metrics.advice metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
-    "panel": "client.costs client.session metrics.allocation metrics.node shells",
+    "panel": "client.costs client.session metrics.allocation metrics.node shells visits",
     "lab": "client.session devices panel shells",
     "client.magics": "client.costs client.output client.session cuda_guard lab metrics.allocation metrics.node panel "
     "plan planning shells train.estimate wire",
@@ -84,6 +85,8 @@ ALLOWED = {
     # it forks in the template's place
     "launch.fork": "agent client.session cuda_guard launch transfer wire worker worker.processes",
     "launcher": "client.session cuda_guard launch launch.fork launch.nodes shells transfer",
+    # in a Jupyter server
+    "server": "metrics.node visits wire",
     # the command line
     "command": "client.magics cluster visits wire",
     "__main__": "command",

@@ -154,6 +154,51 @@ def test_kernels_past_torch_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.generic_gemm is original
 
 
+class Float8Tensor:
+    """As transformer_engine's: no tensor, but it has a shape."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = torch.Size(shape)
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+
+def test_products_of_transformer_engine_take_what_their_layouts_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of 32 inputs and 48 outputs on 2 x 8 rows: forward "TN", gradients "NN" and "NT"."""
+    library: Any = types.ModuleType("transformer_engine_torch")
+    library.generic_gemm = library.te_general_grouped_gemm = lambda *args, **kwargs: None
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", library)
+    weight, inputs, outputs = torch.empty(48, 32), torch.empty(2, 8, 32), torch.empty(2, 8, 48)
+    for args in ((weight, True, inputs, False), (weight, False, outputs, False), (inputs, False, outputs, True)):
+        found = counted(lambda args=args: library.generic_gemm(*args, None))  # type: ignore[misc]
+        assert (found.model_flops, dict(found.uncounted)) == (2 * 16 * 32 * 48, {})
+    low = counted(lambda: library.generic_gemm(Float8Tensor(48, 32), True, Float8Tensor(16, 32), False, weight))
+    assert dict(low.per_dtype) == {"fp8": 2 * 16 * 32 * 48}
+    experts = counted(lambda: library.te_general_grouped_gemm([weight] * 2, True, [inputs, inputs[:1]], False, []))
+    assert experts.model_flops == 2 * (16 + 8) * 32 * 48
+    overlapped = counted(lambda: library.generic_gemm(weight, True, inputs, False, comm_overlap=object()))
+    assert overlapped.model_flops == 0 and list(overlapped.uncounted) == ["transformer_engine's products"]
+
+
+def test_the_scan_of_mamba_takes_nine_flops_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = types.ModuleType("selective_scan_cuda")
+    library.fwd = library.bwd = lambda *args: None
+    monkeypatch.setitem(sys.modules, "selective_scan_cuda", library)
+    values, states = torch.empty(2, 64, 128), torch.empty(64, 16)
+    args = (values, values, states, None, None, torch.empty(64), None, None)  # u, delta, A, B, C, D, z, delta_bias
+    scan = 2 * 64 * 128 * (9 * 16 + 1)
+    assert counted(lambda: library.fwd(*args, True)).model_flops == scan
+    back = counted(lambda: library.bwd(*args, values, None, None, None, True, False))
+    assert (back.model_flops, back.hardware_flops, dict(back.uncounted)) == (2 * scan, 3 * scan, {})
+
+
+def test_weights_that_are_stored_in_int8_are_multiplied_in_the_dtype_of_the_input() -> None:
+    weight, scales = torch.ones(48, 32, dtype=torch.int8), torch.ones(48, dtype=torch.bfloat16)
+    found = counted(lambda: torch._weight_int8pack_mm(torch.ones(16, 32, dtype=torch.bfloat16), weight, scales))
+    assert dict(found.per_dtype) == {"bfloat16": 2 * 16 * 32 * 48}
+
+
 def test_a_triton_kernel_that_is_launched_directly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module with the class of triton.runtime.jit that launches kernels: without a GPU there is none to launch."""
 

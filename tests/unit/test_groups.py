@@ -11,8 +11,8 @@ from nbdist.worker.groups import join
 
 
 def setup(count: int, gpus: int, rank: int = 0) -> RankSetup:
-    options = StartOptions(count, {}, "/", [], [], 0o022, 1024)
-    return RankSetup(1, rank, "", b"", b"", b"", b"", StoreAddress(), gpus, 1, options)
+    options = StartOptions(count, {}, "/", [], [], 0o022, 1024, gpus=[str(gpu) for gpu in range(gpus)])
+    return RankSetup(1, rank, "", b"", b"", b"", b"", StoreAddress(), 1, options, gpu=rank)
 
 
 @pytest.fixture(autouse=True)

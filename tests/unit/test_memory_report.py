@@ -46,6 +46,13 @@ def test_over_ranks_each_figure_is_least_mean_and_most_with_the_rank_that_has_it
     assert text.splitlines()[-1] == "2.50 s, slowest rank 1: 2.40 s"
 
 
+def test_html_has_the_tables_figures_and_takes_no_words_for_markup() -> None:
+    cost = CellCost(2.5, {0: usage(1, why="<b>no peak</b>"), 1: usage(6)}, hint="a < b")
+    html = cost.html()
+    assert html.count("<td") == 4 and "+6.0 MiB @1</td>" in html
+    assert "&lt;b&gt;no peak&lt;/b&gt;" in html and "hint: a &lt; b" in html and "<b>" not in html
+
+
 def test_what_is_zero_on_all_ranks_is_one_figure() -> None:
     cost = CellCost(1.0, {rank: MemoryUsage(1.0, Usage(0, 0, 0)) for rank in (0, 1)})
     assert words(cost.render("on"))[1] == ["CPU", "0", "B", "0", "B", "0", "B"]

@@ -11,6 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from nbdist.metrics.node.energy import GpuEnergy
 from nbdist.metrics.node.nvml import Nvml
 from nbdist.metrics.node.sample import GpuSample
 from testbed.nvml import GIB, FakeNvml, as_module, gpu, machine
@@ -37,6 +38,25 @@ def test_a_gpu_in_good_health() -> None:
             power_limit=700.0,
         )
     ]
+
+
+def test_the_energy_of_a_cell_is_the_difference_of_the_drivers_counter() -> None:
+    state = machine(2)
+    counter = GpuEnergy("GPU-00000001", FakeNvml(state))
+    state["gpus"][1]["energy"] = 5_000
+    before = counter.read()
+    state["gpus"][1]["energy"] = 1_517_000  # millijoules
+    after = counter.read()
+    assert before is not None and after is not None and after - before == 1512.0
+
+
+@pytest.mark.parametrize("uuid", ["GPU-00000000", "MIG-7"])
+def test_a_gpu_that_does_not_count_its_energy_is_asked_once(uuid: str) -> None:
+    nvml = FakeNvml(machine(energy="NOT_SUPPORTED"))
+    counter = GpuEnergy(uuid, nvml)
+    assert counter.read() is None
+    calls = nvml.calls
+    assert counter.read() is None and nvml.calls == calls
 
 
 def test_all_gpus_of_a_machine_in_their_order() -> None:

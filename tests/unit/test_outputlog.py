@@ -282,3 +282,27 @@ def test_the_end_of_what_a_cell_has_printed_is_found_among_the_output_of_others(
     wanted = min(len(kept), -(-size // 100))
     assert [data for _, _, data in tail.records] == kept[-wanted:]
     assert log.tail(3, size).records == []
+
+
+def test_who_follows_gets_what_all_cells_print_from_then_on(log: OutputLog) -> None:
+    log.write(1, 1, 0, 1, b"before")
+    position = log.follow(-1).position
+    assert log.follow(position).records == []
+    log.write(1, 1, 0, 1, b"first")
+    log.write(2, 2, 1, 2, b"second")
+    new = log.follow(position)
+    assert new.records == [(1, 0, 1, b"first"), (2, 1, 2, b"second")] and new.whole and not new.dropped
+    assert log.follow(new.position).records == []
+
+
+def test_who_follows_too_slowly_gets_the_rest_and_how_much_is_missing(log: OutputLog) -> None:
+    position = log.follow(-1).position
+    for number in range(100):
+        log.write(1, 1, 0, 1, b"%04d" % number * 250)
+    numbers, dropped, whole = [], 0, False
+    while not whole:
+        new = log.follow(position)
+        position, whole, dropped = new.position, new.whole, dropped + new.dropped
+        numbers += [int(data[:4]) for *_, data in new.records]
+    assert 50 < len(numbers) < 100 and numbers == list(range(100 - len(numbers), 100))
+    assert dropped == (100 - len(numbers)) * (1000 + 15)

@@ -91,5 +91,6 @@ def test_wheel_carries_types_license_and_what_pages_load_but_no_tests(tmp_path: 
     package = json.loads((ROOT / "labextension" / "prebuilt" / "nbdist" / "package.json").read_text())
     assert package["version"] == version
     assert {f"{extension}/package.json", f"{extension}/{package['jupyterlab']['_build']['load']}"} <= set(names)
+    assert f"nbdist-{version}.data/data/etc/jupyter/jupyter_server_config.d/nbdist.json" in names
     folders = {"nbdist", f"nbdist-{version}.dist-info", f"nbdist-{version}.data"}
     assert {name.split("/")[0] for name in names} == folders

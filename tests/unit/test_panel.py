@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -17,7 +18,9 @@ import nbdist
 from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
 from nbdist.panel import fallback
-from nbdist.panel.model import HEAT_ABOVE, Row, Stat, View, view_of
+from nbdist.panel.figures import TRENDS, Stat
+from nbdist.panel.model import HEAT_ABOVE, Row, View, view_of
+from nbdist.panel.panel_feed import Feed
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import LIMIT, METRICS, Updates
 from tests.support.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
@@ -162,12 +165,15 @@ def test_when_all_are_idle_every_speed_is_as_last_seen_and_plots_have_a_gap() ->
     assert view.flops is None
 
 
-def test_ranks_that_are_stuck_are_one_figure_and_speeds_are_as_last_seen() -> None:
+def test_ranks_that_are_stuck_are_one_alert_who_does_not_wait_is_named_and_speeds_are_as_last_seen() -> None:
     waits = "waits in all_reduce, cell 3 line 4, for rank 2"
     step = StepSample(seconds=0.1, flops=1e12)
-    ranks = [RankSample(rank, state="stuck", doing=waits, step=step) for rank in (0, 1)]
-    view = view_of(Sample(at=0.0, ranks=[*ranks, RankSample(2, state="busy", step=step)]))
-    assert view.stats[0] == Stat("stuck", "2 ranks", waits, "bad")
+    ranks = [RankSample(rank, state="stuck", doing=waits, step=step, since=60.0) for rank in (0, 1)]
+    view = view_of(Sample(at=100.0, ranks=[*ranks, RankSample(2, state="busy", step=step)]))
+    assert view.alert is not None and view.alert.doing == waits
+    assert view.alert.sentence == f"2 ranks are stuck: each {waits} (40 s)"
+    assert f"⚠ {view.alert.sentence}" in fallback.text(view) and view.alert.words in fallback.html(view)
+    assert [row.badges for row in view.rows] == [(), (), (("bad", "not waiting with the others"),)]
     assert stat(view, "step").level == "stale" and view.flops is None
 
 
@@ -181,7 +187,8 @@ def test_memory_is_given_as_range_and_who_has_most() -> None:
 
 def test_before_the_first_step_speed_is_not_available_and_says_why() -> None:
     view = view_of(cpus(2))
-    assert [stat(view, label).value for label in ("step", "TFLOPS", "MFU")] == ["n/a"] * 3
+    assert [found.key for found in view.stats] == ["memory", "step"]
+    assert stat(view, "step").value == "n/a"
     assert stat(view, "step").note == "no training steps yet"
 
 
@@ -195,7 +202,7 @@ def test_speed_is_by_the_slowest_rank() -> None:
 def test_below_one_tflops_it_is_gflops() -> None:
     view = training(*[StepSample(seconds=1.0, flops=1.15e10, peak=2e11)] * 2)
     assert (stat(view, "GFLOPS per rank").value, stat(view, "GFLOPS per rank").note) == ("11.5", "23.0 in all")
-    assert stat(view, "MFU").note == "peak 200 GFLOPS"
+    assert stat(view, "MFU").note == "of 200 GFLOPS"
     assert "11.5 GFLOPS" in fallback.text(view)
 
 
@@ -251,7 +258,10 @@ class Reader:
 
     def read(self, update: dict[str, Any]) -> None:
         update = json.loads(json.dumps(update))
-        self.state["head"] = update.get("head", self.state["head"])
+        head, stats = self.state["head"], update.get("head", {}).pop("stats", None)
+        head |= update.get("head", {})
+        if stats is not None:
+            head["stats"] = [new or old for old, new in itertools.zip_longest(head["stats"][: len(stats)], stats)]
         for table in ("ranks", "nodes"):
             for index, bits, *values in update.get(table, []):
                 columns = [column for column in range(31) if bits >> column & 1]
@@ -352,6 +362,16 @@ def test_a_state_that_all_ranks_take_is_told_at_once(count: int, updates_needed:
     assert reader.state["levels"]["state"] == known(stuck(gpus(count)))["levels"]["state"]
 
 
+def test_figures_over_time_have_a_point_every_two_seconds_and_a_gap_where_no_rank_trains() -> None:
+    updates, _ = reader_of(gpus(8))
+    told(updates, gpus(8, 1))
+    assert "point" not in told(updates, gpus(8, 2))
+    point = told(updates, gpus(8, 3))["point"]
+    assert point[:2] == [1.7e9 + 3, 7] and dict(zip(TRENDS, point[2:], strict=True))["step"] == 0.154
+    assert told(updates, stuck(gpus(8, 9)))["point"][3:] == [None] * (len(TRENDS) - 1)
+    assert [at for at, *_ in updates.state()["trend"]] == [1.7e9 + 1, 1.7e9 + 3, 1.7e9 + 9]
+
+
 def test_a_page_that_opens_late_understands_what_comes_next() -> None:
     updates, early = reader_of(gpus(256))
     for tick in range(1, 4):
@@ -389,9 +409,9 @@ def test_the_pages_columns_are_the_models() -> None:
 
 def test_text_is_a_table_with_units() -> None:
     *head, columns, first, _, legend = fallback.text(view_of(cpus(2))).splitlines()
-    assert head[-1] == "laptop: no GPUs: no driver · CPU 40 % · memory 4.2 of 23.4 GiB"
-    assert columns.split() == ["rank", "device", "memory", "state"]
-    assert first.startswith("0     cpu") and first.endswith("300 MiB of 23.4 GiB  ● busy")
+    assert head[-1] == "laptop: no GPUs: no driver · CPU 40 % · memory 9.2 of 23.4 GiB"
+    assert columns.split() == ["rank", "device", "memory", "CPU", "state"]
+    assert first.startswith("0     cpu") and first.endswith("300 MiB of 23.4 GiB  90 %  ● busy")
     assert legend == "# this rank's own  . everything else in use"
 
 
@@ -483,6 +503,18 @@ def test_nobody_looks_while_nobody_watches(source: Source) -> None:
     panel.close()
 
 
+def test_a_page_may_have_the_peak_measured(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from nbdist.metrics.compute import peaks
+
+    monkeypatch.setattr(peaks, "_measured", {})
+    told: list[dict[str, Any]] = []
+    Feed(told.append, lambda: None, source=source).hear({"type": "peak", "value": None})
+    assert [message["type"] for message in told] == ["note"] and "peak" in told[0]["text"]
+    assert peaks.known(torch.device("cpu"), "fp32") is not None
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.1, 61.0, -1.0, math.nan])
 def test_a_rate_out_of_bounds_names_them(rate: float) -> None:
     with pytest.raises(UsageError, match=r"0\.25 to 60 s"):
@@ -515,3 +547,11 @@ def test_what_a_page_loads_is_small() -> None:
 def test_free_memory_is_what_nobody_has() -> None:
     for row in view_of(gpus(8)).rows:
         assert row.used is not None and 0 < row.used <= TOTAL
+
+
+def test_ranks_that_share_their_batches_count_them_once() -> None:
+    first, other = (StepSample(seconds=0.5, units=100.0, unit="tokens", batch=batch) for batch in ("a", "b"))
+    unknown = StepSample(seconds=0.5, units=100.0, unit="tokens")
+    for steps, rate in (((first, first), "200"), ((first, first, other), "400"), ((unknown, unknown), "400")):
+        (shown,) = [stat for stat in training(*steps).stats if stat.key == "throughput"]
+        assert (shown.label, shown.value) == ("tokens per second", rate)

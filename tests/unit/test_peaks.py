@@ -93,6 +93,14 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
         ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.83e9, "bf16"),
         ("NVIDIA B200", (10, 0), 148, 1.85e9, "bf16"),
         ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407e9, "bf16"),
+        ("Tesla V100-SXM2-16GB", (7, 0), 80, 1.53e9, "fp64"),
+        ("Tesla T4", (7, 5), 40, 1.59e9, "int8"),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1.41e9, "int8"),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1.41e9, "fp64"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9, "fp64"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52e9, "int8"),
+        ("NVIDIA B200", (10, 0), 148, 1.85e9, "fp4"),
+        ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407e9, "fp4"),
     ],
 )
 def test_the_estimate_agrees_with_the_table_within_two_percent(

@@ -22,7 +22,7 @@ class Notebook:
     def __init__(self) -> None:
         self.came: list[Message] = []
         self.over: list[Reply] = []
-        self.rank = Rank(0, self.came.append, lambda *_: None, self.over.append)
+        self.rank = Rank(0, self.came.append, lambda *_: None, self.over.append, 0)
         self.rank.begin(CELL, 1)
 
     def printed(self) -> list[bytes | int]:
@@ -106,7 +106,7 @@ def test_the_output_of_a_rank_that_died_waits_for_no_display(notebook: Notebook)
 
 def test_output_is_kept_with_its_cell_before_the_notebook_has_it() -> None:
     kept: list[object] = []
-    rank = Rank(0, kept.append, lambda *what: kept.append(what), lambda reply: None)
+    rank = Rank(0, kept.append, lambda *what: kept.append(what), lambda reply: None, 0)
     rank.begin(CELL, 12)
     rank.print(stdout(b"text"))
     assert kept == [(CELL, 12, 0, STDOUT, b"text"), Output(0, STDOUT, b"text")]

@@ -65,6 +65,9 @@ class Ranks:
     names = RankNames()
     slack = 0.0
 
+    def apart(self, ranks: Sequence[int]) -> bool:
+        return False
+
     def everyone(self) -> list[int]:
         return [0, 1, 2]
 

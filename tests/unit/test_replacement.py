@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.recovery import Recovery
-from nbdist.controller.replacement import Healing
-from nbdist.wire.healing import EndRanks, HealFailed, Respawn
-from nbdist.wire.life import RankInfo
+from nbdist.controller.replacement import Healing, MembershipChange
+from nbdist.wire.healing import EndRanks, HealFailed, Post, Respawn
+from nbdist.wire.life import Place, RankInfo
 from nbdist.wire.message import Message
 
 
@@ -28,14 +28,21 @@ class Places:
     def to_notebook(self, message: Message) -> None:
         self.told.append(message)
 
-    def to_agent_of(self, rank: int, message: Message) -> None:
-        self.agent.append(message)
+    def respawn(self, rank: Rank) -> None:
+        self.agent.append(Respawn(1, rank.slot, rank.life, Post(rank.rank, 3, Place(), rank.slot)))
+
+    def end_rank(self, rank: int) -> None:
+        self.agent.append(EndRanks(1, [rank]))
+
+    def dismiss(self, ranks: Sequence[int]) -> None: ...
+
+    def resize(self, numbers: Mapping[int, int], group: str) -> None: ...
 
     def idle(self) -> list[int]:
         return [0, 1]
 
     def newcomer(self, rank: int) -> Rank:
-        return Rank(rank, self.told.append, lambda *_: None, lambda _: None, 1)
+        return Rank(rank, self.told.append, lambda *_: None, lambda _: None, rank, 1)
 
     def settle(self, rank: Rank) -> RankInfo:
         return RankInfo(rank.rank, 7, "cpu")
@@ -55,9 +62,9 @@ class Places:
 def begun() -> tuple[Places, Healing]:
     """A replacement whose newcomer is being forked."""
     places = Places()
-    healing = Healing(places, [2], [], 10.0, [], 100.0)
+    healing = Healing(places, MembershipChange([2], []), 10.0, [], 100.0)
     healing.go_on(100.0)
-    assert places.agent == [Respawn(1, [2], 1)]
+    assert places.agent == [Respawn(1, 2, 1, Post(2, 3, Place(), 2))]
     return places, healing
 
 
@@ -78,7 +85,7 @@ def test_a_failure_is_told_once_the_newcomer_has_ended() -> None:
 def test_a_rank_that_stays_in_its_cell_is_named_with_what_replaces_it() -> None:
     places = Places()
     places.working = {0, 2}
-    healing = Healing(places, [2], [], 10.0, [], 100.0)
+    healing = Healing(places, MembershipChange([2], []), 10.0, [], 100.0)
     healing.go_on(100.0)
     assert places.told == [] and healing.due is not None
     healing.go_on(healing.due)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.client.costs.cell_steps import explain, render
-from nbdist.metrics.node.sample import StepSample
+from nbdist.metrics.node.sample import Spent, StepSample
 from nbdist.metrics.node.step_shares import late_rank, parts_of, sentence
 
 
@@ -62,3 +62,44 @@ def test_the_table_has_a_row_for_each_rank_and_says_what_is_not_known() -> None:
     assert len(text.splitlines()) == 4 and "waiting for ranks" in text
     assert "n/a: time in collectives is not known here" in explain(ranks(None, None))
     assert "%distributed tflops on" in explain({})
+
+
+def spending(gpus: list[str], price: float | None, joules: float | None = 90_000.0) -> str:
+    """The line below a cell of 40 steps of 500 tokens a rank, which took half an hour."""
+    steps = {
+        rank: StepSample(steps=40, seconds=45.0, units=500, unit="tokens", spent=Spent(1800.0, joules, gpu))
+        for rank, gpu in enumerate(gpus)
+    }
+    return render(steps, price=price)
+
+
+def test_the_energy_of_a_gpu_counts_once_and_a_price_is_for_each_rank_and_hour() -> None:
+    assert "energy 0.050 kWh, 4.5 J a token; cost 2.5 at 2.5 per rank and hour" in spending(["GPU-0", "GPU-1"], 2.5)
+    assert "energy 0.025 kWh, 2.25 J a token" in spending(["GPU-0", "GPU-0"], None)  # which both ranks use
+    assert "energy" not in spending(["GPU-0"], None, joules=None) and "cost" not in spending(["GPU-0"], None)
+    assert "cost 1.25 at" in spending([""], 2.5, joules=None)
+
+
+def test_no_line_below_a_cell_is_longer_than_100_characters_and_nothing_is_lost() -> None:
+    why = "no peak is known for the CPU at fp32; `%distributed peak` measures it"
+    step = StepSample(
+        steps=1000,
+        seconds=0.138,
+        typical=0.1,
+        flops=62e12,
+        hardware_flops=80e12,
+        uncounted=0.1,
+        not_counted=["mylib::gemm", "the Triton kernel of flash_attn"],
+        waiting=0.15,
+        communication=0.4,
+        units=4096,
+        unit="tokens",
+        peak=989e12,
+        peak_source="estimated: by its clock",
+        why=why,
+    )
+    lines = render({rank: step for rank in range(8)}, missing=[8]).splitlines()
+    assert max(map(len, lines)) <= 100
+    text = " ".join(line.strip() for line in lines)
+    assert "HFU ≥ 58.6 %" in text and text.count("15 % waiting for data") == 1
+    assert why in text and "rank 8 missing" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.client.session.farewell import linger_or_default
+from nbdist.controller.ended_cells import EndedCells
 from nbdist.controller.unseen_cells import UnseenCells
 from nbdist.errors import UsageError
 from nbdist.wire.cells import Execute, Kind, Reply
@@ -17,7 +18,7 @@ def begin(cells: UnseenCells, serial: int, ranks: list[int], kind: Kind = "cell"
 
 
 def test_a_cell_is_given_until_its_client_uses_the_ranks_again() -> None:
-    cells = UnseenCells()
+    cells = UnseenCells(EndedCells())
     begin(cells, 1, [0, 1])
     cells.note(Reply(1, 0, "ok", names=["x"]), True)
     begin(cells, 2, [2])
@@ -31,7 +32,7 @@ def test_a_cell_is_given_until_its_client_uses_the_ranks_again() -> None:
 
 
 def test_values_that_nobody_has_taken_are_to_be_freed_once_and_not_passed_on() -> None:
-    cells = UnseenCells()
+    cells = UnseenCells(EndedCells())
     for serial in (1, 2):
         begin(cells, serial, [serial], "pull")
         cells.note(Reply(serial, serial, "ok", parcel=Parcel("x", Span(0, 0), [], [])), True)
@@ -41,7 +42,7 @@ def test_values_that_nobody_has_taken_are_to_be_freed_once_and_not_passed_on() -
 
 
 def test_lines_are_kept_only_while_nobody_is_there() -> None:
-    cells = UnseenCells()
+    cells = UnseenCells(EndedCells())
     cells.note(Notice("seen"), True)
     cells.note(Notice("not seen"), False)
     assert cells.notices == ["not seen"]

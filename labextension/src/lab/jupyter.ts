@@ -73,11 +73,27 @@ export interface StreamText {
   readonly changed: Signal<unknown, unknown>;
 }
 
+/** One output. `data` is as it began; the text of a stream grows apart from it. */
+export interface OutputModel {
+  readonly data: Record<string, unknown>;
+  readonly streamText?: StreamText;
+}
+
+/** What shows an output. */
+export interface Renderer extends Widget {
+  renderModel(model: OutputModel): Promise<void>;
+}
+
+export interface RendererFactory {
+  readonly safe: boolean;
+  readonly mimeTypes: readonly string[];
+  createRenderer(options: unknown): Renderer;
+}
+
 /** What a cell has put out. */
 export interface Outputs {
   readonly length: number;
-  /** `data` is as the output began; the text of a stream grows apart from it. */
-  get(index: number): { readonly data: Record<string, unknown>; readonly streamText?: StreamText };
+  get(index: number): OutputModel;
   readonly changed: Signal<unknown, unknown>;
 }
 
@@ -85,6 +101,8 @@ export interface CellModel {
   readonly type: string;
   /** Of code cells. */
   readonly outputs?: Outputs;
+  /** The same; null before the first run. */
+  readonly executionCount?: number | null;
   readonly sharedModel: SharedCell;
 }
 
@@ -101,6 +119,11 @@ export interface Notebook extends Widget {
   readonly activeCellChanged: Signal<unknown, Cell | null>;
   readonly model: { readonly cells: { readonly changed: Signal<unknown, unknown> }; readonly readOnly: boolean } | null;
   readonly modelContentChanged: Signal<unknown, unknown>;
+  /** Of this notebook alone. */
+  readonly rendermime: {
+    getFactory(type: string): RendererFactory | undefined;
+    addFactory(factory: RendererFactory, rank: number): void;
+  };
 }
 
 export interface NotebookPanel extends Widget {
@@ -173,12 +196,24 @@ interface UiModule {
   LabIcon: new (options: { name: string; svgstr: string }) => unknown;
 }
 
+interface ServerSettings {
+  readonly baseUrl: string;
+}
+
+interface ServicesModule {
+  ServerConnection: {
+    makeSettings(): ServerSettings;
+    makeRequest(url: string, init: RequestInit, settings: ServerSettings): Promise<Response>;
+  };
+}
+
 /** Modules that this page shares with JupyterLab. */
 export interface Modules {
   notebook: NotebookModule;
   apputils: AppUtilsModule;
   widgets: WidgetsModule;
   ui: UiModule;
+  services: ServicesModule;
   /** Its status bar; null in Jupyter Notebook, which has none. */
   IStatusBar: unknown;
 }
@@ -191,11 +226,12 @@ export type Scope = Record<string, Record<string, Version>>;
 
 /** Load what all plugins need. */
 export async function modules(scope: Scope): Promise<Modules> {
-  const [notebook, apputils, widgets, ui, statusbar] = await Promise.all([
+  const [notebook, apputils, widgets, ui, services, statusbar] = await Promise.all([
     load(scope, "@jupyterlab/notebook"),
     load(scope, "@jupyterlab/apputils"),
     load(scope, "@lumino/widgets"),
     load(scope, "@jupyterlab/ui-components"),
+    load(scope, "@jupyterlab/services"),
     load(scope, "@jupyterlab/statusbar"),
   ]);
   return {
@@ -203,6 +239,7 @@ export async function modules(scope: Scope): Promise<Modules> {
     apputils: apputils as AppUtilsModule,
     widgets: widgets as WidgetsModule,
     ui: ui as UiModule,
+    services: services as ServicesModule,
     IStatusBar: (statusbar as { IStatusBar: unknown } | null)?.IStatusBar ?? null,
   };
 }

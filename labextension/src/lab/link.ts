@@ -7,24 +7,25 @@
 
 import { usesRanks } from "./cell_line";
 import type { Comm, Kernel, KernelMessage, NotebookPanel } from "./jupyter";
-import { CONTROL, PROTOCOL, VIEW, type Deed, type News, type PanelNews, type Reply, type SessionState } from "./messages";
+import { CONTROL, PROTOCOL, VIEW, type News, type PanelNews, type Reply, type Request, type SessionState } from "./messages";
 import { anotherVersion, KERNEL_GONE } from "./strings";
 import type { Wish } from "../view";
 
 const TICK = 1000; // milliseconds between two looks at the clock while a cell runs
 const THREAD_LIMIT = 3000; // milliseconds for the kernel to start a comm's thread
 
-/** What a button has brought. */
-export interface Outcome {
-  text: string;
-  failed: boolean;
-}
+/** What a request has brought. */
+export type Outcome = Omit<Reply, "id" | "state">;
+
+const NO_ANSWER: Outcome = { text: KERNEL_GONE, failed: true, log: null, variables: null, figures: null };
 
 export class Link {
   /** How the session is; null: the kernel has not answered. */
   state: SessionState | null = null;
   /** Why there is no answer to be had; empty: there may be one. */
   trouble = "";
+  /** How many cells have ended since the page was opened. */
+  ended = 0;
   private control: Comm | null = null;
   private view: Comm | null = null;
   private kernel: Kernel | null = null;
@@ -68,13 +69,13 @@ export class Link {
   }
 
   /** Have the kernel do something, also while a cell runs. */
-  async ask(deed: Deed, ranks = ""): Promise<Outcome> {
+  async ask(request: Request): Promise<Outcome> {
     const { control } = this;
-    if (control === null) return { text: KERNEL_GONE, failed: true };
+    if (control === null) return NO_ANSWER;
     const id = ++this.last;
     return new Promise((resolve) => {
       this.waiting.set(id, resolve);
-      control.send({ request: { id, do: deed, ranks } });
+      control.send({ request: { id, ...request } });
     });
   }
 
@@ -127,7 +128,9 @@ export class Link {
     const { msg_type: about } = message.parent_header;
     if (about === "execute_request" && message.content.execution_state === "idle") {
       this.fresh = false;
+      this.ended++;
       this.open();
+      this.tell();
     }
   };
 
@@ -144,7 +147,7 @@ export class Link {
       if (this.control === control) this.lose();
     };
     void openLine(kernel, control, this.page).then(() => {
-      if (this.control === control) void this.ask("state");
+      if (this.control === control) void this.ask({ do: "state" });
     });
     this.tell();
   }
@@ -207,7 +210,7 @@ export class Link {
     this.listening = false;
     this.control = null;
     this.state = null;
-    for (const resolve of this.waiting.values()) resolve({ text: KERNEL_GONE, failed: true });
+    for (const resolve of this.waiting.values()) resolve(NO_ANSWER);
     this.waiting.clear();
     this.tell();
   }

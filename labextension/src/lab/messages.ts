@@ -6,10 +6,51 @@ import type { Frame, Message } from "../view";
 
 export const CONTROL = "nbdist.control";
 export const VIEW = "nbdist.view";
-export const PROTOCOL = 1;
+export const PROTOCOL = 2;
 
 /** What a button does. */
-export type Deed = "state" | "interrupt" | "interrupt-now" | "stacks" | "why" | "heal" | "restart" | "stop";
+export type Deed = "state" | "interrupt" | "interrupt-now" | "stacks" | "why" | "heal" | "restart" | "stop" | "log" | "variables" | "figures" | "difference";
+
+/** What a page asks for; `cell` and `position` are of a log, `name` of a variable. */
+export interface Request {
+  do: Deed;
+  ranks?: string;
+  cell?: number;
+  position?: number;
+  name?: string;
+}
+
+/** A page of what a rank has printed; `next`: where the next one begins, null: there is none. */
+export interface LogPage {
+  text: string;
+  next: number | null;
+}
+
+/** A variable, in words. `size` in bytes; `agree`: whether ranks do, null: not known; `figures`: whether it has any. */
+export interface VariableRow {
+  name: string;
+  kind: string;
+  form: string;
+  device: string;
+  size: number | null;
+  agreement: string;
+  odd: number[];
+  agree: boolean | null;
+  figures: boolean;
+}
+
+/** The figures of a tensor on a rank; those of its finite elements. */
+export interface FigureRow {
+  rank: number;
+  low: number | null;
+  mean: number | null;
+  high: number | null;
+  std: number | null;
+  zeros: number;
+  nans: number;
+  infinite: number;
+  bins: number[];
+}
 
 /** A cell that runs on ranks; seconds since it began. */
 export interface CellOnRanks {
@@ -38,6 +79,9 @@ export interface Reply {
   state: SessionState;
   text: string;
   failed: boolean;
+  log: LogPage | null;
+  variables: VariableRow[] | null;
+  figures: FigureRow[] | null;
 }
 
 /** What a panel is told. */

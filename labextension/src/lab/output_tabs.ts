@@ -7,33 +7,32 @@
 
 import { make, option, write } from "../words";
 import type { Cell, Outputs } from "./jupyter";
-import { linesOf, ranksOf, type Line } from "./rank_lines";
-import { ALL_TAB, COPIED, COPY, lineCount, NO_LINES, OUTPUT_BY_RANK, SEARCH } from "./strings";
+import { LineList } from "./line_list";
+import type { Link } from "./link";
+import { LogPages } from "./log_pages";
+import { RankText } from "./rank_text";
+import * as words from "./strings";
 
 const PAUSE = 250; // milliseconds between two looks at output that grows
-const SLICE = 100_000; // characters that are taken apart at a time
-const BLOCK = 200; // lines that the page lays out together, when they come into view
 const MOST_TABS = 16; // with more ranks the tabs are a menu
-
-/** One output, as far as it is taken apart. */
-interface Part {
-  text: string; // its whole lines
-  whole: number; // how many these are
-  lines: Line[]; // and the one that has begun
-  labels: Set<string>;
-}
 
 export class OutputTabs {
   private readonly bar = make("div", "tabs");
   private readonly tabs = make("div", "tab-list");
   private readonly menu = make("select", "tab-menu");
   private readonly search = make("input", "tab-search");
-  private readonly copy = make("button", "tab-copy", COPY);
   private readonly count = make("span", "tab-count");
+  private readonly differ = tool(words.DIFFER, words.DIFFER_CAPTION);
+  private readonly follow = tool(words.FOLLOW, words.FOLLOW_CAPTION);
+  private readonly copy = tool(words.COPY, words.COPY_CAPTION);
+  private readonly download = tool(words.DOWNLOAD, words.DOWNLOAD_CAPTION);
+  private readonly list = new LineList(() => {
+    this.follow.setAttribute("aria-pressed", `${this.list.follow}`);
+  });
+  private readonly log: LogPages;
   private readonly view = make("div", "tab-view");
-  private ranks: number[] = [];
-  private seen = new Map<string, number[]>(); // which ranks a label names
-  private parts: Part[] = [];
+  private readonly text = new RankText();
+  private drawnRanks = "";
   private chosen: number | null = null;
   private due = 0;
   private changed = false; // since the last look began
@@ -42,30 +41,49 @@ export class OutputTabs {
     private readonly cell: Cell,
     private readonly outputs: Outputs,
     private readonly isOnRanks: () => boolean,
+    link: Link,
   ) {
+    this.log = new LogPages(link, this.list, () => {
+      this.draw();
+    });
     this.tabs.setAttribute("role", "tablist");
-    this.tabs.setAttribute("aria-label", OUTPUT_BY_RANK);
+    this.tabs.setAttribute("aria-label", words.OUTPUT_BY_RANK);
     this.tabs.addEventListener("keydown", this.onKey);
-    this.menu.setAttribute("aria-label", OUTPUT_BY_RANK);
+    this.menu.setAttribute("aria-label", words.OUTPUT_BY_RANK);
     this.menu.addEventListener("change", () => {
       this.choose(this.menu.value === "" ? null : Number(this.menu.value));
     });
     this.search.type = "search";
-    this.search.placeholder = SEARCH;
-    this.search.setAttribute("aria-label", SEARCH);
+    this.search.placeholder = words.SEARCH;
+    this.search.setAttribute("aria-label", words.SEARCH);
     this.search.addEventListener("input", this.draw);
+    this.differ.setAttribute("aria-pressed", "false");
+    this.follow.setAttribute("aria-pressed", "true");
+    this.differ.addEventListener("click", () => {
+      this.differ.setAttribute("aria-pressed", `${!this.differing}`);
+      this.draw();
+    });
+    this.follow.addEventListener("click", () => {
+      this.list.follow = !this.list.follow;
+    });
     this.copy.addEventListener("click", () => void this.copyLines());
-    this.view.tabIndex = 0;
+    this.download.addEventListener("click", () => {
+      save(`cell-${this.cell.model.executionCount ?? 0}-${this.chosen === null ? "all" : `rank-${this.chosen}`}.txt`, this.shown.join("\n"));
+    });
     this.view.setAttribute("role", "tabpanel");
+    this.view.append(this.list.element);
     for (const type of ["keydown", "mousedown"]) {
       this.bar.addEventListener(type, (event) => {
         event.stopPropagation(); // keys and clicks are ours, not the notebook's
       });
     }
-    this.bar.append(this.tabs, this.menu, this.search, this.count, this.copy);
+    const tools = make("span", "tab-tools", this.search, this.count, this.differ, this.follow, this.copy, this.download);
+    tools.append(this.log.element);
+    this.bar.append(this.tabs, this.menu, tools);
     outputs.changed.connect(this.later);
     cell.disposed.connect(() => {
       window.clearTimeout(this.due);
+      this.list.dispose();
     });
     this.later();
   }
@@ -78,15 +96,11 @@ export class OutputTabs {
   };
 
   private async look(): Promise<void> {
-    const parts: Part[] = [];
     this.changed = false;
-    if (this.isOnRanks()) {
-      for (const text of this.texts()) parts.push(await taken(text, this.parts[parts.length]));
-    }
+    await this.text.take(this.isOnRanks() ? this.texts() : []);
     this.due = 0;
     if (this.cell.isDisposed) return;
     if (this.wasChanged()) this.later(); // more has come meanwhile
-    this.parts = parts;
     this.arrange();
   }
 
@@ -105,8 +119,7 @@ export class OutputTabs {
   }
 
   private arrange(): void {
-    this.seen = new Map(this.parts.flatMap(({ labels }) => [...labels].map((label): [string, number[]] => [label, ranksOf(label)])));
-    const ranks = [...new Set([...this.seen.values()].flat())].sort((one, other) => one - other);
+    const { ranks } = this.text;
     const wanted = ranks.length > 1;
     const wrapper = this.cell.node.querySelector<HTMLElement>(".jp-Cell-outputWrapper");
     if (wrapper === null) return;
@@ -116,8 +129,8 @@ export class OutputTabs {
       this.view.remove();
     }
     wrapper.classList.toggle("nbdist-has-tabs", wanted);
-    if (ranks.join() !== this.ranks.join()) {
-      this.ranks = ranks;
+    if (ranks.join() !== this.drawnRanks) {
+      this.drawnRanks = ranks.join();
       this.drawTabs();
     }
     if (!wanted || (this.chosen !== null && !ranks.includes(this.chosen))) this.chosen = null;
@@ -125,15 +138,17 @@ export class OutputTabs {
   }
 
   private drawTabs(): void {
-    const many = this.ranks.length > MOST_TABS;
+    const { ranks } = this.text;
+    const many = ranks.length > MOST_TABS;
     this.tabs.hidden = many;
     this.menu.hidden = !many;
-    const names: [number | null, string][] = [[null, ALL_TAB], ...this.ranks.map((rank): [number, string] => [rank, `${rank}`])];
+    const names: [number | null, string][] = [[null, words.ALL_TAB], ...ranks.map((rank): [number, string] => [rank, `${rank}`])];
     this.menu.replaceChildren(...names.map(([rank, name]) => option(rank === null ? "" : `${rank}`, name)));
     this.tabs.replaceChildren(
       ...(many ? [] : names).map(([rank, name]) => {
         const tab = make("button", "tab", name);
         tab.setAttribute("role", "tab");
+        tab.setAttribute("aria-label", rank === null ? words.ALL_RANKS : words.onRanks(name));
         tab.dataset["rank"] = rank === null ? "" : `${rank}`;
         tab.addEventListener("click", () => {
           this.choose(rank);
@@ -146,6 +161,7 @@ export class OutputTabs {
   private choose(rank: number | null): void {
     this.chosen = rank;
     this.search.value = "";
+    this.log.close();
     this.draw();
   }
 
@@ -153,22 +169,21 @@ export class OutputTabs {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (step === undefined) return;
     event.preventDefault();
-    const all = [null, ...this.ranks];
+    const all = [null, ...this.text.ranks];
     const next = all[Math.max(0, Math.min(all.length - 1, all.indexOf(this.chosen) + step))];
     this.choose(next ?? null);
     this.tabs.querySelector<HTMLElement>('[aria-selected="true"]')?.focus();
   };
 
-  /** The chosen rank's lines that contain what is searched. */
+  private get differing(): boolean {
+    return this.differ.getAttribute("aria-pressed") === "true";
+  }
+
+  /** The lines that are wanted: of the chosen rank, with what is searched. */
   private get shown(): string[] {
-    const rank = this.chosen;
-    const words = this.search.value.toLowerCase();
-    const labels = new Set([...this.seen].filter(([, ranks]) => rank !== null && ranks.includes(rank)).map(([label]) => label));
-    const found: string[] = [];
-    for (const { lines } of this.parts) {
-      for (const [label, text] of lines) if (labels.has(label) && (words === "" || text.toLowerCase().includes(words))) found.push(text);
-    }
-    return found;
+    const searched = this.search.value;
+    if (this.log.open) return this.log.lines(searched);
+    return this.text.lines({ rank: this.chosen, words: searched, differ: this.differing });
   }
 
   private readonly draw = (): void => {
@@ -179,55 +194,41 @@ export class OutputTabs {
       (tab as HTMLElement).tabIndex = selected ? 0 : -1;
     }
     this.menu.value = name;
-    const byRank = this.chosen !== null;
-    this.bar.parentElement?.classList.toggle("nbdist-by-rank", byRank);
-    for (const element of [this.search, this.copy, this.count]) element.hidden = !byRank;
-    this.view.hidden = !byRank;
-    if (!byRank) {
-      this.view.replaceChildren();
+    const asList = this.chosen !== null || this.search.value !== "" || this.differing;
+    this.bar.parentElement?.classList.toggle("nbdist-by-rank", asList);
+    for (const element of [this.follow, this.count, this.view]) element.hidden = !asList;
+    this.differ.hidden = this.log.open;
+    this.log.draw(this.chosen, this.cell.model.executionCount ?? 0);
+    if (!asList) {
+      this.list.show([]);
       return;
     }
-    const lines = this.shown;
-    write(this.count, lineCount(lines.length));
-    const blocks = Array.from({ length: Math.ceil(lines.length / BLOCK) }, (_, index) => lines.slice(index * BLOCK, (index + 1) * BLOCK));
-    blocks.forEach((block, index) => {
-      const element = this.view.children[index] ?? this.view.appendChild(make("pre", "tab-block"));
-      write(element, block.join("\n"));
-      (element as HTMLElement).style.setProperty("--lines", `${block.length}`);
-    });
-    while (this.view.children.length > blocks.length) this.view.lastElementChild?.remove();
-    if (blocks.length === 0) this.view.append(make("pre", "tab-block", NO_LINES));
+    const { shown } = this;
+    this.view.setAttribute("aria-label", this.chosen === null ? words.ALL_RANKS : words.onRanks(name));
+    write(this.count, words.lineCount(shown.length));
+    this.list.show(shown.length > 0 ? shown : [words.NO_LINES]);
   };
 
   private async copyLines(): Promise<void> {
     await navigator.clipboard.writeText(this.shown.join("\n"));
-    write(this.copy, COPIED);
+    write(this.copy, words.COPIED);
     window.setTimeout(() => {
-      write(this.copy, COPY);
+      write(this.copy, words.COPY);
     }, 1500);
   }
 }
 
-/** Take a text apart, in slices, so that the page stays the reader's. It mostly goes on where it has ended before. */
-async function taken(text: string, known: Part | undefined): Promise<Part> {
-  const part = known !== undefined && text.startsWith(known.text) ? known : { text: "", whole: 0, lines: [], labels: new Set<string>() };
-  const end = text.lastIndexOf("\n") + 1;
-  part.lines.length = part.whole;
-  for (let from = part.text.length; from < end; ) {
-    const to = from + SLICE < end ? text.indexOf("\n", from + SLICE) + 1 : end;
-    add(part, text.slice(from, to));
-    from = to;
-    if (from < end) await new Promise((resolve) => setTimeout(resolve));
-  }
-  part.text = text.slice(0, end);
-  part.whole = part.lines.length;
-  add(part, text.slice(end));
-  return part;
+function tool(label: string, caption: string): HTMLButtonElement {
+  const button = make("button", "tab-tool", label);
+  button.title = caption;
+  return button;
 }
 
-function add(part: Part, text: string): void {
-  for (const line of linesOf(text)) {
-    part.lines.push(line);
-    if (line[0] !== "") part.labels.add(line[0]);
-  }
+/** Have the browser save a text as a file. */
+function save(name: string, text: string): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text, "\n"], { type: "text/plain" }));
+  link.download = name;
+  link.click();
+  URL.revokeObjectURL(link.href);
 }

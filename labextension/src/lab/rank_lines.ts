@@ -3,16 +3,22 @@
  */
 
 const LABEL = /^\[([0-9,-]+)\](?: \([^)]*\))? /;
-const COLORS = new RegExp(`${String.fromCharCode(27)}\\[[0-9;]*[A-Za-z]`, "g");
+const ESCAPE = String.fromCharCode(27);
+const COLORS = new RegExp(`${ESCAPE}\\[[0-9;]*[A-Za-z]`, "g");
 
 /** A line and the label that it begins with, "0-2"; "": a line of no rank. */
 export type Line = [label: string, text: string];
 
 /** Take a text apart. */
 export function linesOf(text: string): Line[] {
-  const lines = text.split("\n");
-  if (lines.at(-1) === "") lines.pop();
-  return lines.map(lineOf);
+  return rowsOf(text).map(lineOf);
+}
+
+/** The same with labels and colors in place, as a terminal would show it. */
+export function rowsOf(text: string): string[] {
+  const rows = text.split("\n");
+  if (rows.at(-1) === "") rows.pop();
+  return text.includes("\r") ? rows.map(settled) : rows;
 }
 
 /** The ranks that a label names: "0,2-3". */
@@ -24,9 +30,41 @@ export function ranksOf(label: string): number[] {
   });
 }
 
+/** The texts that some ranks have printed and others have not, or less often. */
+export function differing(lines: Iterable<Line>, ranks: number): Set<string> {
+  const counts = new Map<string, Map<string, number>>(); // by text and label
+  for (const [label, text] of lines) {
+    if (label === "") continue;
+    const known = counts.get(text);
+    if (known === undefined) counts.set(text, new Map([[label, 1]]));
+    else known.set(label, (known.get(label) ?? 0) + 1);
+  }
+  const named = new Map<string, number[]>();
+  const found = new Set<string>();
+  for (const [text, byLabel] of counts) if (!isEven(byLabel, ranks, named)) found.add(text);
+  return found;
+}
+
+/** Whether all ranks have the same count. */
+function isEven(byLabel: Map<string, number>, ranks: number, named: Map<string, number[]>): boolean {
+  const byRank = new Map<number, number>();
+  for (const [label, count] of byLabel) {
+    let those = named.get(label);
+    if (those === undefined) named.set(label, (those = ranksOf(label)));
+    if (byLabel.size === 1) return those.length === ranks;
+    for (const rank of those) byRank.set(rank, (byRank.get(rank) ?? 0) + count);
+  }
+  return byRank.size === ranks && new Set(byRank.values()).size === 1;
+}
+
 function lineOf(text: string): Line {
-  const settled = text.replace(/\r+$/, "");
-  const shown = settled.slice(settled.lastIndexOf("\r") + 1).replace(COLORS, ""); // what a terminal would show
+  const shown = settled(text).replace(COLORS, "");
   const match = LABEL.exec(shown);
   return match === null ? ["", shown] : [match[1] ?? "", shown.slice(match[0].length)];
+}
+
+/** What a terminal shows of a line that was written over. */
+function settled(row: string): string {
+  const ended = row.replace(/\r+$/, "");
+  return ended.slice(ended.lastIndexOf("\r") + 1);
 }

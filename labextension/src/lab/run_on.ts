@@ -6,6 +6,8 @@ import { make, option } from "../words";
 import labCss from "../../style/lab.css";
 import { ALL, KERNEL, namesRanks, placeOf, withPlace, type Place } from "./cell_line";
 import type { Cell, Modules, NotebookPanel } from "./jupyter";
+import type { Link } from "./link";
+import { takeLongStreams } from "./long_text";
 import { OutputTabs } from "./output_tabs";
 import { addStyle } from "./style";
 import { badRanks, CHOOSE, CHOOSE_LABEL, CHOOSE_TITLE, ON_ALL, ON_KERNEL, onRanks, RUN_ON } from "./strings";
@@ -19,8 +21,10 @@ export class RunOn {
   constructor(
     private readonly lab: Modules,
     private readonly panel: NotebookPanel,
+    private readonly link: Link,
   ) {
     addStyle(labCss);
+    takeLongStreams(panel.content);
     this.picker = new Picker(lab, "run-on", panel.context.model.readOnly);
     const item = new lab.widgets.Widget({ node: make("div", "run-on-item", this.picker.element) });
     item.addClass("jp-Toolbar-item");
@@ -72,7 +76,7 @@ export class RunOn {
       if (cell.isDisposed) return;
       cell.inputArea?.node.append(badge.element);
       const { outputs } = cell.model;
-      if (outputs !== undefined) new OutputTabs(cell, outputs, () => badge.onRanks);
+      if (outputs !== undefined) new OutputTabs(cell, outputs, () => badge.onRanks, this.link);
     });
   }
 }

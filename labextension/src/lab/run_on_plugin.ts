@@ -6,10 +6,11 @@
 
 import { usesRanks } from "./cell_line";
 import type { App, CommandPalette, Modules, NotebookPanel, NotebookTracker, Plugin } from "./jupyter";
+import type { Links } from "./link";
 import type { RunOn } from "./run_on";
 import { CATEGORY, CHOOSE_COMMAND, TOGGLE_COMMAND } from "./strings";
 
-export function runOnPlugin(lab: Modules): Plugin {
+export function runOnPlugin(lab: Modules, links: Links): Plugin {
   return {
     id: "nbdist:run-on",
     description: "Shows and changes where a cell runs: in the kernel, or on ranks.",
@@ -18,15 +19,15 @@ export function runOnPlugin(lab: Modules): Plugin {
     optional: [lab.apputils.ICommandPalette],
     activate: (app: App, tracker: NotebookTracker, palette: CommandPalette | null): void => {
       const open = new Map<string, RunOn>();
-      tracker.widgetAdded.connect((_, panel) => void watch(lab, panel, open));
-      tracker.forEach((panel) => void watch(lab, panel, open));
+      tracker.widgetAdded.connect((_, panel) => void watch(lab, links, panel, open));
+      tracker.forEach((panel) => void watch(lab, links, panel, open));
       const command = (id: string, label: string, keys: string[], execute: (runOn: RunOn) => void): void => {
         app.commands.addCommand(id, {
           label,
           isEnabled: () => tracker.currentWidget !== null,
           execute: async () => {
             const panel = tracker.currentWidget;
-            if (panel !== null) execute(open.get(panel.id) ?? (await begin(lab, panel, open)));
+            if (panel !== null) execute(open.get(panel.id) ?? (await begin(lab, links, panel, open)));
           },
         });
         app.commands.addKeyBinding({ command: id, keys, selector: ".jp-Notebook" });
@@ -41,23 +42,23 @@ export function runOnPlugin(lab: Modules): Plugin {
 }
 
 /** Begin when the notebook has its first cell that mentions nbdist. */
-async function watch(lab: Modules, panel: NotebookPanel, open: Map<string, RunOn>): Promise<void> {
+async function watch(lab: Modules, links: Links, panel: NotebookPanel, open: Map<string, RunOn>): Promise<void> {
   await panel.context.ready;
   const look = (): void => {
     const found = panel.content.widgets.some((cell) => usesRanks(cell.model.sharedModel.getSource()));
     if (!found) return;
     panel.content.modelContentChanged.disconnect(look);
-    void begin(lab, panel, open);
+    void begin(lab, links, panel, open);
   };
   panel.content.modelContentChanged.connect(look);
   look();
 }
 
-async function begin(lab: Modules, panel: NotebookPanel, open: Map<string, RunOn>): Promise<RunOn> {
+async function begin(lab: Modules, links: Links, panel: NotebookPanel, open: Map<string, RunOn>): Promise<RunOn> {
   const { RunOn } = await import("./run_on");
   const found = open.get(panel.id);
   if (found !== undefined) return found;
-  const runOn = new RunOn(lab, panel);
+  const runOn = new RunOn(lab, panel, links.of(panel));
   open.set(panel.id, runOn);
   panel.disposed.connect(() => open.delete(panel.id));
   return runOn;

@@ -8,12 +8,15 @@ import { make, write } from "../words";
 import { createView, type View } from "../view";
 import labCss from "../../style/lab.css";
 import panelCss from "../../style/panel.css";
+import { addAndRun } from "./add_cell";
 import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
-import type { Deed, PanelNews } from "./messages";
+import type { PanelNews } from "./messages";
+import { MachineView } from "./machine_view";
 import { StartForm } from "./start_form";
 import { addStyle } from "./style";
 import { ASKING, BUTTONS, CLEAR, CONFIRM, DONE, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, summary, WORKING } from "./strings";
+import { VariablesView } from "./variables_view";
 
 type Button = keyof typeof BUTTONS;
 
@@ -28,6 +31,8 @@ export class Sidebar {
   private readonly text = make("pre", "sidebar-text");
   private readonly place = make("div", "sidebar-panel");
   private readonly form: StartForm;
+  private readonly variables = new VariablesView();
+  private readonly machine: MachineView;
   private view: View | null = null;
   private link: Link | null = null;
   private last: Link | null = null; // also while the sidebar is hidden
@@ -38,6 +43,9 @@ export class Sidebar {
     addStyle(panelCss);
     addStyle(labCss);
     this.form = new StartForm(lab);
+    this.machine = new MachineView(lab, (name, take) => {
+      this.attach(name, take);
+    });
     for (const name of Object.keys(BUTTONS) as Button[]) this.bar.append(this.button(name));
     const clear = make("button", "sidebar-button", CLEAR);
     clear.addEventListener("click", () => {
@@ -48,6 +56,7 @@ export class Sidebar {
     this.text.setAttribute("role", "status");
     this.text.tabIndex = 0;
     this.element.append(this.heading, this.cells, this.bar, this.answer, this.place, this.form.element);
+    this.element.append(this.variables.element, this.machine.element);
   }
 
   /** Show this notebook; null: there is none. */
@@ -58,16 +67,26 @@ export class Sidebar {
     this.last = link;
     this.link = link;
     this.form.panel = panel;
+    this.machine.panel = panel;
+    this.machine.visible = true;
     this.unwatch = link?.watch(this.draw) ?? null;
     this.draw();
   }
 
   /** Look at nothing, as nobody sees it. */
   hide(): void {
+    this.machine.visible = false;
     this.unwatch?.();
     this.unwatch = null;
     this.stopFollowing();
     this.link = null;
+  }
+
+  private attach(name: string, take: boolean): void {
+    const { panel } = this.form;
+    if (panel === null) return;
+    const load = this.link?.state === null ? "%load_ext nbdist\n" : "";
+    void addAndRun(this.lab, panel, `${load}%distributed attach ${name}${take ? " --take" : ""}`);
   }
 
   private button(name: Button): HTMLButtonElement {
@@ -84,7 +103,7 @@ export class Sidebar {
     if (link === null || !(await this.confirmed(name))) return;
     const [label] = BUTTONS[name];
     this.say(`${label} ${WORKING}`);
-    const { text, failed } = await link.ask(name satisfies Deed);
+    const { text, failed } = await link.ask({ do: name });
     if (link === this.link) this.say(text === "" ? `${label}: ${DONE}` : text, failed);
   }
 
@@ -113,6 +132,7 @@ export class Sidebar {
     this.bar.hidden = !going && (state === null || state.broken === "");
     for (const [name, button] of this.buttons) button.disabled = !this.isUseful(name);
     this.form.draw(link, going);
+    this.variables.draw(link, going);
     if (state !== null && !this.following) this.follow();
     if (state === null) this.stopFollowing();
     this.place.hidden = !going;

@@ -3,6 +3,7 @@
  */
 
 import { make, option, write } from "../words";
+import { addAndRun } from "./add_cell";
 import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
 import {
@@ -99,14 +100,7 @@ export class StartForm {
   private async run(): Promise<void> {
     const { panel } = this;
     this.check();
-    if (panel === null || this.submit.disabled) return;
-    const { NotebookActions } = this.lab.notebook;
-    const notebook = panel.content;
-    const { source } = this;
-    const empty = notebook.activeCell?.model.type === "code" && notebook.activeCell.model.sharedModel.getSource().trim() === "";
-    if (!empty) NotebookActions.insertBelow(notebook);
-    notebook.activeCell?.model.sharedModel.setSource(source);
-    await NotebookActions.run(notebook, panel.sessionContext);
+    if (panel !== null && !this.submit.disabled) await addAndRun(this.lab, panel, this.source);
   }
 }
 

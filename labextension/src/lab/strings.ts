@@ -2,7 +2,8 @@
  * All words that the extension shows, in one place.
  */
 
-import type { CellOnRanks, SessionState } from "./messages";
+import type { Holder, SessionRow } from "./machine";
+import type { CellOnRanks, FigureRow, SessionState } from "./messages";
 
 export const RANKS = "Ranks";
 export const NO_NOTEBOOK = "Open a notebook to see its ranks.";
@@ -109,10 +110,104 @@ function counted(count: number, what: string): string {
 export const ALL_TAB = "all";
 export const SEARCH = "Search";
 export const COPY = "Copy";
+export const COPY_CAPTION = "Copy these lines";
 export const COPIED = "Copied";
+export const DOWNLOAD = "Download";
+export const DOWNLOAD_CAPTION = "Save these lines as a file";
+export const DIFFER = "Differences";
+export const DIFFER_CAPTION = "Show only lines that some ranks have printed and others have not";
+export const FOLLOW = "Follow";
+export const FOLLOW_CAPTION = "Stay at the newest line";
+export const ALL_RANKS = "all ranks";
+export const LOG = "Log";
+export const LOG_CAPTION = "Read from the session's log, which also has what the notebook does not show";
+export const EARLIER = "Earlier";
+export const LATER = "Later";
 export const OUTPUT_BY_RANK = "Output by rank";
 export const NO_LINES = "No such lines.";
 
 export function lineCount(count: number): string {
   return counted(count, "line");
+}
+
+/** "page 3", "page 4, the last". */
+export function logPage(page: number, more: boolean): string {
+  return `page ${page}${more ? "" : ", the last"}`;
+}
+
+// --- the machine
+
+export const MACHINE = "This machine";
+export const SESSIONS = "Sessions";
+export const GPUS = "GPUs";
+export const SERVER_WITHOUT_US =
+  "The Jupyter server has not loaded nbdist, so its sessions and GPUs are not shown. Install nbdist in the server's environment, and restart the server.";
+export const SERVER_OTHER = "The Jupyter server has another version of nbdist. Install the same version in both environments, and restart the server.";
+export const SERVER_SILENT = "The Jupyter server does not answer.";
+export const NO_ANSWER = "does not answer";
+export const ATTACH = "Attach";
+export const ATTACH_CAPTION = "Adds a cell to the notebook that takes this session over, and runs it";
+export const TAKE_CAPTION = "Adds a cell to the notebook that takes this session from the one that has it, and runs it";
+export const TAKE = "Take";
+export const TAKE_QUESTION = ["Take the session?", "Another notebook has it, and loses it. Its ranks, their variables and what they run stay."] as const;
+
+/** "vm: 2 sessions, 8 GPUs". */
+export function machineSummary(host: string, sessions: number, gpus: number): string {
+  return `${host}: ${sessions === 0 ? "no sessions" : counted(sessions, "session")}, ${gpus === 0 ? "no NVIDIA GPUs" : counted(gpus, "GPU")}`;
+}
+
+/** "58edd547: train.ipynb". */
+export function sessionName(name: string, notebook: string): string {
+  return notebook === "" ? name : `${name}: ${notebook.split("/").at(-1) ?? ""}`;
+}
+
+/** What it has, what it runs, and whose it is. */
+export function sessionFacts(session: SessionRow, memory: string): string[] {
+  const nodes = session.nodes.length > 1 ? ` on ${session.nodes.join(", ")}` : "";
+  const gpus = session.gpus === 0 ? "" : `, ${counted(session.gpus, "GPU")}`;
+  const cells = session.running.map((cell) => `${cell.number === 0 ? "a function" : `cell ${cell.number}`} for ${cell.seconds.toFixed(0)} s`);
+  const runs = cells.length === 0 ? "idle" : `runs ${cells.join(", ")}`;
+  const since = session.since === 0 ? "starting" : `since ${new Date(1000 * session.since).toLocaleString([], { dateStyle: "short", timeStyle: "short" })}`;
+  const facts = [`${counted(session.ranks, "rank")}${nodes}${gpus}, ${memory}`, `${runs}; ${since}`];
+  return session.client === "there" ? facts : [...facts, `its notebook: ${session.client}`];
+}
+
+export function stopQuestion(name: string, notebook: string): string {
+  return `Session ${sessionName(name, notebook)}: the variables of all ranks are lost, and their GPUs are free.`;
+}
+
+export function gpuName(index: number, name: string): string {
+  return `GPU ${index}: ${name}`;
+}
+
+export function gpuFacts(used: string, total: string, busy: string): string {
+  return `${used} of ${total}, ${busy} busy`;
+}
+
+/** "session 58edd547: 61.2 GiB", "alice, python (pid 4711): 12.0 GiB". */
+export function holderLine(holder: Holder, memory: string): string {
+  if (holder.session !== "") return `session ${holder.session}: ${memory}`;
+  const who = [holder.user, holder.program].filter(Boolean).join(", ");
+  return `${who === "" ? "" : `${who} `}(pid ${holder.pid}): ${memory}`;
+}
+
+// --- variables
+
+export const VARIABLES = "Variables";
+export const REFRESH = "Refresh";
+export const NO_VARIABLES = "Cells on these ranks have not set any variables.";
+export const ODD = "not finite";
+export const FIGURES = ["rank", "min", "mean", "max", "std", "histogram", ODD] as const;
+export const HISTOGRAM = "Histogram, from the least to the greatest value of all ranks";
+export const FIRST_RANK = "First rank";
+export const SECOND_RANK = "Second rank";
+export const COMPARE = "Compare";
+
+export function figure(value: number | null): string {
+  return value === null ? "n/a" : `${Number(value.toPrecision(5))}`;
+}
+
+/** "3 NaN, 1 inf". */
+export function special({ nans, infinite }: FigureRow): string {
+  return [nans > 0 ? `${nans} NaN` : "", infinite > 0 ? `${infinite} inf` : ""].filter(Boolean).join(", ");
 }

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist import shells
 from nbdist.client.costs.memory_report import HERE, CellCost
 from nbdist.client.session import observers
 from nbdist.client.session import session as sessions
+from nbdist.client.session.current import living_session
 from nbdist.client.session.observers import Observer
 from nbdist.client.session.task import Task
 from nbdist.errors import UsageError
@@ -96,7 +98,10 @@ class CellMemory(Observer):
         if mode == "off" or (not cell.explicit and _does_nothing(cell.code)) or not cost.usages:
             return
         self.last = msgspec.structs.replace(cost, hint=self._leak(cell.code, cost))
-        self._shell.display_pub.publish({"text/plain": self.last.render(mode)}, {"nbdist": {"memory": self.last.data}})
+        shown = {"text/plain": self.last.render(mode)}
+        if mode == "on" and shells.in_kernel():
+            shown["text/html"] = self.last.html()
+        self._shell.display_pub.publish(shown, {"nbdist": {"memory": self.last.data}})
 
     def cell_began(self, task: Task) -> None:
         """Have the ranks measure the task if the running cell is measured."""
@@ -215,7 +220,7 @@ class _DevicePeaks:
     @classmethod
     def watch(cls) -> _DevicePeaks | None:
         """Start watching; return None if no rank has a GPU."""
-        session = sessions.living_session()
+        session = living_session()
         if session is None or all(info.device == "cpu" for info in session.ranks):
             return None
         return cls(session)

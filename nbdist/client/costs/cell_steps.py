@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,11 +21,12 @@ from nbdist.client.session.task import Task
 from nbdist.metrics.node import active_meter, step_shares
 from nbdist.metrics.node.sample import STALLING, StepSample
 from nbdist.ranks import describe_ranks
-from nbdist.text import duration, flop_rate, flop_unit, flops_in, percent, table
+from nbdist.text import duration, energy, flop_rate, flop_unit, flops_in, percent, table
 
 HERE = -1  # the notebook's own process, among ranks
 UNEQUAL = 1.1  # times the median rank's step, from which on the slowest rank is named
 _INDENT = "    "
+_WIDTH = 100  # characters of a line
 
 
 class CellSteps(Observer):
@@ -36,11 +39,13 @@ class CellSteps(Observer):
         on: Whether steps are measured.
         shown: Whether a line is shown below cells that made steps.
         last: What the last cell with training steps took, by rank.
+        price: Of a rank for an hour, in any currency; None: costs are not shown.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.on = self.shown = False
         self.last: dict[int, StepSample] = {}
+        self.price: float | None = None
         events: Any = shell.events
         events.register("pre_run_cell", self._before)
         events.register("post_run_cell", self._after)
@@ -73,7 +78,7 @@ class CellSteps(Observer):
         if not self.shown:
             return ""
         found = _steps_in(task)
-        return render(found, missing=[rank for rank in task.ranks if rank not in task.replies])
+        return render(found, [rank for rank in task.ranks if rank not in task.replies], self.price)
 
     def cell_ended(self, task: Task) -> None:
         """Keep the steps of the last cell that made some."""
@@ -97,7 +102,7 @@ class CellSteps(Observer):
         lap = active_meter.end_lap()
         if lap is not None and lap.steps:
             self.last = {HERE: lap}
-        if self.shown and lap is not None and (line := render({HERE: lap})):
+        if self.shown and lap is not None and (line := render({HERE: lap}, price=self.price)):
             print(line)
 
 
@@ -129,15 +134,16 @@ def _known(seconds: float | None) -> str:
     return "n/a" if seconds is None else duration(seconds)
 
 
-def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> str:
+def render(samples: Mapping[int, StepSample], missing: Sequence[int] = (), price: float | None = None) -> str:
     """Return a line about the steps of a cell, and below it what is not known, with the reason.
 
     Args:
         samples: By rank, of the whole cell.
         missing: Its ranks that have not answered.
+        price: Of a rank for an hour; None: not to be shown.
 
     Returns:
-        Steps, time, units of work, TFLOPS, MFU, HFU, waiting; empty without steps.
+        Steps, time, units of work, TFLOPS, MFU, HFU, waiting, in lines of at most 100 characters; empty without steps.
     """
     stepping = {rank: sample for rank, sample in samples.items() if sample.steps}
     if not stepping:
@@ -145,19 +151,36 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> st
     parts = [_steps(stepping)]
     timed = {rank: sample for rank, sample in stepping.items() if sample.seconds}
     if timed:
-        parts += [_time(timed), *_throughput(timed), *_rates(timed), *_waiting(timed)]
-    notes = _notes(stepping, timed)
+        parts += [_time(timed), *_throughput(timed), *_rates(timed)]
+    why = step_shares.sentence(timed) if len(timed) > 1 else ""
+    parts += [] if why else _waiting(timed)  # which the sentence says
+    notes = [*_spending(stepping, price), *_notes(stepping, timed)]
     if missing:
         notes.append(f"{describe_ranks(sorted(missing))} missing")
-    below = [why for why in [step_shares.sentence(timed)] if why and len(timed) > 1]
-    below += ["; ".join(notes)] if notes else []
-    return f"\n{_INDENT}".join([" | ".join(parts), *below])
+    below = [*([why] if why else []), *(["; ".join(notes)] if notes else [])]
+    return "\n".join([*_filled(parts), *(line for each in below for line in _wrapped(each))])
+
+
+def _filled(parts: Sequence[str]) -> list[str]:
+    """Return the parts in as few lines as they fit in."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]} | {part}"
+        lines = [*lines[:-1], longer] if len(longer) <= _WIDTH else [*lines, _INDENT + part]
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _notes(stepping: Mapping[int, StepSample], timed: Mapping[int, StepSample]) -> list[str]:
     """Return what is behind the figures, and what they lack and why."""
     reasons = sorted({sample.why for sample in stepping.values() if sample.why})
     notes = _stragglers_and_stalls(timed) if timed else []
+    notes += [f"{describe_ranks(ranks)} share their batches" for ranks in _sharing(timed) if len(ranks) > 1]
     notes += [f"{_unknown(timed)} n/a: {'; '.join(reasons)}"] if reasons else []
     if names := _not_counted(timed):
         notes.append(f"not counted: {', '.join(names)} (register_flops)")
@@ -207,7 +230,33 @@ def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
     kinds = {sample.unit for sample in samples.values()}
     if len(kinds) != 1 or not all(sample.units for sample in samples.values()):
         return []
-    return [f"{sum(sample.units or 0.0 for sample in samples.values()) / _slowest(samples):,.0f} {kinds.pop()}/s"]
+    units = sum(samples[ranks[0]].units or 0.0 for ranks in _sharing(samples))
+    return [f"{units / _slowest(samples):,.0f} {kinds.pop()}/s"]
+
+
+def _spending(samples: Mapping[int, StepSample], price: float | None) -> list[str]:
+    """Return the energy of the cell's GPUs, of a unit of its work, and what its ranks' time costs."""
+    spent = [sample.spent for sample in samples.values() if sample.spent is not None]
+    found = []
+    joules = {each.gpu: each.joules for each in spent if each.joules is not None}  # ranks may share a GPU
+    if joules and len(spent) == len(samples) and all(each.joules is not None for each in spent):
+        whole = sum(joules.values())
+        kinds = {sample.unit for sample in samples.values() if sample.unit}
+        units = sum((samples[ranks[0]].units or 0.0) * samples[ranks[0]].steps for ranks in _sharing(samples))
+        each = f", {whole / units:.3g} J a {kinds.pop().removesuffix('s')}" if units and len(kinds) == 1 else ""
+        found.append(f"energy {energy(whole)}{each}")
+    if price is not None and spent:
+        hours = len(samples) * max(each.seconds for each in spent) / 3600
+        found.append(f"cost {price * hours:.3g} at {price:g} per rank and hour")
+    return found
+
+
+def _sharing(samples: Mapping[int, StepSample]) -> list[list[int]]:
+    """Return ranks by their batches: those that had the same first one, as in tensor parallelism, count it once."""
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for rank, sample in samples.items():
+        groups[sample.batch or rank].append(rank)
+    return list(groups.values())
 
 
 def _rates(samples: Mapping[int, StepSample]) -> list[str]:

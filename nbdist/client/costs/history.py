@@ -138,7 +138,7 @@ class History(Observer):
     def _follow(self, rate: float | None = None) -> None:
         """Sample the notebook's session, or its own process while there is none."""
         from nbdist.client.costs.monitor import Monitor
-        from nbdist.client.session.session import living_session
+        from nbdist.client.session.current import living_session
 
         monitor = Monitor.of(living_session())
         if rate is not None:
@@ -331,7 +331,7 @@ def history(path: str | Path | None = None, *, rate: float | None = None) -> His
 
 def watch_cells(shell: Any) -> None:
     """Keep the cells of this notebook that start and end without a session, from now on."""
-    from nbdist.client.session.session import living_session
+    from nbdist.client.session.current import living_session
 
     began: list[float] = []  # of the running cell, and of those that it runs
 

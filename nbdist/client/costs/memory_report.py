@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from nbdist.text import duration, size, sizes, table
 HERE = -1  # the notebook's own process among ranks
 _WORTH_SAYING = 8 << 20  # bytes that malloc keeps
 _LEGEND = "min / mean / max @rank"
+_CELL = "padding:1px 16px 1px 0;text-align:left;border:0;white-space:nowrap;font-weight:400"
 _FIGURE = 6  # width of a number, so that lines align
 
 
@@ -70,7 +72,19 @@ class CellCost(msgspec.Struct, frozen=True):
             mode: "on" (a table) or "compact" (a line).
         """
         figures = self._line() if mode == "compact" else self._table()
-        return "\n".join([figures, *self._notes(), *([f"hint: {self.hint}"] if self.hint else [])])
+        return "\n".join([figures, *self._remarks()])
+
+    def html(self) -> str:
+        """Return the table as HTML without scripts."""
+        header, rows, below = self._cells()
+        head = "".join(f'<th style="{_CELL}">{escape(each)}</th>' for each in header)
+        lines = ["".join(f'<td style="{_CELL}">{escape(each.strip())}</td>' for each in row) for row in rows]
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        notes = "".join(f"<div>{escape(note)}</div>" for note in [*below, *self._remarks()])
+        return (
+            f'<table style="border:0;margin:0;font-variant-numeric:tabular-nums"><thead><tr>{head}</tr></thead>'
+            f'<tbody>{body}</tbody></table><div style="opacity:.75;font-size:90%">{notes}</div>'
+        )
 
     def __repr__(self) -> str:
         return self.render("on")
@@ -85,10 +99,17 @@ class CellCost(msgspec.Struct, frozen=True):
         return "; ".join([*parts, self._time()])
 
     def _table(self) -> str:
+        header, rows, below = self._cells()
+        return "\n".join([table(rows, header), *below])
+
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
+        """Return the table's header, its rows, and what stands below it."""
         rows = [(kind, _consumed(ranks), _peaked(ranks), _used(ranks)) for kind, ranks in self._kinds().items()]
-        if len(self.usages) < 2:
-            return table(rows, (self._time(), "consumed", "peaked", "used"))
-        return f"{table(rows, (_LEGEND, 'consumed', 'peaked', 'used'))}\n{self._time()}"
+        first, below = (self._time(), []) if len(self.usages) < 2 else (_LEGEND, [self._time()])
+        return (first, "consumed", "peaked", "used"), rows, below
+
+    def _remarks(self) -> list[str]:
+        return [*self._notes(), *([f"hint: {self.hint}"] if self.hint else [])]
 
     def _kinds(self) -> dict[str, dict[int, Usage]]:
         """Return each kind of memory by rank. A rank's devices are added up: most ranks have one."""

@@ -67,6 +67,7 @@ class Monitor(Observer):
         self._stop_observing: Callable[[], None] = lambda: None
         self._nodes: dict[str, NodeSample] = {}
         self._places: dict[int, str] = {}  # of ranks: the names of their nodes
+        self._stuck: dict[int, float] = {}  # ranks, and since when they have been seen so
         self._node_known = threading.Event()
         self._watched: tuple[float, list[RankInfo] | None] = 0.0, None  # what the nodes were asked for
         self._own_process: _OwnProcess | None = None
@@ -222,9 +223,17 @@ class Monitor(Observer):
             _looked_at(info, answers.get(info.rank), running.get(info.rank), rank_set.traffic.dead.get(info.rank))
             for info in rank_set.ranks
         ]
-        ranks = [_named(self._placed(rank, nodes), nodes) for rank in ranks]
+        now = time.time()
+        ranks = [self._dated(_named(self._placed(rank, nodes), nodes), now) for rank in ranks]
         cell = max((task.number for task in running.values()), default=0)
-        return Sample(at=time.time(), ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation)
+        return Sample(at=now, ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation)
+
+    def _dated(self, rank: RankSample, now: float) -> RankSample:
+        """Return the rank with the time since when it has been stuck, if it is."""
+        if rank.state != "stuck":
+            self._stuck.pop(rank.rank, None)
+            return rank
+        return msgspec.structs.replace(rank, since=self._stuck.setdefault(rank.rank, now))
 
     def _placed(self, rank: RankSample, nodes: list[NodeSample]) -> RankSample:
         """Return the rank placed on the node that it named, perhaps in an earlier answer."""

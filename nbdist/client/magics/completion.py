@@ -15,8 +15,9 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import limits
 from nbdist.client.magics.magic_line import MagicParser
+from nbdist.client.session.current import get_session
 from nbdist.client.session.rank_set import RankSet
-from nbdist.client.session.session import get_session, rank_set_of
+from nbdist.client.session.session import rank_set_of
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.wire.knowing import Complete, Completions, Inspect, Inspection
 

@@ -1,4 +1,4 @@
-"""The verbs of `%distributed` about costs: memory, free, tflops, why, peak, panel and snapshot.
+"""The verbs of `%distributed` about costs: memory, free, tflops, why, advise, peak, panel and snapshot.
 
 Owns what they do and print. Their arguments are in `parsers`; what is shown below cells, in `cell_memory` and `costs`.
 """
@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import shells
+from nbdist.client.costs import advice
 from nbdist.client.costs.cell_memory import CellMemory
-from nbdist.client.costs.cell_steps import CellSteps, explain, measure_peaks
-from nbdist.client.session.session import get_session, living_session, rank_set_of
+from nbdist.client.costs.cell_steps import HERE, CellSteps, explain, measure_peaks
+from nbdist.client.magics import memory_parts
+from nbdist.client.session.current import get_session, living_session
+from nbdist.client.session.session import Session, rank_set_of
+from nbdist.errors import SessionBusy, UsageError
 from nbdist.metrics.node import host
 from nbdist.text import size, table
 
@@ -42,6 +46,9 @@ class CostVerbs:
 
     def switch_memory(self, arguments: argparse.Namespace) -> CellCost | None:
         """Show what cells cost, or return what the last one cost (`%distributed memory`)."""
+        if arguments.parts or arguments.model or arguments.batch or arguments.ranks:
+            self._show_parts(arguments)
+            return None
         if arguments.mode is None:
             print(f"memory is {self.memory.mode}")
             return self.memory.last
@@ -49,6 +56,18 @@ class CostVerbs:
         shown = {"on": "a table of what it cost in memory", "compact": "a line on what it cost in memory"}
         print(f"below each cell: {shown.get(arguments.mode, 'nothing about its memory')}")
         return None
+
+    @staticmethod
+    def _show_parts(arguments: argparse.Namespace) -> None:
+        """Show what memory is held as (`%distributed memory --parts`)."""
+        if arguments.mode is not None:
+            raise UsageError(f"--parts shows what is held now, so it can't be combined with {arguments.mode!r}")
+        if (arguments.model is None) != (arguments.batch is None):
+            raise UsageError("the peak of a step needs both: `%distributed memory --parts --model model --batch batch`")
+        session = living_session()
+        print(memory_parts.held_table(session, arguments.ranks))
+        if arguments.model is not None:
+            print(memory_parts.peak_in_words(session, arguments.model, arguments.batch))
 
     def free(self, arguments: argparse.Namespace) -> None:
         """Free memory on all ranks, or in the notebook's own process (`%distributed free`)."""
@@ -65,10 +84,12 @@ class CostVerbs:
             )
             for who, report in freed.items()
         ]
-        print(table(rows, ("rank", "memory freed", "left", "GPU memory freed", "left")))
+        print(table(rows, ("rank", "private memory freed", "left", "GPU memory freed", "left")))
 
     def switch_steps(self, arguments: argparse.Namespace) -> None:
         """Show what training steps take, or report whether that is shown (`%distributed tflops`)."""
+        if arguments.price is not None:
+            self.steps.price = arguments.price
         if arguments.state is not None:
             self.steps.switch(arguments.state == "on", here=living_session() is None)
         print(
@@ -83,7 +104,39 @@ class CostVerbs:
 
     def explain_last(self) -> str:
         """Return why the last cell's steps took as long as they did."""
-        return explain(self.steps.last)
+        return "\n".join(part for part in (explain(self.steps.last), self._data_advice()) if part)
+
+    def _data_advice(self) -> str:
+        """Return what would end the waiting for data, measured where it was longest; empty if it was not long."""
+        rank = advice.rank_to_ask(self.steps.last)
+        if rank is None or (self.steps.last[rank].waiting or 0.0) < advice.WAITING:
+            return ""
+        try:
+            return advice.data_advice_on(self._session_of(rank), rank)
+        except (UsageError, SessionBusy) as error:
+            return f"the DataLoader was not measured: {error}"
+
+    def advise(self, arguments: argparse.Namespace) -> None:
+        """Measure what would make the last cell's steps faster (`%distributed advise`)."""
+        rank = advice.rank_to_ask(self.steps.last)
+        if rank is None:
+            raise UsageError("no training steps have been timed: `%distributed tflops on`, then run a cell that trains")
+        session = self._session_of(rank)
+        if session is not None and arguments.ranks is not None:
+            rank, *others = rank_set_of(session).among(arguments.ranks) or [rank]
+            if others:
+                raise UsageError(f"-r {arguments.ranks} names several ranks; measure on one of them: -r {rank}")
+        print(advice.advise_on(session, rank, arguments.seconds))
+
+    @staticmethod
+    def _session_of(rank: int) -> Session | None:
+        """Return the session in which a rank has trained; None for the notebook's own process."""
+        if rank == HERE:
+            return None
+        session = get_session()
+        if rank not in rank_set_of(session).living():
+            raise UsageError(f"rank {rank}, which has trained, is not alive: run a cell that trains again")
+        return session
 
     def measure_peak(self, arguments: argparse.Namespace) -> None:
         """Measure the best rate of matrix products (`%distributed peak`)."""

@@ -7,10 +7,9 @@ import ast
 import contextlib
 import re
 import shlex
-import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,24 +21,24 @@ from nbdist import cuda_guard, shells
 from nbdist.client.costs import history
 from nbdist.client.costs.cell_memory import parse_mark
 from nbdist.client.costs.profiles import CellProfile
-from nbdist.client.magics import parsers
+from nbdist.client.magics import looking, parsers
 from nbdist.client.magics import plan_verb as plans
 from nbdist.client.magics.cluster_flags import cluster_flags
 from nbdist.client.magics.completion import install_completion
 from nbdist.client.magics.cost_verbs import CostVerbs
+from nbdist.client.magics.follow_verb import FollowVerb
 from nbdist.client.magics.magic_line import HelpShown, suggest_verb, without_comment
 from nbdist.client.magics.router import CellRouter
-from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
-from nbdist.client.session import interruption, stack_report
+from nbdist.client.magics.variables_verb import show_variables
+from nbdist.client.session import interruption
 from nbdist.client.session import session as sessions
 from nbdist.client.session.attaching import settle_previous
 from nbdist.client.session.background import BackgroundCell, wait_all
 from nbdist.client.session.cell_options import CellOptions
-from nbdist.client.session.logs import CellLog
-from nbdist.client.session.rank_set import prewarm
-from nbdist.client.session.session import Session, get_session, living_session, rank_set_of
+from nbdist.client.session.current import get_session, living_session, session_to_restart
+from nbdist.client.session.idle_controller import prewarm
+from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.starting import StartLine
-from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.lab import lines
@@ -76,10 +75,12 @@ class DistributedMagics(Magics):
         self._session: Session | None = None  # keeps alive a session started by a magic
         self._costs = CostVerbs(shell)
         self._router = CellRouter(shell)
+        self._follow = FollowVerb()
         self._actions: dict[str, Callable[[argparse.Namespace], Any]] = {
             "start": self._start,
             "attach": self._attach,
             "detach": self._detach,
+            "follow": self._follow.follow,
             "stop": self._stop,
             "restart": self._restart,
             "status": self._status,
@@ -87,19 +88,23 @@ class DistributedMagics(Magics):
             "plan": self._plan,
             "push": self._push,
             "pull": self._pull,
-            "logs": self._logs,
+            "logs": looking.logs,
             "memory": self._costs.switch_memory,
             "free": self._costs.free,
             "panel": self._costs.show_panel,
             "tflops": self._costs.switch_steps,
             "why": self._costs.explain_steps,
+            "advise": self._costs.advise,
             "peak": self._costs.measure_peak,
             "interrupt": self._interrupt,
             "heal": self._heal,
-            "debug": self._debug,
+            "shrink": self._shrink,
+            "grow": lambda arguments: print(get_session().grow(arguments.n)),
+            "debug": looking.debug,
             "snapshot": self._costs.snapshot,
-            "stacks": self._stacks,
-            "flight": self._flight,
+            "stacks": looking.stacks,
+            "flight": looking.flight,
+            "variables": show_variables,
         }
         self.verb_parsers = parsers.verb_parsers()
         self.cell_parser = parsers.cell_parser()
@@ -125,7 +130,7 @@ class DistributedMagics(Magics):
 
     def restart(self) -> str:
         """Replace the ranks by fresh ones, and return what to say."""
-        session = sessions.session_to_restart()
+        session = session_to_restart()
         session.restart()
         return _ready(session)
 
@@ -225,6 +230,8 @@ class DistributedMagics(Magics):
         try:
             return get_session()
         except SessionClosed as error:
+            if refusal := self._follow.refusal:
+                raise SessionClosed(refusal) from None
             hint = "; with `%distributed auto off` cells run in the notebook again" if auto else ""
             raise SessionClosed(f"{error}{hint}") from None
 
@@ -298,6 +305,7 @@ class DistributedMagics(Magics):
 
     def _attach(self, arguments: argparse.Namespace) -> None:
         session = self._session = Session.attach(arguments.name, take=arguments.take)
+        self._follow.stop()
         if arguments.wait:
             wait_all(session.cells)
 
@@ -314,7 +322,7 @@ class DistributedMagics(Magics):
         print(self.stop())
 
     def _restart(self, arguments: argparse.Namespace) -> None:
-        session = sessions.session_to_restart()
+        session = session_to_restart()
         session.restart(arguments.n, progress=_show_progress)
         print(_ready(session))
 
@@ -346,15 +354,9 @@ class DistributedMagics(Magics):
         session = get_session()
         print(session.heal(rank_set_of(session).among(arguments.ranks), kill=arguments.kill))
 
-    def _debug(self, arguments: argparse.Namespace) -> None:
+    def _shrink(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        ranks = rank_set_of(session).among(arguments.ranks)
-        if arguments.debugpy:
-            print(session.debugpy(ranks))
-        elif ranks is not None and len(ranks) != 1:
-            raise UsageError("the debugger opens on one rank: `%distributed debug -r 0`")
-        else:
-            session.debug(None if ranks is None else ranks[0])
+        print(session.shrink(rank_set_of(session).among(arguments.ranks)))
 
     def _switch_auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":
@@ -393,31 +395,10 @@ class DistributedMagics(Magics):
         values = [session.pull(name, ranks if single is None else single) for name in arguments.names]
         self.shell.user_ns.update(zip(targets, values, strict=True))
 
-    def _logs(self, arguments: argparse.Namespace) -> None:
-        session = get_session()
-        ranks = rank_set_of(session).among(arguments.ranks)
-        log = CellLog(rank_set_of(session).traffic.read_log, arguments.cell)
-        pieces = log.lines([info.rank for info in session.ranks] if ranks is None else ranks, arguments.tail)
-        if arguments.save is not None:
-            print(f"{size(_save(pieces, arguments.save))} written to {arguments.save}")
-        else:
-            _show_log(pieces, log.size)
-        if gaps := log.explain_gaps():
-            print(f"nbdist: {gaps}", file=sys.stderr)
-
     def _interrupt(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         if not session.interrupt(arguments.ranks, now=arguments.now):
             print("nothing to interrupt: these ranks are idle")
-
-    def _stacks(self, arguments: argparse.Namespace) -> None:
-        session = get_session()
-        found = look_at_stacks(rank_set_of(session), arguments.ranks, native=arguments.native)
-        print(stack_report.render(found, rank_set_of(session).traffic.places))
-
-    def _flight(self, arguments: argparse.Namespace) -> None:
-        session = get_session()
-        print(session.flight(rank_set_of(session).among(arguments.ranks), arguments.last))
 
 
 def _show_progress(line: StartLine) -> None:
@@ -456,31 +437,3 @@ def _check_syntax(code: str, offset: int, number: int) -> None:
     except SyntaxError as error:
         text = "".join(traceback.format_exception_only(error)).rstrip()
         raise UsageError(f"the cell has a syntax error, so it ran nowhere\n{text}") from None
-
-
-def _save(pieces: Iterable[str], path: str) -> int:
-    """Write text to a file as it arrives, and return the number of bytes written."""
-    written = 0
-    try:
-        with open(path, "wb") as file:
-            for piece in pieces:
-                written += file.write(piece.encode(errors="replace"))
-    except OSError as error:
-        raise UsageError(f"can't write {path}: {error.strerror}; use another file for --save") from None
-    return written
-
-
-def _show_log(pieces: Iterable[str], whole: int) -> None:
-    shown: list[str] = []
-    length = 0
-    for piece in pieces:
-        shown.append(piece)
-        length += len(piece)
-        if length > FOLD_LIMIT:
-            raise UsageError(
-                f"the log of this cell has {size(whole)}, too much to show here: "
-                "`%distributed logs --save FILE`, or `--tail 100`"
-            )
-    publisher = Publisher(0)
-    publisher.text("stdout", "".join(shown))
-    publisher.complete()

@@ -6,7 +6,7 @@ import argparse
 
 from nbdist.client.costs.cell_memory import MODES
 from nbdist.client.magics.cluster_flags import add_cluster_flags
-from nbdist.client.magics.magic_line import MagicParser, count, item, linger, number, seconds, variable
+from nbdist.client.magics.magic_line import MagicParser, count, item, linger, number, price, seconds, variable
 from nbdist.client.magics.plan_line import plan_parser
 from nbdist.client.session.flight import COUNT
 from nbdist.client.session.on_death import ON_DEATH
@@ -60,6 +60,7 @@ def verb_parsers() -> dict[str, MagicParser]:
         "start": _start(),
         "attach": _attach(),
         "detach": _detach(),
+        "follow": _follow(),
         "stop": _stop(),
         "restart": _restart(),
         "status": _status(),
@@ -73,13 +74,17 @@ def verb_parsers() -> dict[str, MagicParser]:
         "panel": _panel(),
         "tflops": _tflops(),
         "why": MagicParser("%distributed why", "Show why the last cell's training steps took as long as they did."),
+        "advise": _advise(),
         "peak": _peak(),
         "interrupt": _interrupt(),
         "heal": _heal(),
+        "shrink": _shrink(),
+        "grow": _grow(),
         "debug": _debug(),
         "snapshot": _snapshot(),
         "stacks": _stacks(),
         "flight": _flight(),
+        "variables": _variables(),
     }
 
 
@@ -146,6 +151,15 @@ def _attach() -> MagicParser:
     return parser
 
 
+def _follow() -> MagicParser:
+    what = "Show what a session does that another client drives: its cells, what they print, how they end."
+    parser = MagicParser("%distributed follow", what)
+    parser.add_argument("name", nargs="?", metavar="SESSION", help="as `nbdist ls` shows it (default: the only one)")
+    parser.add_argument("--wait", action="store_true", help="stay in this cell until the session ends; Ctrl-C leaves")
+    parser.add_argument("--stop", action="store_true", help="follow no longer")
+    return parser
+
+
 def _detach() -> MagicParser:
     parser = MagicParser("%distributed detach", "Leave the ranks to whoever attaches: this notebook lets them go on.")
     parser.add_argument(
@@ -206,6 +220,12 @@ def _memory() -> MagicParser:
     parser.add_argument(
         "mode", nargs="?", choices=MODES, help="a table, one line, or nothing; without it: the last cell's figures"
     )
+    parser.add_argument(
+        "--parts", action="store_true", help="what is held now: parameters, gradients, optimizer's state, and the rest"
+    )
+    parser.add_argument("--model", metavar="NAME", help="with --batch: what a step of it holds at its peak, by module")
+    parser.add_argument("--batch", metavar="NAME", help="a micro-batch of it")
+    _add_ranks(parser)
     return parser
 
 
@@ -225,6 +245,17 @@ def _panel() -> MagicParser:
 def _tflops() -> MagicParser:
     parser = MagicParser("%distributed tflops", "Show below each cell what its training steps took: time, TFLOPS, MFU.")
     parser.add_argument("state", nargs="?", choices=("on", "off"))
+    parser.add_argument(
+        "--price", type=price, metavar="P", help="of a rank for an hour, in any currency: shows what cells cost"
+    )
+    return parser
+
+
+def _advise() -> MagicParser:
+    what = "Measure what would make the last training steps faster: other sizes, other options of the DataLoader."
+    parser = MagicParser("%distributed advise", what)
+    parser.add_argument("-r", "--ranks", metavar="RANK", help="where (default: the rank that waited longest for data)")
+    parser.add_argument("--seconds", type=seconds, default=20.0, metavar="S", help="duration, about (default: 20)")
     return parser
 
 
@@ -253,6 +284,20 @@ def _heal() -> MagicParser:
     )
     parser.add_argument("-r", "--ranks", metavar="RANKS", help="which ranks, for example 0,2-3 (default: the dead)")
     parser.add_argument("--kill", action="store_true", help="end these ranks first, as one that is stuck for good")
+    return parser
+
+
+def _shrink() -> MagicParser:
+    parser = MagicParser(
+        "%distributed shrink", "Go on with fewer ranks: without those that have died, and without the named ones."
+    )
+    parser.add_argument("-r", "--ranks", metavar="RANKS", help="give up these, too; their variables are lost")
+    return parser
+
+
+def _grow() -> MagicParser:
+    parser = MagicParser("%distributed grow", "Add ranks on this machine; they run the setup cells first.", number="-n")
+    parser.add_argument("-n", type=number, default=1, metavar="N", help="how many (default: 1)")
     return parser
 
 
@@ -294,6 +339,15 @@ def _flight() -> MagicParser:
     parser = MagicParser("%distributed flight", what)
     _add_ranks(parser)
     parser.add_argument("--last", type=number, default=COUNT, metavar="N", help=f"how many (default: {COUNT})")
+    return parser
+
+
+def _variables() -> MagicParser:
+    what = "Show the variables of the ranks, and whether their values agree to the bit."
+    parser = MagicParser("%distributed variables", what)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one, however large, with figures by rank")
+    _add_ranks(parser)
+    parser.add_argument("--diff", metavar="RANKS", help="compare a tensor on two ranks, for example 0,3")
     return parser
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from nbdist.client.magics.plan_line import flags, named_settings
 from nbdist.client.session import session_plan
-from nbdist.client.session.session import Session, get_session, rank_set_of
+from nbdist.client.session.current import get_session
+from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import RankError, UsageError
 from nbdist.plan import Plan
 from nbdist.planning.rules import with_parts_dropped

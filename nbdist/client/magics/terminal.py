@@ -1,7 +1,8 @@
-"""`nbdist attach`: an IPython prompt in a terminal whose cells run on the ranks of a living session."""
+"""A living session in a terminal: `nbdist attach`, a prompt whose cells run on its ranks, and `nbdist follow`."""
 
 from __future__ import annotations
 
+from nbdist.client.session.following import Following
 from nbdist.client.session.session import Session
 from nbdist.errors import SessionClosed
 from nbdist.text import span
@@ -30,6 +31,18 @@ def prompt(name: str | None, *, take: bool) -> None:
     settings.InteractiveShellApp.exec_lines = ["%distributed auto on"]
     start_ipython(argv=[], config=settings)
     leave(session)
+
+
+def follow(name: str | None) -> None:
+    """Show what a session does until it ends, or Ctrl-C.
+
+    Args:
+        name: The session's name, or the beginning of it; None: the only one.
+
+    Raises:
+        UsageError: There is no such session, or several.
+    """
+    Following(name).wait()
 
 
 def leave(session: Session) -> None:

@@ -87,7 +87,7 @@ def choose(name: str | None, *, take: bool) -> Found:
     """
     if name is not None:
         return reach(name)
-    others = [each for each in of_this_machine() if each.lonely or each.kernel != os.getpid()]
+    others = [each for each in of_this_machine() if not each.is_own]
     lonely = [each for each in others if each.lonely]
     own = [each for each in lonely if each.is_of(*own_place())]
     candidates = own or lonely or (others if take else [])

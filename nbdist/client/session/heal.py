@@ -9,15 +9,17 @@ from typing import TypeVar
 
 from nbdist.client.session import interruption
 from nbdist.client.session.cell_options import CellOptions
-from nbdist.client.session.rank_set import Ranks, RankSet, Request
+from nbdist.client.session.controller_talk import Request
+from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.setup_cells import definitions
 from nbdist.errors import RankError, SessionBroken, UsageError
 from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.text import counted
-from nbdist.wire.healing import GiveUpHeal, Heal, Healed, HealFailed, Rejoin, Replaced, SetupCell
+from nbdist.wire.healing import GiveUpHeal, Grow, Heal, Healed, HealFailed, Rejoin, Replaced, SetupCell
 from nbdist.wire.message import Message
 
 M = TypeVar("M", bound=Message)
+ALREADY = "ranks are being replaced, added or given up already: wait for that to end"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class HealReport:
         cells: Numbers of the cells that the newcomers ran.
         marked: Whether those were marked as setup cells, and so ran whole.
         notes: What else there is to know.
+        what: What became of these ranks: "replaced", or "added".
     """
 
     ranks: list[int]
@@ -41,13 +44,14 @@ class HealReport:
     cells: list[int]
     marked: bool
     notes: str = ""
+    what: str = "replaced"
 
     def __str__(self) -> str:
         one = len(self.ranks) == 1
         rebuilt = f"{counted(self.groups, 'process group')} rebuilt (generation {self.generation})"
         if not self.groups:
             rebuilt = "there is no process group to join"
-        lines = [f"{describe_ranks(self.ranks)} replaced in {self.seconds:.2f} s: {rebuilt}"]
+        lines = [f"{describe_ranks(self.ranks)} {self.what} in {self.seconds:.2f} s: {rebuilt}"]
         if self.notes:
             lines.append(self.notes)
         who = "it" if one else "they"
@@ -80,33 +84,60 @@ def heal(rank_set: RankSet, ranks: Ranks, *, kill: bool, catch_up: Callable[[Seq
         KeyboardInterrupt: The user interrupted it; likewise.
     """
     chosen = _choose(rank_set, ranks, kill)
-    _refuse_busy(rank_set, chosen)
+    refuse_busy(rank_set, chosen)
+    with rank_set.talk.dialogue(ALREADY) as ask, rank_set.traffic.replacing(chosen):
+        return bring_in(rank_set, ask, Heal(chosen, kill), catch_up, "replaced")
+
+
+def bring_in(
+    rank_set: RankSet, ask: Request, message: Heal | Grow, catch_up: Callable[[Sequence[int]], None], what: str
+) -> HealReport:
+    """Have newcomers come, set up, and join the groups.
+
+    Args:
+        rank_set: The ranks.
+        ask: Of a dialogue with the controller.
+        message: What it is asked for.
+        catch_up: Called with the newcomers before they run any cell.
+        what: What becomes of them: "replaced", "added".
+
+    Raises:
+        SessionBroken: It failed; the ranks that live are as they were.
+        RankError: They came; then a cell that they ran to be set up failed.
+        KeyboardInterrupt: The user interrupted it; likewise.
+    """
     failure: RankError | None = None
     ran: list[int] = []
-    already = "ranks are being replaced already: wait for that to end"
-    with rank_set.dialogue(already) as ask, rank_set.traffic.replacing(chosen):
-        began = time.monotonic()
-        replaced = _request(rank_set, ask, chosen, Heal(chosen, kill), Replaced)
-        rank_set.replaced(replaced.ranks)
-        seconds = time.monotonic() - began
-        try:
-            catch_up(chosen)
-            for cell, code, where in _setup_of(replaced.cells, chosen):
-                _run(rank_set, cell, code, where)
-                ran.append(cell.number)
-        except RankError as error:
-            failure = error
-        except BaseException:
-            ask(GiveUpHeal(), (HealFailed,), lambda: None)
-            raise
-        began = time.monotonic()
-        healed = _request(rank_set, ask, chosen, Rejoin(), Healed)
-        seconds += time.monotonic() - began
+    began = time.monotonic()
+    failed = _not_done(message, what)
+    replaced = request(rank_set, ask, message, Replaced, failed)
+    chosen = [info.rank for info in replaced.ranks]
+    rank_set.replaced(replaced.ranks)
+    seconds = time.monotonic() - began
+    try:
+        catch_up(chosen)
+        for cell, code, where in _setup_of(replaced, chosen):
+            _run(rank_set, cell, code, where, what)
+            ran.append(cell.number)
+    except RankError as error:
+        failure = error
+    except BaseException:
+        ask(GiveUpHeal(), (HealFailed,), lambda: None)
+        raise
+    began = time.monotonic()
+    healed = request(rank_set, ask, Rejoin(), Healed, failed)
+    seconds += time.monotonic() - began
     rank_set.traffic.generation = healed.generation
     if failure is not None:
         raise failure
     marked = any(cell.marked for cell in replaced.cells)
-    return HealReport(chosen, healed.groups, healed.generation, seconds, ran, marked, healed.text)
+    return HealReport(chosen, healed.groups, healed.generation, seconds, ran, marked, healed.text, what)
+
+
+def _not_done(message: Heal | Grow, what: str) -> str:
+    if isinstance(message, Grow):
+        return f"{counted(message.count, 'rank')} {'was' if message.count == 1 else 'were'} not {what}"
+    return f"{describe_ranks(message.ranks)} {'was' if len(message.ranks) == 1 else 'were'} not {what}"
 
 
 def _choose(rank_set: RankSet, ranks: Ranks, kill: bool) -> list[int]:
@@ -135,7 +166,7 @@ def _choose(rank_set: RankSet, ranks: Ranks, kill: bool) -> list[int]:
     return chosen
 
 
-def _refuse_busy(rank_set: RankSet, chosen: Sequence[int]) -> None:
+def refuse_busy(rank_set: RankSet, chosen: Sequence[int]) -> None:
     """Refuse while ranks run what has nothing to do with the ones to be replaced, and so would not end with them."""
     concerned = set(rank_set.traffic.running(chosen).values())
     others = rank_set.traffic.running({info.rank for info in rank_set.ranks} - set(chosen))
@@ -144,8 +175,16 @@ def _refuse_busy(rank_set: RankSet, chosen: Sequence[int]) -> None:
         raise rank_set.busy(busy)
 
 
-def _request(rank_set: RankSet, ask: Request, ranks: Sequence[int], message: Message, kind: type[M]) -> M:
-    """Send a request and wait for its answer. Ctrl-C ends all of it, with nothing half done."""
+def request(rank_set: RankSet, ask: Request, message: Message, kind: type[M], failed: str) -> M:
+    """Send a request and wait for its answer. Ctrl-C ends all of it, with nothing half done.
+
+    Args:
+        rank_set: The ranks.
+        ask: Of a dialogue with the controller.
+        message: The request.
+        kind: What answers it, unless it fails.
+        failed: What is said then, before the reason.
+    """
     interrupted = False
 
     def give_up() -> None:
@@ -157,23 +196,27 @@ def _request(rank_set: RankSet, ask: Request, ranks: Sequence[int], message: Mes
     if isinstance(answer, kind):
         return answer
     assert isinstance(answer, HealFailed)
-    verb = "was" if len(ranks) == 1 else "were"
     if interrupted:
-        raise interruption.interruption(f"{describe_ranks(ranks)} {verb} not replaced")
-    raise SessionBroken(f"{describe_ranks(ranks)} {verb} not replaced: {answer.text}")
+        raise interruption.interruption(failed)
+    raise SessionBroken(f"{failed}: {answer.text}")
 
 
-def _setup_of(history: Sequence[SetupCell], newcomers: Sequence[int]) -> Iterator[tuple[SetupCell, str, list[int]]]:
-    """Yield what newcomers lack: the cells that were marked for that, else the definitions of all; and on which."""
-    marked = [cell for cell in history if cell.marked]
-    for cell in marked or history:
+def _setup_of(replaced: Replaced, newcomers: Sequence[int]) -> Iterator[tuple[SetupCell, str, list[int]]]:
+    """Yield what newcomers lack: the cells that were marked for that, else the definitions of all; and on which.
+
+    Ranks that are added run the cells that have run on all ranks that were there.
+    """
+    marked = [cell for cell in replaced.cells if cell.marked]
+    for cell in marked or replaced.cells:
         ranks = sorted(set(cell.ranks) & set(newcomers))
+        if replaced.everyone and set(cell.ranks).issuperset(replaced.everyone):
+            ranks = list(newcomers)
         code = cell.code if cell.marked else definitions(cell.code)
         if ranks and code:
             yield cell, code, ranks
 
 
-def _run(rank_set: RankSet, cell: SetupCell, code: str, ranks: Sequence[int]) -> None:
+def _run(rank_set: RankSet, cell: SetupCell, code: str, ranks: Sequence[int], what: str) -> None:
     """Run a cell on newcomers.
 
     Raises:
@@ -184,7 +227,7 @@ def _run(rank_set: RankSet, cell: SetupCell, code: str, ranks: Sequence[int]) ->
         task.wait()
     except RankError as error:
         verb = "was" if len(ranks) == 1 else "were"
-        done = f"{describe_ranks(ranks)} {verb} replaced; then cell {cell.number} failed there, run as setup:"
+        done = f"{describe_ranks(ranks)} {verb} {what}; then cell {cell.number} failed there, run as setup:"
         raise type(error)(f"{done}\n{error.report}", error.failures) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,17 @@ class CellLog:
             position, skip = starts.get(rank, (0, 0))
             texts = (text for _, text in self.read([rank], position))
             yield from _with_prefix(rank, _without_first_lines(texts, skip))
+
+    def page(self, rank: int, position: int = 0) -> tuple[str, int | None]:
+        """Return the part of what this rank printed at a position, and where the next one begins; None: it is the last.
+
+        A line that lies across two parts is cut.
+        """
+        decoders = Decoders()
+        for _, part in self._parts([rank], position):
+            if text := "".join(decoders.decode(rank, stream, data) for _, stream, data in part.records):
+                return text, part.next
+        return "", None
 
     def explain_gaps(self) -> str:
         """Return what the log does not have of this cell, as far as it has been read; "" if nothing is missing."""
@@ -144,3 +156,23 @@ def _explain_nothing(cell: int | CellResult | None) -> str:
         return "no cell has printed anything on ranks yet: the log is empty"
     name = f"cell {cell}" if isinstance(cell, int) else "this cell"
     return f"{name} printed nothing on ranks, or the log no longer has it; `%distributed logs` shows the newest"
+
+
+def read_logs(ask: Ask, ranks: Sequence[int], cell: int | CellResult | None) -> dict[int, str]:
+    """Return everything a cell printed, by rank. Warns about what the log could not keep.
+
+    Args:
+        ask: As of CellLog.
+        ranks: Whose output.
+        cell: As of CellLog.
+
+    Raises:
+        UsageError: That cell printed nothing, or the log no longer has it.
+    """
+    log = CellLog(ask, cell)
+    texts: dict[int, list[str]] = {rank: [] for rank in ranks}
+    for rank, text in log.read(ranks):
+        texts[rank].append(text)
+    if gaps := log.explain_gaps():
+        warnings.warn(gaps, stacklevel=3)
+    return {rank: "".join(parts) for rank, parts in texts.items()}

@@ -14,6 +14,19 @@ from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.text import nearest
 
 
+def check_named(values: object) -> None:
+    """Check what `push` was given.
+
+    Raises:
+        UsageError: It is not a dict, or a name is not a variable name.
+    """
+    if not isinstance(values, Mapping):
+        raise UsageError(f"push takes a dict, not {type(values).__name__}: `session.push({{'x': x}})`")
+    for name in values:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UsageError(f"{name!r} is not a variable name: `session.push({{'x': x}})`")
+
+
 def pack_named(values: Mapping[str, Any]) -> transfer.Packed:
     """Pack all values in one parcel, so that tensors that share memory still do; an error names the variable."""
     try:

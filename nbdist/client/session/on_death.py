@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from nbdist.client.session.heal import HealReport
+from nbdist.client.session.rank_set import RankSet
 from nbdist.errors import NbdistError, RankDied
+from nbdist.ranks import describe_ranks
 from nbdist.train.compare.resume import ResumeReport, resume
 
 T = TypeVar("T")
 _TRIES = 3  # that a cell has from one step on
+_LEAVE_LIMIT = 5.0  # seconds for ranks to leave a cell in which others have died
 OnDeath = Literal["ask", "heal", "stop"]
 ON_DEATH: tuple[OnDeath, ...] = ("ask", "heal", "stop")
 
@@ -58,6 +61,24 @@ def outlive(
             tried[now.steps] += 1
             if tried[now.steps] == _TRIES:
                 raise
+
+
+def heal_all(rank_set: RankSet, heal: Callable[..., HealReport], report: Callable[[str], object]) -> HealReport:
+    """Replace the ranks that have died, and those that never leave the cell in which they did.
+
+    Args:
+        rank_set: The ranks.
+        heal: Replaces some of them, like `Session.heal`.
+        report: Called with a line about ranks that are stuck.
+    """
+    traffic, living = rank_set.traffic, rank_set.living()
+    traffic.wait_free(living, _LEAVE_LIMIT)
+    stuck = sorted(rank for rank, task in traffic.running(living).items() if task.bereaved)
+    if not stuck:
+        return heal()
+    verb, them = ("does", "is") if len(stuck) == 1 else ("do", "are")
+    report(f"{describe_ranks(stuck)} {verb} not leave the cell, and {them} replaced, too")
+    return heal(sorted({*traffic.dead, *stuck}), kill=True)
 
 
 def _go_on(

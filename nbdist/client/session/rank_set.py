@@ -7,37 +7,34 @@ processes and sockets; `traffic` tracks which rank runs what.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nbdist.checks import check_seconds, is_on
-from nbdist.client.session import calls, farewell, interruption, observers
+from nbdist.checks import check_seconds
+from nbdist.client.session import calls, farewell, idle_controller, interruption, observers
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.connection import Connection
+from nbdist.client.session.controller_talk import ControllerTalk, interrupt_start
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.stack_report import line_of
-from nbdist.client.session.starting import PortTaken, StartLine, invitation, removed_afterwards
+from nbdist.client.session.starting import PortTaken, StartLine, remark_on_devices, removed_afterwards
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
-from nbdist.devices import unusable_gpus
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
 from nbdist.ranks import describe_ranks, format_ranks, parse_ranks
-from nbdist.text import counted
 from nbdist.wire.cells import Execute, Kind, Reply
 from nbdist.wire.handover import Attach, Attached, AttachRefused, Displaced, Ending, Leave
+from nbdist.wire.healing import Renumbered
 from nbdist.wire.knowing import Release
-from nbdist.wire.life import Broken, Progress, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
+from nbdist.wire.life import Broken, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
 from nbdist.wire.message import Message
-from nbdist.wire.nodes import Invited, NodesWanted
+from nbdist.wire.nodes import NodesWanted
 from nbdist.wire.output import Notice
 from nbdist.wire.parcel import Parcel
 from nbdist.wire.questions import Ask
@@ -46,44 +43,21 @@ from nbdist.wire.stopping import GetStack
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
 _SHOWN = CellOptions(show=True)
-_INTERRUPTED = "the start was interrupted, and no rank is left"
 
 Ranks = Iterable[int] | int | str | None  # some, one, "0,2-3"; None for all
-Request = Callable[[Message, tuple[type[Message], ...], Callable[[], None]], Message]  # what, answers to it, on Ctrl-C
-
-_idle: Connection | None = None
-
-
-def prewarm() -> None:
-    """Start a controller with its agent and template, unless there is one, so that the next session starts at once.
-
-    Does nothing with NBDIST_PREWARM=0.
-    """
-    global _idle
-    if is_on("NBDIST_PREWARM", default=True) and (_idle is None or not _idle.alive):
-        with contextlib.suppress(SessionBroken):  # `start` will report it
-            _idle = Connection(patient=True)
 
 
 @atexit.register
 def _close_all() -> None:
     for rank_set in list(RankSet.instances):
         rank_set._forget()
-    if _idle is not None:
-        _idle.close()
+    idle_controller.close()
 
 
 @farewell.before_end
 def _announce_end() -> None:
     for rank_set in list(RankSet.instances):
         rank_set._announce_end()
-
-
-@dataclass(frozen=True)
-class _Errand:
-    """Work for the thread that starts the ranks to do meanwhile."""
-
-    run: Callable[[], None]
 
 
 class RankSet:
@@ -102,6 +76,7 @@ class RankSet:
         linger: Seconds that the ranks outlive a crash.
         started_in: Seconds that the last start took.
         traffic: Which rank runs what; for other parts of the client.
+        talk: With the controller, about the life of the ranks.
     """
 
     instances: ClassVar[weakref.WeakSet[RankSet]] = weakref.WeakSet()
@@ -118,9 +93,8 @@ class RankSet:
         self.linger = linger
         self._keep = keep
         self._adopted = False  # another client has started the ranks
-        self._in_dialogue = threading.Lock()
         self._parked = False  # the controller is no longer ours, but kept for any start
-        self._life: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, errands, KeyboardInterrupt for a Ctrl-C
+        self.talk = ControllerTalk(self.traffic.send)
 
     # --- life
 
@@ -168,7 +142,7 @@ class RankSet:
     def _stop(self, grace: float) -> None:
         self._connection.send(Stop(grace))
         try:
-            self._await_life((Stopped,), _STOP_LIMIT)
+            self.talk.wait((Stopped,), _STOP_LIMIT)
         except SessionError:
             self._connection.close()
             return
@@ -223,14 +197,14 @@ class RankSet:
             SessionBroken: It does not answer.
         """
         self._connection, self._parked = connection, False
-        self._life = queue.SimpleQueue()
+        self.talk.begin()
         self.traffic.attach(connection)
         self.traffic.hold()
         with interruption.deferred():
             connection.open(lambda: None)
             connection.send(request)
             try:
-                answer = self._await_life((Attached, AttachRefused), _STOP_LIMIT)
+                answer = self.talk.wait((Attached, AttachRefused), _STOP_LIMIT)
             except SessionError:
                 connection.leave(Leave(self.linger, "detached"))
                 raise
@@ -269,21 +243,16 @@ class RankSet:
 
     def _connect(self) -> bool:
         """Use the idle controller if there is one, else start one. Returns whether there was one."""
-        global _idle
-        taken, _idle = (_idle, None) if _idle is not None and _idle.alive else (None, _idle)
+        taken = idle_controller.take()
         self._connection, self._parked = taken or Connection(), False
         self.traffic.attach(self._connection)
         return taken is not None
 
     def _park(self) -> None:
         """Keep the controller, with its agent and template, for the next start."""
-        global _idle
         self._connection.on_message = lambda message: None
         self._parked = True
-        if _idle is None or not _idle.alive:
-            _idle = self._connection
-        else:
-            self._connection.close()
+        idle_controller.keep(self._connection)
 
     def _bring_up(
         self,
@@ -300,15 +269,15 @@ class RankSet:
         began = time.monotonic()
         kinds = (Started, StartFailed, Broken) if again else (Started, StartFailed)
         self.closed, self.broken, self.left = True, "", ""
-        self._life = queue.SimpleQueue()
+        self.talk.begin()
         self.traffic.release("the ranks were restarted")
-        with interruption.events(self._life.put):
+        with self.talk.interrupts():
             try:
-                self._connection.open(self._heed)
+                self._connection.open(self.talk.heed_interrupt)
                 self._connection.send(Start(options, self.linger, nodes))
                 token_file = nodes.token_file if nodes is not None else ""
                 with removed_afterwards(token_file):
-                    started = self._await_life(kinds, None, progress, token_file, _interrupt_start)
+                    started = self.talk.wait(kinds, None, progress, token_file, interrupt_start)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 why = "the start was interrupted; `%distributed start` starts a new session"
@@ -330,103 +299,24 @@ class RankSet:
         self.started_in = time.monotonic() - began
         for note in started.notes:
             progress(StartLine(note))
-        if remark := self._on_devices(options):
+        if remark := remark_on_devices(options, self.ranks, self.backend):
             progress(StartLine(remark))
         if nodes is not None and nodes.listen:
             uncovered = f"torch's store, gloo and NCCL still use the network of {nodes.address}, without encryption"
             progress(StartLine(f"the session's own connections go through ssh; {uncovered}"))
         return True
 
-    def _on_devices(self, options: StartOptions) -> str:
-        """Return a note on the devices that the ranks use; empty if nothing is unusual."""
-        gpus = options.gpus or []
-        if gpus and all(info.device == "cpu" for info in self.ranks):
-            return "this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs"
-        if gpus and len(gpus) < options.count:
-            so = "" if "nccl" in self.backend else "so "  # it was requested
-            return f"{options.count} ranks share {counted(len(gpus), 'GPU')}, {so}their group uses {self.backend}"
-        if not gpus and (files := unusable_gpus(options.environment)):
-            return (
-                f"this machine has GPUs ({', '.join(files)}) that PyTorch can't use, so the ranks use the CPU. "
-                "`!python -c 'import torch; torch.zeros(1).cuda()'` shows why"
-            )
-        return ""
-
-    def _await_life(
-        self,
-        kinds: tuple[type[Message], ...],
-        limit: float | None,
-        progress: Callable[[StartLine], None] = lambda line: None,
-        token_file: str = "",
-        on_interrupt: Callable[[], None] = lambda: None,
-    ) -> Message:
-        """Wait for a message about the session's life. The controller limits how long a start may take."""
-        deadline = None if limit is None else time.monotonic() + limit
-        while True:
-            left = interruption.HEED if deadline is None else deadline - time.monotonic()
-            try:
-                message = self._life.get(timeout=max(0.0, min(left, interruption.HEED)))
-            except queue.Empty:
-                if left > 0:
-                    continue
-                raise SessionBroken(
-                    "the session does not answer; type `%distributed start` to start a new one"
-                ) from None
-            if isinstance(message, kinds):
-                return message
-            if message is KeyboardInterrupt:
-                on_interrupt()
-            if isinstance(message, _Errand):
-                message.run()
-            elif isinstance(message, Progress):
-                progress(StartLine(message.text, message.stage))
-            elif isinstance(message, Invited):
-                progress(StartLine(invitation(message, token_file), "nodes"))
-            elif isinstance(message, Broken):
-                raise SessionBroken(message.text)
-
-    @contextlib.contextmanager
-    def dialogue(self, busy: str) -> Iterator[Request]:
-        """Yield what asks the controller about the ranks' life and waits for its answers, which all come.
-
-        Args:
-            busy: What to say if such a dialogue is under way.
-
-        Raises:
-            SessionBusy: One is.
-            SessionBroken: The session has ended meanwhile.
-        """
-        if not self._in_dialogue.acquire(blocking=False):
-            raise SessionBusy(busy)
-        try:
-            self._life = queue.SimpleQueue()
-            yield self._request
-        finally:
-            self._in_dialogue.release()
-
-    def _request(self, message: Message, kinds: tuple[type[Message], ...], on_interrupt: Callable[[], None]) -> Message:
-        with interruption.events(self._life.put):
-            self._connection.send(message)
-            return self._await_life(kinds, None, on_interrupt=on_interrupt)
-
     def replaced(self, newcomers: Sequence[RankInfo]) -> None:
-        """Note that ranks have been replaced."""
-        new = {info.rank: info for info in newcomers}
-        self.ranks = [new.get(info.rank, info) for info in self.ranks]
-        self.traffic.revive(new)
-
-    def call_soon(self, run: Callable[[], None]) -> None:
-        """Have the thread that starts the ranks call a function meanwhile. From any thread."""
-        self._life.put(_Errand(run))
-
-    def _heed(self) -> None:
-        """Handle a Ctrl-C while the controller starts."""
-        with contextlib.suppress(queue.Empty):
-            if self._life.get_nowait() is KeyboardInterrupt:
-                _interrupt_start()
+        """Note that ranks have been replaced, or added."""
+        known = {info.rank: info for info in [*self.ranks, *newcomers]}
+        self.ranks = [known[rank] for rank in sorted(known)]
+        self.traffic.place(self.ranks)
+        self.traffic.revive(info.rank for info in newcomers)
 
     def _on_life(self, message: Message) -> None:
         """Handle a message about the session as a whole, in the listening thread."""
+        if isinstance(message, Renumbered):
+            self.ranks = message.ranks
         if isinstance(message, Displaced):
             self._let_others(taken_by(message.text))
         if isinstance(message, Broken) and not self.broken:
@@ -434,7 +324,7 @@ class RankSet:
                 self.traffic.notify(Notice(message.text))
             self.closed, self.broken = True, message.text
             self.traffic.release(message.text)
-        self._life.put(message)
+        self.talk.put(message)
 
     def check_open(self) -> None:
         """Raise an error if the ranks can't take any work.
@@ -536,7 +426,8 @@ class RankSet:
         dead = [rank for rank in chosen if rank in self.traffic.dead]
         if dead and living:
             alive = format_ranks(self.living())
-            way_out = f"`-r {alive}` uses the others, `%distributed heal` replaces what died"
+            ways = "`%distributed heal` replaces what died, `%distributed shrink` goes on without"
+            way_out = f"`-r {alive}` uses the others, {ways}"
             raise UsageError(
                 f"{self.traffic.places.describe(dead)} died "
                 f"({'; '.join(sorted({describe_death(self.traffic.dead[rank]) for rank in dead}))}): "
@@ -609,10 +500,6 @@ def taken_by(who: str) -> str:
         f"the session was taken over by {who} at {time.strftime('%H:%M')}; its ranks live on there. "
         "`%distributed attach --take` takes it back, `%distributed start` starts another"
     )
-
-
-def _interrupt_start() -> None:
-    raise interruption.interruption(_INTERRUPTED)
 
 
 def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:

@@ -6,10 +6,10 @@ The Python API behind the magics. Independent of processes and sockets; its set 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,28 +19,26 @@ import msgspec
 
 from nbdist import shells
 from nbdist.checks import check_choice, check_seconds
-from nbdist.client.session import farewell, interruption
+from nbdist.client.session import farewell, gpu_snapshots, interruption
 from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.debugging import debug, serve_debugpy
 from nbdist.client.session.flight import COUNT
 from nbdist.client.session.heal import HealReport, heal
-from nbdist.client.session.logs import CellLog
-from nbdist.client.session.named_values import explain_missing, pack_named
+from nbdist.client.session.logs import read_logs
+from nbdist.client.session.named_values import check_named, explain_missing, pack_named
 from nbdist.client.session.node_arguments import WayIn, nodes_wanted
-from nbdist.client.session.on_death import ON_DEATH, OnDeath, outlive
+from nbdist.client.session.on_death import ON_DEATH, OnDeath, heal_all, outlive
 from nbdist.client.session.rank_set import Ranks, RankSet
+from nbdist.client.session.resize import ShrinkReport, grow, shrink
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.session_plan import SessionPlan
 from nbdist.client.session.start_options import Arguments
 from nbdist.client.session.starting import StartLine
 from nbdist.client.session.status import look_at_flight, look_at_stacks, status_of
-from nbdist.devices import visible_gpus
 from nbdist.errors import (
     RankError,
-    SessionBroken,
-    SessionClosed,
     UsageError,
 )
 from nbdist.metrics.allocation import memory_snapshot
@@ -52,48 +50,9 @@ from nbdist.wire.handover import Choices
 from nbdist.wire.life import RankInfo, StartOptions
 
 T = TypeVar("T")
-_LEAVE_LIMIT = 5.0  # seconds for ranks to leave a cell in which others have died
+R = TypeVar("R", HealReport, ShrinkReport)
 
 _sessions: list[weakref.ref[Session]] = []  # of this notebook, the newest last
-
-
-def get_session() -> Session:
-    """Return the session of this notebook.
-
-    Raises:
-        SessionClosed: There is none.
-        SessionBroken: A process that it needs has ended. `restart()` of the Session works.
-    """
-    session = current_session()
-    if session is not None and session.broken:
-        raise SessionBroken(session.broken)
-    if session is not None and session._rank_set.left:
-        raise SessionClosed(session._rank_set.left)
-    if session is None or session.closed:
-        count = len(visible_gpus()) or 2
-        raise SessionClosed(
-            f"no session is running: type `%distributed start -n {count}` first (or `nbdist.Session({count})`)"
-        )
-    return session
-
-
-def current_session() -> Session | None:
-    """Return the newest session of this notebook that has not been closed, else the newest."""
-    known = _known_sessions()
-    going = [session for session in known if not session.closed or session.broken]
-    return going[-1] if going else known[-1] if known else None
-
-
-def living_session() -> Session | None:
-    """Return the session of this notebook, if it has one that has not ended."""
-    session = current_session()
-    return None if session is None or session.closed else session
-
-
-def session_to_restart() -> Session:
-    """Return the session like `get_session`, but also one that broke."""
-    session = current_session()
-    return session if session is not None and session.broken else get_session()
 
 
 class Session:
@@ -178,7 +137,7 @@ class Session:
             _stop_others()
         farewell.watch_kernel()
         self._bring_up(options, progress)
-        _sessions[:] = [weakref.ref(session) for session in (*_known_sessions(), self)]
+        _sessions[:] = [weakref.ref(session) for session in (*known_sessions(), self)]
 
     def restart(
         self, num_processes: int | None = None, *, progress: Callable[[StartLine], None] = lambda line: None
@@ -226,7 +185,7 @@ class Session:
             SessionBroken: It does not answer.
         """
         _refuse_on_ranks()
-        if (own := living_session()) is not None:
+        if (own := next((known for known in known_sessions() if not known.closed), None)) is not None:
             count = counted(len(own.ranks), "rank")
             raise UsageError(f"this notebook has a session with {count}: `%distributed detach` or `stop` it first")
         session = cls.__new__(cls)
@@ -239,7 +198,7 @@ class Session:
         session._on_death = began.choices.on_death
         session._plan.adopt(Plan.from_json(began.choices.plan))
         farewell.watch_kernel()
-        _sessions[:] = [weakref.ref(known) for known in (*_known_sessions(), session)]
+        _sessions[:] = [weakref.ref(known) for known in (*known_sessions(), session)]
         try:
             for line in (str(attachment), *attachment.notices):
                 show(line)
@@ -407,11 +366,7 @@ class Session:
             UsageError: A name is not a variable name.
             TransferError: A value can't be sent; the text names the part that can't.
         """
-        if not isinstance(values, Mapping):
-            raise UsageError(f"push takes a dict, not {type(values).__name__}: `session.push({{'x': x}})`")
-        for name in values:
-            if not isinstance(name, str) or not name.isidentifier():
-                raise UsageError(f"{name!r} is not a variable name: `session.push({{'x': x}})`")
+        check_named(values)
         with contextlib.ExitStack() as stack:
             packed = stack.enter_context(pack_named(values))
             with interruption.deferred():
@@ -460,9 +415,7 @@ class Session:
         Raises:
             UsageError: No rank has a GPU.
         """
-        living = self._rank_set.living()
-        self._check_gpus(living)
-        self._rank_set.set_up(memory_snapshot.record, events, ranks=living)
+        gpu_snapshots.record(self._rank_set, events)
 
     def snapshot(self, rank: int, path: str | Path | None = None) -> Path:
         """Write torch's memory snapshot of a rank, for https://pytorch.org/memory_viz.
@@ -478,14 +431,7 @@ class Session:
             UsageError: The rank has no GPU.
             RankError: This torch doesn't support it.
         """
-        self._check_gpus([rank])
-        target = Path(path or f"snapshot-rank{rank}.pickle").expanduser().resolve()
-        self._rank_set.set_up(memory_snapshot.write, target, ranks=[rank])
-        return target
-
-    def _check_gpus(self, ranks: Sequence[int]) -> None:
-        if ranks and all(info.device == "cpu" for info in self.ranks if info.rank in ranks):
-            raise UsageError(memory_snapshot.NO_GPU)
+        return gpu_snapshots.write(self._rank_set, rank, path)
 
     def interrupt(self, ranks: Ranks = None, *, now: bool = False) -> bool:
         """Stop what ranks run, after the current step if they train. A second call stops them at once.
@@ -522,11 +468,53 @@ class Session:
             SessionBroken: They could not be replaced; the ranks that live are as they were.
             RankError: They were replaced; then a cell that they ran to be set up failed.
         """
+        return heal(self._rank_set, ranks, kill=kill, catch_up=self._catch_up)
 
-        def catch_up(newcomers: Sequence[int]) -> None:
-            self._plan.catch_up(self.ranks, functools.partial(self._rank_set.set_up, ranks=newcomers))
+    def _catch_up(self, newcomers: Sequence[int]) -> None:
+        """Have newcomers follow the plan."""
+        self._plan.catch_up(self.ranks, functools.partial(self._rank_set.set_up, ranks=newcomers))
 
-        return heal(self._rank_set, ranks, kill=kill, catch_up=catch_up)
+    def shrink(self, ranks: Ranks = None) -> ShrinkReport:
+        """Go on without the ranks that have died, as a smaller session. The others keep their variables.
+
+        They are numbered from 0 on, and get a new default process group, with DDP models and prepared loaders.
+
+        Args:
+            ranks: Ranks that are given up although they live; their variables are lost.
+
+        Returns:
+            What was done, and who has which number now; it prints as a few lines.
+
+        Raises:
+            UsageError: No rank has died and none is named, or none would be left; nothing has changed.
+            SessionBusy: Ranks run something.
+            SessionBroken: It failed; `%distributed restart` starts fresh ranks.
+        """
+        return self._checked(shrink(self._rank_set, ranks))
+
+    def grow(self, num_processes: int) -> HealReport:
+        """Add ranks on this machine, on its free GPUs. They run the setup cells first, as after a `heal`.
+
+        Args:
+            num_processes: How many; they get the numbers that follow.
+
+        Returns:
+            What was done; it prints as a few lines.
+
+        Raises:
+            UsageError: There is no GPU for them, ranks have died, or the session has several machines.
+            SessionBusy: Ranks run something.
+            SessionBroken: They could not be added; the others are as they were.
+            RankError: They were added; then a cell that they ran to be set up failed.
+        """
+        return self._checked(
+            grow(self._rank_set, num_processes, lambda total: self._arguments.options(total).gpus, self._catch_up)
+        )
+
+    def _checked(self, report: R) -> R:
+        """Return a report of a changed number of ranks, with a note if the plan does not fit it."""
+        notes = [report.notes, self._plan.explain_misfit(self.ranks, self.backend)]
+        return dataclasses.replace(report, notes="\n".join(note for note in notes if note))
 
     def debug(self, rank: int | None = None) -> None:
         """Open IPython's debugger on a rank, at what failed there in its last cell.
@@ -597,19 +585,7 @@ class Session:
         Raises:
             UsageError: That cell printed nothing, or the log no longer has it.
         """
-        chosen = self._rank_set.choose(ranks, living=False)
-        log = CellLog(self._rank_set.traffic.read_log, cell)
-        texts: dict[int, list[str]] = {rank: [] for rank in chosen}
-        for rank, text in log.read(chosen):
-            texts[rank].append(text)
-        if gaps := log.explain_gaps():
-            warnings.warn(gaps, stacklevel=2)
-        return {rank: "".join(parts) for rank, parts in texts.items()}
-
-
-def attach(name: str | None = None, *, take: bool = False, keep: bool | None = None) -> Session:
-    """Take over a living session: `Session.attach`."""
-    return Session.attach(name, take=take, keep=keep)
+        return read_logs(self._rank_set.traffic.read_log, self._rank_set.choose(ranks, living=False), cell)
 
 
 def rank_set_of(session: Session) -> RankSet:
@@ -619,20 +595,8 @@ def rank_set_of(session: Session) -> RankSet:
 
 def outlive_deaths(session: Session, attempt: Callable[[], T], report: Callable[[str], object] = print) -> T:
     """Run a cell by `attempt`, and do what the session is to do when ranks die under it. `report`: shows that."""
-    heal_all = functools.partial(_heal_all, session, report)
-    return outlive(attempt, session._on_death, heal_all, session.close, session._rank_set.set_up, report)
-
-
-def _heal_all(session: Session, report: Callable[[str], object]) -> HealReport:
-    """Replace the ranks that have died, and those that never leave the cell in which they did."""
-    traffic, living = session._rank_set.traffic, session._rank_set.living()
-    traffic.wait_free(living, _LEAVE_LIMIT)
-    stuck = sorted(rank for rank, task in traffic.running(living).items() if task.bereaved)
-    if not stuck:
-        return session.heal()
-    verb, them = ("does", "is") if len(stuck) == 1 else ("do", "are")
-    report(f"{describe_ranks(stuck)} {verb} not leave the cell, and {them} replaced, too")
-    return session.heal(sorted({*traffic.dead, *stuck}), kill=True)
+    replace = functools.partial(heal_all, session._rank_set, session.heal, report)
+    return outlive(attempt, session._on_death, replace, session.close, session._rank_set.set_up, report)
 
 
 def start_in_background(
@@ -643,14 +607,14 @@ def start_in_background(
     return BackgroundCell(session._rank_set.submit("cell", code, ranks, options), timeout, session)
 
 
-def _known_sessions() -> list[Session]:
+def known_sessions() -> list[Session]:
     """Return the sessions that are still referenced, the newest last."""
     return [session for known in _sessions if (session := known()) is not None]
 
 
 def _stop_others() -> None:
     """Stop the sessions that a new one replaces."""
-    for session in _known_sessions():
+    for session in known_sessions():
         if not session.closed and session._rank_set.owned:
             session.close()
             keep = "`nbdist.Session(..., replace=False)` keeps it"

@@ -10,6 +10,7 @@ import msgspec
 from nbdist.errors import UsageError
 from nbdist.plan import PLAN_VARIABLE, Plan
 from nbdist.planning.variables import NAMES
+from nbdist.text import counted
 from nbdist.train.follow import follow
 from nbdist.wire.life import RankInfo, StartOptions
 from nbdist.wire.nodes import NodesWanted
@@ -93,6 +94,14 @@ class SessionPlan:
         """
         if self._changed:
             set_up(follow, self._variables(ranks))
+
+    def explain_misfit(self, ranks: Sequence[RankInfo], backend: str) -> str:
+        """Return why the plan does not fit the ranks that there are now; "" if it does."""
+        try:
+            self.current.check(world_size=len(ranks), backend=_none_as_unknown(backend), device=ranks[0].device)
+        except UsageError as error:
+            return f"the plan does not fit {counted(len(ranks), 'rank')}: {error}"
+        return ""
 
     def _variables(self, ranks: Sequence[RankInfo]) -> dict[str, str]:
         plan = self.current

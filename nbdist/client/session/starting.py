@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from nbdist.devices import unusable_gpus
 from nbdist.errors import SessionBroken
 from nbdist.text import counted
-from nbdist.wire.life import Stage
+from nbdist.wire.life import RankInfo, Stage, StartOptions
 from nbdist.wire.nodes import TOKEN_VARIABLE, Invited
 
 
@@ -61,3 +62,19 @@ def removed_afterwards(token_file: str) -> Iterator[None]:
     finally:
         if token_file:
             Path(token_file).unlink(missing_ok=True)
+
+
+def remark_on_devices(options: StartOptions, ranks: Sequence[RankInfo], backend: str) -> str:
+    """Return a note on the devices that the ranks use; empty if nothing is unusual."""
+    gpus = options.gpus or []
+    if gpus and all(info.device == "cpu" for info in ranks):
+        return "this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs"
+    if gpus and len(gpus) < options.count:
+        so = "" if "nccl" in backend else "so "  # it was requested
+        return f"{options.count} ranks share {counted(len(gpus), 'GPU')}, {so}their group uses {backend}"
+    if not gpus and (files := unusable_gpus(options.environment)):
+        return (
+            f"this machine has GPUs ({', '.join(files)}) that PyTorch can't use, so the ranks use the CPU. "
+            "`!python -c 'import torch; torch.zeros(1).cuda()'` shows why"
+        )
+    return ""

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist import limits, shells
-from nbdist.client.output.publisher import Publisher
-from nbdist.client.output.screen import Screen
 from nbdist.client.session import death_report, interruption, observers, report
 from nbdist.client.session.carrier import Carrier
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.prompts import Prompts
 from nbdist.client.session.results import CellResult
 from nbdist.client.session.stack_report import line_of
+from nbdist.client.session.task_output import TaskOutput
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
 from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
@@ -91,11 +90,10 @@ class Task:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
         self._prompts = Prompts(traffic.send)
-        self._unpaid: list[Display] = []
         self._left = set(ranks)
         self._lock = threading.Lock()
         self._closed = False  # what comes from now on is late
-        self._screen = self._new_screen() if options.show else None
+        self._output = TaskOutput(traffic, self.result, self.number, options)
         self._interrupts = 0
         self._explain_at: float | None = None
         self._give_up_at: float | None = None
@@ -203,7 +201,7 @@ class Task:
     def _patience(self, deadline: float | None) -> float:
         now = time.monotonic()
         dues = [at - now for at in (deadline, self._give_up_at, self._explain_at) if at is not None]
-        if self._screen is not None and (due := self._screen.due(now)) is not None:
+        if self._output.screen is not None and (due := self._output.screen.due(now)) is not None:
             dues.append(due)
         if (due := self._prompts.due(now)) is not None:
             dues.append(due)
@@ -217,9 +215,9 @@ class Task:
             enough = time.monotonic() + _TAKE
             while time.monotonic() < enough:  # a flood would never end
                 self._handle(self._events.get_nowait(), credits)
-        if self._screen is not None:
-            self._screen.poll(time.monotonic())
-        self._pay_items()
+        if self._output.screen is not None:
+            self._output.screen.poll(time.monotonic())
+        self._output.pay()
         for rank, size in credits.items():
             self._traffic.pay(rank, size)
 
@@ -227,9 +225,9 @@ class Task:
         now = time.monotonic()
         if isinstance(event, Output):
             credits[event.rank] = credits.get(event.rank, 0) + len(event.data)
-            self._show(event, now)
+            self._output.take(event, now)
         elif isinstance(event, Display):
-            self._show(event, now)
+            self._output.take(event, now)
         elif isinstance(event, PastOutput):
             self._show_past(event, now)
         elif isinstance(event, Reply):
@@ -250,7 +248,8 @@ class Task:
         elif isinstance(event, Notice):
             self.say(event.text)
         elif isinstance(event, Remark):
-            self._remark(event)
+            self.waits = event.waits
+            self._output.remark(event)
         elif isinstance(event, Recovered):
             self.recovered = event
         elif isinstance(event, Broken):
@@ -261,16 +260,16 @@ class Task:
     def _ask_user(self, deadline: float | None) -> float | None:
         """Ask for a line for a rank, below all that was shown before. Returns the deadline, which rests meanwhile."""
         began = time.monotonic()
-        if self._screen is not None:
-            self._screen.settle(began)
+        if self._output.screen is not None:
+            self._output.screen.settle(began)
         if self._prompts.show_next():
             self._events.put(KeyboardInterrupt)
         return None if deadline is None else deadline + time.monotonic() - began
 
     def _end_rank(self, rank: int, failure: RankFailure | None, now: float) -> None:
         self._left.discard(rank)
-        if self._screen is not None:
-            self._screen.end_rank(rank, now)
+        if self._output.screen is not None:
+            self._output.screen.end_rank(rank, now)
         if failure is None:
             return
         self.failures[rank] = self.result[rank].error = failure
@@ -284,24 +283,14 @@ class Task:
     @property
     def silent(self) -> bool:
         """Whether nothing of it has been shown."""
-        return self._screen is None or self._screen.silent
+        return self._output.screen is None or self._output.screen.silent
 
     def say(self, text: str) -> None:
         """Show a line of nbdist's own, among the output. In the task's thread, or once the task is over."""
         if self._closed:
             self._traffic.put_late(self, Notice(text))
-        elif self._screen is not None:
-            self._screen.say(text)
-
-    def _remark(self, event: Remark) -> None:
-        self.waits = event.waits
-        if self._screen is None:
-            return
-        text = event.text
-        if event.stuck:
-            in_front = threading.current_thread() is threading.main_thread()
-            text += ". Interrupt the kernel to stop them." if in_front else ". `%distributed interrupt` stops them."
-        self._screen.remark(text, event.topic, same=event.same)
+        else:
+            self._output.say(text)
 
     def show_late(self, message: Any, now: float) -> float | None:
         """Show what came after the end. In the thread for late output, with this task's context.
@@ -312,74 +301,30 @@ class Task:
         Returns:
             Seconds until it should be called again.
         """
-        if isinstance(message, (Output, Display)):
-            self._note(message)
-        if self._screen is None:
-            self._pay_items()
-            return None
-        try:
-            self._draw_late(self._screen, message, now)
-        except Exception:  # the cell had redirected its output to a stream that is now closed
-            self._screen = self._new_screen()
-            self._draw_late(self._screen, message, now)
-        finally:
-            self._pay_items()
-        return self._screen.due(now)
-
-    def _draw_late(self, screen: Screen, message: Any, now: float) -> None:
-        if isinstance(message, (Output, Display)):
-            _draw(screen, message, now)
-        elif isinstance(message, Notice):
-            screen.say(message.text)
-        elif isinstance(message, Remark):
-            self._remark(message)
-        screen.poll(now)
-
-    def _new_screen(self) -> Screen:
-        """Return a screen that prints where the notebook prints now."""
-        return Screen(self.ranks, Publisher(self.number), f"{self._traffic.key}-{self.serial}", self._traffic.places)
-
-    def _show(self, event: Output | Display, now: float) -> None:
-        self._note(event)
-        if self._screen is not None:
-            _draw(self._screen, event, now)
+        if isinstance(message, Remark):
+            self.waits = message.waits
+        return self._output.show_late(message, now)
 
     def _show_past(self, event: PastOutput, now: float) -> None:
         if event.output is not None:
-            self._show(event.output, now)
+            self._output.take(event.output, now)
         else:
             self.say(event.text)
 
-    def _note(self, event: Output | Display) -> None:
-        if isinstance(event, Output):
-            if self._options.keep:
-                self.result[event.rank].add(event.stream, event.data)
-            return
-        self._unpaid.append(event)
-        if self._options.keep and event.kind in ("display", "result"):
-            self.result[event.rank].show(event.data, event.size)
-
-    def _pay_items(self) -> None:
-        """Let ranks show more, if the page keeps up with them."""
-        if self._unpaid and (self._screen is None or not self._screen.crowded):
-            for item in self._unpaid:
-                self._traffic.pay_item(item)
-            self._unpaid.clear()
-
     def _finish_output(self) -> None:
-        if self._screen is None:
+        if self._output.screen is None:
             return
-        self._screen.finish(time.monotonic())
-        while (due := self._screen.due(time.monotonic())) is not None:  # the page takes only so much per second
+        self._output.screen.finish(time.monotonic())
+        while (due := self._output.screen.due(time.monotonic())) is not None:  # the page takes only so much per second
             with contextlib.suppress(queue.Empty):
                 event = self._events.get(timeout=due)
                 if event is KeyboardInterrupt:
                     self._interrupts += 1
-                    self._screen.abandon()
+                    self._output.screen.abandon()
                 else:
                     self._unread.append(event)
-            self._screen.poll(time.monotonic())
-            self._pay_items()
+            self._output.screen.poll(time.monotonic())
+            self._output.pay()
 
     def close(self) -> None:
         """Treat what comes from now on as late, including what came while the rest was shown."""
@@ -398,8 +343,8 @@ class Task:
 
     def _interrupted(self, now: float) -> None:
         self._interrupts += 1
-        if self._screen is not None:
-            self._screen.hurry()
+        if self._output.screen is not None:
+            self._output.screen.hurry()
         if self._interrupts == 1:
             self.interrupt()
             self._explain_at = now + _EXPLAIN_AFTER
@@ -491,13 +436,6 @@ class Task:
             where = f"  {text}" if kind == "interrupted" else ""
             failure = RankFailure(rank, kind, "RankTimeout", text, where, time.monotonic())
             self.failures[rank] = self.result[rank].error = failure
-
-
-def _draw(screen: Screen, event: Output | Display, now: float) -> None:
-    if isinstance(event, Output):
-        screen.print(event, now)
-    else:
-        screen.display(event, now)
 
 
 def _interruption(error: RankError, step: int, *, launch: bool) -> KeyboardInterrupt:

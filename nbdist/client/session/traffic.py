@@ -25,8 +25,9 @@ from nbdist.errors import SessionBroken, SessionError
 from nbdist.ranks import RankNames
 from nbdist.wire.cells import Recovered, Remark, Reply
 from nbdist.wire.handover import Attached, AttachRefused, Displaced
+from nbdist.wire.healing import Renumbered
 from nbdist.wire.knowing import Release
-from nbdist.wire.life import Broken, Died, Started
+from nbdist.wire.life import Broken, Died, RankInfo, Started
 from nbdist.wire.message import Message
 from nbdist.wire.output import (
     OUTPUT_CREDIT,
@@ -95,15 +96,31 @@ class Traffic:
     def begin(self, started: Started | Attached) -> None:
         """Start with a fresh set of ranks, to which nothing of the last one applies."""
         self.slack = started.slack
-        nodes: dict[str, list[int]] = {}
-        for info in started.ranks:
-            if info.host:
-                nodes.setdefault(info.host, []).append(info.rank)
-        self.places = RankNames(nodes)
+        self.place(started.ranks)
         self.names, self.dead, self._owed = {}, {}, {}
         self.generation = 1
         self._untold.clear()
         self.widgets = WidgetProxies(self.send)
+
+    def place(self, ranks: Iterable[RankInfo]) -> None:
+        """Note where all ranks are."""
+        nodes: dict[str, list[int]] = {}
+        for info in ranks:
+            if info.host:
+                nodes.setdefault(info.host, []).append(info.rank)
+        self.places = RankNames(nodes)
+
+    def _renumber(self, message: Renumbered) -> None:
+        """Know ranks by other numbers. What has died or was given up is forgotten."""
+        numbers = message.numbers
+        with self._lock:
+            self.names = {numbers[rank]: names for rank, names in self.names.items() if rank in numbers}
+            self._latest = {numbers[rank]: task for rank, task in self._latest.items() if rank in numbers}
+            self.dead, self._owed = {}, {}  # the controller has had all paid
+        self.place(message.ranks)
+        if any(before != now for before, now in numbers.items()):  # a widget knows its rank by its number
+            self.widgets.close()
+            self.widgets = WidgetProxies(self.send)
 
     def hold(self) -> None:
         """Keep what comes until `take_up`, but for messages about the session's life."""
@@ -306,6 +323,8 @@ class Traffic:
         elif isinstance(message, Look):
             observers.node_looked_at(self, message)
         else:
+            if isinstance(message, Renumbered):
+                self._renumber(message)
             self._on_life(message)
 
     def notify(self, message: Notice) -> None:
@@ -358,7 +377,8 @@ class Traffic:
         if not known and message.rank not in self._replacing:
             how = f"{self.places.describe([message.rank])} died between cells: {describe_death(message)}."
             heals = not message.cause  # else the others have died of it, too
-            what_next = "`%distributed heal` replaces it" if heals else "`%distributed restart` starts fresh ranks"
+            goes_on = "`%distributed shrink` goes on without, `%distributed restart` starts fresh ranks"
+            what_next = "`%distributed heal` replaces it" if heals else goes_on
             self.put_late(self._latest.get(message.rank), Notice(f"{how} {what_next}."))
 
     # --- messages that arrive after their cell has ended

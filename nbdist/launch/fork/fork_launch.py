@@ -55,7 +55,7 @@ def _attempt(request: Request, restart: int) -> list[Any]:
 
     rank_set = RankSet()
     place = Place(world_size=request.count, restart=restart, max_restarts=request.max_restarts)
-    with Forker(functools.partial(request.function, *request.args), rank_set.call_soon) as forker:
+    with Forker(functools.partial(request.function, *request.args), rank_set.talk.call_soon) as forker:
         return on_ranks.launch(request, None, rank_set, place, forker.address)
 
 

@@ -25,17 +25,17 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from nbdist import shells, transfer
-from nbdist.client.output.publisher import Publisher
-from nbdist.client.output.screen import Screen
+from nbdist import transfer
 from nbdist.client.session import report
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.task import Task
 from nbdist.errors import NbdistError, NodesMissing, RankError, RankFailure
 from nbdist.launch import on_ranks
 from nbdist.launch.launch_errors import launch_error
-from nbdist.launch.nodes.node_agents import NOWHERE, STORE_ERRORS, Left, News, Nodes, Waiting
+from nbdist.launch.nodes.news import NOWHERE, News
+from nbdist.launch.nodes.node_agents import STORE_ERRORS, Left, Nodes
 from nbdist.launch.nodes.rendezvous import rendezvous
+from nbdist.launch.nodes.waiting_line import WaitingLine
 from nbdist.launch.request import Request
 from nbdist.ranks import describe_ranks
 from nbdist.wire.life import Place
@@ -45,11 +45,7 @@ _LEAVE_LIMIT = 4.0  # seconds for torch to notice that the launch is over
 _CAUSE_LIMIT = 2.0  # seconds for another node to report why a rank here has lost its connection
 _RETURNED_EVERY = 1.0  # seconds between checks of which ranks on other nodes have returned
 _TICK = 0.001  # torch sleeps this long between two checks, which do their own waiting
-_WORTH_SAYING = 2.0  # seconds of waiting
-_REMARK_EVERY = 0.5  # seconds, where a line can be replaced
-_LINE_EVERY = 30.0  # where it can't
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo alone would use the address of the host name, which may be loopback
-_AT_WORK = 5.0  # seconds that ranks on other nodes may still run before this is reported
 
 
 def launch(request: Request, packed: transfer.Packed) -> list[Any]:
@@ -197,7 +193,7 @@ class _Launch:
 
     def _work(self) -> None:
         """Carry out the orders of torch's agent, and show what it waits for meanwhile."""
-        display = _WaitingLine(self.nodes)
+        display = WaitingLine(self.nodes)
         while True:
             try:
                 order = self._orders.get(timeout=display.show())
@@ -337,35 +333,6 @@ class _Launch:
         if isinstance(what, _Attempt):
             self.attempt = what
         self._orders.put(what)
-
-
-class _WaitingLine:
-    """The line below the cell that shows what is being waited for. For the cell's thread."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
-        self._screen = Screen([], Publisher(shells.cell_number()), f"nodes-{id(self):x}")
-        self._shown: Waiting | None = None
-        self._line_due = 0.0
-
-    def show(self) -> float:
-        """Update the line. Returns the seconds until the next update."""
-        waiting, now = self._nodes.waiting, time.monotonic()
-        if waiting is None or now < waiting.since + (_WORTH_SAYING if waiting.limit is not None else _AT_WORK):
-            return _REMARK_EVERY
-        same, self._shown = self._shown is not None and now < self._line_due, waiting
-        if not same:
-            self._line_due = now + _LINE_EVERY
-        limit = f" of {waiting.limit:g} s" if waiting.limit is not None else ""
-        self._screen.remark(f"waiting for {waiting.text} ({now - waiting.since:.0f} s{limit})", "nodes", same=same)
-        return _REMARK_EVERY
-
-    def end(self) -> None:
-        """End the line: the wait is over."""
-        if (shown := self._shown) is not None:
-            seconds = time.monotonic() - shown.since
-            self._screen.remark(f"waited {seconds:.0f} s for {shown.text}", "nodes", same=True)
-        self._shown = None
 
 
 class _Agent(SimpleElasticAgent):

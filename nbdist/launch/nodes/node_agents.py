@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import ipaddress
 import math
-import os
 import socket
-import stat
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,9 +27,10 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from nbdist import network
 from nbdist.checks import is_true
-from nbdist.errors import NodesMissing, RankFailure, UsageError
-from nbdist.launch.launch_errors import LaunchFailure
+from nbdist.errors import NodesMissing, UsageError
+from nbdist.launch.nodes import store_probe
 from nbdist.launch.nodes.heartbeat import Pulse
+from nbdist.launch.nodes.news import Facts, News
 from nbdist.launch.request import Request
 from nbdist.processes import describe_owner
 from nbdist.text import counted
@@ -41,17 +38,12 @@ from nbdist.text import counted
 _DEFAULT_LIMITS = {"static": 900.0, "c10d": 600.0}  # seconds, as in torchrun
 _READ_LIMIT = 60.0
 _LOOK = 0.1  # seconds between checks of whether what is waited for has arrived
-_CONNECT_LIMIT = 1.0
 _STRANGE_LIMIT = 3.0  # seconds until a listener that is not a store counts as another program
 _FACTS_LIMIT = 5.0  # seconds for the node that hosts the rendezvous to report what it launches
 _NEWS_LIMIT = 3.0  # ... for the others to receive a failure before it leaves
 _FACTS = "nbdist/facts"
-_TRACEBACK_LIMIT = 100_000  # characters sent to other nodes
-
-_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13  # the start of what a TCPStore client sends to it
 
 STORE_ERRORS = (RuntimeError, RendezvousError)  # raised by torch when a store does not answer
-NOWHERE = -1  # the node of a failure that no node has reported
 
 
 class Left(RendezvousError):
@@ -71,37 +63,6 @@ class Waiting:
     text: str
     since: float
     limit: float | None = None
-
-
-class News(msgspec.Struct, frozen=True):
-    """A failure that ends the ranks of all nodes. `final`: they don't restart, even if restarts are left."""
-
-    node: int
-    host: str
-    failure: dict[str, Any]
-    final: bool
-
-    @classmethod
-    def of(cls, failure: RankFailure, node: int, *, final: bool) -> News:
-        """Return a failure of this node."""
-        fields = {name: getattr(failure, name) for name in ("rank", "kind", "name", "text", "exit_code", "lost_peer")}
-        fields["local_rank"] = getattr(failure, "local_rank", 0)  # no rank reported it: the first rank
-        fields["traceback"] = failure.traceback[-_TRACEBACK_LIMIT:]
-        # Neither `when`, which is on this machine's clock, nor `pickled`: don't unpickle data from a network.
-        return cls(node, socket.gethostname(), fields, final)
-
-    def as_failure(self) -> LaunchFailure:
-        """Return the failure, as if it had just happened here."""
-        return LaunchFailure(**self.failure, when=time.monotonic())
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """What all nodes have to agree on."""
-
-    num_nodes: int
-    rdzv_id: str
-    rdzv_backend: str
-    max_restarts: int
 
 
 class Nodes:
@@ -224,7 +185,7 @@ class Nodes:
 
     def _taken(self) -> bool:
         with contextlib.suppress(OSError):
-            socket.create_connection((self.host, self.port), timeout=_CONNECT_LIMIT).close()
+            socket.create_connection((self.host, self.port), timeout=store_probe.CONNECT_LIMIT).close()
             return True
         return False
 
@@ -265,10 +226,10 @@ class Nodes:
         """
         if self._lifeline is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
             return
-        peer, limit = _peer(self._lifeline), self._read_limit // timedelta(milliseconds=1)
-        for connection in _own_connections():
+        peer, limit = store_probe.peer(self._lifeline), self._read_limit // timedelta(milliseconds=1)
+        for connection in store_probe.own_connections():
             with connection, contextlib.suppress(OSError):
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and _peer(connection) == peer:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and store_probe.peer(connection) == peer:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
 
     def _stranger(self) -> UsageError:
@@ -285,16 +246,16 @@ class Nodes:
             UsageError: Something else has been listening there for seconds.
         """
         try:
-            connection = socket.create_connection((self.host, self.port), timeout=_CONNECT_LIMIT)
+            connection = socket.create_connection((self.host, self.port), timeout=store_probe.CONNECT_LIMIT)
         except OSError:
             self._strange_since = None
             return False
-        if _is_store(connection):
+        if store_probe.is_store(connection):
             connection.setblocking(False)
             self._lifeline = connection
             return True
         connection.close()
-        if not _can_tell_stores():
+        if not store_probe.can_tell_stores():
             return True
         # It may be about to end, if it belongs to an earlier launch.
         self._strange_since = self._strange_since or time.monotonic()
@@ -528,34 +489,3 @@ class Nodes:
         self._check_alive()
         assert self._round is not None
         return self._round
-
-
-def _own_connections() -> Iterator[socket.socket]:
-    """Yield a copy of each of this process's sockets, to be closed. Linux only."""
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{entry}").st_mode):
-                yield socket.socket(fileno=os.dup(int(entry)))
-
-
-def _peer(connection: socket.socket) -> tuple[str, int]:
-    host, port = connection.getpeername()[:2]
-    return host.removeprefix("::ffff:"), port  # torch uses IPv6 sockets also for IPv4
-
-
-def _is_store(connection: socket.socket) -> bool:
-    """Return whether a TCPStore is at the other end. Torch's client would wait forever for one that says nothing."""
-    nonce = 0x6E62
-    connection.settimeout(_CONNECT_LIMIT)
-    with contextlib.suppress(OSError):
-        connection.sendall(struct.pack("=BIBI", _VALIDATE, _MAGIC, _PING, nonce))
-        return connection.recv(4) == struct.pack("=I", nonce)
-    return False
-
-
-@functools.cache
-def _can_tell_stores() -> bool:
-    """Return whether this torch's stores speak as `_is_store` expects."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with socket.create_connection(("127.0.0.1", store.port), timeout=_CONNECT_LIMIT) as connection:
-        return _is_store(connection)

@@ -82,6 +82,14 @@ def largest(blocks: Iterable[Block], device: str, count: int = 3) -> list[Block]
     return sorted((block for block in blocks if block.device == device), key=lambda block: -block.size)[:count]
 
 
+def address_of(value: Any) -> tuple[int, Block] | None:
+    """Return where a tensor's storage is, and what it is; None for one without, such as a sparse one or a wrapper."""
+    try:
+        return _of_tensor("", value)
+    except Exception:
+        return None
+
+
 def _take(found: dict[int, Block], name: str, value: Any) -> None:
     """Note what a value is itself, if it is a tensor or an array."""
     tensor = _tensor_class()

@@ -20,12 +20,11 @@ T = TypeVar("T")
 class Clock(Protocol[T]):
     """What both clocks do."""
 
-    def tick(self, step: T) -> list[tuple[T, float]]:
-        """Note the end of a step.
+    def tick(self, step: T, now: float) -> None:
+        """Note the end of a step, at this time by `time.monotonic`."""
 
-        Returns:
-            Steps whose seconds are known by now, each once.
-        """
+    def ended(self) -> list[tuple[T, float]]:
+        """Return steps whose seconds are known by now, each once."""
 
     def mark(self) -> Callable[[], bool]:
         """Return what says whether all that was queued by now is done: then the device has nothing to do."""
@@ -43,11 +42,18 @@ class HostClock(Generic[T]):
 
     def __init__(self) -> None:
         self._last: float | None = None
+        self._ended: list[tuple[T, float]] = []
 
-    def tick(self, step: T) -> list[tuple[T, float]]:
+    def tick(self, step: T, now: float) -> None:
         """Note the end of a step; see `Clock`."""
-        before, self._last = self._last, time.perf_counter()
-        return [] if before is None else [(step, self._last - before)]
+        if self._last is not None:
+            self._ended.append((step, now - self._last))
+        self._last = now
+
+    def ended(self) -> list[tuple[T, float]]:
+        """Return the steps since the last call; see `Clock`."""
+        found, self._ended = self._ended, []
+        return found
 
     def mark(self) -> Callable[[], bool]:
         """Return what says that nothing is queued; see `Clock`."""
@@ -56,7 +62,7 @@ class HostClock(Generic[T]):
     def restart(self) -> list[tuple[T, float]]:
         """Start timing again; see `Clock`."""
         self._last = None
-        return []
+        return self.ended()
 
 
 class DeviceClock(Generic[T]):
@@ -71,13 +77,12 @@ class DeviceClock(Generic[T]):
         self._last: Any = None
         self._queued: deque[tuple[T, Any, Any]] = deque()
 
-    def tick(self, step: T) -> list[tuple[T, float]]:
+    def tick(self, step: T, now: float) -> None:
         """Note the end of a step; see `Clock`."""
         event = self._record()
         if self._last is not None:
             self._queued.append((step, self._last, event))
         self._last = event
-        return self._ended()
 
     def mark(self) -> Callable[[], bool]:
         """Return what says whether this point has been reached; see `Clock`."""
@@ -87,15 +92,16 @@ class DeviceClock(Generic[T]):
     def restart(self) -> list[tuple[T, float]]:
         """Start timing again; see `Clock`. Waits a moment for steps that still run, and forgets those that go on."""
         self._last = None
-        found = self._ended()
+        found = self.ended()
         deadline = time.monotonic() + _SETTLE
         while self._queued and time.monotonic() < deadline:
             time.sleep(0.001)
-            found += self._ended()
+            found += self.ended()
         self._queued.clear()
         return found
 
-    def _ended(self) -> list[tuple[T, float]]:
+    def ended(self) -> list[tuple[T, float]]:
+        """Return the steps that the device has passed; see `Clock`."""
         found = []
         while self._queued and self._queued[0][2].query():
             step, first, last = self._queued.popleft()

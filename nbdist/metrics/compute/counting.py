@@ -6,6 +6,7 @@ again: checkpointed blocks, and the scores that fused attention does not keep. F
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
@@ -19,9 +20,11 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import graphs, hidden, passes
+from nbdist.metrics.compute import graphs, hidden, loading, passes
 from nbdist.metrics.compute.formulas import arithmetic, is_heavy, is_light, work_of
+from nbdist.metrics.compute.library_kernels import KernelWork
 from nbdist.metrics.compute.operations import Work
+from nbdist.metrics.compute.products import Multiplication, product_of
 
 _SHOWN = 12  # operations
 
@@ -71,6 +74,8 @@ class Tally:
         work: Hardware FLOPs by device and arithmetic: the dtype, or "tf32".
         uncounted: Calls of operations without a formula.
         tokens: Indices that were looked up, by the embedding's shape: some are of positions or types.
+        batch: Stands for the first indices that were looked up; empty: not known.
+        products: Calls by what they multiply.
     """
 
     def __init__(self) -> None:
@@ -80,6 +85,8 @@ class Tally:
         self.work: Counter[tuple[torch.device, str]] = Counter()
         self.uncounted: Counter[str] = Counter()
         self.tokens: Counter[tuple[int, ...]] = Counter()
+        self.products: Counter[Multiplication] = Counter()
+        self.batch = ""
 
     @property
     def device(self) -> torch.device | None:
@@ -101,9 +108,14 @@ class Tally:
             self.uncounted[f"{_name(func)} ({type(error).__name__}: {error})"] += 1
             return
         if work is not None:
-            self._add(_name(func), _operand(args), work, in_optimizer)
+            self._add(_name(func), _operand(_name(func), args), work, in_optimizer)
+            self._add_product(func, args, kwargs)
         elif is_heavy(func):
             self.uncounted[_name(func)] += 1
+
+    def note_kernel(self, name: str, kernel: KernelWork, *, in_optimizer: bool) -> None:
+        """Note a kernel that is not an operation of torch."""
+        self._add(name, (kernel.device, kernel.dtype), kernel.work, in_optimizer)
 
     def add_graph(self, stated: Tally, seen: Tally) -> None:
         """Add a compiled graph.
@@ -119,8 +131,10 @@ class Tally:
         self.per_op += more.per_op
         self.per_dtype += more.per_dtype
         self.work += more.work
+        self.products += more.products
         self.uncounted += stated.uncounted
         self.tokens += stated.tokens
+        self.batch = self.batch or stated.batch
 
     def add(self, other: Tally) -> None:
         """Add what was seen elsewhere."""
@@ -142,13 +156,20 @@ class Tally:
         is_recomputed = torch._C._current_graph_task_id() != -1
         if indices.dim() > 1 and not is_recomputed:  # one-dimensional ones are of positions
             self.tokens[tuple(embedding.shape)] += indices.numel()
+            if not self.batch and type(indices) is torch.Tensor:
+                self.batch = loading.fingerprint(indices)
 
-    def _add(self, name: str, operand: torch.Tensor | None, work: Work, in_optimizer: bool) -> None:
+    def _add_product(self, func: Any, args: Any, kwargs: Any) -> None:
+        with contextlib.suppress(Exception):  # of a kind that it does not expect; the user's step goes on
+            if (found := product_of(func, args, kwargs)) is not None:
+                self.products[found] += 1
+
+    def _add(self, name: str, operand: tuple[torch.device, str] | None, work: Work, in_optimizer: bool) -> None:
         whole = work.model + work.repeated
         dtype = "unknown"
         if operand is not None:
-            dtype = str(operand.dtype).removeprefix("torch.")
-            self.work[operand.device, arithmetic(name, dtype, operand.device)] += whole
+            device, dtype = operand
+            self.work[device, arithmetic(name, dtype, device)] += whole
         self.hardware += whole
         self.per_op[name] += whole
         self.per_dtype[dtype] += whole
@@ -254,9 +275,13 @@ class Counting:
         tally = self._in_compiled if not self._eagerly and graphs.in_backward() else self.tally
         tally.note(func, args, kwargs, out, in_optimizer=self.in_optimizer)
 
-    def _note_hidden(self, name: str) -> None:
-        if not self._mode.runs_operation and not self._runs_graph:  # those are counted as a whole
+    def _note_hidden(self, name: str, work: KernelWork | None) -> None:
+        if self._mode.runs_operation or self._runs_graph:  # those are counted as a whole
+            return
+        if work is None:
             self.tally.uncounted[name] += 1
+        else:
+            self.tally.note_kernel(name, work, in_optimizer=self.in_optimizer)
 
     def _fail(self, error: BaseException) -> None:
         """End the count as soon as that is possible: a mode can't be left from within an operation."""
@@ -391,7 +416,13 @@ def _name(func: Any) -> str:
     return str(getattr(func, "overloadpacket", func))
 
 
-def _operand(args: Any) -> torch.Tensor | None:
-    """Return what is multiplied: the last tensor of the first two arguments, because `addmm` begins with the addend."""
+def _operand(name: str, args: Any) -> tuple[torch.device, str] | None:
+    """Return where and in what dtype is multiplied: those of the last tensor of the first two arguments.
+
+    (`addmm` begins with the addend.) Weights that are only stored in fewer bits are multiplied in the other's dtype.
+    """
     tensors = [arg for arg in pytree.tree_leaves(args[:2]) if isinstance(arg, torch.Tensor)]
-    return tensors[-1] if tensors else None
+    if not tensors:
+        return None
+    operand = tensors[0] if name.startswith("aten._weight_int") else tensors[-1]
+    return operand.device, str(operand.dtype).removeprefix("torch.")

@@ -1,18 +1,23 @@
-"""Work that no dispatch mode sees: kernels that are launched past torch's operations. It is named instead.
+"""Work that no dispatch mode sees: kernels that are launched past torch's operations.
+
+What has a formula is counted, the rest is named.
 
 Only what is loaded already is looked at. Knows nothing of how it is shown.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from nbdist.metrics.compute import library_kernels
+from nbdist.metrics.compute.library_kernels import KernelFormula, KernelWork
 from nbdist.metrics.compute.listening import WrappedFunction
 
-Heard = Callable[[str], None]
+Heard = Callable[[str, "KernelWork | None"], None]
 
 # Module, class in it (or none), function, and what it is called; {} is the name of what is launched.
 _PLACES = (
@@ -20,6 +25,7 @@ _PLACES = (
     ("torch.cuda", "CUDAGraph", "replay", "CUDA graphs"),
     ("torch.nn.parallel.data_parallel", "", "parallel_apply", "the threads of DataParallel"),
     ("transformer_engine_torch", "", "generic_gemm", "transformer_engine's products"),
+    ("transformer_engine_torch", "", "te_general_grouped_gemm", "transformer_engine's grouped products"),
     ("transformer_engine_torch", "", "fused_attn_fwd", "transformer_engine's attention"),
     ("transformer_engine_torch", "", "fused_attn_bwd", "transformer_engine's attention"),
     ("selective_scan_cuda", "", "fwd", "mamba_ssm's selective scan"),
@@ -27,10 +33,16 @@ _PLACES = (
     ("flash_attn_2_cuda", "", "fwd", "flash_attn's kernels"),
     ("flash_attn_2_cuda", "", "bwd", "flash_attn's kernels"),
 )
+_FORMULAS: dict[tuple[str, str], KernelFormula] = {
+    ("transformer_engine_torch", "generic_gemm"): library_kernels.gemm,
+    ("transformer_engine_torch", "te_general_grouped_gemm"): library_kernels.grouped_gemm,
+    ("selective_scan_cuda", "fwd"): library_kernels.selective_scan,
+    ("selective_scan_cuda", "bwd"): library_kernels.selective_scan_backward,
+}
 
 
 def listen(heard: Heard) -> Callable[[], None]:
-    """Call this with the name of each such piece of work, before it runs.
+    """Call this with the name of each such piece of work and what it takes, None if that is not known, before it runs.
 
     Returns:
         What ends it.
@@ -54,12 +66,17 @@ def _at(place: tuple[str, str, str, str]) -> WrappedFunction[Heard] | None:
 
 @functools.cache
 def _wrapped(place: tuple[str, str, str, str], owner: Any) -> WrappedFunction[Heard]:
-    _, kind, function, words = place
+    module, kind, function, words = place
+    formula = _FORMULAS.get((module, function))
 
-    def wrap(original: Callable[..., Any], listeners: Callable[[], list[Heard]]) -> Callable[..., Any]:
+    def wrap(original: Callable[..., Any], listeners: Callable[[], Sequence[Heard]]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            work = None
+            if formula is not None:
+                with contextlib.suppress(Exception):  # of a version with other arguments: it is named then
+                    work = formula(args, kwargs)
             for heard in listeners():
-                heard(words.format(getattr(args[0], "__name__", "?") if kind and args else ""))
+                heard(words.format(getattr(args[0], "__name__", "?") if kind and args else ""), work)
             return original(*args, **kwargs)
 
         return call

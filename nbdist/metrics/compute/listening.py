@@ -5,12 +5,20 @@ Knows nothing of what is heard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
 Listener = TypeVar("Listener", bound=Callable[..., None])
+
+# Private, so it is looked for; without it a compiled step ends what listens, with the compiler's own words.
+_compiler_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+def is_compiler_at_work() -> bool:
+    """Return whether what is called now would be compiled."""
+    return _compiler_callback() not in (None, False)
 
 
 class WrappedFunction(Generic[Listener]):
@@ -23,10 +31,11 @@ class WrappedFunction(Generic[Listener]):
     """
 
     def __init__(
-        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any], Callable[[], list[Listener]]], Any]
+        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any], Callable[[], Sequence[Listener]]], Any]
     ) -> None:
         self._owner, self._name, self._wrap = owner, name, wrap
-        self._listeners: list[Listener] = []
+        self._listeners: tuple[Listener, ...] = ()
+        self._disabled: tuple[Listener, ...] = ()  # the same, for within a compiled region: not to be compiled as well
         self._original: Any = None
         self._wrapper: Any = None
 
@@ -41,22 +50,24 @@ class WrappedFunction(Generic[Listener]):
         Returns:
             What ends it.
         """
-        heard: Listener = torch.compiler.disable(listener)  # in a compiled region it would be compiled as well
-        self._listeners.append(heard)
+        disabled: Listener = torch.compiler.disable(listener)
+        self._listeners, self._disabled = (*self._listeners, listener), (*self._disabled, disabled)
         if self._wrapper is None and self.exists:
             self._install()
 
         def stop() -> None:
-            if heard in self._listeners:
-                self._listeners.remove(heard)
-            if not self._listeners:
+            left = [pair for pair in zip(self._listeners, self._disabled, strict=True) if pair[1] is not disabled]
+            self._listeners, self._disabled = tuple(one for one, _ in left), tuple(one for _, one in left)
+            if not left:
                 self._uninstall()
 
         return stop
 
     def _install(self) -> None:
-        def listeners() -> list[Listener]:
-            return list(self._listeners) if self._wrapper is wrapper else []
+        def listeners() -> Sequence[Listener]:
+            if self._wrapper is not wrapper:
+                return ()
+            return self._disabled if is_compiler_at_work() else self._listeners
 
         self._original = getattr(self._owner, self._name)
         wrapper = self._wrap(self._original, listeners)

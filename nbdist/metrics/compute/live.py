@@ -11,13 +11,14 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from nbdist.metrics.compute import peaks
 from nbdist.metrics.compute.counting import Counting, FlopCount, bears_compiled_code
+from nbdist.metrics.compute.products import Multiplication
 
 _SHAPES = 1024  # that are remembered
 _FREE = 8  # counted steps of an optimizer that are made whatever they cost
@@ -51,11 +52,15 @@ class Known:
         count: As counted.
         work: Hardware FLOPs by the dtypes of `peaks`.
         device: Where the products ran.
+        products: Calls by what they multiply.
+        batch: Stands for the indices that the first counted step looked up; empty: not known.
     """
 
     count: FlopCount
     work: dict[str, int]
     device: torch.device
+    products: Mapping[Multiplication, int] = field(default_factory=dict)
+    batch: str = ""
 
     @property
     def figures(self) -> tuple[int, int]:
@@ -95,7 +100,12 @@ class LiveCounts:
         """Whether a step is being counted."""
         return self._counting is not None
 
-    def enter_optimizer(self) -> None:
+    @property
+    def is_calm(self) -> bool:
+        """Whether no step has to be counted: all shapes that have come lately are known, or nothing is ever counted."""
+        return not self._wanted or bool(self.why) or self._has_failed
+
+    def enter_optimizer(self, optimizer: object = None) -> None:
         """Count products without autograd as the optimizer's own, from here to the end of the step."""
         if self._counting is not None:
             self._counting.in_optimizer = True
@@ -128,7 +138,9 @@ class LiveCounts:
         count = tally.result("a step as it ran")
         if self._is_confirmed(shape, count, alone=not tally.without_autograd):
             device = tally.device or torch.device("cpu")
-            self._learn(shape, Known(count, _by_arithmetic(tally.work, device), device))
+            before = self.known.get(shape)
+            batch = tally.batch if before is None else before.batch  # ranks do not look again at the same time
+            self._learn(shape, Known(count, _by_arithmetic(tally.work, device), device, tally.products, batch))
 
     def _note_failure(self, failure: str) -> None:
         self._has_failed = True
@@ -143,6 +155,11 @@ class LiveCounts:
         while len(self.known) > _SHAPES:
             del self.known[next(iter(self.known))]
 
+    def want(self, shape: Shape, steps: int) -> None:
+        """Have steps of this shape counted if they should be; arguments as of `consider`."""
+        if shape not in self.known or (shape not in self._looked_at and steps >= _AGAIN_AFTER):
+            self._wanted.setdefault(shape, self._steps)
+
     def consider(self, shape: Shape, steps: int) -> None:
         """Count the next step, if that is worth it. None is under way.
 
@@ -150,9 +167,8 @@ class LiveCounts:
             shape: Of the step that has just ended.
             steps: That this lap has had.
         """
+        self.want(shape, steps)
         known = shape in self.known
-        if not known or (shape not in self._looked_at and steps >= _AGAIN_AFTER):
-            self._wanted.setdefault(shape, self._steps)
         if self.why or self._has_failed or not self._wanted or not self._is_expected_after(shape):
             return
         free = not known and self._made[shape.optimizer] < _FREE

@@ -7,9 +7,9 @@ and the only one that a CPU has. Owns the measurement; `peaks` remembers its res
 from __future__ import annotations
 
 import contextlib
-import statistics
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch
 
 from nbdist import text
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import peaks
+from nbdist.metrics.compute import peaks, timing
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CPU_SIZES = (256, 512, 1024, 2048)
 _GPU_SIZES = (2048, 4096, 8192, 16384)
-_LEAST = 3  # products of a size
+_LEAST = 3  # products of a size, to be worth beginning
 _MEMORY = 4  # times what two factors and a product take must be free
 
 
@@ -77,7 +77,6 @@ def measure(dtype: str | None = None, seconds: float = 2.0, device: str | None =
 def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, int]:
     """Return the best rate in TFLOPS, and the size of the matrices that reached it."""
     found: list[tuple[float, int]] = []
-    timed = _on_gpu if device.type == "cuda" else _on_cpu
     deadline = time.perf_counter() + seconds
     sizes = _sizes(torch.cuda.mem_get_info(device)[0], dtype) if device.type == "cuda" else _CPU_SIZES
     for number, size in enumerate(sizes):
@@ -88,39 +87,11 @@ def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[flo
         left_factor = torch.randn(size, size, device=device, dtype=dtype)
         right_factor = torch.randn(size, size, device=device, dtype=dtype)
         out = torch.empty_like(left_factor)
-        each = timed(lambda a=left_factor, b=right_factor, out=out: torch.mm(a, b, out=out), share)  # type: ignore[misc]
+        each = timing.median(functools.partial(torch.mm, left_factor, right_factor, out=out), device, share)
         found.append((2 * size**3 / each / 1e12, size))
         if each * _LEAST > deadline - time.perf_counter():
             break  # the next size takes eight times as long
     return max(found)
-
-
-def _on_cpu(product: Callable[[], object], seconds: float) -> float:
-    """Return the seconds of a product, median."""
-    product()
-    taken: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(taken) < _LEAST or time.perf_counter() < deadline:
-        began = time.perf_counter()
-        product()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
-
-
-def _on_gpu(product: Callable[[], object], seconds: float) -> float:
-    """Return the same by the device's own clock."""
-    product()
-    torch.cuda.synchronize()
-    taken: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(taken) < _LEAST or time.perf_counter() < deadline:
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        product()
-        last.record()
-        last.synchronize()
-        taken.append(first.elapsed_time(last) / 1000)
-    return statistics.median(taken)
 
 
 def _sizes(free: int, dtype: torch.dtype) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ Listener = Callable[[Sequence[Any]], None]
 COMPILED = "CompiledFunctionBackward"  # name of the node that runs a compiled backward pass
 _NEAR = 2  # nodes that are looked at first
 _NODES = 20_000  # of a whole graph, at most
-_FIRST, _EVERY = 6, 64  # passes of a lap that are read whole, and one of so many later on
+_FIRST, _EVERY = 6, 256  # passes of a lap that are read whole, and one of so many later on
+_ALIKE, _GLANCES = 64, 8  # passes in a row that look alike, after which one of so many is looked at
 _AT_MOST_EVERY = 16  # passes that one is read whole of because of doubts: times of steps are noisy
 _KEPT = 4096  # looks that are remembered
 
@@ -51,64 +53,90 @@ def differentiable() -> bool:
 class PassReader:
     """Reads what backward passes look like, so that those that take the same work are known again.
 
-    At first sight that is the part of the graph next to the loss. The whole graph is read of the first passes of a lap,
-    now and then, and where something has changed: how many nodes autograd has made since the pass before, or how long
-    a step takes. Where passes differ that look alike at first sight, all are read whole from then on.
+    At first sight that is the part of the graph next to the loss, and how many nodes autograd has made since the pass
+    before; once many have looked alike, mostly the latter alone. The whole graph is read of the first passes of a lap,
+    now and then, and where something has changed: that number, or how long a step takes. Where passes differ that look
+    alike at first sight, all are read whole from then on.
 
     Attributes:
-        misled: Whether the last pass showed that some before it, back to `trusted`, may have been taken for others.
-        trusted: How many passes have been read since the last whole one that was what it looked like.
+        spent: Seconds that reading whole graphs has taken.
+        suspects: How many passes before the last one it shows to have been taken for others, perhaps.
     """
 
     def __init__(self) -> None:
-        self.misled = False
-        self.trusted = 0
+        self.spent = 0.0
+        self.suspects = 0
+        self._since_whole = 0  # passes since the last whole one that was what it looked like
         self._always = self._doubts = False
         self._whole: dict[int, int] = {}  # of each that looks like this at first sight
         self._made: dict[int, int] = {}  # nodes since the pass before
         self._passes = 0  # of this lap
         self._last = 0  # node's number
+        self._near = 0  # at first sight, of the last pass that was looked at
+        self._alike = 0  # passes in a row that have looked so
+        self._usual = 0  # nodes made since the pass before it
 
     def restart(self) -> None:
         """Read the next passes whole: what is run may be another thing now."""
-        self._passes = self._last = 0
+        self._passes = self._last = self._alike = 0
         self._made.clear()
 
     def doubt(self) -> None:
         """Read the next pass whole."""
         self._doubts = True
 
+    def look_closely(self) -> None:
+        """Look at each pass for a while: batches are of another shape."""
+        self._alike = 0
+
     def read(self, outputs: Sequence[Any]) -> Hashable:
         """Return what a pass that starts at these looks like.
 
         Reads metadata only: nothing that the graph has saved is unpacked, which could start a recomputation.
         """
-        self.misled = False
-        nodes = [node for node in (getattr(output, "grad_fn", None) for output in outputs) if node is not None]
-        near = _fingerprint(nodes, _NEAR)
         self._passes += 1
+        self.suspects = 0
+        first = getattr(outputs[0], "grad_fn", None) if outputs else None
+        number = 0 if first is None else first._sequence_nr()
+        made, self._last = number - self._last, number
+        if self._alike >= _ALIKE and self._passes % _GLANCES and made == self._usual:
+            self._since_whole += 1
+            return self._near
+        return self._look(outputs, made)
+
+    def _look(self, outputs: Sequence[Any], made: int) -> Hashable:
+        nodes = [node for output in outputs if (node := getattr(output, "grad_fn", None)) is not None]
+        near = _fingerprint(nodes, _NEAR)
         if self._always:
-            return near, _fingerprint(nodes, _NODES)
-        has_changed = self._has_changed(near, nodes)
-        doubts = self._doubts and self.trusted >= _AT_MOST_EVERY
+            return near, self._read_whole(nodes)
+        if near != self._near and self._alike >= _ALIKE:
+            self.suspects = min(_GLANCES - 1, self._since_whole)
+        self._alike = self._alike + 1 if near == self._near else 0
+        self._near, self._usual = near, made
+        has_changed = self._has_changed(near, made)
+        doubts = self._doubts and self._since_whole >= _AT_MOST_EVERY
         if not (has_changed or doubts or self._passes <= _FIRST or self._passes % _EVERY == 0):
-            self.trusted += 1
+            self._since_whole += 1
             return near
         self._doubts = False
-        whole = _fingerprint(nodes, _NODES)
+        whole = self._read_whole(nodes)
         while len(self._whole) > _KEPT:
             del self._whole[next(iter(self._whole))]
         if self._whole.setdefault(near, whole) == whole:
-            self.trusted = 0
+            self._since_whole = 0
             return near
-        self.misled = self._always = True
+        self.suspects, self._always, self._alike = self._since_whole, True, 0
         return near, whole
 
-    def _has_changed(self, near: int, nodes: Sequence[Any]) -> bool:
+    def _read_whole(self, nodes: Sequence[Any]) -> int:
+        began = time.perf_counter()
+        whole = _fingerprint(nodes, _NODES)
+        self.spent += time.perf_counter() - began
+        return whole
+
+    def _has_changed(self, near: int, made: int) -> bool:
         """Return whether autograd has made more or fewer nodes since the pass before than it did another time."""
-        number = nodes[0]._sequence_nr() if nodes else 0
-        made, self._last = number - self._last, number
-        if made == number:
+        if made == self._last:
             return False
         before = self._made.get(near)
         self._made[near] = made
@@ -122,9 +150,12 @@ def _fingerprint(starts: Sequence[Any], limit: int) -> int:
     found: list[int] = []
     todo, seen = list(starts), set(starts)
     for node in todo:  # grows meanwhile: breadth first
-        found.append(_number(node, node.name()))
+        inputs = node.next_functions
+        found.append(
+            _number(node, node.name()) if inputs else hash(node.name())
+        )  # the gradient of a parameter has its shape
         if len(seen) < limit:
-            for following, _ in node.next_functions:
+            for following, _ in inputs:
                 if following is not None and following not in seen:
                     seen.add(following)
                     todo.append(following)
@@ -148,12 +179,16 @@ def _plain(value: Any) -> Any:
     return [size if type(size) is int else "ragged" for size in value] if type(value) is tuple else value
 
 
-def _wrap(original: Callable[..., Any], listeners: Callable[[], list[Listener]]) -> Callable[..., Any]:
+def _wrap(original: Callable[..., Any], listeners: Callable[[], Sequence[Listener]]) -> Callable[..., Any]:
+    graph_task = torch._C._current_graph_task_id
+
     @functools.wraps(original)
     def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         global _differentiable
-        if _is_part_of_another():
-            return original(outputs, *args, **kwargs)
+        if _unseen or graph_task() != -1 or torch.compiler.is_compiling():
+            return original(
+                outputs, *args, **kwargs
+            )  # part of one already seen: a reentrant checkpoint's, or only traced
         for listener in listeners():
             listener(outputs)
         recorded = bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))
@@ -164,11 +199,6 @@ def _wrap(original: Callable[..., Any], listeners: Callable[[], list[Listener]])
             _differentiable -= recorded
 
     return run_backward
-
-
-def _is_part_of_another() -> bool:
-    """Return whether a pass belongs to one already seen: a reentrant checkpoint's, or one that is only traced."""
-    return bool(_unseen) or torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()
 
 
 _engine = WrappedFunction(torch.autograd, "_engine_run_backward", _wrap)

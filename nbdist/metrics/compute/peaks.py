@@ -21,13 +21,16 @@ from nbdist.metrics.node.nvml import ask_once
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4", "fp64")
 _NAMES = {
     **{name: name for name in DTYPES},
     "float32": "fp32",
     "float16": "fp16",
     "half": "fp16",
     "bfloat16": "bf16",
+    "float64": "fp64",
+    "double": "fp64",
+    "float4_e2m1fn_x2": "fp4",
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), "fp8"),
 }
 
@@ -52,38 +55,50 @@ _LIGHTNING = "Lightning's table, checked against the maker's data sheet"
 _TORCHTITAN = "torchtitan's table"
 _SHEET = "NVIDIA's data sheet"
 
-# Names as torch gives them, without "NVIDIA", "Tesla" or "AMD" in front; TFLOPS in the order of DTYPES; the source.
-_Row = tuple[str, tuple[float | None, float | None, float | None, float | None, float | None], str]
+# Names as torch gives them, without "NVIDIA", "Tesla" or "AMD" in front; TFLOPS in the order of DTYPES; the source of
+# the first five. int8, fp4 and fp64 (in tensor or matrix cores where there are such) are from data sheets, without
+# sparsity; where a card has only a token rate, or its sheet tells none, they are left out.
+_Row = tuple[str, tuple[float | None, ...], str]
 _TABLE: tuple[_Row, ...] = (
-    (r"V100-SXM[23]-\d+GB(-LS)?", (15.7, None, 125, None, None), _LIGHTNING),
-    (r"V100-PCIE-\d+GB", (14, None, 112, None, None), _LIGHTNING),
-    (r"T4", (8.1, None, 65, None, None), _LIGHTNING),
-    (r"A10", (31.2, 62.5, 125, 125, None), _SHEET),
-    (r"A10G", (None, 35, 70, 70, None), "measurements in a public issue of Ray (64315), not very sure"),
-    (r"A30", (10.3, 82, 165, 165, None), _SHEET),
-    (r"A40", (37.4, 74.8, 149.7, 149.7, None), _LIGHTNING),
-    (r"RTX A6000", (38.7, 77.4, 154.8, 154.8, None), _TORCHTITAN),
-    (r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe", (19.5, 156, 312, 312, None), _ENGINEERING),
-    (r"L4", (30.3, 60, 121, 121, 242), _LIGHTNING),
-    (r"L40", (90.5, 90.5, 181, 181, 362), _SHEET),
-    (r"L40S", (91.6, 183, 362, 362, 733), _SHEET),
-    (r"RTX 6000 Ada Generation", (91.1, 182.1, 364.2, 364.2, 728.5), _SHEET),
-    (r"GeForce RTX 3090", (35.6, 35.6, 71, 71, None), "NVIDIA's GA102 white paper"),
-    (r"GeForce RTX 4090", (82.6, 82.6, 165.2, 165.2, 330.3), "NVIDIA's Ada white paper"),
-    (r"GeForce RTX 5090", (104.8, 104.8, 209.5, 209.5, 419), "NVIDIA's figures, without sparsity"),
-    (r"H100 (80|96)GB HBM3", (67, 494.5, 989, 989, 1979), _ENGINEERING),
-    (r"H100 PCIe", (51, 378, 756, 756, 1513), _ENGINEERING),
-    (r"H100 NVL", (60, 417.5, 835.5, 835.5, 1670.5), _LIGHTNING),
-    (r"H200", (67, 494.5, 989, 989, 1979), _ENGINEERING),
-    (r"H200 NVL", (60, 417.5, 835.5, 835.5, 1671), _SHEET),
-    (r"GH200( \d+GB?( HBM3e?)?)?", (67, 494.5, 989, 989, 1979), _ENGINEERING),
-    (r"H20(-3e)?", (44, 74, 148, 148, 296), _TORCHTITAN),
-    (r"B[23]00( SXM6)?( AC)?", (80, 1125, 2250, 2250, 4500), _ENGINEERING),
-    (r"GB[23]00", (80, 1250, 2500, 2500, 5000), _ENGINEERING),
-    (r"Instinct MI250X|Instinct MI250X / MI250", (47.9, None, 191.5, 191.5, None), "half a card: AMD's data sheet"),
-    (r"Instinct MI250", (45.3, None, 181, 181, None), "half a card: AMD's data sheet"),
-    (r"Instinct MI3(00|25)X", (163.4, 653.7, 1307, 1307, 2615), _ENGINEERING),
-    (r"Instinct MI355X", (157.3, None, 2500, 2500, 5000), _ENGINEERING),
+    (r"V100-SXM[23]-\d+GB(-LS)?", (15.7, None, 125, None, None, None, None, 7.8), _LIGHTNING),
+    (r"V100-PCIE-\d+GB", (14, None, 112, None, None, None, None, 7), _LIGHTNING),
+    (r"T4", (8.1, None, 65, None, None, 130, None, None), _LIGHTNING),
+    (r"A10", (31.2, 62.5, 125, 125, None, 250, None, None), _SHEET),
+    (
+        r"A10G",
+        (None, 35, 70, 70, None, None, None, None),
+        "measurements in a public issue of Ray (64315), not very sure",
+    ),
+    (r"A30", (10.3, 82, 165, 165, None, 330, None, 10.3), _SHEET),
+    (r"A40", (37.4, 74.8, 149.7, 149.7, None, 299.3, None, None), _LIGHTNING),
+    (r"RTX A6000", (38.7, 77.4, 154.8, 154.8, None, 309.7, None, None), _TORCHTITAN),
+    (r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe", (19.5, 156, 312, 312, None, 624, None, 19.5), _ENGINEERING),
+    (r"L4", (30.3, 60, 121, 121, 242, 242, None, None), _LIGHTNING),
+    (r"L40", (90.5, 90.5, 181, 181, 362, 362, None, None), _SHEET),
+    (r"L40S", (91.6, 183, 362, 362, 733, 733, None, None), _SHEET),
+    (r"RTX 6000 Ada Generation", (91.1, 182.1, 364.2, 364.2, 728.5, 728.5, None, None), _SHEET),
+    (r"GeForce RTX 3090", (35.6, 35.6, 71, 71, None, 284, None, None), "NVIDIA's GA102 white paper"),
+    (r"GeForce RTX 4090", (82.6, 82.6, 165.2, 165.2, 330.3, 660.6, None, None), "NVIDIA's Ada white paper"),
+    (r"GeForce RTX 5090", (104.8, 104.8, 209.5, 209.5, 419, 838, 1676, None), "NVIDIA's figures, without sparsity"),
+    (r"H100 (80|96)GB HBM3", (67, 494.5, 989, 989, 1979, 1979, None, 67), _ENGINEERING),
+    (r"H100 PCIe", (51, 378, 756, 756, 1513, 1513, None, 51), _ENGINEERING),
+    (r"H100 NVL", (60, 417.5, 835.5, 835.5, 1670.5, 1670.5, None, 60), _LIGHTNING),
+    (r"H200", (67, 494.5, 989, 989, 1979, 1979, None, 67), _ENGINEERING),
+    (r"H200 NVL", (60, 417.5, 835.5, 835.5, 1671, 1671, None, 60), _SHEET),
+    (r"GH200( \d+GB?( HBM3e?)?)?", (67, 494.5, 989, 989, 1979, 1979, None, 67), _ENGINEERING),
+    (r"H20(-3e)?", (44, 74, 148, 148, 296, 296, None, 1), _TORCHTITAN),
+    (r"B200( SXM6)?( AC)?", (80, 1125, 2250, 2250, 4500, 4500, 9000, 37), _ENGINEERING),
+    (r"B300( SXM6)?( AC)?", (80, 1125, 2250, 2250, 4500, None, 13500, None), _ENGINEERING),
+    (r"GB200", (80, 1250, 2500, 2500, 5000, 5000, 10000, 40), _ENGINEERING),
+    (r"GB300", (80, 1250, 2500, 2500, 5000, None, 15000, None), _ENGINEERING),
+    (
+        r"Instinct MI250X|Instinct MI250X / MI250",
+        (47.9, None, 191.5, 191.5, None, 191.5, None, 47.9),
+        "half a card: AMD's data sheet",
+    ),
+    (r"Instinct MI250", (45.3, None, 181, 181, None, 181, None, 45.3), "half a card: AMD's data sheet"),
+    (r"Instinct MI3(00|25)X", (163.4, 653.7, 1307, 1307, 2615, 2615, None, 163.4), _ENGINEERING),
+    (r"Instinct MI355X", (157.3, None, 2500, 2500, 5000, 5000, 10000, 78.6), _ENGINEERING),
 )
 
 # SMs of whole cards that can be divided (MIG).
@@ -92,14 +107,14 @@ _SMS = {"A30": 56, "A100": 108, "H100 PCIe": 114, "H100": 132, "H200": 132, "GH2
 # Multiply-adds that one SM begins in a clock, by compute capability and in the order of DTYPES; second: GeForce cards,
 # whose tensor cores sum in fp32 at half the rate. From NVIDIA's white papers of each architecture.
 _RATES: dict[tuple[int, int], tuple[tuple[int | None, ...], tuple[int | None, ...]]] = {
-    (7, 0): ((64, None, 512, None, None),) * 2,
-    (7, 5): ((64, None, 512, None, None), (64, None, 256, None, None)),
-    (8, 0): ((64, 512, 1024, 1024, None),) * 2,
-    (8, 6): ((128, 256, 512, 512, None), (128, 128, 256, 256, None)),
-    (8, 9): ((128, 256, 512, 512, 1024), (128, 128, 256, 256, 512)),
-    (9, 0): ((128, 1024, 2048, 2048, 4096),) * 2,
-    (10, 0): ((128, 2048, 4096, 4096, 8192),) * 2,
-    (12, 0): ((128, 256, 512, 512, 1024), (128, 128, 256, 256, 512)),
+    (7, 0): ((64, None, 512, None, None, 256, None, 32),) * 2,
+    (7, 5): ((64, None, 512, None, None, 1024, None, 2), (64, None, 256, None, None, 1024, None, 2)),
+    (8, 0): ((64, 512, 1024, 1024, None, 2048, None, 64),) * 2,
+    (8, 6): ((128, 256, 512, 512, None, 1024, None, 2), (128, 128, 256, 256, None, 1024, None, 2)),
+    (8, 9): ((128, 256, 512, 512, 1024, 1024, None, 2), (128, 128, 256, 256, 512, 1024, None, 2)),
+    (9, 0): ((128, 1024, 2048, 2048, 4096, 4096, None, 128),) * 2,
+    (10, 0): ((128, 2048, 4096, 4096, 8192, 8192, 16384, 64),) * 2,
+    (12, 0): ((128, 256, 512, 512, 1024, 1024, 2048, 2), (128, 128, 256, 256, 512, 1024, 2048, 2)),
 }
 
 
@@ -108,7 +123,7 @@ def peak(name: str, dtype: str) -> Peak | None:
 
     Args:
         name: As `torch.cuda.get_device_name` gives it. It must match as a whole: an "L40S" is no "L4".
-        dtype: "fp32", "tf32", "fp16", "bf16" or "fp8"; torch's own names will do.
+        dtype: One of DTYPES; torch's own names will do.
 
     Returns:
         The figure; None if the device is not in the table, or has no such arithmetic: `estimate` may know more.

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbdist.metrics.compute.listening import WrappedFunction
@@ -40,7 +40,12 @@ def watch() -> None:
     kind.__init__ = __init__
 
 
-def _wrap_wait(original: Callable[..., Any], listeners: Callable[[], list[Callable[[float], None]]]) -> Any:
+def ddp_models() -> list[Any]:
+    """Return the models that DDP has wrapped in this process, and that still exist."""
+    return list(_models)
+
+
+def _wrap_wait(original: Callable[..., Any], listeners: Callable[[], Sequence[Callable[[float], None]]]) -> Any:
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -61,13 +66,18 @@ def _work() -> WrappedFunction[Callable[[float], None]] | None:
 
 
 class CollectiveWaits:
-    """What the steps of one thread wait for other ranks. All calls in that thread."""
+    """What the steps of one thread wait for other ranks. All calls in that thread.
+
+    Attributes:
+        waited: Seconds in `Work.wait`, since whoever reads this has set it to 0.
+    """
 
     def __init__(self) -> None:
         self._logged: deque[float] = deque(maxlen=_KEPT)  # seconds of a step, by DDP's log
+        self._by_log: float | None = None  # their mean
         self._sampled: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose log is on
         self._looked_at = 0.0
-        self._waited = 0.0  # in `Work.wait`, during this step
+        self.waited = 0.0
         self._has_waited = False
         self._end: Callable[[], None] | None = None
 
@@ -87,38 +97,36 @@ class CollectiveWaits:
     def restart(self) -> None:
         """Forget the steps so far, but not whose log is on."""
         self._logged.clear()
-        self._waited, self._has_waited = 0.0, False
+        self._by_log = None
+        self.waited, self._has_waited = 0.0, False
 
-    def of_step(self, *, on_gpu: bool) -> float | None:
-        """End a step.
+    def of_step(self, waited: float, *, on_gpu: bool) -> float | None:
+        """Return the seconds that a step waited in collectives, not hidden behind its own work; None: not known.
 
         Args:
-            on_gpu: Whether it runs on a GPU.
-
-        Returns:
-            Seconds that it waited in collectives, not hidden behind its own work; None: not known.
+            waited: Seconds of it in `Work.wait`.
+            on_gpu: Whether it ran on a GPU.
         """
-        waited, self._waited = self._waited, 0.0
-        logged = self._of_ddp(on_gpu)
         if on_gpu or not self._has_waited:
-            return logged
-        return waited + (logged or 0.0)
+            return self._by_log
+        return waited + (self._by_log or 0.0)
 
-    def _hear(self, seconds: float) -> None:
-        self._waited += seconds
-        self._has_waited = True
-
-    def _of_ddp(self, on_gpu: bool) -> float | None:
-        if not _models:
-            return None
-        now = time.monotonic()
+    def look(self, now: float, *, on_gpu: bool) -> None:
+        """Look at DDP's log now and then; `now` is by `time.monotonic`."""
         if now - self._looked_at >= _EVERY:
             self._looked_at = now
-            found = [self._last_pass(model, on_gpu) for model in list(_models)]
-            known = [seconds for seconds in found if seconds is not None]
-            if known:
-                self._logged.append(sum(known))
-        return sum(self._logged) / len(self._logged) if self._logged else None
+            self._look_at_ddp(on_gpu)
+
+    def _hear(self, seconds: float) -> None:
+        self.waited += seconds
+        self._has_waited = True
+
+    def _look_at_ddp(self, on_gpu: bool) -> None:
+        found = [self._last_pass(model, on_gpu) for model in ddp_models()]
+        known = [seconds for seconds in found if seconds is not None]
+        if known:
+            self._logged.append(sum(known))
+        self._by_log = sum(self._logged) / len(self._logged) if self._logged and found else None
 
     def _last_pass(self, model: Any, on_gpu: bool) -> float | None:
         """Return the seconds of a model's last backward pass that only collectives took; None: not known yet."""

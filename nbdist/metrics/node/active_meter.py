@@ -31,6 +31,11 @@ def measures() -> bool:
     return _meter is not None
 
 
+def current() -> ActiveMeter | None:
+    """Return the meter of this process; None if its steps are not measured."""
+    return _meter
+
+
 def set_meter(meter: ActiveMeter) -> None:
     """Set the meter that measures this process's steps from now on."""
     global _meter

@@ -15,6 +15,8 @@ import msgspec
 from nbdist.metrics.node import active_meter, host
 from nbdist.metrics.node.sample import RankSample
 
+_processor = host.ProcessorUse()
+
 
 def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
     """Return this process now.
@@ -31,7 +33,12 @@ def look_at_host(rank: int, inherited: int = 0) -> RankSample:
     """Return this process now, without its GPU. The arguments are those of `look`."""
     private = max(0, host.anonymous_memory() - inherited)
     return RankSample(
-        rank=rank, node=socket.gethostname(), pid=os.getpid(), private=private, step=active_meter.current_sample()
+        rank=rank,
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        cpu=_processor.look(),
+        private=private,
+        step=active_meter.current_sample(),
     )
 
 

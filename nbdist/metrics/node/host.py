@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,38 @@ def busy_cores() -> float:
     return float(psutil.cpu_percent(interval=None)) / 100
 
 
+def cores() -> int:
+    """Return how many cores this process may use at once: those it is bound to, or the quota of its container."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _own_cgroup_folders("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = _cpu_quota(folder)
+            if quota > 0:  # -1 where there is none
+                found = min(found, max(1, quota // period))
+    return found
+
+
+def _cpu_quota(folder: Path) -> tuple[int, int]:
+    """Return the microseconds of processor time in each period, and the period; ValueError where there is no limit."""
+    if (folder / "cpu.max").exists():
+        quota, period = (folder / "cpu.max").read_text().split()  # "max" where there is none
+        return int(quota), int(period)
+    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
+
+
+class ProcessorUse:
+    """How many cores this process keeps busy, between two looks."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic(), time.process_time()
+
+    def look(self) -> float | None:
+        """Return the cores since the last look, on average; None if that was a moment ago."""
+        (at, used), self._last = self._last, (time.monotonic(), time.process_time())
+        wall = self._last[0] - at
+        return (self._last[1] - used) / wall if wall > 0 else None
+
+
 def anonymous_memory() -> int:
     """Return the bytes that this process holds in memory and that no file backs. Costs microseconds."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
@@ -68,6 +101,12 @@ def private_memory() -> int:
 
 
 def _own_cgroups() -> Iterator[tuple[Path, _Files]]:
+    """Yield the folders of this process's cgroups, and what their files are called."""
+    for folder in _own_cgroup_folders("memory"):
+        yield folder, _V1 if folder.is_relative_to(_CGROUPS / "memory") else _V2
+
+
+def _own_cgroup_folders(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroups and of those around them. Not all can be seen from in a container."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
@@ -75,12 +114,10 @@ def _own_cgroups() -> Iterator[tuple[Path, _Files]]:
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            root, files = (_CGROUPS, _V2) if number == "0" else (_CGROUPS / "memory", _V1)
+        if number == "0" or controller in controllers.split(","):
+            root = _CGROUPS if number == "0" else _CGROUPS / controller
             own = root / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(root):
-                    yield folder, files
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
 
 
 def _field(path: Path, name: str) -> int:

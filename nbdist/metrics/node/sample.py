@@ -69,6 +69,20 @@ class NodeSample(msgspec.Struct, frozen=True, omit_defaults=True):
     period: float = 1.0
 
 
+class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a process has spent on a cell.
+
+    Attributes:
+        seconds: Wall time.
+        joules: Of its GPU, by whomever it was used; None: there is none, or it does not count.
+        gpu: UUID of the GPU: ranks that share one have spent its energy together.
+    """
+
+    seconds: float
+    joules: float | None = None
+    gpu: str = ""
+
+
 class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """The training steps of one rank, over the last window.
 
@@ -84,8 +98,11 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
         communication: Share of the step that only collectives took: transfer, and waiting for other ranks.
         units: Samples or tokens of one step on this rank.
         unit: "samples" or "tokens".
+        batch: Stands for the values of the first batch since the cell's start, if it was in the host's memory; equal on
+            ranks that share their batches, as in tensor parallelism. Empty: not known.
         peak: What the device can do at most, FLOP/s, at the dtype that is used.
         peak_source: Where that figure is from.
+        spent: Time and energy of the cell, if this is of a whole cell.
         why: What is not known and why.
     """
 
@@ -100,8 +117,10 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
     communication: float | None = None
     units: float | None = None
     unit: str = ""
+    batch: str = ""
     peak: float | None = None
     peak_source: str = ""
+    spent: Spent | None = None
     why: str = ""
 
 
@@ -116,6 +135,8 @@ class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
         pid: Its process.
         state: "idle", "busy", "stuck" or "dead".
         doing: What it runs, what it waits in and for whom, or how it died.
+        since: When it was first seen stuck, in seconds since 1970.
+        cpu: Cores that the process has kept busy since the look before, on average.
         private: Memory of the process, beyond what it was forked with and what files back.
         allocated: Device memory in tensors.
         reserved: Device memory that torch holds.
@@ -133,6 +154,8 @@ class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int = 0
     state: str = "idle"
     doing: str = ""
+    since: float | None = None
+    cpu: float | None = None
     private: int | None = None
     allocated: int | None = None
     reserved: int | None = None

@@ -149,6 +149,16 @@ class LoaderPosition:
             given, stateful = self.stepped
             self.resume = replace(self.place, batches=self.place.batches + given * step, stateful=stateful)
 
+    def settle(self, step: int) -> None:
+        """Count the batches that have been trained on among those before the iteration. `step`: as of `here`.
+
+        What comes afterwards may be shared out between another number of ranks.
+        """
+        if self.begun and self.resume is None:
+            given, stateful = self.stepped
+            self.place = replace(self.place, batches=self.place.batches + given * step, stateful=stateful)
+            self.given, self.stepped = 0, (0, stateful)
+
     def end(self) -> None:
         """Note that all batches were given out, and the last one was processed."""
         self.epoch, self.begun, self.given = self.epoch + 1, False, 0

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from nbdist.errors import UsageError
 from nbdist.train import state
 from nbdist.train.collective import agreement
 from nbdist.train.collective.rng import draw_seed, seed_of_rank
@@ -26,6 +27,11 @@ from nbdist.train.data.dispatch import dispatched
 from nbdist.train.data.epoch_position import Beginning, EpochPosition, LoaderPosition, agree
 from nbdist.train.data.feed import WINDOW, DeviceFeed, LoadingWatch
 from nbdist.train.data.sharding import Deal, ShardedBatches, ShardedIterable, samplers_of, tell_epoch
+
+_SHARED_OUT = (
+    "a loader whose data shares itself out does so for another number of ranks: make it again for {ranks}, and "
+    "prepare it"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Manner:
         device: Where batches go to; None: they are left where they are.
         seed: Of the order; None: one is drawn.
         agrees: Whether the ranks are those of the process group, so that they can agree.
+        follows: Whether the share is that of this process's rank, which may become another one.
         shares: Whether nbdist deals batches out; else the data shares itself out.
         dispatch: Whether rank 0 reads for all.
         problem: Why this rank can't begin, which all ranks are to hear.
@@ -50,6 +57,7 @@ class Manner:
     device: torch.device | None
     seed: int | None
     agrees: bool
+    follows: bool
     shares: bool
     dispatch: bool
     problem: str = ""
@@ -186,6 +194,31 @@ class PreparedLoader(DataLoader[Any]):
         """Whether its state is the same on all ranks."""
         return self._manner.shares and not hasattr(super(), "load_state_dict")
 
+    def take_share(self, rank: int, world_size: int) -> str:
+        """Give another share from the next iteration on: this process is another rank, or there are more or fewer.
+
+        Where the loader is, in samples, stays; a loop that is under way can't go on.
+
+        Returns:
+            Why it can't; "" if it can.
+        """
+        manner = self._manner
+        if not manner.follows:
+            return ""
+        self._progress.settle(manner.step)
+        problem = "" if manner.shares else _SHARED_OUT.format(ranks=world_size)
+        agrees = world_size > 1
+        self._manner = replace(manner, rank=rank, world_size=world_size, agrees=agrees, problem=problem)
+        if manner.shares:
+            self._deal_again(rank, world_size)
+        vars(self)["_iterator"] = None  # workers of before
+        return problem
+
+    def _deal_again(self, rank: int, world_size: int) -> None:
+        for deal in [self._manner.deal, *([self._source.deal] if self._source is not None else [])]:
+            deal.world_size = world_size
+            deal.rank = rank if deal.rank is not None else None
+
     def note_step(self) -> None:
         """Note that an optimizer has made a step with the batches given out so far."""
         self._progress.note_step()
@@ -200,10 +233,12 @@ class PreparedLoader(DataLoader[Any]):
         self._iteration = iteration = progress.iteration
         training.enter_loader(self)
         feed, watch = DeviceFeed(self._manner.device), LoadingWatch()
-        batches = self._batches(feed)
+        batches, manner = self._batches(feed), self._manner
         try:
             coming = next(batches, None)
             while coming is not None:
+                if self._manner is not manner:
+                    raise UsageError("the number of ranks has changed since this loop began: begin another")
                 (batch, stateful), coming = coming, self._next(batches, watch)
                 last = coming is None
                 if last and not self._manner.dispatch:
@@ -249,6 +284,8 @@ class PreparedLoader(DataLoader[Any]):
         beginning = self._beginning()
         if manner.agrees:
             beginning = agree(beginning, manner.shares)
+        elif manner.problem:
+            raise UsageError(manner.problem)
         place, seed = beginning.place, beginning.seed
         progress.seed = seed
         for generator, before in zip(self._generators, place.generators or (), strict=True):

@@ -82,6 +82,7 @@ def prepare_loader(
         device=device,
         seed=plan.seed if agrees or world_size == 1 else plan.seed or 0,
         agrees=agrees and world_size > 1,
+        follows=agrees,
         shares=shares,
         dispatch=dispatch,
         problem=_wrong_sampler(loader, rank, world_size),

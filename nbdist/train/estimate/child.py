@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from nbdist.errors import UsageError
 from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
 from nbdist.train import state as training
+from nbdist.train.estimate.details import details_of
 from nbdist.train.estimate.trial_step import CPU, KernelsOfGpu, Step, TrialSetup, make_step, nothing_moves
 from nbdist.train.prepare import strategies
 
@@ -60,7 +61,8 @@ def answer_to(setting: TrialSetup, task: bytes) -> dict[str, Any]:
         task: A pickled `TrialTask`. It is unpickled for each setting, as making a model distributed changes it.
 
     Returns:
-        "held": bytes by category, and "notes": what they don't tell; or "error": what went wrong.
+        "held": bytes by category, and "notes": what they don't tell; with what `details_of` returns, if that is asked
+        for; or "error": what went wrong.
     """
     try:
         return _measure(setting, task)
@@ -87,8 +89,9 @@ def _measure(setting: TrialSetup, task: bytes) -> dict[str, Any]:
         except Exception as error:  # the first step has worked, so it is the tracker that has not
             notes.append(f"temporary memory is not known, for torch's MemTracker does not work here: {error}")
             held = _added_up(_second_step(task, state, setting))
+        found = details_of(_second_step(task, state, setting)) if setting.details else {}
     _add_buckets(held, setting)
-    return {"held": held, "notes": notes}
+    return {"held": held, "notes": notes, **found}
 
 
 def _begin(setting: TrialSetup, notes: list[str]) -> training.State:

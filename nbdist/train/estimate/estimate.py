@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -61,6 +61,9 @@ class Estimate:
         offloaded: What stays in CPU memory, beyond `total`.
         device: Name of what the rank computes on.
         device_memory: Bytes that the rank has there.
+        modules: Activations that each module keeps in one micro-batch, without what its parts keep, "*" for numbers of
+            layers; empty unless asked for (`estimate_each`).
+        flops: Of a step, with what is computed again; None unless asked for, or not known.
         setting: What was estimated, in words.
         notes: What these figures don't tell.
     """
@@ -76,6 +79,8 @@ class Estimate:
     offloaded: int = 0
     device: str = "cpu"
     device_memory: int
+    modules: Mapping[str, int] = field(default_factory=dict)
+    flops: int | None = None
     setting: str = ""
     notes: tuple[str, ...] = field(default=())
 
@@ -196,10 +201,12 @@ def estimate_each(
     optimizer: Any = None,
     loss: Callable[..., torch.Tensor] | None = None,
     device_memory: int | None = None,
+    details: bool = False,
 ) -> Generator[Estimate, None, None]:
     """Yield estimates for several plans, as `estimate` makes them, from one process. Each comes as soon as it is there.
 
-    To be closed if it is not read to its end. What can't be estimated raises when its turn has come.
+    To be closed if it is not read to its end. What can't be estimated raises when its turn has come. With `details`,
+    activations are found by module and FLOPs are counted, which takes two more steps.
     """
     ranks = training.world_size() if world_size is None else world_size
     if not is_whole(ranks, 1):
@@ -210,18 +217,17 @@ def estimate_each(
         plan.check(world_size=ranks)
         _refuse_unusable(model, optimizer, plan)
     device = training.default_device()
-    settings = [TrialSetup(plan, ranks, training.has_group(), device.type == "cuda") for plan in plans]
+    settings = [TrialSetup(plan, ranks, training.has_group(), device.type == "cuda", details) for plan in plans]
     memory = _memory_of(device) if device_memory is None else device_memory
     task = TrialTask(model, batch, optimizer or torch.optim.AdamW, loss)
     with contextlib.closing(_answers(settings, task)) as answers:
         for setting, answer in zip(settings, answers, strict=True):
-            yield _judged(setting, answer["held"], answer["notes"], device, memory)
+            yield _judged(setting, answer, device, memory)
 
 
-def _judged(
-    setting: TrialSetup, held: dict[str, int], notes: Sequence[str], device: torch.device, memory: int
-) -> Estimate:
+def _judged(setting: TrialSetup, answer: dict[str, Any], device: torch.device, memory: int) -> Estimate:
     """Return what the step holds where."""
+    held, notes = answer["held"], answer["notes"]
     plan, on_gpu, offloaded = setting.plan, setting.on_gpu, 0
     if plan.offload and on_gpu and plan.strategy in _SHARDED:
         offloaded = sum(held["gradients_whole" if name == "gradients" else name] for name in _OFFLOADED)
@@ -234,6 +240,8 @@ def _judged(
         offloaded=offloaded,
         device=torch.cuda.get_device_name(device) if on_gpu else "this machine's memory",
         device_memory=memory,
+        modules=answer.get("modules", {}),
+        flops=answer.get("flops"),
         setting=_in_words(plan, setting.world_size),
         notes=tuple(notes),
     )

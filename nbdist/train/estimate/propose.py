@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist import shells
 from nbdist.errors import UsageError
@@ -12,6 +12,9 @@ from nbdist.metrics.node import host
 from nbdist.plan import Plan
 from nbdist.planning.rules import own_settings
 from nbdist.train.estimate.words import savings
+
+if TYPE_CHECKING:
+    from nbdist.train.estimate.estimate import Estimate
 
 _SPARE = 0.1  # of the memory: the estimate is within 10 %
 
@@ -59,13 +62,40 @@ def propose_variables(model: str, batch: str, plan: str, world_size: int, sharin
     Raises:
         UsageError: They name a variable that is not there; or as `propose`.
     """
+    model, batch = _variables(model, batch)
+    return propose(model, batch, plan, world_size=world_size, sharing=sharing)
+
+
+def estimate_with_and_without_checkpoints(
+    model: str, batch: str, plan: str, world_size: int
+) -> tuple[Estimate, Estimate]:
+    """Estimate a step that keeps all activations, and one that computes each block again, with details.
+
+    Args:
+        model: An expression of this process's shell.
+        batch: Likewise.
+        plan: All other settings, as JSON.
+        world_size: Number of ranks.
+
+    Raises:
+        UsageError: They name a variable that is not there, or the estimate can't be made; the text says why.
+    """
+    from nbdist.train.estimate.estimate import estimate_each
+
+    settings = Plan.from_json(plan).replace(activation_budget=None, activation_offload=False)
+    plans = [settings.replace(activation_checkpointing=kind) for kind in ("none", "full")]
+    with closing(estimate_each(*_variables(model, batch), plans, world_size=world_size, details=True)) as found:
+        return next(found), next(found)
+
+
+def _variables(model: str, batch: str) -> tuple[Any, Any]:
+    """Return what two expressions mean in this process's shell."""
     shell = shells.current()
     names = shell.user_ns if shell is not None else {}
     try:
-        values = eval(model, names), eval(batch, names)
+        return eval(model, names), eval(batch, names)
     except NameError as error:
-        raise UsageError(f"--model and --batch are variables of rank 0: {error}") from None
-    return propose(values[0], values[1], plan, world_size=world_size, sharing=sharing)
+        raise UsageError(f"--model and --batch are variables of rank 0, or of the notebook: {error}") from None
 
 
 def memory_of_device(world_size: int, sharing: int) -> tuple[int, int]:

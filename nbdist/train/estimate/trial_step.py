@@ -38,12 +38,14 @@ class TrialSetup:
         world_size: Number of ranks.
         has_group: Whether they have a process group.
         on_gpu: Whether the step is to be made on a GPU.
+        details: Whether activations by module, and FLOPs, are to be found as well; that takes two more steps.
     """
 
     plan: Plan
     world_size: int
     has_group: bool
     on_gpu: bool
+    details: bool = False
 
 
 @dataclass

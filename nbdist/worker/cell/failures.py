@@ -197,7 +197,7 @@ def render(
             if isinstance(error, KeyboardInterrupt):
                 # IPython takes 0.5 s for a first frame in a large file, and an interrupt is to be quick.
                 return _render_frames(traceback)
-            if renderer is None or _holds_group(error):
+            if renderer is None or _holds_group(error) or _kind(error) == "lost":  # what another rank has caused
                 return _render_plainly(kind, error, traceback)
             own = getattr(error, "_render_traceback_", None)
             if own is not None and not isinstance(error, NbdistError):

@@ -54,6 +54,10 @@ class ControlThread:
         self.questions = Questions(rank, lambda: not self.gate.running, self._answer_later)
         self._answered: deque[bytes] = deque()
 
+    def renumber(self, rank: int) -> None:
+        """Answer as another rank from now on."""
+        self._rank = self.questions.rank = rank
+
     def start(self) -> None:
         self.questions.start()
         threading.Thread(target=self._run, name="nbdist-control", daemon=True).start()

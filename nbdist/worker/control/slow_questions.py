@@ -16,6 +16,7 @@ import msgspec
 
 from nbdist import limits
 from nbdist.metrics.node import device, host
+from nbdist.wire.held_variables import GetElements, GetFigures, GetGap, GetVariables
 from nbdist.wire.knowing import (
     Complete,
     CompletionItem,
@@ -31,6 +32,7 @@ from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Ask
 from nbdist.worker.cell.main_thread import MainThreadLook
 from nbdist.worker.cell.shell import RankShell
+from nbdist.worker.control.variable_answers import VariableAnswers
 
 Work = Callable[[Any], Any]  # from a question to its answer; `Question.by` has seen to it that they belong together
 
@@ -44,6 +46,7 @@ class Questions:
         answer: Called in this thread with a question and what gives its answer.
 
     Attributes:
+        rank: As above.
         shell: The shell whose names are completed.
         gpu: The rank's GPU, as torch counts.
         answers: What answers them, by their type.
@@ -52,10 +55,11 @@ class Questions:
     def __init__(self, rank: int, idle: Callable[[], bool], answer: Callable[[Ask, Work], None]) -> None:
         self.shell: RankShell | None = None
         self.gpu = 0
-        self._rank = rank
+        self.rank = rank
         self._gpu = MainThreadLook(lambda: device.look_at_gpu(self.gpu), idle)
         self._answer = answer
         self._inherited = host.anonymous_memory()
+        variables = VariableAnswers(lambda: self._shell.user_ns, self._hidden, idle)
         self._waiting: queue.SimpleQueue[tuple[float, Ask]] = queue.SimpleQueue()
         self.answers: dict[type[Question[Any]], Work] = dict(
             [
@@ -63,6 +67,10 @@ class Questions:
                 Inspect.by(self._inspect),
                 GetMemory.by(lambda question: self.memory()),
                 GetMetrics.by(self._metrics),
+                GetVariables.by(variables.variables),
+                GetFigures.by(variables.statistics),
+                GetElements.by(variables.elements),
+                GetGap.by(variables.gap),
             ]
         )
 
@@ -82,6 +90,15 @@ class Questions:
             late = time.monotonic() - asked_at > limits.STALE
             self._answer(question, _too_late if late else self.answers[type(question.question)])
 
+    @property
+    def _shell(self) -> RankShell:
+        assert self.shell is not None
+        return self.shell
+
+    def _hidden(self) -> set[str]:
+        """Return the names that a shell has without the user."""
+        return {*self._shell.user_ns_hidden, *self._shell.own_names}
+
     def memory(self) -> ProcessMemory:
         """Return the bytes that this rank holds."""
         figures = self._gpu.newest() if device.uses_gpu() else {}
@@ -89,7 +106,7 @@ class Questions:
 
     def _metrics(self, _: GetMetrics) -> Metrics:
         """Return this rank for the panel, once a second: so nothing that costs more than microseconds."""
-        sample = device.look_at_host(self._rank, self._inherited)
+        sample = device.look_at_host(self.rank, self._inherited)
         return Metrics(msgspec.structs.replace(sample, **self._gpu.newest()) if device.uses_gpu() else sample)
 
     def _complete(self, question: Complete) -> Completions:

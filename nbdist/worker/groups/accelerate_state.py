@@ -7,11 +7,21 @@ an accelerator for the only process. Does nothing where that variable isn't set,
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 from typing import Any
 
 from nbdist.checks import is_on
 from nbdist.imports import after_import
+
+
+def renumber(rank: int, local_rank: int, world_size: int) -> None:
+    """Have Accelerate know the rank's number among others, where it has read that already."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    shared = getattr(state, "_shared_state", None)
+    if shared:
+        numbers = {"process_index": rank, "local_process_index": local_rank, "num_processes": world_size}
+        shared.update({name: number for name, number in numbers.items() if name in shared})
 
 
 def install() -> None:

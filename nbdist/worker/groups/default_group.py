@@ -37,9 +37,13 @@ class DefaultGroup:
         """
         if not self._setup.options.init:
             return "none"
-        backend = "none" if self._setup.life else self._join(0)  # a newcomer gets it with all other groups
+        backend = "none" if self._setup.newcomer else self._join(0)  # a newcomer gets it with all other groups
         self._hand_out()
         return backend
+
+    def renumber(self, setup: RankSetup) -> None:
+        """Note that this rank is another number, of others."""
+        self._setup = setup
 
     def adopted(self) -> None:
         """Note that this rank has got it from `Collectives.adopt`."""

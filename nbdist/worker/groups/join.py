@@ -26,17 +26,8 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # whether a rendezvous only conne
 def environment(setup: RankSetup) -> dict[str, str]:
     """Return Torchrun's variables for this rank, and what libraries are to find there unless the user has set it."""
     place = setup.options.place or Place()
-    world, rank = str(setup.world_size), str(setup.rank)
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": str(setup.local_rank),
-        "GROUP_RANK": str(place.node_rank),
-        "ROLE_RANK": rank,
+    variables = numbers(setup) | {
         "ROLE_NAME": "default",
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": str(setup.options.count),
-        "GROUP_WORLD_SIZE": str(place.num_nodes),
-        "ROLE_WORLD_SIZE": world,
         "MASTER_ADDR": place.master_addr or setup.store.host,
         "MASTER_PORT": str(place.master_port if place.master_addr else setup.store.port),
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),
@@ -57,6 +48,22 @@ def environment(setup: RankSetup) -> dict[str, str]:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.options.gpus)
         defaults |= gpu_defaults(setup.options.environment)
     return {name: value for name, value in defaults.items() if name not in setup.options.environment} | variables
+
+
+def numbers(setup: RankSetup) -> dict[str, str]:
+    """Return those of torchrun's variables that depend on the number of ranks."""
+    place = setup.options.place or Place()
+    world, rank = str(setup.world_size), str(setup.rank)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": str(setup.local_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": str(setup.options.count),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "ROLE_WORLD_SIZE": world,
+    }
 
 
 def prepare_torch(setup: RankSetup) -> None:
@@ -91,7 +98,7 @@ def device(setup: RankSetup) -> Any:
 def _gpu(setup: RankSetup) -> Any:
     import torch
 
-    return torch.device("cuda", setup.local_rank % setup.gpu_count)
+    return torch.device("cuda", setup.gpu % setup.gpu_count)
 
 
 def _gpu_count(setup: RankSetup) -> int:

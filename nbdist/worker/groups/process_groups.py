@@ -19,7 +19,6 @@ import contextlib
 import inspect
 import os
 import re
-import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from nbdist.wire.rank_processes import StoreAddress
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
 from nbdist.worker.groups import descriptors, torch_groups
+from nbdist.worker.groups.creation import Creation
 from nbdist.worker.groups.flight_record import Record, group_label
 from nbdist.worker.groups.timeouts import Timeouts
 
@@ -43,19 +43,10 @@ _RENEWAL_LIMIT = timedelta(seconds=limits.RENEWAL)
 _STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
 _OWN = "nbdist-own-"  # begins the name of a group that only one rank has
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
-
-
-@dataclass
-class _Creation:
-    """A group that is being made."""
-
-    size: int  # how many ranks it has
-    before: dict[int, str]  # epoll sets that there were when it began, with the inodes of their listeners
-    called: set[str] = field(default_factory=set)  # inodes of the listeners that have had a caller for each peer
-
-    def new_epolls(self, links: Mapping[int, str]) -> dict[int, str]:
-        """Return epoll sets that have appeared since it began, with the inodes of their listeners."""
-        return {fd: inode for fd, inode in descriptors.epolls(links).items() if self.before.get(fd) != inode}
+_STALE = (
+    "not all of its ranks had this process group (they were interrupted while they made it, or some have "
+    "destroyed it), so it was dropped: create it again with `dist.new_group(...)` on all ranks"
+)
 
 
 @dataclass
@@ -91,11 +82,11 @@ class Collectives:
         self._store: Any = None
         self._clients: set[str] = set()  # inodes of the connections to stores that rendezvous of ours have opened
         self._groups: dict[str, _Group] = {}
-        self._creating: list[_Creation] = []
+        self._creating: list[Creation] = []
         self._connecting: list[tuple[int, set[str]]] = []  # port, sockets that there were before
         self._cut: set[str] = set()  # groups whose connections were cut
         self._copies: list[int] = []  # descriptors that keep cut connections open towards the peers
-        self._stale: set[str] = set()
+        self._gone: dict[str, str] = {}  # why groups were dropped, by their names
         self._store_cut = False
         self._aborts: dict[int, threading.Thread] = {}  # by the backend's id; each thread keeps its backend alive
         self._unclaimed: dict[str, GroupRecipe] | None = None  # groups of a newcomer, until it has joined them
@@ -161,7 +152,7 @@ class Collectives:
     def _created(self, name: str, size: int) -> Iterator[None]:
         """Assign epoll sets that appear in the body to the gloo devices of the group being made."""
         before = dict(descriptors.links())
-        creation = _Creation(size, descriptors.epolls(before))
+        creation = Creation(size, descriptors.epolls(before))
         self._creating.append(creation)
         try:
             yield
@@ -235,7 +226,7 @@ class Collectives:
         for creation in list(self._creating):
             for fd in creation.new_epolls(dict(descriptors.links())):
                 self._silence(fd)
-                _call_as_peers(creation, *descriptors.listening(fd))
+                creation.call_as_peers(*descriptors.listening(fd))
         if self.creating:
             self._cut_store()
         self._cut |= set(names)
@@ -300,10 +291,15 @@ class Collectives:
         """
         own = {name: recipe for name, recipe in recipes.items() if rank in recipe.members}
         for name in sorted(own, key=_order):
-            torch_groups.stand_in(name, own[name], rank)
-            known = self._groups.setdefault(name, _Group())
-            known.kinds, known.timeout = dict(own[name].kinds), timedelta(seconds=own[name].timeout)
+            self.stand_in(name, own[name], rank)
         self._unclaimed = {name: recipe for name, recipe in own.items() if not recipe.default}
+
+    def stand_in(self, name: str, recipe: GroupRecipe, rank: int) -> None:
+        """Make a group with stand-ins for backends, which `renew` replaces; until then it counts as cut."""
+        torch_groups.stand_in(name, recipe, rank)
+        known = self._groups.setdefault(name, _Group())
+        known.kinds, known.timeout = dict(recipe.kinds), timedelta(seconds=recipe.timeout)
+        self._cut.add(name)
 
     @property
     def stand_ins(self) -> bool:
@@ -342,7 +338,7 @@ class Collectives:
         import torch.distributed as dist
 
         for name in stale:
-            self._drop(name)
+            self.drop(name, _STALE)
         world = torch_groups.world()
         if world is not None and (self.stand_ins or getattr(world, "group_count", count) < count):
             world.group_count = count
@@ -398,17 +394,27 @@ class Collectives:
         if world is not None and group in world.pg_map:
             world.pg_map[group] = (world.pg_map[group][0], store)  # what further groups meet through
 
-    def _drop(self, name: str) -> None:
-        """Forget a group that is not whole; using it raises from now on."""
+    def drop(self, name: str, why: str) -> None:
+        """Forget a group that is not whole, or no longer wanted; using it raises from now on, with this text."""
         import torch.distributed as dist
 
         group = torch_groups.living().get(name)
         if group is None:
             return
-        self._stale.add(name)
+        self._gone[name] = why
+        self._cut.discard(name)
+        self._groups.setdefault(name, _Group()).unusable = ""
         self._abort(name, group, limit=_RENEWAL_LIMIT)
         with contextlib.suppress(Exception):
+            if group is dist.group.WORLD:  # else all groups would go
+                torch_groups.unset_default()
             dist.destroy_process_group(group)
+
+    def drop_stand_ins(self, why: str) -> None:
+        """Forget groups that could not be connected: their collectives would do nothing, and nobody would notice."""
+        for name in torch_groups.living():
+            if name in self._groups and self._groups[name].kinds:
+                self.drop(name, f"this process group could not be connected ({why}): `%distributed restart`")
 
     def agree(self, topic: str, yes: bool, ranks: Sequence[int], rank: int) -> bool:
         """Return whether all of these ranks say yes; each of them asks. On the main thread, through the store.
@@ -467,11 +473,8 @@ class Collectives:
         reasons = {known.unusable for known in self._groups.values() if known.unusable}
         if reasons and failures.from_communication(error):
             return StaleGroupError("; or ".join(sorted(reasons)))
-        if self._stale and failures.from_torch(error) and _UNKNOWN_GROUP.search(str(error)):
-            return StaleGroupError(
-                "not all of its ranks had this process group (they were interrupted while they made it, or some have "
-                "destroyed it), so it was dropped: create it again with `dist.new_group(...)` on all ranks"
-            )
+        if self._gone and failures.from_torch(error) and _UNKNOWN_GROUP.search(str(error)):
+            return StaleGroupError("; or ".join(sorted(set(self._gone.values()))))
         return None
 
 
@@ -485,19 +488,3 @@ def _next_slot(group: Any, known: _Group) -> Any:
         raise RuntimeError("this group has been renewed as often as torch allows")
     known.slot += 1
     return type(group).BackendType(known.slot - 1)
-
-
-# --- gloo's side
-
-
-def _call_as_peers(creation: _Creation, listener: int, inode: str) -> None:
-    """Connect to a gloo listener as each of its peers would, and hang up: a peer that was freed first never comes.
-
-    The side that listens waits for its peer without a socket of its own that could be shut down. A peer says which
-    pair it belongs to by a number below the size of the group (gloo/transport/tcp/listener.cc).
-    """
-    if not inode or inode in creation.called:
-        return
-    creation.called.add(inode)
-    for pair in range(creation.size):
-        descriptors.call(listener, struct.pack("=q", pair))

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import importlib
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -111,6 +112,8 @@ def stand_in(name: str, recipe: GroupRecipe, rank: int) -> None:
     devices = ",".join(f"{device}:fake" for device in recipe.kinds) or "cpu:fake"
     size, store = len(recipe.members), dist.HashStore()
     if recipe.default:
+        if name.isdigit() and hasattr(world(), "group_count"):  # the number of all groups that there were before
+            world().group_count = int(name)
         dist.init_process_group(devices, rank=rank, world_size=size, store=store)
         group: Any = dist.group.WORLD
     else:
@@ -120,6 +123,30 @@ def stand_in(name: str, recipe: GroupRecipe, rank: int) -> None:
         raise RuntimeError(f"torch named the group {registry.pg_names.get(group)!r}, and elsewhere it is {name!r}")
     registry.pg_map[group] = (recipe.backend, store)
     registry.pg_backend_config[group] = recipe.config
+
+
+def unset_default() -> Any:
+    """Let go of the default group, which stays a group like others.
+
+    Returns:
+        The group that it was; None if there was none.
+
+    Raises:
+        RuntimeError: This torch can't.
+    """
+    c10d, registry = sys.modules.get("torch.distributed.distributed_c10d"), world()
+    unset = getattr(c10d, "_update_default_pg", None)
+    if unset is None:
+        raise RuntimeError("this torch can't have another default process group beside living groups")
+    before = registry.default_pg
+    unset(None)
+    return before
+
+
+def renumber(group: Any, numbers: Mapping[int, int]) -> None:
+    """Note that the members of a group have other numbers among all ranks."""
+    ranks = world().pg_group_ranks
+    ranks[group] = {numbers[rank]: place for rank, place in ranks[group].items()}
 
 
 def _make_subgroup(name: str, recipe: GroupRecipe, rank: int, devices: str, store: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from nbdist.metrics.compute import step_events
 from nbdist.train import active_training
 from nbdist.wire.cells import Failure, InOrder, Recover
-from nbdist.wire.healing import Adopt
+from nbdist.wire.healing import Adopt, Resize
 from nbdist.wire.question import Done
 from nbdist.wire.rank_processes import RankSetup
 from nbdist.wire.stopping import (
@@ -31,12 +31,14 @@ from nbdist.wire.stopping import (
 )
 from nbdist.worker.cell.keyboard import Keyboard
 from nbdist.worker.control.control_thread import ControlThread
+from nbdist.worker.groups.new_world import NewWorld
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery import reset_models
 from nbdist.worker.recovery.batchnorm import Statistics
 from nbdist.worker.recovery.exact import ExactState
 from nbdist.worker.recovery.position import PositionProbe
 from nbdist.worker.recovery.random_record import RandomRecord
+from nbdist.worker.recovery.resizing import take_groups
 from nbdist.worker.recovery.step_stop import StepCounter
 
 _STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
@@ -60,12 +62,14 @@ class RankRecovery:
         self.collectives = Collectives(setup.epoch, setup.store)
         self.make_group_again: Callable[[int], None] = lambda attempt: None
         self.adopted: Callable[[], None] = lambda: None
-        self._rank = setup.rank
+        self._setup = setup
+        self._world = NewWorld()  # of the last change; groups of before, until models have let go of them
+        self._news: list[str] = []  # about it
         self._control = control
         self._events = step_events.of_this_thread()
         self._steps = StepCounter(control.wake)
         self._folder = setup.folder  # goes with this process; what lies beside it, with the session
-        self._joining = setup.life > 0
+        self._joining = setup.newcomer
         self._settle: Callable[[], None] = lambda: None
         self._exact = ExactState() if setup.options.exact else None
         self._statistics = Statistics()
@@ -200,14 +204,19 @@ class RankRecovery:
                 self.make_group_again(task.generation)
             if task.reset:
                 topic = f"buckets settled, generation {task.generation}, cell {task.serial}"  # never voted on before
-                keep_buckets = self.collectives.agree(topic, reset_models.buckets_settled(), task.ranks, self._rank)
+                keep_buckets = self.collectives.agree(
+                    topic, reset_models.buckets_settled(), task.ranks, self._setup.rank
+                )
         except Exception as error:  # the ranks live on, and the user is told
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         self.collectives.lose(task.lost, task.dead)
+        if failure or task.lost:
+            self.collectives.drop_stand_ins(failure or "a rank has died")
         if not task.reset:
             return InOrder(failure)
         report = reset_models.reset_models(keep_buckets=keep_buckets, moved=self._statistics.moved)
-        notes = report.notes
+        notes = [*self._news, *report.notes]
+        self._world, self._news = NewWorld(), []
         if self._joining:
             notes = notes + self._take_over(task.steps)
         elif self._exact is not None:
@@ -222,7 +231,7 @@ class RankRecovery:
         record = self._random_record() if self._exact is not None else None
         self._joining = False
         notes = self._exact.resume(steps, record) if self._exact is not None and record is not None else []
-        return [f"rank {self._rank}: {note}" for note in notes]
+        return [f"rank {self._setup.rank}: {note}" for note in notes]
 
     def _settled(self, _: object) -> None:
         """Be no newcomer any more: it trains with the others."""
@@ -233,15 +242,30 @@ class RankRecovery:
         if not self._folder:
             return None
         try:
-            return RandomRecord(Path(self._folder).with_name(f"random-{self._rank}"), new=not self._joining)
+            return RandomRecord(Path(self._folder).with_name(f"random-{self._setup.slot}"), new=not self._joining)
         except OSError:  # no room there: a newcomer begins with random numbers of its own
             return None
 
     def adopt(self, task: Adopt) -> InOrder:
         """Take the place of a dead rank in its groups. On the main thread."""
         try:
-            self.collectives.adopt(task.recipes, self._rank)
+            self.collectives.adopt(task.recipes, self._setup.rank)
             active_training.newcomer = True
+            self.adopted()
+        except Exception as error:
+            return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
+        return InOrder()
+
+    def resize(self, setup: RankSetup, task: Resize) -> InOrder:
+        """Become one of another number of ranks. On the main thread.
+
+        Args:
+            setup: What this rank is from now on.
+            task: The order.
+        """
+        self._setup = setup
+        try:
+            self._world, self._news = take_groups(self.collectives, setup, task)
             self.adopted()
         except Exception as error:
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])

@@ -1,0 +1,85 @@
+/**
+ * What the server tells of its machine: sessions, GPUs, and who holds what. nbdist/server/machine.py has the same.
+ */
+
+import type { Modules } from "./jupyter";
+import { SERVER_WITHOUT_US, SERVER_OTHER, SERVER_SILENT } from "./strings";
+
+const PROTOCOL = 1;
+
+export interface RunningCell {
+  number: number;
+  ranks: number;
+  seconds: number;
+}
+
+/** A session; `answers` false: nothing else is known. Memory in bytes, `since` in seconds since 1970. */
+export interface SessionRow {
+  name: string;
+  answers: boolean;
+  notebook: string;
+  client: string;
+  ranks: number;
+  nodes: string[];
+  gpus: number;
+  memory: number;
+  running: RunningCell[];
+  since: number;
+}
+
+/** A process that holds memory of a GPU; `session`: whose rank it is. */
+export interface Holder {
+  pid: number;
+  memory: number;
+  user: string;
+  program: string;
+  session: string;
+}
+
+export interface GpuRow {
+  index: number;
+  name: string;
+  total: number | null;
+  used: number | null;
+  utilization: number | null;
+  holders: Holder[];
+}
+
+export interface Machine {
+  protocol: number;
+  version: string;
+  host: string;
+  sessions: SessionRow[];
+  gpus: GpuRow[];
+}
+
+/** What the server does with a session. */
+export type Act = "interrupt" | "stop";
+
+/** Ask the server. Returns words where it can't answer. */
+export async function lookAtMachine(lab: Modules): Promise<Machine | string> {
+  const response = await send(lab, "machine", { method: "GET" });
+  if (response === null) return SERVER_SILENT;
+  if (response.status === 404) return SERVER_WITHOUT_US;
+  if (!response.ok) return response.statusText;
+  const machine = (await response.json()) as Machine;
+  return machine.protocol === PROTOCOL ? machine : SERVER_OTHER;
+}
+
+/** Have the server do this. Returns why it did not; empty: it did. */
+export async function act(lab: Modules, what: Act, name: string): Promise<string> {
+  const response = await send(lab, what, { method: "POST", body: JSON.stringify({ name }) });
+  if (response === null) return SERVER_SILENT;
+  return response.ok ? "" : response.statusText;
+}
+
+/** Null: the server can't be reached. */
+async function send(lab: Modules, path: string, init: RequestInit): Promise<Response | null> {
+  const { ServerConnection } = lab.services;
+  const settings = ServerConnection.makeSettings();
+  try {
+    return await ServerConnection.makeRequest(`${settings.baseUrl}nbdist/${path}`, init, settings);
+  } catch {
+    return null;
+  }
+}

@@ -1,0 +1,126 @@
+/**
+ * The sessions and the GPUs of the server's machine, below the panel: also those of other notebooks, and without any.
+ */
+
+import { make, percent, size, write } from "../words";
+import type { Modules, NotebookPanel } from "./jupyter";
+import { act, lookAtMachine, type Act, type GpuRow, type Machine, type SessionRow } from "./machine";
+import * as words from "./strings";
+
+const PERIOD = 5000; // milliseconds between two looks, while somebody sees it
+const MIB = 1024 ** 2;
+
+export class MachineView {
+  readonly element = make("details", "machine", make("summary", "machine-title", words.MACHINE));
+  panel: NotebookPanel | null = null;
+  private readonly note = make("p", "machine-note");
+  private readonly sessions = make("ul", "machine-list");
+  private readonly gpus = make("ul", "machine-list");
+  private drawn = "";
+  private due = 0;
+  private seen = false;
+
+  constructor(
+    private readonly lab: Modules,
+    private readonly attach: (name: string, take: boolean) => void,
+  ) {
+    this.sessions.setAttribute("aria-label", words.SESSIONS);
+    this.gpus.setAttribute("aria-label", words.GPUS);
+    this.note.setAttribute("role", "status");
+    this.element.append(this.note, this.sessions, this.gpus);
+    this.element.addEventListener("toggle", () => void this.look());
+  }
+
+  /** Whether somebody sees the sidebar. */
+  set visible(visible: boolean) {
+    this.seen = visible;
+    if (visible) void this.look();
+    else window.clearTimeout(this.due);
+  }
+
+  private async look(): Promise<void> {
+    window.clearTimeout(this.due);
+    if (!this.isLookedAt()) return;
+    const found = await lookAtMachine(this.lab);
+    window.clearTimeout(this.due);
+    if (!this.isLookedAt()) return;
+    this.draw(found);
+    this.due = window.setTimeout(() => void this.look(), PERIOD);
+  }
+
+  private isLookedAt(): boolean {
+    return this.seen && this.element.open;
+  }
+
+  private draw(found: Machine | string): void {
+    const key = JSON.stringify(found);
+    if (key === this.drawn) return; // a button that has the focus keeps it
+    this.drawn = key;
+    const machine = typeof found === "string" ? null : found;
+    write(this.note, typeof found === "string" ? found : words.machineSummary(found.host, found.sessions.length, found.gpus.length));
+    this.sessions.replaceChildren(...(machine?.sessions ?? []).map((session) => this.session(session)));
+    this.gpus.replaceChildren(...(machine?.gpus ?? []).map(gpu));
+  }
+
+  private session(session: SessionRow): HTMLElement {
+    const title = make("div", "machine-name", words.sessionName(session.name, session.notebook));
+    const item = make("li", "machine-item", title);
+    if (!session.answers) item.append(make("div", "machine-facts", words.NO_ANSWER));
+    else item.append(...words.sessionFacts(session, size(session.memory / MIB)).map((line) => make("div", "machine-facts", line)));
+    const buttons = make("div", "sidebar-buttons");
+    const { path } = this.panel?.context ?? { path: "" };
+    const ours = path !== "" && session.notebook.endsWith(path);
+    if (this.panel?.context.model.readOnly === false && session.answers && !ours) {
+      const taken = session.client === "there";
+      buttons.append(
+        this.button(words.ATTACH, taken ? words.TAKE_CAPTION : words.ATTACH_CAPTION, session, async () => {
+          if (!taken || (await this.confirmed(words.TAKE, words.TAKE_QUESTION))) this.attach(session.name, taken);
+          return "";
+        }),
+      );
+    }
+    const idle = session.running.length === 0;
+    const interrupt = this.button(words.BUTTONS.interrupt[0], words.BUTTONS.interrupt[1], session, () => this.do("interrupt", session));
+    interrupt.disabled = idle;
+    const stop = this.button(words.BUTTONS.stop[0], words.BUTTONS.stop[1], session, async () => {
+      const [title] = words.CONFIRM.stop;
+      return (await this.confirmed(words.BUTTONS.stop[0], [title, words.stopQuestion(session.name, session.notebook)])) ? this.do("stop", session) : "";
+    });
+    buttons.append(interrupt, stop);
+    item.append(buttons);
+    return item;
+  }
+
+  private button(label: string, caption: string, session: SessionRow, press: () => Promise<string>): HTMLButtonElement {
+    const button = make("button", "sidebar-button", label);
+    button.title = caption;
+    button.setAttribute("aria-label", `${label} ${session.name}`);
+    button.addEventListener("click", () => {
+      void press().then((trouble) => {
+        if (trouble !== "") write(this.note, trouble);
+      });
+    });
+    return button;
+  }
+
+  private async do(what: Act, session: SessionRow): Promise<string> {
+    const trouble = await act(this.lab, what, session.name);
+    await this.look();
+    return trouble;
+  }
+
+  private async confirmed(label: string, [title, body]: readonly [string, string]): Promise<boolean> {
+    const { apputils } = this.lab;
+    const buttons = [apputils.Dialog.cancelButton(), apputils.Dialog.warnButton({ label })];
+    return (await apputils.showDialog({ title, body, buttons })).button.accept;
+  }
+}
+
+function gpu(row: GpuRow): HTMLElement {
+  const used = row.used === null ? null : row.used / MIB;
+  const total = row.total === null ? null : row.total / MIB;
+  const item = make("li", "machine-item", make("div", "machine-name", words.gpuName(row.index, row.name)));
+  item.append(make("div", "machine-facts", words.gpuFacts(size(used), size(total), percent(row.utilization === null ? null : 100 * row.utilization))));
+  for (const holder of row.holders) item.append(make("div", "machine-facts", words.holderLine(holder, size(holder.memory / MIB))));
+  return item;
+}

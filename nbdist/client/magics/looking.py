@@ -1,0 +1,83 @@
+"""What `%distributed logs`, `stacks`, `flight` and `debug` do: looking at what ranks printed, do and have done."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+
+from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
+from nbdist.client.session import stack_report
+from nbdist.client.session.current import get_session
+from nbdist.client.session.logs import CellLog
+from nbdist.client.session.session import rank_set_of
+from nbdist.client.session.status import look_at_stacks
+from nbdist.errors import UsageError
+from nbdist.text import size
+
+
+def debug(arguments: argparse.Namespace) -> None:
+    """Open the debugger on a rank, or the port of one."""
+    session = get_session()
+    ranks = rank_set_of(session).among(arguments.ranks)
+    if arguments.debugpy:
+        print(session.debugpy(ranks))
+    elif ranks is not None and len(ranks) != 1:
+        raise UsageError("the debugger opens on one rank: `%distributed debug -r 0`")
+    else:
+        session.debug(None if ranks is None else ranks[0])
+
+
+def logs(arguments: argparse.Namespace) -> None:
+    """Show what a cell printed, or write it to a file."""
+    session = get_session()
+    ranks = rank_set_of(session).among(arguments.ranks)
+    log = CellLog(rank_set_of(session).traffic.read_log, arguments.cell)
+    pieces = log.lines([info.rank for info in session.ranks] if ranks is None else ranks, arguments.tail)
+    if arguments.save is not None:
+        print(f"{size(_save(pieces, arguments.save))} written to {arguments.save}")
+    else:
+        _show_log(pieces, log.size)
+    if gaps := log.explain_gaps():
+        print(f"nbdist: {gaps}", file=sys.stderr)
+
+
+def stacks(arguments: argparse.Namespace) -> None:
+    """Show where ranks are."""
+    session = get_session()
+    found = look_at_stacks(rank_set_of(session), arguments.ranks, native=arguments.native)
+    print(stack_report.render(found, rank_set_of(session).traffic.places))
+
+
+def flight(arguments: argparse.Namespace) -> None:
+    """Show the last collectives of ranks side by side."""
+    session = get_session()
+    print(session.flight(rank_set_of(session).among(arguments.ranks), arguments.last))
+
+
+def _save(pieces: Iterable[str], path: str) -> int:
+    """Write text to a file as it arrives, and return the number of bytes written."""
+    written = 0
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                written += file.write(piece.encode(errors="replace"))
+    except OSError as error:
+        raise UsageError(f"can't write {path}: {error.strerror}; use another file for --save") from None
+    return written
+
+
+def _show_log(pieces: Iterable[str], whole: int) -> None:
+    shown: list[str] = []
+    length = 0
+    for piece in pieces:
+        shown.append(piece)
+        length += len(piece)
+        if length > FOLD_LIMIT:
+            raise UsageError(
+                f"the log of this cell has {size(whole)}, too much to show here: "
+                "`%distributed logs --save FILE`, or `--tail 100`"
+            )
+    publisher = Publisher(0)
+    publisher.text("stdout", "".join(shown))
+    publisher.complete()

@@ -1,0 +1,143 @@
+"""A session of more or fewer ranks: those that have died are given up, or others are added."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from nbdist.checks import check_whole
+from nbdist.client.session.heal import ALREADY, HealReport, bring_in, refuse_busy, request
+from nbdist.client.session.rank_set import Ranks, RankSet
+from nbdist.errors import UsageError
+from nbdist.ranks import describe_ranks
+from nbdist.text import counted
+from nbdist.wire.healing import Grow, Healed, Shrink
+
+
+@dataclass(frozen=True)
+class ShrinkReport:
+    """What a shrink has done. It prints as a few lines.
+
+    Attributes:
+        gone: The ranks that were given up, by the numbers that they had.
+        numbers: The numbers of the others now, by those that they had.
+        groups: How many process groups were rebuilt.
+        generation: Of the process groups.
+        seconds: What it took.
+        notes: What else there is to know.
+    """
+
+    gone: list[int]
+    numbers: dict[int, int]
+    groups: int
+    generation: int
+    seconds: float
+    notes: str = ""
+
+    def __str__(self) -> str:
+        rebuilt = f"{counted(self.groups, 'process group')} rebuilt (generation {self.generation})"
+        left = counted(len(self.numbers), "rank")
+        lines = [f"{describe_ranks(self.gone)} given up in {self.seconds:.2f} s: {left} left, {rebuilt}"]
+        lines += _moves(self.numbers)
+        if self.notes:
+            lines.append(self.notes)
+        lines.append("variables of the ranks that are left are kept")
+        return "\n".join(lines)
+
+
+def _moves(numbers: Mapping[int, int]) -> list[str]:
+    """Return who has another number now: a clause for those that have moved by as much."""
+    moved = [(before, now) for before, now in numbers.items() if before != now]
+    clauses = []
+    for _, pairs in groupby(moved, key=lambda pair: pair[0] - pair[1]):
+        before, now = zip(*pairs, strict=True)
+        verb = "is" if len(before) == 1 else "are"
+        clauses.append(f"{describe_ranks(before)} {verb} now {describe_ranks(now)}")
+    return ["; ".join(clauses)] if clauses else []
+
+
+def shrink(rank_set: RankSet, ranks: Ranks) -> ShrinkReport:
+    """Go on without some ranks.
+
+    Args:
+        rank_set: The ranks.
+        ranks: Which, beside those that have died; None: only those.
+
+    Raises:
+        UsageError: There is nothing to give up, or nothing would be left; nothing has changed.
+        SessionBusy: Ranks run something.
+        SessionBroken: It failed.
+    """
+    rank_set.check_open()
+    dead = sorted(rank_set.traffic.dead)
+    if ranks is None and not dead:
+        raise UsageError(
+            "no rank has died. `%distributed shrink -r 1` gives up ranks that live; their variables are lost"
+        )
+    gone = sorted({*dead, *(rank_set.choose(ranks, living=False) if ranks is not None else ())})
+    staying = [info.rank for info in rank_set.ranks if info.rank not in gone]
+    if not staying:
+        raise UsageError(
+            "no rank would be left. `%distributed restart` starts fresh ranks, `%distributed stop` ends them"
+        )
+    busy = {rank: task for rank, task in rank_set.traffic.running(staying).items() if not task.bereaved}
+    if busy:
+        raise rank_set.busy(busy)
+    failed = f"{describe_ranks(gone)} {'was' if len(gone) == 1 else 'were'} not given up"
+    with rank_set.talk.dialogue(ALREADY) as ask, rank_set.traffic.replacing(gone):
+        began = time.monotonic()
+        healed = request(rank_set, ask, Shrink(gone), Healed, failed)
+        seconds = time.monotonic() - began
+    rank_set.traffic.generation = healed.generation
+    numbers = {before: now for now, before in enumerate(staying)}
+    return ShrinkReport(gone, numbers, healed.groups, healed.generation, seconds, healed.text)
+
+
+def grow(
+    rank_set: RankSet,
+    count: int,
+    gpus: Callable[[int], list[str] | None],
+    catch_up: Callable[[Sequence[int]], None],
+) -> HealReport:
+    """Add ranks on this machine.
+
+    Args:
+        rank_set: The ranks.
+        count: How many.
+        gpus: Returns the GPUs that so many ranks get at a start.
+        catch_up: Called with the newcomers before they run any cell.
+
+    Raises:
+        UsageError: They can't be added; nothing has changed.
+        SessionBusy: Ranks run something.
+        SessionBroken: It failed; the others are as they were.
+        RankError: They were added; then a cell that they ran to be set up failed.
+    """
+    rank_set.check_open()
+    check_whole("the number of ranks to add", count, 1, "%distributed grow -n 1")
+    if dead := sorted(rank_set.traffic.dead):
+        verb = "has" if len(dead) == 1 else "have"
+        raise UsageError(
+            f"{describe_ranks(dead)} {verb} died: `%distributed heal` replaces what died, or `%distributed shrink` "
+            "goes on without; then grow"
+        )
+    if any(info.node for info in rank_set.ranks):
+        raise UsageError(
+            "this session has ranks on several machines, where none can be added: `%distributed restart` has all "
+            "machines again"
+        )
+    total = len(rank_set.ranks) + count
+    refuse_busy(rank_set, [])
+    found = gpus(total)
+    if "nccl" in rank_set.backend and total > len(found or []):
+        free = len(found or []) - len(rank_set.ranks)
+        way_out = f"`%distributed grow -n {free}`" if free > 0 else "each has a rank already"
+        raise UsageError(
+            f"{counted(total, 'rank')} for {counted(len(found or []), 'GPU')}, and this session's process group uses "
+            f"nccl, which needs a GPU for each rank: {way_out}"
+        )
+    coming = range(len(rank_set.ranks), total)  # if they end, the error says so
+    with rank_set.talk.dialogue(ALREADY) as ask, rank_set.traffic.replacing(coming):
+        return bring_in(rank_set, ask, Grow(count, found), catch_up, "added")

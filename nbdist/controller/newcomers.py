@@ -1,0 +1,200 @@
+"""Who comes to a set of ranks while it lives: one replacement at a time, and the cells that wait for its end.
+
+Owns what newcomers run first. Decides whether they may come; `replacement` brings them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from nbdist.controller.cell_history import CellHistory
+from nbdist.controller.rank_order import Rank
+from nbdist.controller.replacement import Healing, MembershipChange, Places
+from nbdist.controller.whereabouts import Whereabouts
+from nbdist.ranks import describe_ranks
+from nbdist.wire.cells import Execute, InOrder
+from nbdist.wire.healing import Grow, Heal, HealFailed, Shrink
+from nbdist.wire.message import Message
+from nbdist.wire.rank_processes import Ready
+
+_NO_STORE = "the rendezvous store of this session has ended, so groups can't be rebuilt: `%distributed restart`"
+
+
+class Hosts(Places, Protocol):
+    """What the set of ranks does for this module."""
+
+    up: bool
+    ending: bool
+    ranks: dict[int, Rank]
+    where: Whereabouts
+
+    def dead(self) -> list[int]:
+        """Return the ranks that have died."""
+
+    def begin(self, message: Execute) -> None:
+        """Run something on ranks."""
+
+
+class Newcomers:
+    """Those who come.
+
+    Args:
+        hosts: The set of ranks.
+        tell: Gives the notebook a message.
+        patience: Seconds without progress after which a replacement fails.
+
+    Attributes:
+        history: What has run on the ranks so far.
+    """
+
+    def __init__(self, hosts: Hosts, tell: Callable[[Message], None], patience: float) -> None:
+        self.history = CellHistory()
+        self._hosts = hosts
+        self._tell = tell
+        self._patience = patience
+        self._store_lost = False
+        self._healing: Healing | None = None
+        self._held: dict[int, Execute] = {}  # cells that begin when it is over
+
+    @property
+    def coming(self) -> bool:
+        """Whether ranks are being replaced."""
+        return self._healing is not None
+
+    def get(self, rank: int) -> Rank | None:
+        """Return the newcomer that has not taken this rank's place yet, if there is one."""
+        return self._healing.newcomers.get(rank) if self._healing is not None else None
+
+    # --- requests
+
+    def heal(self, message: Heal, now: float) -> None:
+        """Replace ranks."""
+        alive = [rank for rank in message.ranks if not self._hosts.ranks[rank].dead]
+        if why := self._hindrance() or self._cannot_heal(message, alive):
+            self._tell(HealFailed(why))
+        else:
+            self._begin(MembershipChange(message.ranks, alive), now)
+
+    def shrink(self, message: Shrink, now: float) -> None:
+        """Go on without some ranks, and without those that have died."""
+        leaving = {*message.ranks, *self._hosts.dead()}
+        staying = sorted(self._hosts.ranks.keys() - leaving)
+        if why := self._hindrance() or ("" if staying else "no rank would be left"):
+            self._tell(HealFailed(why))
+            return
+        alive = sorted(rank for rank in message.ranks if not self._hosts.ranks[rank].dead)
+        self._begin(MembershipChange([], alive, {rank: number for number, rank in enumerate(staying)}), now)
+
+    def grow(self, message: Grow, now: float) -> None:
+        """Add ranks."""
+        if why := self._hindrance() or ("" if not self._hosts.dead() else "ranks have died: `%distributed heal` first"):
+            self._tell(HealFailed(why))
+            return
+        before = sorted(self._hosts.ranks)
+        newcomers = self._hosts.where.add(message.count, message.gpus)
+        self._begin(MembershipChange(newcomers, [], {rank: rank for rank in before}), now)
+
+    def _begin(self, change: MembershipChange, now: float) -> None:
+        self._healing = Healing(self._hosts, change, self._patience, self.history.cells, now)
+        self.tick(now)
+
+    def _hindrance(self) -> str:
+        """Return why nobody can come or go now; "" if they can."""
+        if self._healing is not None:
+            return "ranks are being replaced, added or given up already: wait for that to end"
+        if not self._hosts.up or self._hosts.ending:
+            return "the ranks are about to start or end. Try again afterwards"
+        return _NO_STORE if self._store_lost else ""
+
+    def _cannot_heal(self, message: Heal, alive: Sequence[int]) -> str:
+        """Return why ranks can't be replaced; "" if they can."""
+        gone = [rank for rank in message.ranks if not self._hosts.where.has_node(rank)]
+        if alive and not message.kill:
+            return f"{describe_ranks(alive)} lives: `%distributed heal --kill` ends a rank before it is replaced"
+        if not set(self._hosts.ranks) - set(message.ranks) - set(self._hosts.dead()):
+            return "no other rank lives, from which process groups could be taken: `%distributed restart`"
+        if gone:
+            return (
+                f"the node is lost that {describe_ranks(gone)} ran on: `%distributed shrink` goes on without, "
+                "`%distributed restart` starts fresh ranks"
+            )
+        return ""
+
+    def rejoin(self, now: float) -> None:
+        """Bring newcomers into their groups."""
+        if self._healing is not None:
+            self._healing.rejoin(now)
+
+    def give_up(self) -> None:
+        """Stop replacing ranks, at the user's request."""
+        if self._healing is not None:
+            self._healing.interrupt()
+
+    # --- cells
+
+    def holds(self, message: Execute) -> bool:
+        """Return whether a cell has to wait for the end of a replacement; it begins by itself then."""
+        if self._healing is None:
+            self.history.add(message)
+            return False
+        if self.lets(message.ranks):
+            return False
+        self._held[message.serial] = message
+        return True
+
+    def lets(self, ranks: Sequence[int]) -> bool:
+        """Return whether these are newcomers that are being set up, and share no group with others yet."""
+        return self._healing is not None and self._healing.lets(ranks)
+
+    def withdraw(self, serial: int) -> Execute | None:
+        """Forget a cell that waits, and return it."""
+        return self._held.pop(serial, None)
+
+    # --- events
+
+    @property
+    def due(self) -> float | None:
+        """When to call `tick` at the latest."""
+        return self._healing.due if self._healing is not None else None
+
+    def tick(self, now: float) -> None:
+        """Go on with what is under way, as far as it can."""
+        if self._healing is None:
+            return
+        self._healing.go_on(now)
+        if self._healing.over:
+            self._healing = None
+            held, self._held = self._held, {}
+            for message in held.values():
+                self._hosts.begin(message)
+
+    def ready(self, rank: Rank, message: Ready, now: float) -> bool:
+        """Note that a newcomer is up, or why it is not. False if this rank is none."""
+        if self._healing is None or self.get(rank.rank) is not rank:
+            return False
+        self._healing.ready(rank, message, now)
+        return True
+
+    def in_order(self, rank: int, report: InOrder) -> bool:
+        """Note that a newcomer has adopted its groups. False if this is not about that."""
+        return self._healing is not None and self._healing.in_order(rank, report)
+
+    def cause(self, rank: int) -> str:
+        """Return why a rank has ended, if that was our doing."""
+        return self._healing.cause(rank) if self._healing is not None else ""
+
+    def ended(self, rank: int, how: str) -> None:
+        """Note the end of a rank."""
+        if self._healing is not None:
+            self._healing.ended(rank, how)
+
+    def fail(self, why: str) -> None:
+        """Give up what is under way, if anything is."""
+        if self._healing is not None:
+            self._healing.fail(why)
+
+    def lose_store(self, what: str) -> None:
+        """Note that the rendezvous store has ended."""
+        self._store_lost = True
+        self.fail(f"{_NO_STORE} ({what})")

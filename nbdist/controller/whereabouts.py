@@ -1,0 +1,174 @@
+"""Which rank is on which node, in which slot there, and how that node is called. Knows nothing of what ranks do.
+
+A slot is the number by which a rank's lanes and its agent know it: its rank at the start. Ranks can get other numbers;
+slots stay, and no two processes have had the same slot and life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from nbdist.controller.node_table import KnownNode
+from nbdist.controller.rank_order import Rank
+from nbdist.ranks import RankNames
+from nbdist.wire.healing import Post
+from nbdist.wire.life import Place, RankInfo, StartOptions
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a rank is. gpu: as of Post."""
+
+    node: int
+    slot: int
+    gpu: int
+
+
+class Machines(Protocol):
+    """The nodes that have not been lost."""
+
+    def __getitem__(self, number: int, /) -> KnownNode: ...
+
+    def __contains__(self, number: int, /) -> bool: ...
+
+
+class Whereabouts:
+    """Where ranks are.
+
+    Args:
+        shares: By node, what is started there.
+        nodes: As of Machines.
+
+    Attributes:
+        names: How to name ranks.
+        shares: By node, what is there: how many ranks, and their place among all.
+    """
+
+    def __init__(self, shares: Mapping[int, StartOptions], nodes: Machines) -> None:
+        self.shares = dict(shares)
+        self._nodes = nodes
+        self._seats = {
+            rank: _Seat(node, rank, rank - options.ranks.start)
+            for node, options in shares.items()
+            for rank in options.ranks
+        }
+        self._next = max(self._seats, default=-1) + 1  # slot
+        self._note()
+
+    def _note(self) -> None:
+        self._rank_in = {seat.slot: rank for rank, seat in self._seats.items()}
+        hosts = {node: self._nodes[node].host for node in self.shares if len(self.shares) > 1 and node in self._nodes}
+        self.names = RankNames({host: self.shares[node].ranks for node, host in hosts.items()})
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """All ranks."""
+        return self._seats.keys()
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of a rank's node."""
+        return self._seats[rank].node
+
+    def slot_of(self, rank: int) -> int:
+        """Return a rank's slot."""
+        return self._seats[rank].slot
+
+    def rank_in(self, slot: int) -> int | None:
+        """Return the rank in a slot; None if there is none any more."""
+        return self._rank_in.get(slot)
+
+    def is_on(self, rank: int, node: int) -> bool:
+        """Return whether a rank is on a node."""
+        return rank in self._seats and self._seats[rank].node == node
+
+    def on_node(self, node: int) -> list[int]:
+        """Return the ranks of a node."""
+        return [rank for rank, seat in self._seats.items() if seat.node == node]
+
+    def offset_of(self, node: int) -> float:
+        """Return how far the clock of a node is ahead of ours, in seconds."""
+        return self._nodes[node].offset if node in self._nodes else 0.0
+
+    def offset(self, rank: int) -> float:
+        """Return the same of the node that a rank is on."""
+        return self.offset_of(self._seats[rank].node)
+
+    def has_node(self, rank: int) -> bool:
+        """Return whether a rank's node has not been lost."""
+        return self._seats[rank].node in self._nodes
+
+    def name_node(self, node: int, text: str) -> str:
+        """Return a text with the node's name before it, if there are several."""
+        if len(self.shares) == 1 or node not in self._nodes:
+            return text
+        return f"node {node} ({self._nodes[node].host}): {text}"
+
+    def info(self, rank: Rank) -> RankInfo:
+        """Return a rank as the notebook sees it."""
+        number = self._seats[rank.rank].node
+        host = self._nodes[number].host if len(self.shares) > 1 and number in self._nodes else ""
+        return RankInfo(rank.rank, rank.pid, rank.device, number, host)
+
+    def post(self, rank: int) -> Post:
+        """Return what a rank is among all."""
+        seat = self._seats[rank]
+        share = self.shares[seat.node]
+        place = share.place or Place(world_size=share.count)
+        return Post(rank, share.count, place, seat.gpu, share.gpus)
+
+    # --- changes
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Give ranks other numbers, node by node; those without one are gone.
+
+        Args:
+            numbers: The new numbers, by the old ones.
+        """
+        self._seats = {number: self._seats[rank] for rank, number in sorted(numbers.items(), key=lambda pair: pair[1])}
+        self.shares = {node: share for node, share in self.shares.items() if node in self._nodes}
+        self._share_out()
+
+    def add(self, count: int, gpus: list[str] | None) -> list[int]:
+        """Add ranks on this machine, with the numbers that follow, on its GPUs that have the fewest ranks.
+
+        Args:
+            count: How many.
+            gpus: The GPUs that its ranks may use from now on.
+        """
+        before = set(self._seats)
+        self.shares[0] = msgspec.structs.replace(self.shares[0], gpus=gpus)
+        for number in range(len(self._seats), len(self._seats) + count):
+            self._seats[number] = _Seat(0, self._next, self._free_gpu(len(gpus or [0])))
+            self._next += 1
+        self._share_out()
+        return sorted(self._seats.keys() - before)
+
+    def _free_gpu(self, count: int) -> int:
+        users = [seat.gpu % count for seat in self._seats.values() if seat.node == 0]
+        return min(range(count), key=lambda gpu: (users.count(gpu), gpu))
+
+    def remove(self, ranks: Collection[int]) -> None:
+        """Undo an `add`."""
+        self._seats = {rank: seat for rank, seat in self._seats.items() if rank not in ranks}
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Note how many ranks are on each node, and where these begin."""
+        counts = {node: len(self.on_node(node)) for node in self.shares}
+        working = [node for node, count in counts.items() if count]
+        first = 0
+        for node, count in counts.items():
+            place = msgspec.structs.replace(
+                self.shares[node].place or Place(),
+                first_rank=first,
+                world_size=len(self._seats),
+                node_rank=working.index(node) if count else 0,
+                num_nodes=max(1, len(working)),
+            )
+            self.shares[node] = msgspec.structs.replace(self.shares[node], count=count, place=place)
+            first += count
+        self._note()

@@ -1,0 +1,80 @@
+"""This rank becomes one of more or fewer: its number, its environment, its groups, and the models that are in them.
+
+What connects the new default group, and makes models ready for their next step, is the Recover that follows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+from nbdist.train import active_training
+from nbdist.wire.healing import Resize
+from nbdist.wire.rank_processes import RankSetup, renumbered
+from nbdist.worker.groups import accelerate_state, join
+from nbdist.worker.groups.new_world import NewWorld, change_world
+from nbdist.worker.groups.process_groups import Collectives
+from nbdist.worker.recovery import reset_models
+
+_SHARDED = (
+    "sharded models (FSDP2, tensor parallel) are of the time before: build and prepare them again, then "
+    "`nbdist.load_state(path)`"
+)
+_MESHES = "device meshes are of the time before: make them again"
+
+
+def take_post(setup: RankSetup, order: Resize, names: MutableMapping[str, Any]) -> RankSetup:
+    """Take a new number among another number of ranks.
+
+    Args:
+        setup: What this rank was.
+        order: What it is to be.
+        names: The variables of cells; those that nbdist has set and nobody has changed get their new values.
+
+    Returns:
+        What it is now.
+    """
+    now = renumbered(setup, order.post)
+    os.environ.update(join.numbers(now))
+    for name in ("rank", "local_rank", "world_size"):
+        if names.get(name) == getattr(setup, name):
+            names[name] = getattr(now, name)
+    accelerate_state.renumber(now.rank, now.local_rank, now.world_size)
+    return now
+
+
+def take_groups(collectives: Collectives, setup: RankSetup, order: Resize) -> tuple[NewWorld, list[str]]:
+    """Have the default group of the new world, and everything that is prepared in it.
+
+    Args:
+        collectives: The groups of this rank.
+        setup: What it is now.
+        order: What was ordered.
+
+    Returns:
+        The new world, and what else there is to know.
+
+    Raises:
+        RuntimeError: torch lacks what this takes.
+    """
+    ddp = [model for model in _living("torch.nn.parallel", "DistributedDataParallel")]
+    world = change_world(collectives, order.group, order.numbers, setup.rank, setup.world_size)
+    for model in ddp:
+        if world.before is not None and getattr(model, "process_group", None) is world.before:
+            model.process_group = world.now
+    notes = []
+    if world.dropped:
+        verb = "has" if len(world.dropped) == 1 else "have"
+        notes.append(f"{', '.join(world.dropped)} {verb} lost ranks and can't be used any more")
+    if _living("torch.distributed.fsdp", "FSDPModule"):
+        notes.append(_SHARDED)
+    elif _living("torch.distributed.device_mesh", "DeviceMesh"):
+        notes.append(_MESHES)
+    if active_training.training is not None:
+        notes += active_training.training.resized()
+    return world, notes
+
+
+def _living(module: str, name: str) -> list[Any]:
+    return reset_models.living(reset_models.loaded(module, name))

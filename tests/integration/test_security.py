@@ -17,7 +17,7 @@ import zmq
 
 from testbed.kernel import Kernel, both
 from tests.support.leftovers import files_of_sessions
-from tests.support.roles import alive, family, find
+from tests.support.roles import alive, family, find, open_files
 
 SECRETS = ("server_key", "public_key", "secret_key")
 SILENCE_MS = 400  # that an intruder waits for an answer
@@ -133,9 +133,9 @@ def test_programs_that_the_notebook_starts_inherit_nothing_of_ours(ranks: Kernel
 
 def test_ranks_have_no_descriptor_of_the_template_s_or_of_each_other(ranks: Kernel) -> None:
     template = find(ranks.pid, "template")
-    channel = {os.readlink(link) for link in Path(f"/proc/{template}/fd").iterdir() if "socket" in os.readlink(link)}
+    channel = {file for file in open_files(template) if "socket" in file}
     for pid in ranks.rank_pids():
-        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        links = open_files(pid)
         assert not channel & set(links)
         assert not [link for link in links if "memfd:nbdist-setup" in link or "pidfd" in link]
 

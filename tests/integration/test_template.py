@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from testbed.kernel import Kernel, wait_until
-from tests.support.roles import await_role, children, find
+from tests.support.roles import await_role, children, find, open_files
 
 TRAIN = """%%distributed
 import sys, torch
@@ -62,8 +62,7 @@ def test_what_training_needs_is_imported_already(ranks: Kernel, imports: str) ->
 @pytest.mark.torch_private
 def test_neither_the_template_nor_a_fresh_rank_has_touched_a_gpu(own_ranks: Kernel) -> None:
     template = psutil.Process(find(own_ranks.pid, "template"))
-    links = [os.readlink(path) for path in Path(f"/proc/{template.pid}/fd").iterdir()]
-    assert not [link for link in links if link.startswith("/dev/nvidia")]
+    assert not [file for file in open_files(template.pid) if file.startswith("/dev/nvidia")]
     assert "libcuda.so" not in Path(f"/proc/{template.pid}/maps").read_text()
 
 

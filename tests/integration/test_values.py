@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from testbed.kernel import Kernel, both, wait_until
+from tests.support.roles import open_files
 
 
 def on_ranks(kernel: Kernel, code: str, magic: str = "%%distributed") -> list[str]:
@@ -150,11 +148,15 @@ def big_or_error():
     return bytes(4 << 20) if os.environ["RANK"] == "0" else 1 / 0
 session.push({"notebook": os.getpid(), "first": session.ranks[0].pid})
 session.run('''
-import os, time
+import contextlib, os, time
 big = bytes(4 << 20)
 def interrupt_when_rank_0_has_packed():
-    links = lambda: [os.readlink(f"/proc/{first}/fd/{name}") for name in os.listdir(f"/proc/{first}/fd")]
-    while not any("memfd" in link for link in links()): time.sleep(0.005)
+    def has_packed():
+        for name in os.listdir(f"/proc/{first}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if "memfd" in os.readlink(f"/proc/{first}/fd/{name}"):
+                    return True
+    while not has_packed(): time.sleep(0.005)
     os.kill(notebook, 2)
     time.sleep(60)
 ''')
@@ -234,5 +236,4 @@ def test_the_session_refuses_what_can_not_be_done(ranks: Kernel, code: str, part
 
 def _parcels(pid: int) -> int:
     """How many segments of memory a process keeps for others."""
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    return sum("memfd" in link for link in links)
+    return sum("memfd" in file for file in open_files(pid))

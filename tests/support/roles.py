@@ -70,13 +70,18 @@ def await_end(pids: Iterable[int], limit: float = 5.0) -> None:
     wait_until(lambda: not any(map(alive, pids)), f"an end of {sorted(pids)}", limit)
 
 
+def open_files(pid: int) -> list[str]:
+    """What a process's descriptors are open on; those it closes at this moment are left out."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.append(str(link.readlink()))
+    return found
+
+
 def listening(pids: Iterable[int]) -> list[tuple[str, int]]:
     """Addresses and ports at which these processes listen, from the kernel's own tables."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(str(link.readlink()))
+    inodes = {file for pid in pids for file in open_files(pid)}
     found = []
     for table, family_ in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         path = Path(f"/proc/{next(iter(pids), 'self')}/net/{table}")

@@ -28,6 +28,8 @@ _SHOWN = ("cell", "call", "launch")  # kinds of what runs that are the user's ow
 class Following:
     """Follows a session until it ends, or `stop`. In a thread of its own, below the cell that began it.
 
+    What begins there after this has returned is shown.
+
     Args:
         name: The session's name, or its beginning; None: the only one that this process does not drive.
 
@@ -41,11 +43,16 @@ class Following:
     def __init__(self, name: str | None = None) -> None:
         self._found = _choose(name)
         self.name = self._found.name
-        self._stop = threading.Event()
+        self._stop, self._begun = threading.Event(), threading.Event()
         self._view = _View(self.name)
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._follow,), name="nbdist-follow", daemon=True)
         self._thread.start()
+        try:
+            self._begun.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
 
     @property
     def refusal(self) -> str:
@@ -77,15 +84,19 @@ class Following:
                 while not self._stop.is_set():
                     if not isinstance(answer, Followed):
                         self._view.miss()
+                        self._begun.set()
                         answer = visitor.wait()  # asked twice, it would answer twice
                         continue
                     self._view.show(answer)
+                    self._begun.set()
                     if not answer.printed:
                         self._stop.wait(_EVERY)
                     answer = visitor.ask(Follow(answer.position, answer.seen))
                 self._view.end(f"session {self.name} is no longer followed")
         except SessionGone:
             self._view.end(f"session {self.name} has ended")
+        finally:
+            self._begun.set()
 
 
 def _choose(name: str | None) -> Found:

@@ -57,7 +57,7 @@ def test_every_name_in_all_is_in_the_reference() -> None:
 def test_what_tab_offers_on_a_session_is_what_the_reference_has() -> None:
     rows = (ROOT / "docs" / "reference.md").read_text().splitlines()
     [row] = [row for row in rows if row.startswith("| `Session(4)` |")]
-    assert {name for name in vars(nbdist.Session) if not name.startswith("_")} == set(re.findall(r"`\.(\w+)", row))
+    assert {name for name in dir(nbdist.Session) if not name.startswith("_")} == set(re.findall(r"`\.(\w+)", row))
 
 
 def test_every_verb_is_in_the_readme() -> None:

@@ -129,3 +129,11 @@ def interrupt_start() -> None:
         KeyboardInterrupt: Always.
     """
     raise interruption.interruption(_INTERRUPTED)
+
+
+def taken_by(who: str) -> str:
+    """Return what is said where another client has taken the session."""
+    return (
+        f"the session was taken over by {who} at {time.strftime('%H:%M')}; its ranks live on there. "
+        "`%distributed attach --take` takes it back, `%distributed start` starts another"
+    )

@@ -20,10 +20,10 @@ from nbdist.checks import check_seconds
 from nbdist.client.session import calls, farewell, idle_controller, interruption, observers
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.connection import Connection
-from nbdist.client.session.controller_talk import ControllerTalk, interrupt_start
+from nbdist.client.session.controller_talk import ControllerTalk, interrupt_start, taken_by
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.stack_report import line_of
-from nbdist.client.session.starting import PortTaken, StartLine, remark_on_devices, removed_afterwards
+from nbdist.client.session.starting import PortTaken, StartLine, remark_on_devices, remark_on_tunnel, removed_afterwards
 from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
@@ -80,8 +80,6 @@ class RankSet:
     """
 
     instances: ClassVar[weakref.WeakSet[RankSet]] = weakref.WeakSet()
-
-    closed = True
 
     def __init__(self, linger: float = 0.0, keep: bool = False) -> None:
         self.ranks: list[RankInfo] = []
@@ -297,13 +295,9 @@ class RankSet:
         self.traffic.begin(started)
         self.closed = False
         self.started_in = time.monotonic() - began
-        for note in started.notes:
+        remarks = remark_on_devices(options, self.ranks, self.backend), remark_on_tunnel(nodes)
+        for note in filter(None, (*started.notes, *remarks)):
             progress(StartLine(note))
-        if remark := remark_on_devices(options, self.ranks, self.backend):
-            progress(StartLine(remark))
-        if nodes is not None and nodes.listen:
-            uncovered = f"torch's store, gloo and NCCL still use the network of {nodes.address}, without encryption"
-            progress(StartLine(f"the session's own connections go through ssh; {uncovered}"))
         return True
 
     def replaced(self, newcomers: Sequence[RankInfo]) -> None:
@@ -492,14 +486,6 @@ class RankSet:
     def _release(self, task: Task) -> None:
         """Have ranks free what they have packed for a task."""
         self.traffic.send(Ask(0, task.ranks, Release(task.serial)))
-
-
-def taken_by(who: str) -> str:
-    """Return what is said where another client has taken the session."""
-    return (
-        f"the session was taken over by {who} at {time.strftime('%H:%M')}; its ranks live on there. "
-        "`%distributed attach --take` takes it back, `%distributed start` starts another"
-    )
 
 
 def _weakly(method: Callable[[Message], None]) -> Callable[[Message], None]:

@@ -13,7 +13,7 @@ from nbdist.devices import unusable_gpus
 from nbdist.errors import SessionBroken
 from nbdist.text import counted
 from nbdist.wire.life import RankInfo, Stage, StartOptions
-from nbdist.wire.nodes import TOKEN_VARIABLE, Invited
+from nbdist.wire.nodes import TOKEN_VARIABLE, Invited, NodesWanted
 
 
 class StartLine(str):
@@ -78,3 +78,11 @@ def remark_on_devices(options: StartOptions, ranks: Sequence[RankInfo], backend:
             "`!python -c 'import torch; torch.zeros(1).cuda()'` shows why"
         )
     return ""
+
+
+def remark_on_tunnel(nodes: NodesWanted | None) -> str:
+    """Return a note on what does not go through ssh; empty if nothing does."""
+    if nodes is None or not nodes.listen:
+        return ""
+    uncovered = f"torch's store, gloo and NCCL still use the network of {nodes.address}, without encryption"
+    return f"the session's own connections go through ssh; {uncovered}"

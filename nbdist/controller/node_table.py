@@ -56,6 +56,7 @@ class KnownNode:
         round_trip: Seconds, the shortest seen.
         heard: When it was last heard of.
         silent: Whether that has been reported.
+        cut_off: Whether its connection has ended. The reason may be on its way, by another connection.
         answers: How many pings it has answered.
     """
 
@@ -67,6 +68,7 @@ class KnownNode:
     round_trip: float = field(default=float("inf"))
     heard: float = 0.0
     silent: bool = False
+    cut_off: bool = False
     answers: int = 0
 
 
@@ -283,10 +285,13 @@ class NodeTable:
             return
         self._ping_at = now + self._ping_period if len(self._nodes) > 1 else float("inf")
         for node in [node for node in self if node.number]:
-            self.send(node.number, Ping(now))
+            lane, was_cut_off = node_lane(AGENT_CONTROL, node.number), node.cut_off
+            node.cut_off = not self._switchboard.reach(lane, Ping(now))
             quiet = now - node.heard
             timeout = self._timeout if node.answers else max(self._timeout, limits.NODE_TIMEOUT)  # its agent starts
-            if quiet > timeout:
+            if was_cut_off and node.cut_off:
+                self.lose(node, "its connection has ended")
+            elif quiet > timeout:
                 self.lose(node, f"it has not answered for {quiet:.0f} s")
             elif quiet > limits.silence(timeout) and not node.silent:
                 node.silent = True

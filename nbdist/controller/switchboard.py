@@ -209,6 +209,22 @@ class Switchboard:
         else:
             self._waiting.setdefault(lane, []).append(frame)
 
+    def reach(self, lane: bytes, message: Message) -> bool:
+        """Send a message, as `send` does. Return False if who had connected by this lane has no connection any more."""
+        if lane not in self._connected:
+            self.send(lane, message)
+            return True
+        self.socket.router_mandatory = True  # else what nobody can get is dropped without a word
+        try:
+            self.send(lane, message)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        finally:
+            self.socket.router_mandatory = False
+        return True
+
     def forward_to_all(self, lanes: Iterable[bytes], frame: bytes) -> None:
         """Send the same message by several lanes, once per node that they lead through."""
         together: defaultdict[bytes, list[bytes]] = defaultdict(list)

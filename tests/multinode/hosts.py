@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.multinode.cable import Cable
+
 
 @dataclass
 class Host:
@@ -77,19 +79,38 @@ def with_name_and_without(name: str, folder: Path) -> OtherMachine:
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts that reach each other, and nobody else. Skips the test where the system does not allow it."""
+    with _two_namespaces() as (one, two):
+        ends = ("link", "add", one.interface, "netns", one.name, "type", "veth")
+        _ip(*ends, "peer", two.interface, "netns", two.name)
+        _connect(one, two)
+        yield one, two
+
+
+@contextlib.contextmanager
+def two_hosts_by_cable() -> Iterator[tuple[Host, Host, Cable]]:
+    """Two hosts as of `two_hosts`, and the cable between them, which can be disturbed."""
+    with _two_namespaces() as (one, two):
+        cable = Cable(((one.name, one.interface), (two.name, two.interface)))
+        with contextlib.closing(cable):
+            _connect(one, two)
+            yield one, two, cable
+
+
+@contextlib.contextmanager
+def _two_namespaces() -> Iterator[tuple[Host, Host]]:
     one, two = (Host(f"nbdist-{os.getpid()}-{end}", f"10.77.0.{end}", f"cable{end}") for end in (1, 2))
     with contextlib.ExitStack() as ends:
         for host in (one, two):
             _ip("netns", "add", host.name)
             ends.callback(_ip, "netns", "delete", host.name)
-        _ip(
-            "link", "add", one.interface, "netns", one.name, *("type", "veth", "peer"), two.interface, "netns", two.name
-        )
-        for host in (one, two):
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
-            for interface in (host.interface, "lo"):
-                _ip("-n", host.name, "link", "set", interface, "up")
         yield one, two
+
+
+def _connect(*hosts: Host) -> None:
+    for host in hosts:
+        _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+        for interface in (host.interface, "lo"):
+            _ip("-n", host.name, "link", "set", interface, "up")
 
 
 def _ip(*arguments: str) -> None:

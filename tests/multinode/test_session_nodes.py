@@ -330,5 +330,5 @@ def test_a_lost_host_leaves_the_others_their_variables(hosts: Hosts) -> None:
     os.kill(hosts.node.process.pid, signal.SIGKILL)  # its agent ends with it, and nobody is left to say so
     cell = hosts.kernel.start("%%distributed\nimport time\ntime.sleep(100)")
     outcome = cell.finish()
-    assert outcome.ename == "RankDied" and "is lost" in str(outcome), str(outcome)
+    assert outcome.ename == "RankDied" and "its connection has ended" in str(outcome), str(outcome)
     assert "[1] 21" in run(hosts.kernel, "print(kept)", "-r 0,1").stdout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from nbdist._version import __version__
@@ -18,10 +18,33 @@ from nbdist.client.session.session import rank_set_of
 from nbdist.client.session.status import look_at_stacks
 from nbdist.devices import visible_gpus
 from nbdist.errors import NbdistError
-from nbdist.lab.page_messages import PROTOCOL, CellOnRanks, Deed, LogPage, PageReply, PageRequest, SessionState
+from nbdist.lab.page_messages import (
+    PROTOCOL,
+    CellOnRanks,
+    Deed,
+    LogPage,
+    PageReply,
+    PageRequest,
+    PlanDraft,
+    PlanField,
+    SessionState,
+)
 from nbdist.lab.variable_rows import figure_rows, gap, variable_rows
 
 Brought: TypeAlias = str | dict[str, Any]  # text to read, or other attributes of a PageReply
+
+
+class PlanVerbs(Protocol):
+    """What the notebook's `%distributed plan` can do, for a form."""
+
+    def fields(self) -> list[PlanField]:
+        """Return all settings, with the current plan's values."""
+
+    def draft(self, settings: Mapping[str, str]) -> PlanDraft:
+        """Return the line that changes these settings, or raise what that line would raise."""
+
+    def estimate(self, settings: Mapping[str, str], model: str, batch: str) -> str:
+        """Return the memory of a training step on each rank if these settings were changed."""
 
 
 class NotebookVerbs(Protocol):
@@ -30,6 +53,10 @@ class NotebookVerbs(Protocol):
     @property
     def auto(self) -> bool:
         """Whether every cell runs on all ranks."""
+
+    @property
+    def plan_form(self) -> PlanVerbs:
+        """The plan, as a form needs it."""
 
     def stop(self) -> str:
         """End the session, and return what to say."""
@@ -64,6 +91,9 @@ class Deeds:
             "variables": lambda request: {"variables": variable_rows(request.name)},
             "figures": lambda request: {"figures": figure_rows(request.name)},
             "difference": lambda request: gap(request.name, request.ranks),
+            "plan": lambda request: {"plan": notebook.plan_form.fields()},
+            "plan-draft": lambda request: {"draft": notebook.plan_form.draft(request.settings)},
+            "estimate": lambda request: notebook.plan_form.estimate(request.settings, request.model, request.batch),
         }
 
     def answer(self, request: PageRequest) -> PageReply:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from nbdist import shells
 
 if TYPE_CHECKING:
     from nbdist.lab.deeds import Deeds, NotebookVerbs
+    from nbdist.lab.page_messages import PageRequest
     from nbdist.lab.state_watch import StateWatch
     from nbdist.panel.panel_feed import Feed
 
@@ -58,19 +60,25 @@ class _Lines:
         return StateWatch(self._deeds.state)
 
     def open_control(self, line: Line, opening: dict[str, Any]) -> None:
-        from nbdist.lab.page_messages import PageCall, PageOpening
+        from nbdist.lab.page_messages import SLOW, PageCall, PageOpening
 
         page = _read(opening, PageOpening)
         if page is None:
             line.close()
             return
 
+        def answer(request: PageRequest) -> None:
+            reply = self._deeds.answer(request)
+            line.send(msgspec.to_builtins(reply))
+            self._watch.told(page.page, reply.state)
+
         def hear(message: dict[str, Any]) -> None:
             call = _read(message, PageCall)
             if call is not None and call.request is not None:
-                reply = self._deeds.answer(call.request)
-                line.send(msgspec.to_builtins(reply))
-                self._watch.told(page.page, reply.state)
+                if call.request.do in SLOW:
+                    _in_thread(answer, call.request)
+                else:
+                    answer(call.request)
             elif call is not None and call.wish is not None and (feed := self._feeds.get(page.page)) is not None:
                 # What is sent in this thread's context would take the other line here, too.
                 contextvars.Context().run(feed.hear, msgspec.to_builtins(call.wish))
@@ -107,6 +115,12 @@ def _read(message: dict[str, Any], kind: type[Any]) -> Any:
         return msgspec.convert(message["content"]["data"], kind)
     except msgspec.ValidationError:
         return None
+
+
+def _in_thread(call: Callable[[PageRequest], None], request: PageRequest) -> None:
+    """Answer meanwhile, so that buttons still act; in this context, so that the line stays in its own thread."""
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(call, request), name="nbdist-page", daemon=True).start()
 
 
 def _after_each_cell(call: Callable[[], None]) -> Callable[[], None]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 Deed = Literal[
     "state",
@@ -21,7 +21,12 @@ Deed = Literal[
     "variables",
     "figures",
     "difference",
+    "plan",
+    "plan-draft",
+    "estimate",
 ]
+
+SLOW: frozenset[Deed] = frozenset({"estimate"})  # seconds, so they are done beside everything else
 
 
 class PageRequest(msgspec.Struct, frozen=True):
@@ -34,6 +39,9 @@ class PageRequest(msgspec.Struct, frozen=True):
         cell: Whose log: its number in the notebook.
         position: Where in it to begin: `next` of the page before.
         name: Of a variable.
+        settings: Of a plan that is drafted or estimated: those that differ from the current plan's, as text.
+        model: Of an estimate: an expression of rank 0.
+        batch: Likewise.
     """
 
     id: int
@@ -42,6 +50,9 @@ class PageRequest(msgspec.Struct, frozen=True):
     cell: int = 0
     position: int = 0
     name: str = ""
+    settings: dict[str, str] = {}
+    model: str = ""
+    batch: str = ""
 
 
 class PageWish(msgspec.Struct, frozen=True):
@@ -164,6 +175,42 @@ class FigureRow(msgspec.Struct, frozen=True):
     bins: list[int]
 
 
+class PlanField(msgspec.Struct, frozen=True):
+    """A setting of the plan, as a form shows it.
+
+    Attributes:
+        name: Of the setting.
+        group: Under which title it is shown; empty: above all titles.
+        help: What it is for.
+        words: The values it may have; empty: any text that the plan takes.
+        value: What the current plan has.
+        default: What it is if nobody sets it.
+        owners: The strategies that it is for.
+        why: Why the others have no use for it.
+    """
+
+    name: str
+    group: str
+    help: str
+    words: list[str]
+    value: str
+    default: str
+    owners: list[str]
+    why: str
+
+
+class PlanDraft(msgspec.Struct, frozen=True):
+    """A plan that could be taken.
+
+    Attributes:
+        line: The magic that takes it; empty: it is the current plan.
+        changes: What would be different, a line for each setting.
+    """
+
+    line: str
+    changes: list[str]
+
+
 class PageReply(msgspec.Struct, frozen=True):
     """The answer to a request.
 
@@ -175,6 +222,8 @@ class PageReply(msgspec.Struct, frozen=True):
         log: What a "log" has brought.
         variables: What "variables" has brought.
         figures: What "figures" has brought, by rank.
+        plan: What "plan" has brought: all settings.
+        draft: What "plan-draft" has brought.
     """
 
     id: int
@@ -184,3 +233,5 @@ class PageReply(msgspec.Struct, frozen=True):
     log: LogPage | None = None
     variables: list[VariableRow] | None = None
     figures: list[FigureRow] | None = None
+    plan: list[PlanField] | None = None
+    draft: PlanDraft | None = None

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from nbdist.client.magics.plan_line import flags, named_settings, plan_parser
+from nbdist.client.magics.plan_line import allowed_words, flags, named_settings, plan_parser, text_of, words_for
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.planning.kinds import Choice
 from nbdist.planning.rules import own_settings
 from nbdist.planning.settings import SETTINGS
 from nbdist.planning.variables import NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def every_block(module: object) -> bool:
@@ -508,6 +511,24 @@ def test_every_setting_can_be_typed(name: str) -> None:
     for before, after in ((Plan(), plan), (plan, Plan())):
         changes = named_settings(plan_parser().read(flags(before, after)))
         assert before.replace(**changes) == after
+
+
+def test_the_line_that_changes_a_plan_names_classes_as_they_are() -> None:
+    assert flags(Plan(strategy="fsdp"), Plan(strategy="fsdp", shard_by="Block")) == "--shard-by Block"
+
+
+@EVERY_SETTING
+def test_every_setting_can_be_entered_in_a_form(name: str) -> None:
+    plan = Plan(**OTHERS[name])
+    texts = {each: text_of(SETTINGS[each].kind, getattr(plan, each)) for each in SETTINGS}
+    line = shlex.join(words_for(texts))
+    assert Plan().replace(**named_settings(plan_parser().read(line))) == plan
+
+
+def test_a_page_offers_the_strategies_and_precisions_that_there_are() -> None:
+    offered = json.loads((ROOT / "labextension/src/lab/plan_words.json").read_text())
+    found = {"strategies": SETTINGS["strategy"].kind, "precisions": SETTINGS["precision"].kind}
+    assert offered == {name: list(allowed_words(kind)) for name, kind in found.items()}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ const THREAD_LIMIT = 3000; // milliseconds for the kernel to start a comm's thre
 /** What a request has brought. */
 export type Outcome = Omit<Reply, "id" | "state">;
 
-const NO_ANSWER: Outcome = { text: KERNEL_GONE, failed: true, log: null, variables: null, figures: null };
+const NO_ANSWER: Outcome = { text: KERNEL_GONE, failed: true, log: null, variables: null, figures: null, plan: null, draft: null };
 
 export class Link {
   /** How the session is; null: the kernel has not answered. */

@@ -6,18 +6,36 @@ import type { Frame, Message } from "../view";
 
 export const CONTROL = "nbdist.control";
 export const VIEW = "nbdist.view";
-export const PROTOCOL = 2;
+export const PROTOCOL = 3;
 
 /** What a button does. */
-export type Deed = "state" | "interrupt" | "interrupt-now" | "stacks" | "why" | "heal" | "restart" | "stop" | "log" | "variables" | "figures" | "difference";
+export type Deed =
+  | "state"
+  | "interrupt"
+  | "interrupt-now"
+  | "stacks"
+  | "why"
+  | "heal"
+  | "restart"
+  | "stop"
+  | "log"
+  | "variables"
+  | "figures"
+  | "difference"
+  | "plan"
+  | "plan-draft"
+  | "estimate";
 
-/** What a page asks for; `cell` and `position` are of a log, `name` of a variable. */
+/** What a page asks for; `cell` and `position` are of a log, `name` of a variable, the last three of a plan. */
 export interface Request {
   do: Deed;
   ranks?: string;
   cell?: number;
   position?: number;
   name?: string;
+  settings?: Record<string, string>;
+  model?: string;
+  batch?: string;
 }
 
 /** A page of what a rank has printed; `next`: where the next one begins, null: there is none. */
@@ -52,6 +70,24 @@ export interface FigureRow {
   bins: number[];
 }
 
+/** A setting of the plan, as a form shows it; `words`: its values, if they are a few; `owners`: strategies it is for. */
+export interface PlanField {
+  name: string;
+  group: string;
+  help: string;
+  words: string[];
+  value: string;
+  default: string;
+  owners: string[];
+  why: string;
+}
+
+/** A plan that could be taken: the magic's line, empty if it is the current plan. */
+export interface PlanDraft {
+  line: string;
+  changes: string[];
+}
+
 /** A cell that runs on ranks; seconds since it began. */
 export interface CellOnRanks {
   number: number;
@@ -82,6 +118,8 @@ export interface Reply {
   log: LogPage | null;
   variables: VariableRow[] | null;
   figures: FigureRow[] | null;
+  plan: PlanField[] | null;
+  draft: PlanDraft | null;
 }
 
 /** What a panel is told. */

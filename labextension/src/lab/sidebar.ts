@@ -13,6 +13,7 @@ import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
 import type { PanelNews } from "./messages";
 import { MachineView } from "./machine_view";
+import { PlanForm } from "./plan_form";
 import { StartForm } from "./start_form";
 import { addStyle } from "./style";
 import { ASKING, BUTTONS, CLEAR, CONFIRM, DONE, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, summary, WORKING } from "./strings";
@@ -31,6 +32,7 @@ export class Sidebar {
   private readonly text = make("pre", "sidebar-text");
   private readonly place = make("div", "sidebar-panel");
   private readonly form: StartForm;
+  private readonly plan: PlanForm;
   private readonly variables = new VariablesView();
   private readonly machine: MachineView;
   private view: View | null = null;
@@ -43,6 +45,7 @@ export class Sidebar {
     addStyle(panelCss);
     addStyle(labCss);
     this.form = new StartForm(lab);
+    this.plan = new PlanForm(lab);
     this.machine = new MachineView(lab, (name, take) => {
       this.attach(name, take);
     });
@@ -56,7 +59,7 @@ export class Sidebar {
     this.text.setAttribute("role", "status");
     this.text.tabIndex = 0;
     this.element.append(this.heading, this.cells, this.bar, this.answer, this.place, this.form.element);
-    this.element.append(this.variables.element, this.machine.element);
+    this.element.append(this.plan.element, this.variables.element, this.machine.element);
   }
 
   /** Show this notebook; null: there is none. */
@@ -132,6 +135,7 @@ export class Sidebar {
     this.bar.hidden = !going && (state === null || state.broken === "");
     for (const [name, button] of this.buttons) button.disabled = !this.isUseful(name);
     this.form.draw(link, going);
+    this.plan.draw(link);
     this.variables.draw(link, going);
     if (state !== null && !this.following) this.follow();
     if (state === null) this.stopFollowing();

@@ -6,6 +6,7 @@ import { make, option, write } from "../words";
 import { addAndRun } from "./add_cell";
 import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
+import { precisions, strategies } from "./plan_words.json";
 import {
   BAD_COUNT,
   BAD_GPUS,
@@ -22,8 +23,6 @@ import {
   WRITES,
 } from "./strings";
 
-const PLANS = ["ddp", "fsdp", "hsdp"];
-const PRECISIONS = ["fp32", "bf16", "fp16", "fp8"];
 const MOST = 1024;
 const GPUS = /^\d+(,\d+)*$/;
 
@@ -45,8 +44,8 @@ export class StartForm {
     this.count.inputMode = "numeric";
     this.count.placeholder = START_EMPTY;
     this.gpus.placeholder = DEVICES_EMPTY;
-    this.plan.append(option("", PLAN_NONE), ...PLANS.map((name) => option(name, name)));
-    this.precision.append(...PRECISIONS.map((name) => option(name, name)));
+    this.plan.append(option("", PLAN_NONE), ...strategies.map((name) => option(name, name)));
+    this.precision.append(...precisions.map((name) => option(name, name)));
     this.problem.setAttribute("role", "alert");
     const fields = [field(START_LEGEND, this.count), this.gpusField, field(PLAN, this.plan), field(PRECISION, this.precision)];
     const title = make("h3", "start-title", START);
@@ -78,7 +77,7 @@ export class StartForm {
     const start = ["%distributed start", count && `-n ${count}`, gpus && `--gpus ${gpus}`].filter(Boolean).join(" ");
     const lines = this.loaded ? [start] : ["%load_ext nbdist", start];
     if (this.plan.value !== "") {
-      const precision = this.precision.value === "fp32" ? "" : ` --precision ${this.precision.value}`;
+      const precision = this.precision.value === precisions[0] ? "" : ` --precision ${this.precision.value}`;
       lines.push(`%distributed plan ${this.plan.value}${precision}`);
     }
     return lines.join("\n");

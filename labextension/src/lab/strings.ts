@@ -33,6 +33,22 @@ export const WRITE_AND_RUN = "Add and run";
 export const BAD_COUNT = "Number of ranks: a whole number from 1 to 1024, or empty.";
 export const BAD_GPUS = "GPUs: indices such as 0,2, or empty.";
 
+// --- plan form
+
+export const PLAN_TITLE = "Plan";
+export const PLAN_SAME = "This is the plan now.";
+export const PLAN_RUN = "Add and run the plan";
+export const ESTIMATE = "Estimate memory";
+export const ESTIMATE_MODEL = "Model";
+export const ESTIMATE_BATCH = "Micro-batch";
+export const ESTIMATE_NEEDS = "For an estimate, define a model and a micro-batch on rank 0, and enter their names here.";
+export const ESTIMATE_OLD = "The form has changed since this estimate.";
+
+/** "gradient_as_bucket_view" in words. */
+export function settingName(name: string): string {
+  return name.replaceAll("_", " ");
+}
+
 // --- buttons
 
 export const BUTTONS = {

@@ -28,6 +28,7 @@ from nbdist.client.magics.completion import install_completion
 from nbdist.client.magics.cost_verbs import CostVerbs
 from nbdist.client.magics.follow_verb import FollowVerb
 from nbdist.client.magics.magic_line import HelpShown, suggest_verb, without_comment
+from nbdist.client.magics.plan_form import PlanForm
 from nbdist.client.magics.router import CellRouter
 from nbdist.client.magics.variables_verb import show_variables
 from nbdist.client.session import interruption
@@ -76,6 +77,7 @@ class DistributedMagics(Magics):
         self._costs = CostVerbs(shell)
         self._router = CellRouter(shell)
         self._follow = FollowVerb()
+        self.plan_form = PlanForm()  # of pages
         self._actions: dict[str, Callable[[argparse.Namespace], Any]] = {
             "start": self._start,
             "attach": self._attach,

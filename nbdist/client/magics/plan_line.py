@@ -167,6 +167,51 @@ def _classes(text: str) -> str | tuple[str, ...] | None:
     return None if found == ["none"] else text if len(found) < 2 else tuple(found)
 
 
+def words_for(settings: Mapping[str, str]) -> list[str]:
+    """Return the words of `%distributed plan` that set these, each given as `text_of` writes it."""
+    words = [settings["strategy"]] if "strategy" in settings else []
+    for name, text in settings.items():
+        if name != "strategy":
+            words += _words_for(name, text.strip())
+    return words
+
+
+def _words_for(name: str, text: str) -> list[str]:
+    kind = SETTINGS[name].kind if name in SETTINGS else None
+    flag = f"--{name.replace('_', '-')}"
+    if text == "off" and isinstance(kind, Switch | Way):
+        return [flag.replace("--", "--no-", 1)]
+    if text == "on" and isinstance(kind, Switch | Way):
+        return [flag]
+    if isinstance(kind, Options):
+        return [flag, *(text.split() or ["none"])]
+    return [f"{flag}={text}"]
+
+
+def allowed_words(kind: Kind) -> tuple[str, ...]:
+    """Return the texts that a setting of this kind may have; empty: they are not a few."""
+    if isinstance(kind, Switch):
+        return ("on", "off")
+    if isinstance(kind, OptionalSwitch):
+        return tuple(_TRISTATE)
+    if isinstance(kind, Way):
+        return ("off", "on", *(word for word in kind.words if word != "default"))
+    return kind.words if isinstance(kind, Choice) else ()
+
+
+def text_of(kind: Kind, value: object) -> str:
+    """Return a setting's value as it is typed."""
+    if isinstance(kind, OptionalSwitch):
+        return next(word for word, meaning in _TRISTATE.items() if meaning is value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={entry}" for key, entry in value.items()) or "none"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return "none" if value is None else str(value)
+
+
 def named_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that were given, with their values."""
     typed = {name: value for name, value in vars(arguments).items() if name in SETTINGS}
@@ -185,14 +230,6 @@ def flags(before: Plan, after: Plan) -> str:
         flag = name.replace("_", "-")
         if isinstance(value, bool) and isinstance(setting.kind, Switch | Way):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(setting.kind, OptionalSwitch):
-            words.append(f"--{flag} {_word_of(value)}")
-        elif isinstance(value, Mapping):
-            words.append(f"--{flag} {' '.join(f'{key}={entry}' for key, entry in value.items()) or 'none'}")
         else:
-            words.append(f"--{flag} {','.join(value) if isinstance(value, tuple) else str(value).lower()}")
+            words.append(f"--{flag} {text_of(setting.kind, value)}")
     return " ".join(words)
-
-
-def _word_of(value: bool | None) -> str:
-    return next(word for word, meaning in _TRISTATE.items() if meaning is value)

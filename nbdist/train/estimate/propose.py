@@ -66,6 +66,17 @@ def propose_variables(model: str, batch: str, plan: str, world_size: int, sharin
     return propose(model, batch, plan, world_size=world_size, sharing=sharing)
 
 
+def estimate_in_words(model: str, batch: str, plan: str, world_size: int) -> str:
+    """Estimate a step of this plan, for expressions of this process's shell, and return it as text.
+
+    Raises:
+        UsageError: They name a variable that is not there, or the estimate can't be made; the text says why.
+    """
+    from nbdist.train.estimate.estimate import estimate
+
+    return str(estimate(*_variables(model, batch), Plan.from_json(plan), world_size=world_size))
+
+
 def estimate_with_and_without_checkpoints(
     model: str, batch: str, plan: str, world_size: int
 ) -> tuple[Estimate, Estimate]:

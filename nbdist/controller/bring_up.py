@@ -1,32 +1,61 @@
-"""How far the start of a set of ranks has come, and when it counts as stuck. Pure."""
+"""The start of a set of ranks: what is forked where, how far that has come, and when it counts as stuck."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from nbdist.wire.life import PATIENCE_VARIABLE, Progress
+from nbdist.wire.life import PATIENCE_VARIABLE, Progress, StartOptions
+from nbdist.wire.message import Message
+from nbdist.wire.rank_processes import Spawn, StoreAddress
 
 
 class BringUp:
     """A start that is under way.
 
     Args:
-        nodes: Where ranks are to be forked.
-        patience: Seconds without any progress after which it is given up.
+        epoch: The number of the set of ranks.
+        shares: By node, what is to be started there.
+        address: Where the store is to listen.
+        interface: The network between the nodes; "": the one that leads to the store.
+        send: Sends to the agent of a node.
     """
 
-    def __init__(self, nodes: Collection[int], patience: float) -> None:
-        self._nodes = set(nodes)
-        self._patience = patience
+    def __init__(
+        self,
+        epoch: int,
+        shares: Mapping[int, StartOptions],
+        address: str,
+        interface: str,
+        send: Callable[[int, Message], None],
+    ) -> None:
+        self._epoch = epoch
+        self._shares = dict(shares)
+        self._address = address
+        self._interface = interface
+        self._send = send
+        self._patience = shares[0].patience  # seconds without any progress after which it is given up
         self._moved = time.monotonic()
         self._progress: Progress | None = None  # what it does now
         self._notes: dict[int, list[str]] = {}  # by node, once its ranks are forked
 
+    def begin(self) -> None:
+        """Have the store opened and the ranks of this machine forked."""
+        self._spawn(0, StoreAddress(self._address))
+
+    def go_on(self, store: StoreAddress) -> None:
+        """Have the ranks of the other nodes forked, as the store is open."""
+        for node in self._shares:
+            if node:
+                self._spawn(node, store)
+
+    def _spawn(self, node: int, store: StoreAddress) -> None:
+        self._send(node, Spawn(self._epoch, self._shares[node], store, self._interface))
+
     @property
     def forked(self) -> bool:
         """Whether all ranks are forked."""
-        return self._notes.keys() == self._nodes
+        return self._notes.keys() == self._shares.keys()
 
     @property
     def notes(self) -> list[str]:

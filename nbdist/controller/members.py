@@ -6,7 +6,6 @@ Owns which rank is where, and who lives. Knows neither who joins as a node nor w
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +13,7 @@ import msgspec
 
 from nbdist.controller.bring_up import BringUp
 from nbdist.controller.cell_cargo import CellCargo
+from nbdist.controller.cell_entry import CellEntry
 from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.newcomers import Newcomers
 from nbdist.controller.node_table import KnownNode, NodeTable
@@ -23,36 +23,15 @@ from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.controller.whereabouts import Whereabouts
 from nbdist.processes import describe_exit
-from nbdist.wire.cells import Execute, Failure, FailureKind, InOrder, Interrupt, Outcome, Reply
+from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply
 from nbdist.wire.frames import encode
 from nbdist.wire.healing import EndRanks, Renumbered, Resize, Respawn
 from nbdist.wire.lanes import AGENT_FREIGHT, RANK_CELL, RANK_CONTROL, RANK_LANES, lane
-from nbdist.wire.life import (
-    Died,
-    Obstacle,
-    Progress,
-    RankInfo,
-    Started,
-    StartFailed,
-    StartOptions,
-)
+from nbdist.wire.life import Died, Obstacle, Progress, RankInfo, Started, StartFailed, StartOptions
 from nbdist.wire.message import Message
-from nbdist.wire.output import Credit, Notice, Output
+from nbdist.wire.output import Credit, Output
 from nbdist.wire.questions import Answer, Ask
-from nbdist.wire.rank_processes import (
-    Exited,
-    Kill,
-    Quit,
-    Ready,
-    Spawn,
-    Spawned,
-    SpawnFailed,
-    Spawning,
-    StoreAddress,
-    StoreOpened,
-)
-
-_TICK_PAUSE = 1.0  # seconds, after an error
+from nbdist.wire.rank_processes import Exited, Kill, Quit, Ready, Spawned, SpawnFailed, Spawning, StoreOpened
 
 
 class Members:
@@ -97,8 +76,6 @@ class Members:
         self.epoch = epoch
         self.where = Whereabouts(shares, nodes)
         self.names = self.where.names
-        self._address = address
-        self._interface = interface
         self._nodes = nodes
         self._switchboard = switchboard
         self._tell = tell
@@ -109,15 +86,14 @@ class Members:
         self.up = False
         self.up_at = 0.0
         self.ending = False
-        self.cells = Cells(self, self.execute)
-        self._patience = shares[0].patience
-        self._bring_up = BringUp(shares, self._patience)
+        self._entry = CellEntry(self)
+        self.cells = Cells(self, self._entry.execute)
+        self._bring_up = BringUp(epoch, shares, address, interface, nodes.send)
         self.backend = ""
         self._left: set[int] = set()  # nodes on which no process of it is left
-        self._ticks_from = 0.0  # when cells may be called again because of the time
         self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
         self._lives: Counter[int] = Counter()  # processes that a slot has had beside its first
-        self.newcomers = Newcomers(self, tell, self._patience)
+        self.newcomers = Newcomers(self, tell, shares[0].patience)
 
     # --- messages to ranks
 
@@ -209,76 +185,21 @@ class Members:
 
     def begin(self, message: Execute) -> None:
         """Run something on ranks, once all of them can reach what it takes along."""
-        if not self.up:
-            return
-        if self.newcomers.holds(message):
-            return
-        if not message.ranks or not self.ranks.keys() >= set(message.ranks):
-            raise ValueError(f"there are no ranks {message.ranks}")
-        elsewhere = {self.where.node_of(rank) for rank in message.ranks if not self.ranks[rank].dead} - {0}
-        if message.parcel is None or not message.parcel.segments or not elsewhere:
-            self.execute(message)
-        else:
-            self.cargo.deliver(message, elsewhere, self._delivered)
-
-    def _delivered(self, message: Execute, why: str) -> None:
-        """Begin a cell, as what it takes along is there."""
-        if why:
-            self._refuse(message, "error", "TransferError", why)
-        else:
-            self.execute(message)
-
-    def _refuse(self, message: Execute, status: Outcome, name: str, text: str) -> None:
-        """Report for all ranks of a cell that it has not begun."""
-        self.cargo.drop(message.serial)
-        kind: FailureKind = "interrupted" if status == "interrupted" else "raised"
-        failure = Failure(name, text, "", time.monotonic(), kind=kind)
-        for rank in message.ranks:
-            self._tell(Reply(message.serial, rank, status, failure))
+        if self.up and not self.newcomers.holds(message):
+            self._entry.begin(message)
 
     def stop(self, message: Interrupt) -> None:
         """Stop a cell."""
-        waiting = self.cargo.withdraw(message.serial) or self.newcomers.withdraw(message.serial)
-        if waiting is not None:
-            self._refuse(waiting, "interrupted", "KeyboardInterrupt", "it was interrupted before it began")
-        else:
+        if (waiting := self.newcomers.withdraw(message.serial)) is not None:
+            self._entry.call_off(waiting)
+        elif not self._entry.withdraw(message.serial):
             self.cells.stop(message, time.monotonic())
-
-    def execute(self, message: Execute) -> None:
-        """Run something on ranks. To be called again when they are in order, if they are not."""
-        now = time.monotonic()
-        if not self.cells.begin(message, now):
-            return
-        living = []
-        for number in message.ranks:
-            rank = self.ranks[number]
-            if rank.dead:  # the notebook did not know yet
-                self.cells.died(msgspec.structs.replace(rank.dead, serial=message.serial), now)
-                continue
-            rank.begin(message.serial, message.number)
-            living.append(number)
-        self._send_out(message, living)
-
-    def _send_out(self, message: Execute, ranks: Sequence[int]) -> None:
-        """Send a cell to its ranks, with the parcel as each node has it."""
-        parcels = self.cargo.parcels(message.serial)
-        for node, parcel in parcels.items():
-            there = [rank for rank in ranks if self.where.node_of(rank) == node]
-            self.to_ranks(RANK_CELL, there, msgspec.structs.replace(message, parcel=parcel))
-        self.to_ranks(RANK_CELL, [rank for rank in ranks if self.where.node_of(rank) not in parcels], message)
 
     # --- start
 
     def spawn(self) -> None:
-        """Have the store opened and the ranks of this machine forked; the others follow when it is open."""
-        self._nodes.send(0, Spawn(self.epoch, self.where.shares[0], StoreAddress(self._address), self._interface))
-
-    def _spawn_others(self, message: StoreOpened) -> None:
-        if self.ending:
-            return
-        for node, options in self.where.shares.items():
-            if node:
-                self._nodes.send(node, Spawn(self.epoch, options, message.store, self._interface))
+        """Have the ranks started, node by node."""
+        self._bring_up.begin()
 
     def ready(self, rank: Rank, message: Ready) -> None:
         """Note that a rank is ready, or why it is not."""
@@ -323,7 +244,7 @@ class Members:
         dues = [due for number in self._late if (due := self.ranks[number].due) is not None]
         if not self.up and not self.ending:
             dues.append(self._bring_up.due)
-        if self.up and (due := self._cells_due()) is not None:
+        if self.up and (due := self.cells.due()) is not None:
             dues.append(due)
         if (due := self.newcomers.due) is not None:
             dues.append(due)
@@ -333,23 +254,10 @@ class Members:
         """Act on what is due."""
         if not self.up and not self.ending:
             self._check_start(now)
-        self._check_cells(now)
+        if self.up:
+            self.cells.tick(now)
         self.newcomers.tick(now)
         self._check_displays(now)
-
-    def _check_cells(self, now: float) -> None:
-        due = self._cells_due() if self.up else None
-        if due is None or now < due:
-            return
-        try:
-            self.cells.tick(now)
-        except Exception:  # what a rank has answered makes no sense; the others' cells go on
-            traceback.print_exc()
-            self._ticks_from = now + _TICK_PAUSE
-
-    def _cells_due(self) -> float | None:
-        due = self.cells.due()
-        return None if due is None else max(due, self._ticks_from)
 
     def _check_displays(self, now: float) -> None:
         for number in list(self._late):
@@ -377,7 +285,8 @@ class Members:
             self._get_on(message)
         elif isinstance(message, StoreOpened):
             self._check_ours(node, message)
-            self._spawn_others(message)
+            if not self.ending:
+                self._bring_up.go_on(message.store)
         elif isinstance(message, Spawned):
             self._rank_on(node, message.rank).pid = message.pid
             self._bring_up.move()
@@ -447,14 +356,7 @@ class Members:
             return
         if message.cause:  # the ranks ended with it, which says all
             return
-        self.newcomers.lose_store(what)
-        self.to_notebook(
-            Notice(
-                f"the rendezvous store of this session (pid {message.pid}) has ended, {what}: "
-                "groups that exist go on, but no new group can be made. "
-                "`%distributed restart` starts fresh ranks."
-            )
-        )
+        self.newcomers.lose_store(message.pid, what)
 
     def lose(self, node: KnownNode, why: str) -> None:
         """Note that a node is gone, and its ranks with it."""

@@ -16,6 +16,7 @@ from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import Execute, InOrder
 from nbdist.wire.healing import Grow, Heal, HealFailed, Shrink
 from nbdist.wire.message import Message
+from nbdist.wire.output import Notice
 from nbdist.wire.rank_processes import Ready
 
 _NO_STORE = "the rendezvous store of this session has ended, so groups can't be rebuilt: `%distributed restart`"
@@ -194,7 +195,13 @@ class Newcomers:
         if self._healing is not None:
             self._healing.fail(why)
 
-    def lose_store(self, what: str) -> None:
-        """Note that the rendezvous store has ended."""
+    def lose_store(self, pid: int, what: str) -> None:
+        """Note that the rendezvous store has ended, and report it."""
         self._store_lost = True
         self.fail(f"{_NO_STORE} ({what})")
+        self._tell(
+            Notice(
+                f"the rendezvous store of this session (pid {pid}) has ended, {what}: groups that exist go on, but no "
+                "new group can be made. `%distributed restart` starts fresh ranks."
+            )
+        )

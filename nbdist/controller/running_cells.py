@@ -5,6 +5,7 @@ Drives a ladder and a watch per cell, and the repairs between cells. Handles mes
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import OF_AGENTS, Answer, Ask
 from nbdist.wire.stopping import Cut, Strand
 from nbdist.wire.visitor_messages import RunningCell
+
+_PAUSE = 1.0  # seconds, after an error
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Cells:
     def __init__(self, wires: Wires, execute: Callable[[Execute], None]) -> None:
         self._wires = wires
         self._running: dict[int, _Cell] = {}
+        self._rests_until = 0.0
         self._inquiries = Inquiries(self._send, wires.dead)
         self._repairs = Repairs(wires, self._inquiries.ask, execute)
         self.prompts = OpenPrompts(self._inquiries.ask)
@@ -206,10 +210,21 @@ class Cells:
         dues: list[float | None] = [cell.watch.due for cell in self._running.values() if not cell.stopping]
         dues += [cell.ladder.due for cell in self._running.values() if cell.ladder is not None]
         dues.append(self._repairs.due())
-        return min((due for due in dues if due is not None), default=None)
+        due = min((due for due in dues if due is not None), default=None)
+        return None if due is None else max(due, self._rests_until)
 
     def tick(self, now: float) -> None:
         """Do what is due at this time."""
+        due = self.due()
+        if due is None or now < due:
+            return
+        try:
+            self._do_what_is_due(now)
+        except Exception:  # what a rank has answered makes no sense; the others' cells go on
+            traceback.print_exc()
+            self._rests_until = now + _PAUSE
+
+    def _do_what_is_due(self, now: float) -> None:
         for cell in list(self._running.values()):
             if not cell.stopping:
                 cell.watch.tick(now)

@@ -19,7 +19,7 @@ import pytest
 from nbdist.devices import visible_gpus
 from testbed.kernel import Kernel, kernel_with_ranks, wait_until
 from tests.support.leftovers import MARK, files_of_sessions, processes_of_this_run
-from tests.support.spare import close_spare, processes_of_spare, spare_with_ranks
+from tests.support.spare import close_spares, processes_of_spares, spare_with_ranks
 
 REHEARSAL = "NBDIST_GPU_REHEARSAL"  # set to 1: tests marked `gpu` that can do with a CPU run there
 
@@ -116,9 +116,9 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_spare_is_left() -> Iterator[None]:
-    """In the end nothing is left of the kernel that tests have handed on to each other."""
+    """In the end nothing is left of the kernels that tests have handed on to each other."""
     yield
-    close_spare()
+    close_spares()
     wait_until(lambda: not _leaked(), lambda: f"leftover processes to end: {_leaked()}")
     assert not files_of_sessions()
 
@@ -126,7 +126,8 @@ def no_spare_is_left() -> Iterator[None]:
 def _leaked() -> dict[int, str]:
     # Python's own helper of multiprocessing lives as long as the test run.
     found = {pid: command for pid, command in processes_of_this_run().items() if "resource_tracker" not in command}
-    found = {pid: command for pid, command in found.items() if pid not in processes_of_spare()}
+    spares = processes_of_spares() if found else set()
+    found = {pid: command for pid, command in found.items() if pid not in spares}
     for kernel in _shared:
         try:
             root = psutil.Process(kernel.pid)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.kernel import Kernel, kernel_with_ranks, lines_by_rank
+from testbed.kernel import Kernel, lines_by_rank
 from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
@@ -198,7 +198,7 @@ def test_a_rank_that_is_stuck_in_c_is_replaced(three: Kernel) -> None:
 def test_training_goes_on_from_a_checkpoint_as_if_nobody_had_died(tmp_path: Path, plan: str, ranks: int) -> None:
     """A newcomer prepares model and optimizer by itself, while the others keep theirs."""
     checkpoint = f"nbdist.{{}}_state({str(tmp_path / 'state')!r})"
-    with kernel_with_ranks(ranks) as kernel:
+    with spare_with_ranks(ranks) as kernel:
         kernel.ok(f"%distributed plan {plan}")
         kernel.ok(f"%%distributed --setup\n{MODEL}")
         kernel.ok(f"%%distributed\ntrain(0, 3)\n{checkpoint.format('save')}\ntrain(3, 6)")
@@ -211,7 +211,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_nobody_had_died(tmp_path: Path
 
 @pytest.mark.parametrize(("plan", "ranks", "src"), [("ddp", 2, 0), ("hsdp --replicas 2", 4, 2)])
 def test_replicas_are_equal_to_the_bit_after_a_sync(plan: str, ranks: int, src: int) -> None:
-    with kernel_with_ranks(ranks) as kernel:
+    with spare_with_ranks(ranks) as kernel:
         kernel.ok(f"%distributed plan {plan}")
         kernel.ok(f"%%distributed --setup\n{MODEL}")
         kernel.ok("%%distributed\ntrain(0, 3)")
@@ -236,7 +236,7 @@ reset_models.buckets_settled = late
 
 
 def test_a_second_heal_does_not_take_the_votes_of_the_first() -> None:
-    with kernel_with_ranks(2) as kernel:
+    with spare_with_ranks(2) as kernel:
         kernel.ok("%distributed plan ddp")
         kernel.ok(f"%%distributed --setup\n{MODEL}{LATE.format(rank=0)}")
         for rank in (1, 0):
@@ -247,7 +247,7 @@ def test_a_second_heal_does_not_take_the_votes_of_the_first() -> None:
 
 
 def test_shards_that_nobody_else_has_need_a_checkpoint() -> None:
-    with kernel_with_ranks(2) as kernel:
+    with spare_with_ranks(2) as kernel:
         kernel.ok("%distributed plan fsdp")
         kernel.ok(f"%%distributed --setup\n{MODEL}")
         kernel.ok("%%distributed\ntrain(0, 3)")
@@ -258,7 +258,7 @@ def test_shards_that_nobody_else_has_need_a_checkpoint() -> None:
 
 
 def test_so_do_shards_of_an_optimizer_that_counts_no_steps() -> None:
-    with kernel_with_ranks(2) as kernel:
+    with spare_with_ranks(2) as kernel:
         kernel.ok("%distributed plan fsdp")
         kernel.ok(f"%%distributed --setup\n{MODEL.replace('AdamW', 'SGD')}")
         kernel.ok("%%distributed\ntrain(0, 3)")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.kernel import Kernel, kernel_with_ranks, lines_by_rank
+from testbed.kernel import Kernel, lines_by_rank
+from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
 
@@ -72,7 +73,7 @@ def result(kernel: Kernel) -> dict[int, list[str]]:
 def test_a_training_goes_on_by_itself_and_ends_as_if_no_rank_had_died(
     plan: str, deaths: list[tuple[int, int, bool]], keeps: str, goes_on: list[str], tmp_path: Path
 ) -> None:
-    with kernel_with_ranks(2, "--exact --on-death heal") as kernel:
+    with spare_with_ranks(2, "--exact --on-death heal") as kernel:
         kernel.ok(f"%distributed plan {plan}")
         kernel.ok(TRAINING.format(deaths=deaths, folder=str(tmp_path), keeps=keeps))
         said = kernel.ok("%%distributed\ntrain()", HANG).stdout
@@ -87,7 +88,7 @@ def test_a_training_goes_on_by_itself_and_ends_as_if_no_rank_had_died(
 
 
 def test_a_cell_that_trains_nothing_is_not_run_again() -> None:
-    with kernel_with_ranks(2, "--on-death heal") as kernel:
+    with spare_with_ranks(2, "--on-death heal") as kernel:
         failed = kernel.fails("%%distributed -r 1\nimport os\nprint('once')\nos._exit(3)", "RankDied", HANG)
         assert failed.stdout.count("once") == 1
         assert "rank 1 replaced in " in failed.stdout
@@ -95,7 +96,7 @@ def test_a_cell_that_trains_nothing_is_not_run_again() -> None:
 
 
 def test_a_cell_that_kills_its_rank_at_the_same_step_each_time_is_given_up(tmp_path: Path) -> None:
-    with kernel_with_ranks(2, "--on-death heal") as kernel:
+    with spare_with_ranks(2, "--on-death heal") as kernel:
         kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), keeps=""))
         code = "%%distributed\nif rank == 1: os._exit(3)\ntrain()"
         failed = kernel.fails(code, "RankDied", HANG)
@@ -104,7 +105,7 @@ def test_a_cell_that_kills_its_rank_at_the_same_step_each_time_is_given_up(tmp_p
 
 
 def test_a_rank_that_stays_in_the_cell_for_good_is_replaced_too(tmp_path: Path) -> None:
-    with kernel_with_ranks(3, "--on-death heal") as kernel:
+    with spare_with_ranks(3, "--on-death heal") as kernel:
         kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), keeps=""))
         once = f"os.path.exists({str(tmp_path / 'once')!r})"
         code = (
@@ -121,7 +122,7 @@ def test_a_rank_that_stays_in_the_cell_for_good_is_replaced_too(tmp_path: Path) 
 
 
 def test_a_newcomer_that_has_prepared_nothing_is_named() -> None:
-    with kernel_with_ranks(2, "--on-death heal") as kernel:
+    with spare_with_ranks(2, "--on-death heal") as kernel:
         kernel.ok("%%distributed\nimport os, torch, nbdist\nmodel = nbdist.prepare(torch.nn.Linear(2, 2))")
         failed = kernel.fails("%%distributed\nif rank == 1: os._exit(3)", "RankError", HANG)
         assert "rank 1 has prepared nothing, so the training can't go on there" in failed.evalue
@@ -129,14 +130,14 @@ def test_a_newcomer_that_has_prepared_nothing_is_named() -> None:
 
 
 def test_the_session_ends_if_it_is_to() -> None:
-    with kernel_with_ranks(2, "--on-death stop") as kernel:
+    with spare_with_ranks(2, "--on-death stop") as kernel:
         failed = kernel.fails("%%distributed\nimport os\nif rank == 1: os._exit(3)", "RankDied", HANG)
         assert "the session was stopped, as `--on-death stop` says" in failed.stdout
         assert "no session is running" in kernel.fails("%%distributed\nprint(1)", "SessionClosed").evalue
 
 
 def test_without_a_source_the_ranks_that_have_trained_give_their_state(tmp_path: Path) -> None:
-    with kernel_with_ranks(2) as kernel:
+    with spare_with_ranks(2) as kernel:
         kernel.ok(TRAINING.format(deaths=[(3, 0, False)], folder=str(tmp_path), keeps=""))
         kernel.fails("%%distributed\ntrain()", "RankDied", HANG)
         kernel.ok("%distributed heal", HANG)

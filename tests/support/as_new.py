@@ -16,9 +16,12 @@ import warnings
 from typing import Any
 
 from IPython.core.getipython import get_ipython
+from zmq.utils.garbage import GarbageCollectorThread
 
 from nbdist.client.costs import history
-from nbdist.client.session import observers, session_plan
+from nbdist.client.session import death_report, observers, session_plan
+
+_PATIENCE = 5.0  # seconds; the client waits for longer
 
 _before: dict[str, Any] = {}
 
@@ -29,12 +32,20 @@ def remember() -> None:
     _before.update(_facts())
 
 
-def changes() -> list[str]:
-    """Forget what the user has: names, outputs, what history has recorded. Then: what is not as it was, by name.
+def await_reports() -> None:
+    """Until the reports of ranks' deaths are written: they ask the session for what it knows."""
+    for thread in list(death_report._writing):
+        thread.join(_PATIENCE)
 
-    The session that is running need not be the one from before.
+
+def changes() -> list[str]:
+    """Forget what the user has: names, outputs, plan, what history has recorded. Then: what is not as it was, by name.
+
+    The session has ended, and what works for it with it.
     """
     _forget()
+    if not _before:
+        return ["everything: this is another process"]  # the kernel was restarted
     now = _facts()
     return [name for name, fact in _before.items() if now[name] != fact]
 
@@ -42,6 +53,7 @@ def changes() -> list[str]:
 def _forget() -> None:
     _shell().reset(new_session=True)
     history.history().clear()
+    session_plan._kept = None
 
 
 def _facts() -> dict[str, Any]:
@@ -58,7 +70,12 @@ def _facts() -> dict[str, Any]:
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
         "hooks": [sys.excepthook, threading.excepthook, shell.showtraceback],
         "streams": [sys.stdout, sys.stderr, sys.stdin],
-        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads": sorted(
+            # pyzmq starts its own with the first long message
+            thread.name
+            for thread in threading.enumerate()
+            if not isinstance(thread, GarbageCollectorThread)
+        ),
         "warnings": list(warnings.filters),
         "loggers": [list(logging.root.handlers), logging.root.level],
         "callbacks": {name: list(functions) for name, functions in shell.events.callbacks.items()},
@@ -66,7 +83,6 @@ def _facts() -> dict[str, Any]:
         "magics": {kind: sorted(names) for kind, names in shell.magics_manager.magics.items()},
         "comms": len(shell.kernel.comm_manager.comms),
         "switches": [magics.auto, magics._costs.memory.mode, magics._costs.steps.on, magics._costs._panel],
-        "plan": session_plan._kept,
         "observers": len(observers._observers),
     }
 

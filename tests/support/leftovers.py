@@ -27,11 +27,12 @@ def processes_of_this_run() -> dict[int, str]:
     return found
 
 
-spare_files: set[str] = set()  # of the kernel that waits for its next test: tests/support/spare.py
+files_of_spares: dict[int, set[str]] = {}  # of each kernel that waits for its next test: tests/support/spare.py
 
 
 def files_of_sessions() -> set[str]:
     """Key files and log folders of sessions that tests have."""
     runtime = Path(os.environ["JUPYTER_RUNTIME_DIR"])
     temporary = Path(os.environ["TMPDIR"])
-    return {str(path) for folder in (runtime, temporary) for path in folder.glob("nbdist-*")} - spare_files
+    found = {str(path) for folder in (runtime, temporary) for path in folder.glob("nbdist-*")}
+    return found.difference(*files_of_spares.values())

@@ -9,22 +9,21 @@ from collections.abc import Iterator
 import psutil
 
 from testbed.kernel import Kernel
-from tests.support.leftovers import files_of_sessions, spare_files
+from tests.support.leftovers import files_of_sessions, files_of_spares
 from tests.support.roles import MODULES
 
 _AS_NEW = "__import__('tests.support.as_new').support.as_new"
 _PATIENCE = 10.0  # seconds that a kernel which a test has left at work has to end that
+_MOST = 2  # kernels that wait at a time: as many as a test has side by side
 
-_spare: Kernel | None = None
+_spares: list[Kernel] = []
 
 
 @contextlib.contextmanager
 def spare_with_ranks(count: int = 2, options: str = "") -> Iterator[Kernel]:
     """A kernel with a new session, in which no user has typed anything: one from before if it is as it was new."""
-    global _spare
     others = files_of_sessions()
-    kernel, _spare = _spare, None
-    spare_files.clear()
+    kernel = _taken()
     try:
         if kernel is None:
             kernel = Kernel()
@@ -40,25 +39,30 @@ def spare_with_ranks(count: int = 2, options: str = "") -> Iterator[Kernel]:
             _hand_on(kernel, others)
 
 
-def close_spare() -> None:
-    """Nobody needs one any more."""
-    global _spare
-    kernel, _spare = _spare, None
-    spare_files.clear()
-    if kernel is not None:
+def close_spares() -> None:
+    """Nobody needs them any more."""
+    while (kernel := _taken()) is not None:
         kernel.close()
 
 
-def processes_of_spare() -> set[int]:
-    """Those of the kernel that waits for its next test."""
-    return {_spare.pid, *_below(_spare)} if _spare is not None else set()
+def processes_of_spares() -> set[int]:
+    """Those of the kernels that wait for their next test."""
+    return {pid for kernel in _spares for pid in (kernel.pid, *_below(kernel))}
+
+
+def _taken() -> Kernel | None:
+    """The kernel that has waited for the shortest time, if any waits."""
+    if not _spares:
+        return None
+    kernel = _spares.pop()
+    files_of_spares.pop(kernel.pid)
+    return kernel
 
 
 def _hand_on(kernel: Kernel, files_of_others: set[str]) -> None:
-    global _spare
-    if _spare is None and _is_as_new(kernel):
-        _spare = kernel
-        spare_files.update(files_of_sessions() - files_of_others)
+    if len(_spares) < _MOST and _is_as_new(kernel):
+        files_of_spares[kernel.pid] = files_of_sessions() - files_of_others
+        _spares.append(kernel)
     else:
         kernel.close()
 
@@ -68,9 +72,10 @@ def _is_as_new(kernel: Kernel) -> bool:
     if not kernel.manager.is_alive() or kernel.pid != kernel.manager.provisioner.process.pid:  # type: ignore[union-attr]
         return False
     try:
+        kernel.value(f"{_AS_NEW}.await_reports()", _PATIENCE)
+        kernel.ok("%distributed stop", _PATIENCE)
         if kernel.value(f"{_AS_NEW}.changes()", _PATIENCE):
             return False
-        kernel.ok("%distributed stop", _PATIENCE)
     except (AssertionError, TimeoutError, queue.Empty):
         return False
     commands = [" ".join(psutil.Process(pid).cmdline()) for pid in _below(kernel)]

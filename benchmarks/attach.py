@@ -10,7 +10,7 @@ from pathlib import Path
 
 import _tools
 
-RANKS = 8
+RANKS = _tools.size(8, 2)
 ROUNDS = 7
 BUDGET = 0.5
 MISSED = {"nothing": 0, "10 MB": _tools.size(10_000_000, 1_000_000)}

@@ -7,7 +7,7 @@ import statistics
 
 import _tools
 
-RANKS = 8
+RANKS = _tools.size(8, 2)
 ROUNDS = 150
 BUDGET = 5e-3
 

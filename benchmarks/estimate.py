@@ -6,7 +6,7 @@ from typing import Any
 
 import _tools
 
-ROUNDS = 2
+ROUNDS = _tools.size(2, 1)
 SETTINGS: list[dict[str, Any]] = [
     {"strategy": "none"},
     {"strategy": "none", "precision": "bf16"},

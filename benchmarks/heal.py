@@ -7,7 +7,7 @@ import time
 
 import _tools
 
-RANKS = 8
+RANKS = _tools.size(8, 4)
 ROUNDS = 7
 BUDGET = 0.5
 

@@ -7,7 +7,7 @@ import time
 import _tools
 import psutil
 
-RANKS = 8
+RANKS = _tools.size(8, 2)
 SECONDS = _tools.size(10, 1)
 BUDGET = 1.0
 

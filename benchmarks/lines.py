@@ -7,7 +7,7 @@ import time
 
 import _tools
 
-RANKS = 8
+RANKS = _tools.size(8, 2)
 LINES = _tools.size(10_000, 200)
 ROUNDS = 7
 BUDGET = 0.5

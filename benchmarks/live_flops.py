@@ -8,9 +8,9 @@ from collections.abc import Callable
 import _tools
 import torch
 
-STEPS = 100  # of one measurement
+STEPS = _tools.size(100, 5)  # of one measurement
 ROUNDS, COUNTED_ROUNDS = 40, 20
-WARM_UP = 600  # steps: each hook is at its dearest in a cell's first ones
+WARM_UP = _tools.size(600, 20)  # steps: each hook is at its dearest in a cell's first ones
 BUDGET = 500.0  # µs: 1 % of a step of 50 ms
 
 

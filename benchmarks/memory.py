@@ -6,7 +6,7 @@ import os
 
 import _tools
 
-RANKS = 8
+RANKS = _tools.size(8, 2)
 BUDGET = 30.0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import _tools
 import psutil
 
-RANKS = 8
+RANKS = _tools.size(8, 2)
 GPUS = 8
 SECONDS = _tools.size(20, 1)
 BUDGET = 0.5

@@ -7,8 +7,9 @@ import sys
 
 import _tools
 
-RANKS = 8
+RANKS = _tools.size(8, 2)
 ROUNDS = 5
+WARM_UP = _tools.size(1, 0)  # rounds
 
 # Cold: a fresh process that has imported what `%load_ext nbdist` imports, but has warmed nothing up.
 _COLD = f"""
@@ -54,14 +55,14 @@ def main() -> None:
             "cold": lambda: _python(_COLD)[0],
             "warm": warm,
         },
-        warm_up=1,
+        warm_up=WARM_UP,
     )
     _tools.header("start")
     _tools.row("python -c 'import torch'", samples["import"])
     name = "python -c 'import torch'"
     _tools.row(f"{RANKS} ranks, group ready, cold", samples["cold"], over=(name, samples["import"]), at_most=1.5)
     _tools.row(f"{RANKS} ranks, group ready, warm", samples["warm"], **_tools.limit(0.5))
-    _tools.row(f"restart of {RANKS} ranks", again[1:])
+    _tools.row(f"restart of {RANKS} ranks", again[WARM_UP:])
 
 
 def _python(code: str) -> list[float]:

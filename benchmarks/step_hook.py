@@ -7,7 +7,7 @@ import time
 import _tools
 import torch
 
-STEPS = 100  # of one measurement: short, so that both sides of a round see the same machine
+STEPS = _tools.size(100, 5)  # of one measurement: short, so that both sides of a round see the same machine
 ROUNDS = 400
 BUDGET = 5.0  # µs
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import _tools
 
-RANKS = 8
+RANKS = _tools.size(8, 2)
 ROUNDS = 5
 STEP = 0.05  # seconds
 

@@ -57,7 +57,7 @@ def _rates(steps: Iterator[Step]) -> Rates:
         meter.lap()
         next(steps)[0]()  # from its end on
         began, flops, count = time.perf_counter(), 0, 0
-        while time.perf_counter() - began < _tools.size(4, 1):
+        while time.perf_counter() - began < _tools.size(40, 2) / 10:
             step, work = next(steps)
             step()
             flops += work

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from testbed.kernel import Kernel, both
+from testbed.kernel import Kernel, both, wait_until
 from testbed.nvml import as_module, machine
+from tests.conftest import sharing
 from tests.support.roles import alive, family, find, listening
 
 HANG = 30.0
@@ -258,11 +259,27 @@ def test_a_torch_that_is_missing_or_broken_is_one_message_and_once_mended_the_ne
     kernel.ok("%distributed start -n 1", HANG)
 
 
-def test_too_few_file_handles_for_that_many_ranks_is_said_before_anything_starts(kernel: Kernel) -> None:
-    kernel.ok("%load_ext nbdist\nimport resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")
-    outcome = kernel.fails("%distributed start -n 60", "UsageError")
+@pytest.fixture(scope="module")
+def frugal() -> Iterator[Kernel]:
+    """A kernel that may open few files, though the system allows more."""
+    with Kernel() as kernel, sharing(kernel):
+        kernel.ok("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
+        kernel.ok("%load_ext nbdist")
+        kernel.ok("resource.setrlimit(resource.RLIMIT_NOFILE, (80, limits[1]))")
+        yield kernel
+
+
+def test_ranks_start_where_the_notebook_may_open_few_files_but_the_system_allows_more(frugal: Kernel) -> None:
+    frugal.ok("%distributed start -n 4", HANG)
+    outcome = frugal.ok("%%distributed\nimport torch.distributed as dist\ndist.new_group(); print(1)")
+    assert outcome.lines == {rank: ["1"] for rank in range(4)}
+
+
+def test_too_few_file_handles_for_that_many_ranks_is_said_before_anything_starts(frugal: Kernel) -> None:
+    frugal.ok("%distributed stop\nresource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")
+    outcome = frugal.fails("%distributed start -n 60", "UsageError")
     assert "60 ranks need about 400 file handles" in outcome.evalue and "`ulimit -n 4096`" in outcome.evalue
-    kernel.ok("%distributed start -n 2", HANG)
+    frugal.ok("%distributed start -n 2", HANG)
 
 
 def test_a_notebook_that_has_no_file_handle_left_says_so_and_starts_when_it_has(kernel: Kernel) -> None:
@@ -276,15 +293,6 @@ def test_a_notebook_that_has_no_file_handle_left_says_so_and_starts_when_it_has(
     kernel.ok(code, HANG)
     assert "Too many open files" in kernel.value("text") and "`ulimit -n 4096`" in kernel.value("text")
     kernel.ok("session = nbdist.Session(1)", HANG)
-
-
-def test_ranks_start_where_the_notebook_may_open_few_files_but_the_system_allows_more(kernel: Kernel) -> None:
-    kernel.ok("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
-    kernel.ok("%load_ext nbdist")
-    kernel.ok("resource.setrlimit(resource.RLIMIT_NOFILE, (80, limits[1]))")
-    kernel.ok("%distributed start -n 4", HANG)
-    outcome = kernel.ok("%%distributed\nimport torch.distributed as dist\ndist.new_group(); print(1)")
-    assert outcome.lines == {rank: ["1"] for rank in range(4)}
 
 
 def test_without_a_runtime_folder_that_can_be_written_the_keys_lie_in_a_private_folder(
@@ -304,7 +312,7 @@ def test_without_a_runtime_folder_that_can_be_written_the_keys_lie_in_a_private_
 def test_a_runtime_folder_that_is_not_there_is_made(kernel: Kernel, tmp_path: Path) -> None:
     kernel.ok(f"import os; os.environ['JUPYTER_RUNTIME_DIR'] = {str(tmp_path / 'new')!r}")
     kernel.ok("%load_ext nbdist")
-    kernel.ok("%distributed start -n 1", HANG)
+    wait_until(lambda: [*(tmp_path / "new").glob("nbdist-*.json")], "keys", HANG)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 

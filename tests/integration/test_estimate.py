@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"strategy": "ddp"},
     {"strategy": "fsdp", "ema": 0.99},
     {"strategy": "fsdp", "precision": "bf16", "activation_checkpointing": "full", "accumulate": 2},
-    {"strategy": "fsdp", "accumulate": 2, "exchange": "each"},
 ]
 
 pytestmark = pytest.mark.torch_private
@@ -64,12 +63,25 @@ def answered(task: TrialTask, on_gpu: bool = False) -> dict[str, Any]:
     return answer_to(TrialSetup(NONE, world_size=1, has_group=False, on_gpu=on_gpu), _packed(task))
 
 
+def told(model: Any, batch: Any, plans: Sequence[Plan], world_size: int = 1) -> list[dict[str, Any]]:
+    """What that process would tell of a model and plans, in this process."""
+    task = _packed(TrialTask(model, batch, torch.optim.AdamW, None))
+    setups = [TrialSetup(plan, world_size=world_size, has_group=world_size > 1, on_gpu=False) for plan in plans]
+    return [answer_to(setup, task) for setup in setups]
+
+
+def totals(answers: list[dict[str, Any]]) -> list[int]:
+    """All that is held at once, for each plan."""
+    assert not any("error" in answer for answer in answers), answers
+    return [sum(answer["held"].values()) - answer["held"]["gradients_whole"] for answer in answers]
+
+
 # --- against real steps
 
 
 @pytest.mark.parametrize("kind", [Mlp, Gpt, ConvNet])
 def test_a_step_takes_what_was_estimated_within_ten_percent(training: Kernel, kind: type[nn.Module]) -> None:
-    precisions = ("fp32",) if kind is ConvNet else ("fp32", "bf16")  # a CPU convolves bf16 slowly
+    precisions = ("fp32", "bf16") if kind is Gpt else ("fp32",)  # a CPU is slow in bf16
     settings: list[dict[str, Any]] = [{"strategy": "none", "precision": precision} for precision in precisions]
     estimates = estimate_each(kind(), SHAPES[kind], [Plan(**each) for each in settings])
     for each, found in zip(settings, estimates, strict=True):
@@ -159,21 +171,21 @@ def test_checkpointed_models_of_transformers_keep_less_the_less_is_saved() -> No
     )
     kinds: Any = ["none", "selective", "selective-half", "full"]
     plans = [Plan(strategy="fsdp", activation_checkpointing=kind) for kind in kinds]
-    estimates = estimate_each(lambda: LlamaForCausalLM(config), {"input_ids": (8, 256)}, plans, world_size=2)
-    totals = [found.total for found in estimates]
-    assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(kinds)
+    found = totals(told(lambda: LlamaForCausalLM(config), {"input_ids": (8, 256)}, plans, world_size=2))
+    assert found == sorted(found, reverse=True) and len(set(found)) == len(kinds)
 
 
 def test_a_budget_of_activations_is_between_all_and_none_of_them() -> None:
     plans = [NONE, NONE.replace(activation_budget=0.5), NONE.replace(activation_checkpointing="full")]
-    totals = [found.total for found in estimate_each(Gpt(), SHAPES[Gpt], plans)]
-    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 3
+    found = totals(told(Gpt(), SHAPES[Gpt], plans))
+    assert found == sorted(found, reverse=True) and len(set(found)) == 3
 
 
 def test_gradients_that_are_exchanged_in_each_micro_batch_are_kept_as_shards() -> None:
     plans = [Plan(strategy="fsdp", accumulate=4, exchange=exchange) for exchange in ("last", "each")]
-    last, each = estimate_each(Mlp(256, 8), (8, 256), plans, world_size=8)
-    assert last.total - each.total > 6 * each.gradients_whole  # of the eight parts seven are others'
+    answers = told(Mlp(256, 8), (8, 256), plans, world_size=8)
+    last, each = totals(answers)
+    assert last - each > 6 * answers[1]["held"]["gradients_whole"]  # of the eight parts seven are others'
 
 
 def test_dropout_on_a_gpu_keeps_one_byte_for_each_element() -> None:

@@ -8,6 +8,7 @@ process groups.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -58,10 +59,15 @@ class Scenarios:
 
 def main() -> None:
     """Answer scenarios until there are no more."""
+    # All that ranks import, dynamo for their first optimizer step: once. Never a tensor operation in this process.
+    import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor
-    import torch.nn.parallel  # noqa: F401  once, before any fork; never a tensor operation in this process
+    import torch.nn.parallel  # noqa: F401
 
+    import nbdist.worker.recovery.reset_models  # noqa: F401
+
+    gc.freeze()
     for line in sys.stdin:
         scenario = json.loads(line)
         folder = Path(tempfile.mkdtemp())

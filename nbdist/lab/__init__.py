@@ -1,10 +1,11 @@
 """What JupyterLab's pages reach in a kernel: nbdist's side of the extension in `labextension/src/lab`.
 
-page_messages.py  what goes over the lines
-deeds.py          what buttons do, also while a cell runs
-variable_rows.py   variables of ranks for a page
-state_watch.py    the session's state, told when it changes
-lines.py          the comms that pages open
+page_messages.py    what goes over the lines
+deeds.py            what buttons do, also while a cell runs
+variable_rows.py    variables of ranks for a page
+cell_steps_seen.py  the step of a running cell's loop
+state_watch.py      the session's state, told when it changes
+lines.py            the comms that pages open
 
 Nothing here runs unless a page opens a line.
 """

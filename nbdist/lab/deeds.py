@@ -6,18 +6,19 @@ They run in the thread of the page's line, not in the main one, and return text 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from nbdist._version import __version__
-from nbdist.client.session import stack_report
+from nbdist.client.session import observers, stack_report
 from nbdist.client.session.current import current_session, get_session
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.session import rank_set_of
 from nbdist.client.session.status import look_at_stacks
+from nbdist.client.session.task import Task
 from nbdist.devices import visible_gpus
 from nbdist.errors import NbdistError
+from nbdist.lab.cell_steps_seen import CellStepsSeen
 from nbdist.lab.page_messages import (
     PROTOCOL,
     CellOnRanks,
@@ -78,6 +79,8 @@ class Deeds:
     def __init__(self, notebook: NotebookVerbs) -> None:
         self._notebook = notebook
         self._gpus = len(visible_gpus())
+        self._steps = CellStepsSeen()
+        observers.subscribe(self._steps)
         self._actions: dict[Deed, Callable[[PageRequest], Brought]] = {
             "state": lambda request: "",
             "interrupt": lambda request: _interrupt(request.ranks or None, now=False),
@@ -114,10 +117,8 @@ class Deeds:
             return SessionState(PROTOCOL, __version__, 0, [], [], broken, [], self._notebook.auto, self._gpus)
         rank_set = rank_set_of(session)
         running = rank_set.traffic.running(info.rank for info in session.ranks)
-        left = Counter(running.values())
         cells = [
-            CellOnRanks(task.number, len(task.ranks), len(task.ranks) - count, time.monotonic() - task.started)
-            for task, count in left.items()
+            self._cell(task, [rank for rank in running if running[rank] is task]) for task in set(running.values())
         ]
         return SessionState(
             PROTOCOL,
@@ -130,6 +131,10 @@ class Deeds:
             self._notebook.auto,
             self._gpus,
         )
+
+    def _cell(self, task: Task, busy: list[int]) -> CellOnRanks:
+        count, seconds = len(task.ranks), time.monotonic() - task.started
+        return CellOnRanks(task.number, count, count - len(busy), seconds, self._steps.of(task.number, busy))
 
 
 def _interrupt(ranks: str | None, *, now: bool) -> str:

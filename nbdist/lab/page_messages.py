@@ -89,12 +89,14 @@ class CellOnRanks(msgspec.Struct, frozen=True):
         ranks: How many it began on.
         done: How many of these have ended their part.
         seconds: Since it began.
+        step: The optimizer step up to which all of its ranks have come; 0: none, or nobody samples the ranks.
     """
 
     number: int
     ranks: int
     done: int
     seconds: float
+    step: int = 0
 
 
 class SessionState(msgspec.Struct, frozen=True):

@@ -180,7 +180,8 @@ class StepMeter:
                 break
             recent.append(step)
         stalled = now - self._ended_at if recent and not self._is_lap_over else 0.0
-        return self._summary(self._steps, recent, stalled)
+        found = self._summary(self._steps, recent, stalled)
+        return msgspec.structs.replace(found, in_cell=self._lap_steps)
 
     def lap(self) -> StepSample:
         """Return the steps since the last lap; time until the next step belongs to none. In the starting thread.

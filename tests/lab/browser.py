@@ -14,7 +14,7 @@ from typing import Any, cast
 import nbformat
 import psutil
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, expect, sync_playwright
 
 from testbed.kernel import LIMIT, Kernel, wait_until
 from tests.conftest import _shared
@@ -30,9 +30,14 @@ CURRENT = "jupyterapp.shell.currentWidget"
 
 
 class Lab(Server):
-    """JupyterLab as a user starts it."""
+    """JupyterLab as a user starts it.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Its notebooks, settings and log.
+        extended: Whether the server has loaded nbdist.
+    """
+
+    def __init__(self, folder: Path, *, extended: bool = True) -> None:
         settings = folder / "settings"
         news = settings / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
         news.parent.mkdir(parents=True)
@@ -42,22 +47,34 @@ class Lab(Server):
         options = (
             "--LabApp.expose_app_in_browser=True",
             f"--LabApp.extra_labextensions_path={PREBUILT}",
-            "--ServerApp.jpserver_extensions={'nbdist.server': True}",
+            f"--ServerApp.jpserver_extensions={{'nbdist.server': {extended}}}",
         )
         super().__init__(folder, "jupyterlab", *options, environment=own)
+
+
+def _as_it_is(notebook: nbformat.NotebookNode) -> None:
+    pass
 
 
 class Notebook:
     """A notebook that is open in a page of its own."""
 
-    def __init__(self, lab: Lab, browser: Browser, cells: list[str]) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        browser: Browser | BrowserContext,
+        cells: list[str],
+        prepare: Callable[[nbformat.NotebookNode], None] = _as_it_is,
+    ) -> None:
         self._lab = lab
         self.name = f"{secrets.token_hex(4)}.ipynb"
         new = nbformat.v4
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else the page asks for one
         notebook = new.new_notebook(cells=[new.new_code_cell(cell) for cell in cells], metadata=kernel)
+        prepare(notebook)
         nbformat.write(notebook, lab.folder / self.name)
-        self.page: Page = browser.new_page(viewport={"width": 1100, "height": 900})
+        self.page: Page = browser.new_page()
+        self.page.set_viewport_size({"width": 1100, "height": 900})
         self.page.set_default_timeout(1000 * LIMIT)
         self._errors: list[str] = []
         self.page.on("pageerror", lambda error: self._errors.append(str(error)))
@@ -205,8 +222,8 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def jupyterlab(folder: Path) -> Iterator[Lab]:
-    lab = Lab(folder)
+def jupyterlab(folder: Path, *, extended: bool = True) -> Iterator[Lab]:
+    lab = Lab(folder, extended=extended)
     _shared.append(cast(Kernel, lab))  # the kernels are its children
     yield lab
     lab.close()

@@ -11,7 +11,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, expect
 
-from tests.lab.browser import CURRENT, Lab, Notebook, show_sidebar
+from tests.lab.browser import CURRENT, Lab, Notebook, number, show_sidebar
 
 pytestmark = pytest.mark.lab
 
@@ -21,15 +21,15 @@ PRINT = """\
 print("both")
 print(f"<b>rank {rank}</b>")
 f"value {rank}\""""
+TRAIN = """\
+%%distributed
+import time, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+while True:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step(); optimizer.zero_grad(); time.sleep(0.01)"""
 FLOOD = "%%distributed\nfor line in range(20_000): print(rank, line)"
-NEWER = """\
-import comm
-state = {"protocol": 99, "version": "9.9", "ranks": 0, "cells": []}
-reply = {"id": 0, "state": state, "text": "", "failed": False}
-comm.get_comm_manager().register_target("nbdist.control", lambda line, opening: line.send(reply))
-# nbdist"""
-
-
 DIE = "%%distributed -r 1\nimport os\nos._exit(1)"
 DRIFT = """\
 %%distributed
@@ -50,6 +50,9 @@ def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
         FLOOD,
         DRIFT,
         DIE,
+        TRAIN,
+        "%distributed tflops on",
+        "%distributed tflops off",
     ]
     with Notebook(lab, browser, cells) as notebook:
         show_sidebar(notebook)
@@ -114,6 +117,19 @@ def test_buttons_act_while_a_cell_runs(two: Notebook) -> None:
     expect(two.page.locator(".nbdist-status")).to_have_text("2 ranks: idle")
     sidebar.get_by_role("button", name="Why").click()
     expect(text).not_to_contain_text("time.sleep")
+
+
+def test_the_step_of_a_training_loop_is_shown_while_it_runs(two: Notebook) -> None:
+    cell, status = two.page.locator(".nbdist-sidebar-cell"), two.page.locator(".nbdist-status")
+    two.run(9)
+    two.start(8)
+    expect(cell).to_contain_text(re.compile(r"cell \d+: 0 of 2 done, step [\d,]+, \d+ s"))
+    expect(status).to_have_text(re.compile(r"2 ranks: step [\d,]+, \[0 of 2 done\]"))
+    before = number(cell.inner_text().split("step ")[1])
+    two.wait_until(lambda: number(cell.inner_text().split("step ")[1]) > before, "a later step")
+    two.page.locator(".nbdist-sidebar").get_by_role("button", name="Interrupt", exact=True).click()
+    expect(status).to_have_text("2 ranks: idle")
+    two.run(10)
 
 
 def test_after_a_reload_while_a_cell_runs_the_buttons_act_from_the_next_cell_on(two: Notebook) -> None:
@@ -260,11 +276,3 @@ def test_a_restarted_kernel_has_no_ranks_and_can_start_them_again(lab: Lab, brow
         expect(notebook.page.locator(".nbdist-status")).to_be_hidden()
         notebook.run(0)
         expect(sidebar.get_by_role("option").locator(".nbdist-memory")).to_have_count(2)
-
-
-def test_a_kernel_with_another_version_is_named(lab: Lab, browser: Browser) -> None:
-    with Notebook(lab, browser, [NEWER]) as notebook:
-        sidebar = show_sidebar(notebook)
-        notebook.run(0)
-        expect(sidebar).to_contain_text("The kernel runs nbdist 9.9, which this page cannot talk to.")
-        expect(sidebar.get_by_role("button", name="Stop")).to_be_hidden()

@@ -77,7 +77,7 @@ ALLOWED = {
     "client.costs": "client.session metrics metrics.advice metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
     "panel": "client.costs client.session metrics.allocation metrics.node shells visits",
-    "lab": "client.session devices panel shells",
+    "lab": "client.session devices metrics.node panel shells",
     "client.magics": "client.costs client.output client.session cuda_guard lab metrics.allocation metrics.node panel "
     "plan planning shells train.estimate wire",
     "launch": "client.session devices processes train transfer wire worker.cell",

@@ -224,9 +224,12 @@ def test_a_lap_is_of_its_own_steps_and_the_pause_behind_it_of_none(meter: StepMe
     model = Gpt()
     optimizer = SGD(model.parameters(), 0.01)
     train(model, optimizer, *[(B, T)] * 4)
+    assert meter.sample().in_cell == 4
     assert meter.lap().steps == 4
+    assert meter.sample().in_cell == 0
     threading.Event().wait(0.5)
     train(model, optimizer, *[(B, T)] * 3)
+    assert meter.sample().in_cell == 3 and meter.sample().steps == 7
     found = meter.lap()
     assert found.steps == 3 and found.seconds is not None and found.seconds < 0.25
     assert found.flops == gpt(B, T)

@@ -129,7 +129,13 @@ export interface Notebook extends Widget {
 export interface NotebookPanel extends Widget {
   readonly content: Notebook;
   readonly sessionContext: SessionContext;
-  readonly context: { readonly path: string; readonly ready: Promise<void>; readonly model: { readonly readOnly: boolean } };
+  readonly context: {
+    readonly path: string;
+    readonly ready: Promise<void>;
+    readonly model: { readonly readOnly: boolean };
+    /** What the server has told of the file; null before that. */
+    readonly contentsModel: { readonly writable: boolean } | null;
+  };
   readonly toolbar: { insertAfter(at: string, name: string, widget: Widget): boolean; addItem(name: string, widget: Widget): boolean };
 }
 

@@ -5,6 +5,7 @@
 import { make, percent, size, write } from "../words";
 import type { Modules, NotebookPanel } from "./jupyter";
 import { act, lookAtMachine, type Act, type GpuRow, type Machine, type SessionRow } from "./machine";
+import { isReadOnly } from "./read_only";
 import * as words from "./strings";
 
 const PERIOD = 5000; // milliseconds between two looks, while somebody sees it
@@ -70,7 +71,7 @@ export class MachineView {
     const buttons = make("div", "sidebar-buttons");
     const { path } = this.panel?.context ?? { path: "" };
     const ours = path !== "" && session.notebook.endsWith(path);
-    if (this.panel?.context.model.readOnly === false && session.answers && !ours) {
+    if (this.panel !== null && !isReadOnly(this.panel) && session.answers && !ours) {
       const taken = session.client === "there";
       buttons.append(
         this.button(words.ATTACH, taken ? words.TAKE_CAPTION : words.ATTACH_CAPTION, session, async () => {

@@ -88,12 +88,13 @@ export interface PlanDraft {
   changes: string[];
 }
 
-/** A cell that runs on ranks; seconds since it began. */
+/** A cell that runs on ranks; seconds since it began; the step up to which all its ranks have come, 0: none, or not known. */
 export interface CellOnRanks {
   number: number;
   ranks: number;
   done: number;
   seconds: number;
+  step: number;
 }
 
 /** The notebook's session; `ranks` 0: there is none. */

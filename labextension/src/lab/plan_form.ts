@@ -9,6 +9,7 @@ import { addAndRun } from "./add_cell";
 import type { Modules } from "./jupyter";
 import type { Link } from "./link";
 import type { PlanField, Request } from "./messages";
+import { isReadOnly } from "./read_only";
 import * as words from "./strings";
 
 const REST = 300; // milliseconds without a key until the kernel is asked
@@ -169,7 +170,7 @@ export class PlanForm {
   }
 
   private drawDraft(line: string, text: string, problem = ""): void {
-    const readOnly = this.link?.panel.context.model.readOnly === true;
+    const readOnly = this.link !== null && isReadOnly(this.link.panel);
     this.line = line;
     write(this.preview, text);
     this.preview.hidden = text === "";

@@ -9,6 +9,7 @@ import type { Cell, Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
 import { takeLongStreams } from "./long_text";
 import { OutputTabs } from "./output_tabs";
+import { isReadOnly } from "./read_only";
 import { addStyle } from "./style";
 import { badRanks, CHOOSE, CHOOSE_LABEL, CHOOSE_TITLE, ON_ALL, ON_KERNEL, onRanks, RUN_ON } from "./strings";
 
@@ -25,7 +26,7 @@ export class RunOn {
   ) {
     addStyle(labCss);
     takeLongStreams(panel.content);
-    this.picker = new Picker(lab, "run-on", panel.context.model.readOnly);
+    this.picker = new Picker(lab, "run-on", isReadOnly(panel));
     const item = new lab.widgets.Widget({ node: make("div", "run-on-item", this.picker.element) });
     item.addClass("jp-Toolbar-item");
     if (!panel.toolbar.insertAfter(AFTER, "nbdist-run-on", item)) panel.toolbar.addItem("nbdist-run-on", item);
@@ -38,14 +39,14 @@ export class RunOn {
   /** Switch the active cell between all ranks and the kernel. */
   toggle(): void {
     const cell = this.cell;
-    if (cell === null || this.panel.context.model.readOnly) return;
+    if (cell === null || isReadOnly(this.panel)) return;
     move(cell, placeOf(cell.model.sharedModel.getSource()).kind === "kernel" ? ALL : KERNEL);
   }
 
   /** Ask for the active cell's ranks. */
   async choose(): Promise<void> {
     const cell = this.cell;
-    if (cell !== null && !this.panel.context.model.readOnly) await choose(this.lab, cell);
+    if (cell !== null && !isReadOnly(this.panel)) await choose(this.lab, cell);
   }
 
   private get cell(): Cell | null {
@@ -66,7 +67,7 @@ export class RunOn {
   };
 
   private mark(cell: Cell): void {
-    const badge = new Picker(this.lab, "badge-of-cell", this.panel.context.model.readOnly);
+    const badge = new Picker(this.lab, "badge-of-cell", isReadOnly(this.panel));
     this.badges.set(cell, badge);
     badge.cell = cell;
     badge.element.addEventListener("focus", () => {

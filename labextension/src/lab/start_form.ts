@@ -6,6 +6,7 @@ import { make, option, write } from "../words";
 import { addAndRun } from "./add_cell";
 import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
+import { isReadOnly } from "./read_only";
 import { precisions, strategies } from "./plan_words.json";
 import {
   BAD_COUNT,
@@ -89,7 +90,7 @@ export class StartForm {
     let problem = "";
     if (count !== "" && !(/^\d+$/.test(count) && Number(count) >= 1 && Number(count) <= MOST)) problem = BAD_COUNT;
     else if (gpus !== "" && !GPUS.test(gpus)) problem = BAD_GPUS;
-    else if (this.panel?.context.model.readOnly === true) problem = READ_ONLY;
+    else if (this.panel !== null && isReadOnly(this.panel)) problem = READ_ONLY;
     this.precision.disabled = this.plan.value === "";
     write(this.problem, problem);
     this.submit.disabled = problem !== "";

@@ -102,18 +102,22 @@ export function summary(state: SessionState): string {
   return `${counted(state.ranks, "rank")} on ${state.devices.join(", ")}${dead}${state.auto ? "; auto is on" : ""}`;
 }
 
-/** "cell 7: 3 of 8 done, 12 s", where `age` are the seconds since the kernel has told it. */
+/** "cell 7: 3 of 8 done, step 340, 12 s", where `age` are the seconds since the kernel has told it. */
 export function progress(cell: CellOnRanks, age: number): string {
   const name = cell.number === 0 ? "a function" : `cell ${cell.number}`;
-  return `${name}: ${cell.done} of ${cell.ranks} done, ${(cell.seconds + age).toFixed(0)} s`;
+  return `${name}: ${cell.done} of ${cell.ranks} done, ${step(cell)}${(cell.seconds + age).toFixed(0)} s`;
 }
 
-/** For the status bar: "4 ranks: [3 of 8 done]". */
+function step(cell: CellOnRanks): string {
+  return cell.step === 0 ? "" : `step ${cell.step.toLocaleString("en")}, `;
+}
+
+/** For the status bar: "4 ranks: [3 of 8 done]", "4 ranks: step 340, [3 of 8 done]". */
 export function status(state: SessionState): string {
   if (state.broken !== "") return "Ranks: session broke";
   const [cell] = state.cells;
   const dead = state.dead.length === 0 ? "" : `, ${state.dead.length} dead`;
-  const busy = cell === undefined ? "idle" : `[${cell.done} of ${cell.ranks} done]`;
+  const busy = cell === undefined ? "idle" : `${step(cell)}[${cell.done} of ${cell.ranks} done]`;
   return `${counted(state.ranks, "rank")}${dead}: ${busy}`;
 }
 

@@ -88,6 +88,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         steps: Optimizer steps since the rank's start.
+        in_cell: Of these, those since the start of the cell that runs; 0 while none runs.
         seconds: All time of the window, stalls included, by its steps. Rates are to be divided by it.
         typical: Seconds of a step in the middle, which ignores stalls.
         flops: Model FLOPs of one step on this rank; None: not counted (`why`).
@@ -107,6 +108,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     steps: int = 0
+    in_cell: int = 0
     seconds: float | None = None
     typical: float | None = None
     flops: float | None = None

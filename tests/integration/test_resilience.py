@@ -14,6 +14,7 @@ from tests.support.spare import spare_with_ranks
 
 SEED = int(os.environ.get("NBDIST_TEST_SEED", "2026"))
 INTERRUPTS = 2  # in each phase
+ON_FOUR = ("DDP", "FSDP2", "HSDP 2x2")  # ranks; the others on two
 
 TRAIN = """
 import pathlib, tempfile
@@ -36,7 +37,7 @@ def train(kernel: Kernel, wrapper: str, seed: int) -> None:
 
 
 @pytest.mark.torch_private
-@pytest.mark.parametrize(("wrapper", "count"), [*((each, 4) for each in WRAPPERS), ("DDP", 2), ("FSDP2", 2)])
+@pytest.mark.parametrize(("wrapper", "count"), [(each, 4 if each in ON_FOUR else 2) for each in WRAPPERS])
 def test_a_training_goes_on_after_interrupts_at_random_moments(
     wrapper: str, count: int, kernels: dict[int, Kernel]
 ) -> None:

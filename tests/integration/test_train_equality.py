@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +10,12 @@ import pytest
 from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
 
-SHARDED = [(count, strategy) for count in (2, 4) for strategy in ("fsdp", "hsdp")]
-TOGETHER = [(2, "ddp"), (4, "ddp"), *SHARDED]
-ALL = [(2, "none"), *TOGETHER]  # without a strategy no rank knows of others
-of_strategies = partial(pytest.mark.parametrize, ("some_ranks", "strategy"), indirect=["some_ranks"])
+STRATEGIES = ["none", "ddp", "fsdp", "hsdp"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[2, 4])
 def some_ranks(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """A kernel with as many ranks as the parameter says."""
+    """A kernel with two ranks, then one with four."""
     with shared_kernel(request.param) as kernel:
         kernel.ok(
             "import nbdist\nfrom tests.support import train_equality as equality\ncall = nbdist.get_session().call"
@@ -31,7 +27,7 @@ def on_ranks(kernel: Kernel, function: str, arguments: str) -> list[Any]:
     return list(kernel.value(f"call(equality.{function}, {arguments})"))
 
 
-@of_strategies(ALL)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_ranks_train_as_one_process_does(some_ranks: Kernel, strategy: str, accumulate: int, clip: bool) -> None:
@@ -39,13 +35,13 @@ def test_ranks_train_as_one_process_does(some_ranks: Kernel, strategy: str, accu
     assert max(on_ranks(some_ranks, "distance_from_one_process", f"{plan}, 'float64'")) < 1e-12
 
 
-@of_strategies(ALL)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_so_they_do_in_float32(some_ranks: Kernel, strategy: str) -> None:
     plan = f"equality.plan_of({strategy!r}, 3, True)"
     assert max(on_ranks(some_ranks, "distance_from_one_process", f"{plan}, 'float32'")) < 1e-6
 
 
-@of_strategies(SHARDED)
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_ranks_that_exchange_gradients_in_each_micro_batch_train_as_one_process_does(
     some_ranks: Kernel, strategy: str
 ) -> None:
@@ -53,7 +49,7 @@ def test_ranks_that_exchange_gradients_in_each_micro_batch_train_as_one_process_
     assert max(on_ranks(some_ranks, "distance_from_one_process", f"{plan}, 'float64'")) < 1e-12
 
 
-@of_strategies(ALL)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("accumulate", "dtype", "limit"), [(1, "float32", 1e-6), (3, "float64", 1e-12)])
 def test_averaged_weights_are_those_of_one_process(
     some_ranks: Kernel, strategy: str, accumulate: int, dtype: str, limit: float
@@ -62,7 +58,7 @@ def test_averaged_weights_are_those_of_one_process(
     assert max(on_ranks(some_ranks, "averages_apart", f"{plan}, {dtype!r}")) < limit
 
 
-@of_strategies(ALL)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, False), (3, True)], ids=["1", "3-clip"])
 def test_bf16_is_bit_for_bit_the_recipe_of_pytorch(
     some_ranks: Kernel, strategy: str, accumulate: int, clip: bool

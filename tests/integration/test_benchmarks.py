@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 ON_GPUS = [name for name in ALL if name.startswith("gpu_")]  # scripts/gpu runs them, docs/gpu.md has their figures
 NAMES = [name for name in ALL if name not in ON_GPUS]
+LIMIT = 240.0  # seconds until a benchmark counts as hanging
 ENDS = "this benchmark has ended with"
 # Runs benchmarks by their names, in one process: it imports torch once, and its sessions share a template.
 PROGRAM = f"""
@@ -58,10 +60,15 @@ class Runner:
         self._process.stdin.write(f"{name}\n")
         self._process.stdin.flush()
         lines: list[str] = []
-        for line in self._process.stdout:
-            if line.startswith(ENDS):
-                return line.removeprefix(ENDS).strip(), lines
-            lines.append(line.rstrip("\n"))
+        watchdog = threading.Timer(LIMIT, self._process.kill)
+        watchdog.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(ENDS):
+                    return line.removeprefix(ENDS).strip(), lines
+                lines.append(line.rstrip("\n"))
+        finally:
+            watchdog.cancel()
         return f"the end of its process: {self._process.wait()}", lines
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import nbformat
 import psutil
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Error, Locator, Page, expect, sync_playwright
 
 from testbed.kernel import LIMIT, Kernel, wait_until
 from tests.conftest import _shared
@@ -26,30 +26,34 @@ PREBUILT = ROOT / "labextension" / "prebuilt"  # found before what an older inst
 SHOTS = ROOT / "build" / "screenshots"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = '{"fetchNews": "false", "checkForUpdates": false}'  # JupyterLab asks the network for nothing
+NOTEBOOKS_OWN = ("Cannot read properties of undefined (reading 'schema')",)  # of 7.6, also without any extension
 CURRENT = "jupyterapp.shell.currentWidget"
 
 
 class Lab(Server):
-    """JupyterLab as a user starts it.
+    """JupyterLab as a user starts it, or Jupyter Notebook.
 
     Args:
         folder: Its notebooks, settings and log.
         extended: Whether the server has loaded nbdist.
+        module: What runs: `jupyterlab` or `notebook`.
     """
 
-    def __init__(self, folder: Path, *, extended: bool = True) -> None:
+    def __init__(self, folder: Path, *, extended: bool = True, module: str = "jupyterlab") -> None:
         settings = folder / "settings"
         news = settings / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
         news.parent.mkdir(parents=True)
         news.write_text(QUIET)
         own = {"JUPYTERLAB_SETTINGS_DIR": str(settings), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
         own["PYTHONPATH"] = str(ROOT)  # kernels run in another folder, with the nbdist that is tested
+        app, self.path = ("LabApp", "doc/tree") if module == "jupyterlab" else ("JupyterNotebookApp", "notebooks")
         options = (
-            "--LabApp.expose_app_in_browser=True",
-            f"--LabApp.extra_labextensions_path={PREBUILT}",
+            f"--{app}.expose_app_in_browser=True",
+            f"--{app}.extra_labextensions_path={PREBUILT}",
             f"--ServerApp.jpserver_extensions={{'nbdist.server': {extended}}}",
         )
-        super().__init__(folder, "jupyterlab", *options, environment=own)
+        self.own_errors = () if module == "jupyterlab" else NOTEBOOKS_OWN
+        super().__init__(folder, module, *options, environment=own)
 
 
 def _as_it_is(notebook: nbformat.NotebookNode) -> None:
@@ -77,9 +81,13 @@ class Notebook:
         self.page.set_viewport_size({"width": 1100, "height": 900})
         self.page.set_default_timeout(1000 * LIMIT)
         self._errors: list[str] = []
-        self.page.on("pageerror", lambda error: self._errors.append(str(error)))
+        self.page.on("pageerror", self._note_error)
         self.page.on("console", self._note)
         self.open()
+
+    def _note_error(self, error: Error) -> None:
+        if str(error) not in self._lab.own_errors:
+            self._errors.append(str(error))
 
     def _note(self, message: ConsoleMessage) -> None:
         """Keep what goes wrong, except what does without us, too: services and widgets that nobody has."""
@@ -89,7 +97,7 @@ class Notebook:
 
     def open(self) -> None:
         """Open it, and wait for its kernel."""
-        self.page.goto(f"{self._lab.url}/doc/tree/{self.name}?token={self._lab.token}")
+        self.page.goto(f"{self._lab.url}/{self._lab.path}/{self.name}?token={self._lab.token}")
         self._wait_for_kernel()
 
     def reload(self) -> None:
@@ -222,8 +230,8 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def jupyterlab(folder: Path, *, extended: bool = True) -> Iterator[Lab]:
-    lab = Lab(folder, extended=extended)
+def jupyterlab(folder: Path, *, extended: bool = True, module: str = "jupyterlab") -> Iterator[Lab]:
+    lab = Lab(folder, extended=extended, module=module)
     _shared.append(cast(Kernel, lab))  # the kernels are its children
     yield lab
     lab.close()

@@ -47,6 +47,8 @@ def changes() -> list[str]:
     if not _before:
         return ["everything: this is another process"]  # the kernel was restarted
     now = _facts()
+    known = _before["attributes of nbdist"]  # a module that was imported since then has been changed by nobody
+    now["attributes of nbdist"] = {name: now["attributes of nbdist"].get(name) for name in known}
     return [name for name, fact in _before.items() if now[name] != fact]
 
 

@@ -399,6 +399,8 @@ class Agent:
             group.fork_all()
         except OSError as error:
             self._refused(error, group.spawn.options)
+        else:
+            self._check_complete(group)
 
     def _refused(self, error: OSError, options: StartOptions) -> None:
         """Report that the system denies what the ranks need."""
@@ -429,7 +431,10 @@ class Agent:
             group.fork_more()
         except OSError as error:
             self._refused(error, group.spawn.options)
-        if not group.complete and group.all_forked:
+        self._check_complete(group)
+
+    def _check_complete(self, group: ProcessSet) -> None:
+        if not group.complete and not group.ending and group.all_forked:
             group.complete = True
             self._say(Spawning(group.spawn.epoch, self._notes))
 

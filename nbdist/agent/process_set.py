@@ -73,7 +73,8 @@ class ProcessSet:
     @property
     def all_forked(self) -> bool:
         """Whether as many processes are there as were asked for at the start."""
-        return len(self.pids) == self.spawn.options.count + self.has_store
+        ranks = 0 if self.spawn.later else self.spawn.options.count
+        return len(self.pids) == ranks + self.has_store
 
     def fork_all(self) -> None:
         """Request the store and the ranks.
@@ -82,7 +83,8 @@ class ProcessSet:
             OSError: The system denies what they need.
         """
         self.forked = True
-        self.unasked.extend(self.spawn.options.ranks)
+        if not self.spawn.later:
+            self.unasked.extend(self.spawn.options.ranks)
         if self.has_store:
             self._fork_store()
         else:
@@ -100,11 +102,13 @@ class ProcessSet:
         self.unwanted.discard(message.slot)
         self._again[message.slot] = message
         self.unasked.append(message.slot)
-        self.fork_more()
+        if self.forked:  # else what they are forked from is still importing torch
+            self.fork_more()
 
     def end_ranks(self, ranks: Collection[int]) -> None:
         """End some ranks by force, also those that are about to come."""
         self.unwanted.update(ranks)
+        self.unasked = deque(rank for rank in self.unasked if rank not in ranks)
         self.source.kill([pid for pid, rank in self.pids.items() if rank in ranks])
 
     def folder(self, rank: int) -> str:

@@ -31,7 +31,7 @@ class BringUp:
     ) -> None:
         self._epoch = epoch
         self._shares = dict(shares)
-        self._address = address
+        self._store = StoreAddress(address)
         self._interface = interface
         self._send = send
         self._patience = shares[0].patience  # seconds without any progress after which it is given up
@@ -41,16 +41,21 @@ class BringUp:
 
     def begin(self) -> None:
         """Have the store opened and the ranks of this machine forked."""
-        self._spawn(0, StoreAddress(self._address))
+        self._spawn(0)
 
     def go_on(self, store: StoreAddress) -> None:
         """Have the ranks of the other nodes forked, as the store is open."""
+        self._store = store
         for node in self._shares:
             if node:
-                self._spawn(node, store)
+                self._spawn(node)
 
-    def _spawn(self, node: int, store: StoreAddress) -> None:
-        self._send(node, Spawn(self._epoch, self._shares[node], store, self._interface))
+    def _spawn(self, node: int) -> None:
+        self._send(node, Spawn(self._epoch, self._shares[node], self._store, self._interface))
+
+    def take_in(self, node: int, share: StartOptions) -> None:
+        """Have a node prepare what newcomers are forked from: one that has come since the start."""
+        self._send(node, Spawn(self._epoch, share, self._store, self._interface, later=True))
 
     @property
     def forked(self) -> bool:

@@ -434,7 +434,7 @@ class Controller:
 
     def _guest(self, identity: bytes, message: Message) -> None:
         if isinstance(message, Join) and self._nodes.join(identity, self._switchboard.key_of(identity), message):
-            self._sets.start_when_all_are_there()
+            self._sets.node_came()
 
     def _node_lost(self, node: KnownNode, why: str) -> None:
         if self._members is not None:

@@ -271,6 +271,8 @@ class Members:
 
     def handle_agent(self, node: int, message: Message) -> None:
         """Handle an agent's report of processes that start, end or print; it knows ranks by their slots."""
+        if node not in self.where.shares:  # last words of one that is lost: another machine is in its place
+            return
         if isinstance(message, (Output, Spawned, Exited, Answer)) and message.rank is not None:
             if (number := self.where.rank_in(message.rank)) is None:  # the last words of one that has been given up
                 return
@@ -283,6 +285,7 @@ class Members:
                 self._late.add(rank.rank)
         elif isinstance(message, Progress):
             self._get_on(message)
+            self.newcomers.get_on(time.monotonic())
         elif isinstance(message, StoreOpened):
             self._check_ours(node, message)
             if not self.ending:
@@ -291,14 +294,17 @@ class Members:
             self._rank_on(node, message.rank).pid = message.pid
             self._bring_up.move()
         elif isinstance(message, Spawning):
-            self._bring_up.note_forked(node, [self.where.name_node(node, note) for note in message.notes])
+            notes = [self.where.name_node(node, note) for note in message.notes]
+            if self.up:  # a machine that has come since
+                for note in notes:
+                    self.to_notebook(Progress("nodes", note))
+                return
+            self._bring_up.note_forked(node, notes)
             if self._bring_up.forked:
                 self._get_on(Progress("join", "ranks join their group"))
         elif isinstance(message, SpawnFailed):
-            if self.newcomers.coming:
+            if self.up:
                 self.newcomers.fail(self.where.name_node(node, message.text))
-            elif self.up:
-                raise ValueError(f"node {node} speaks of a start that is over: {message}")
             else:
                 self.fail(self.where.name_node(node, message.text), message.obstacle)
         elif isinstance(message, Exited):
@@ -372,9 +378,10 @@ class Members:
         for rank in [self.ranks[number] for number in self.where.on_node(node.number)]:
             self.newcomers.ended(rank.rank, cause)
             if rank.dead is None:
-                died = Died(rank.rank, rank.pid, -9, "", rank.serial, now, cause)
+                died = Died(rank.rank, rank.pid, -9, "", rank.serial, now, cause, machine_lost=True)
                 rank.die(died)
                 self.cells.died(died, now)
+        self.newcomers.machine_lost()
 
     # --- from ranks
 
@@ -385,6 +392,29 @@ class Members:
             self.cargo.drop(reply.serial)
 
     # --- for newcomers
+
+    def call_machines(self, ranks: Sequence[int]) -> None:
+        """Have machines come in place of those that were lost with these ranks."""
+        lost = {self.where.node_of(rank) for rank in ranks}
+        self._nodes.recall({node: self.where.shares[node].count for node in lost})
+
+    def call_off(self) -> None:
+        """Have no machine come any more."""
+        self._nodes.uninvite()
+
+    @property
+    def machines_due(self) -> float:
+        """When machines that were called are waited for no longer."""
+        return self._nodes.due_to_come
+
+    def machine_came(self) -> None:
+        """Have machines that have come take the places of lost ones."""
+        for lost in [node for node in self.where.shares if node not in self._nodes]:
+            if (heir := self._nodes.heir(lost)) is not None:
+                self.where.move(lost, heir)
+                self._left.add(heir)  # until newcomers are forked there
+        self.names = self.where.names
+        self.newcomers.machine_came(time.monotonic())
 
     def newcomer(self, rank: int) -> Rank:
         """Make place for a new process of a dead rank."""
@@ -402,6 +432,10 @@ class Members:
 
     def respawn(self, rank: Rank) -> None:
         """Have a newcomer forked."""
+        node = self.where.node_of(rank.rank)
+        if node in self._left:
+            self._left.discard(node)
+            self._bring_up.take_in(node, self.where.shares[node])
         self.to_agent_of(rank.rank, Respawn(self.epoch, rank.slot, rank.life, self.where.post(rank.rank)))
 
     def end_rank(self, rank: int) -> None:

@@ -1,5 +1,7 @@
 """Who comes to a set of ranks while it lives: one replacement at a time, and the cells that wait for its end.
 
+A replacement of ranks whose machines are lost waits until others have come.
+
 Owns what newcomers run first. Decides whether they may come; `replacement` brings them in.
 """
 
@@ -36,6 +38,16 @@ class Hosts(Places, Protocol):
     def begin(self, message: Execute) -> None:
         """Run something on ranks."""
 
+    def call_machines(self, ranks: Sequence[int]) -> None:
+        """Have machines come in place of those that were lost with these ranks."""
+
+    def call_off(self) -> None:
+        """Have no machine come any more."""
+
+    @property
+    def machines_due(self) -> float:
+        """When machines that were called are waited for no longer."""
+
 
 class Newcomers:
     """Those who come.
@@ -56,12 +68,13 @@ class Newcomers:
         self._patience = patience
         self._store_lost = False
         self._healing: Healing | None = None
+        self._waiting: Heal | None = None  # for machines
         self._held: dict[int, Execute] = {}  # cells that begin when it is over
 
     @property
-    def coming(self) -> bool:
-        """Whether ranks are being replaced."""
-        return self._healing is not None
+    def waiting(self) -> bool:
+        """Whether a replacement waits for machines."""
+        return self._waiting is not None
 
     def get(self, rank: int) -> Rank | None:
         """Return the newcomer that has not taken this rank's place yet, if there is one."""
@@ -70,12 +83,39 @@ class Newcomers:
     # --- requests
 
     def heal(self, message: Heal, now: float) -> None:
-        """Replace ranks."""
-        alive = [rank for rank in message.ranks if not self._hosts.ranks[rank].dead]
-        if why := self._hindrance() or self._cannot_heal(message, alive):
+        """Replace ranks, once there are machines for them."""
+        if why := self._hindrance() or self._cannot_heal(message):
+            self._tell(HealFailed(why))
+            return
+        self._waiting = message
+        self.machine_lost()
+        self.machine_came(now)
+
+    def machine_came(self, now: float) -> None:
+        """Begin the replacement that waits for machines, if none is missing."""
+        message = self._waiting
+        if message is None or self._without_machine(message):
+            return
+        self._stop_waiting()
+        if why := self._cannot_heal(message):  # others have died meanwhile
             self._tell(HealFailed(why))
         else:
-            self._begin(MembershipChange(message.ranks, alive), now)
+            self._begin(MembershipChange(message.ranks, self._alive(message)), now)
+
+    def machine_lost(self) -> None:
+        """Have machines come that the replacement waits for, if any are missing."""
+        if self._waiting is not None and (ranks := self._without_machine(self._waiting)):
+            self._hosts.call_machines(ranks)
+
+    def _stop_waiting(self) -> None:
+        self._waiting = None
+        self._hosts.call_off()
+
+    def _alive(self, message: Heal) -> list[int]:
+        return [rank for rank in message.ranks if not self._hosts.ranks[rank].dead]
+
+    def _without_machine(self, message: Heal) -> list[int]:
+        return [rank for rank in message.ranks if not self._hosts.where.has_node(rank)]
 
     def shrink(self, message: Shrink, now: float) -> None:
         """Go on without some ranks, and without those that have died."""
@@ -102,23 +142,23 @@ class Newcomers:
 
     def _hindrance(self) -> str:
         """Return why nobody can come or go now; "" if they can."""
-        if self._healing is not None:
+        if self._healing is not None or self._waiting is not None:
             return "ranks are being replaced, added or given up already: wait for that to end"
         if not self._hosts.up or self._hosts.ending:
             return "the ranks are about to start or end. Try again afterwards"
         return _NO_STORE if self._store_lost else ""
 
-    def _cannot_heal(self, message: Heal, alive: Sequence[int]) -> str:
+    def _cannot_heal(self, message: Heal) -> str:
         """Return why ranks can't be replaced; "" if they can."""
-        gone = [rank for rank in message.ranks if not self._hosts.where.has_node(rank)]
+        alive, gone = self._alive(message), self._without_machine(message)
         if alive and not message.kill:
             return f"{describe_ranks(alive)} lives: `%distributed heal --kill` ends a rank before it is replaced"
         if not set(self._hosts.ranks) - set(message.ranks) - set(self._hosts.dead()):
             return "no other rank lives, from which process groups could be taken: `%distributed restart`"
-        if gone:
+        if gone and not message.machines:
             return (
-                f"the node is lost that {describe_ranks(gone)} ran on: `%distributed shrink` goes on without, "
-                "`%distributed restart` starts fresh ranks"
+                f"the machine is lost that {describe_ranks(gone)} ran on: `%distributed heal` in a cell waits for "
+                "another, `%distributed shrink` goes on without"
             )
         return ""
 
@@ -129,7 +169,9 @@ class Newcomers:
 
     def give_up(self) -> None:
         """Stop replacing ranks, at the user's request."""
-        if self._healing is not None:
+        if self._waiting is not None:
+            self.fail("it was interrupted")
+        elif self._healing is not None:
             self._healing.interrupt()
 
     # --- cells
@@ -161,6 +203,8 @@ class Newcomers:
 
     def tick(self, now: float) -> None:
         """Go on with what is under way, as far as it can."""
+        if self._waiting is not None and now >= self._hosts.machines_due:
+            self.fail("no machine came in time. `%distributed heal` waits again, `%distributed shrink` goes on without")
         if self._healing is None:
             return
         self._healing.go_on(now)
@@ -177,6 +221,11 @@ class Newcomers:
         self._healing.ready(rank, message, now)
         return True
 
+    def get_on(self, now: float) -> None:
+        """Note that what newcomers are forked from makes progress."""
+        if self._healing is not None:
+            self._healing.get_on(now)
+
     def in_order(self, rank: int, report: InOrder) -> bool:
         """Note that a newcomer has adopted its groups. False if this is not about that."""
         return self._healing is not None and self._healing.in_order(rank, report)
@@ -192,6 +241,9 @@ class Newcomers:
 
     def fail(self, why: str) -> None:
         """Give up what is under way, if anything is."""
+        if self._waiting is not None:
+            self._stop_waiting()
+            self._tell(HealFailed(why))
         if self._healing is not None:
             self._healing.fail(why)
 

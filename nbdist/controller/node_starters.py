@@ -6,6 +6,7 @@ Owns their pipes. Knows nothing of what they report.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import subprocess
@@ -27,14 +28,16 @@ class NodeStarters:
         self._ready = select.epoll()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by descriptor of their reports
         self._rests: dict[int, bytes] = {}  # the beginning of a report
+        self._numbers: dict[int, int] = {}
+        self._count = itertools.count(1)
         self._ending: list[subprocess.Popen[bytes]] = []
 
     def fileno(self) -> int:
         """Return what to poll before `received`."""
         return self._ready.fileno()
 
-    def begin(self, setup: StarterSetup) -> None:
-        """Have nodes started."""
+    def begin(self, setup: StarterSetup) -> int:
+        """Have nodes started. Returns the number of what starts them."""
         process = subprocess.Popen(
             python_command("nbdist.cluster.starter"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
         )
@@ -45,16 +48,18 @@ class NodeStarters:
         descriptor = process.stdout.fileno()
         os.set_blocking(descriptor, False)
         self._processes[descriptor], self._rests[descriptor] = process, b""
+        self._numbers[descriptor] = next(self._count)
         self._ready.register(descriptor, select.EPOLLIN)
+        return self._numbers[descriptor]
 
-    def received(self) -> Iterator[Report]:
-        """Yield what has been reported."""
+    def received(self) -> Iterator[tuple[int, Report]]:
+        """Yield what has been reported, and by which."""
         for descriptor, _ in self._ready.poll(0):
-            found = os.read(descriptor, 1 << 16)
+            number, found = self._numbers[descriptor], os.read(descriptor, 1 << 16)
             *lines, self._rests[descriptor] = (self._rests[descriptor] + found).split(b"\n")
-            yield from map(decode_report, lines)
+            yield from ((number, decode_report(line)) for line in lines)
             if not found:
-                yield from self._has_ended(descriptor)
+                yield from ((number, report) for report in self._has_ended(descriptor))
 
     def _has_ended(self, descriptor: int) -> Iterator[Report]:
         process = self._forget(descriptor)
@@ -63,7 +68,7 @@ class NodeStarters:
 
     def _forget(self, descriptor: int) -> subprocess.Popen[bytes]:
         self._ready.unregister(descriptor)
-        del self._rests[descriptor]
+        del self._rests[descriptor], self._numbers[descriptor]
         process = self._processes.pop(descriptor)
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
@@ -71,10 +76,11 @@ class NodeStarters:
             process.stdin.close()
         return process
 
-    def end(self) -> None:
-        """Have all nodes ended that were started. Does not wait."""
+    def end(self, number: int | None = None) -> None:
+        """Have all nodes ended that were started, by one starter or all. Does not wait."""
         self._ending = [process for process in self._ending if process.poll() is None]
-        self._ending += [self._forget(descriptor) for descriptor in list(self._processes)]
+        chosen = [descriptor for descriptor, of in self._numbers.items() if number in (None, of)]
+        self._ending += [self._forget(descriptor) for descriptor in chosen]
 
     def close(self) -> None:
         """End all, and wait for that, but not long."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -91,7 +91,10 @@ class NodeTable:
         self._url = ""
         self._wanted: NodesWanted | None = None
         self._guests: dict[bytes, int] = {}  # by public key, the seats of those who are invited
+        self._gone: dict[int, KnownNode] = {}  # nodes that were lost
+        self._needed: dict[int, int] = {}  # by seat, GPUs that whoever comes there must have
         self.starters = NodeStarters()
+        self._starter_of: dict[int, int] = {}  # by seat, which of these has started its node last
         self._next = 1
         self._ping_at = float("inf")
         self.due_to_come = float("inf")  # when those who are missing are waited for no longer
@@ -139,7 +142,9 @@ class NodeTable:
             return
         if not self._url:
             self._url = self._open(wanted)
-        self._invite()
+        self._needed.clear()
+        self._invite(range(1, wanted.count))
+        self.due_to_come = time.monotonic() + wanted.patience if self.missing > 0 else float("inf")
 
     def _open(self, wanted: NodesWanted) -> str:
         try:
@@ -156,13 +161,17 @@ class NodeTable:
                 "machine that the notebook runs on; `ip -brief address` shows them"
             ) from None
 
-    def _invite(self) -> None:
-        """Make a token for each node that is missing and has none."""
+    def _invite(self, wanted: Iterable[int], instead_of: Sequence[str] = ()) -> None:
+        """Make a token for each of these seats that nobody has, and nobody is invited to.
+
+        Args:
+            wanted: The seats.
+            instead_of: The names of the nodes that had them.
+        """
         assert self._wanted is not None
-        self.due_to_come = time.monotonic() + self._wanted.patience if self.missing > 0 else float("inf")
         taken = {*self._guests.values(), *(node.seat for node in self)}
         seats = []
-        for seat in range(1, self._wanted.count):
+        for seat in wanted:
             if seat not in taken:
                 keys = self._switchboard.invite(self._url)
                 self._guests[keys.public_key] = seat
@@ -172,9 +181,41 @@ class NodeTable:
         address = self._url.removeprefix("tcp://")
         if self._wanted.engine:
             invitation = Invitation(address, seats, self._wanted.timeout)
-            self.starters.begin(StarterSetup(self._wanted.engine, self._wanted.engine_options, invitation))
+            starter = self.starters.begin(StarterSetup(self._wanted.engine, self._wanted.engine_options, invitation))
+            self._starter_of |= dict.fromkeys((seat.number for seat in seats), starter)
+            if instead_of:
+                who = f"{', '.join(instead_of)} (Ctrl-C gives up)"
+                self._tell(Progress("nodes", f"waiting for {self._wanted.engine} to start a node in place of {who}"))
         else:
-            self._tell(Invited(address, [seat.token for seat in seats]))
+            self._tell(Invited(address, [seat.token for seat in seats], list(instead_of)))
+
+    def recall(self, counts: Mapping[int, int]) -> None:
+        """Have other machines come in place of lost nodes.
+
+        Args:
+            counts: By the number of a lost node, how many ranks it had.
+        """
+        assert self._wanted is not None
+        lost = {self._gone[number].seat: self._gone[number] for number in counts}
+        self._needed |= {seat: min(node.gpus, counts[node.number]) for seat, node in lost.items()}
+        self.due_to_come = time.monotonic() + self._wanted.patience
+        self._invite(sorted(lost), [lost[seat].host for seat in sorted(lost)])
+
+    def heir(self, number: int) -> int | None:
+        """Return the node that has come in place of a lost one."""
+        gone = self._gone.get(number)
+        heir = self._in_seat(gone.seat) if gone is not None else None
+        return heir.number if heir is not None else None
+
+    def uninvite(self) -> None:
+        """Let nobody in any more who is invited and has not come."""
+        waiting = {self._starter_of[seat] for seat in self._guests.values() if seat in self._starter_of}
+        for starter in waiting - {self._starter_of.get(node.seat) for node in self}:
+            self.starters.end(starter)
+        for key in self._guests:
+            self._switchboard.dismiss(key)
+        self._guests.clear()
+        self.due_to_come = float("inf")
 
     def heed_starters(self) -> str:
         """Take what those who start nodes have reported.
@@ -183,7 +224,9 @@ class NodeTable:
             Why nodes that are missing won't come; "": nothing is known of that.
         """
         why = ""
-        for report in self.starters.received():
+        for starter, report in self.starters.received():
+            if starter not in self._starter_of.values():  # its nodes are lost, and were started again
+                continue
             if isinstance(report, StarterProgress):
                 if report.text:
                     self._tell(Progress("nodes", report.text))
@@ -191,6 +234,8 @@ class NodeTable:
                     self.due_to_come = time.monotonic() + report.patience
             elif isinstance(report, StarterFailed):
                 why = why or (report.text if self.missing > 0 else "")
+            elif self._starter_of.get(report.seat) != starter:
+                continue
             elif (node := self._in_seat(report.seat)) is not None:
                 self.lose(node, report.text)
             elif report.seat in self._guests.values():
@@ -243,6 +288,9 @@ class NodeTable:
         ]
         if different:
             return f"all nodes need the same versions, and it has {', '.join(different)}"
+        if message.gpus < (needed := self._needed.get(self._guests[key], 0)):
+            has = counted(message.gpus, "GPU") if message.gpus else "none"
+            return f"the node in whose place it comes had ranks on {counted(needed, 'GPU')}, and it has {has}"
         return ""
 
     def dismiss(self) -> None:
@@ -252,13 +300,13 @@ class NodeTable:
         for number in [node.number for node in self if node.number]:
             del self._nodes[number]
             self._switchboard.lose(number)
-        for key in self._guests:
-            self._switchboard.dismiss(key)
-        self._guests.clear()
+        self.uninvite()
+        self._gone.clear()
+        self._starter_of.clear()
         if self._url:
             self._switchboard.close_to_others(self._url)
         self._url, self._wanted = "", None
-        self._ping_at = self.due_to_come = float("inf")
+        self._ping_at = float("inf")
 
     # --- messages
 
@@ -306,6 +354,7 @@ class NodeTable:
         """Remove a lost node."""
         self.send(node.number, Shutdown())  # should it hear that, it need not find out by itself
         if self._nodes.pop(node.number, None) is not None:
+            self._gone[node.number] = node
             self._switchboard.lose(node.number)
             self._lost(node, why)
 

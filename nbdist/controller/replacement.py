@@ -177,6 +177,11 @@ class Healing:
         rank.ready, rank.device = True, message.device
         self.due = now + self._patience
 
+    def get_on(self, now: float) -> None:
+        """Note that what newcomers are forked from makes progress."""
+        if self._phase == "start":
+            self.due = now + self._patience
+
     def in_order(self, rank: int, report: InOrder) -> bool:
         """Note that a newcomer has adopted its groups, or one that stays another default group. False: neither."""
         if rank not in self._adopting:

@@ -82,6 +82,13 @@ class Succession:
             return
         self.start_when_all_are_there()
 
+    def node_came(self) -> None:
+        """Note that a node has come: for a set that waits for it, or in place of one that the present set has lost."""
+        if self.members is not None:
+            self.members.machine_came()
+        else:
+            self.start_when_all_are_there()
+
     def start_when_all_are_there(self) -> None:
         """Bring up the set that waits for nodes, if none is missing any more."""
         message = self._pending
@@ -128,6 +135,8 @@ class Succession:
             self._pending = None
             self._nodes.dismiss()
             self._tell(StartFailed(f"{why}. Then type `%distributed start` again"))
+        elif self.members is not None and self.members.newcomers.waiting:
+            self.members.newcomers.fail(f"{why}. Then type `%distributed heal` again")
         else:
             self._tell(Notice(why))
 

@@ -132,6 +132,13 @@ class Whereabouts:
         self.shares = {node: share for node, share in self.shares.items() if node in self._nodes}
         self._share_out()
 
+    def move(self, lost: int, node: int) -> None:
+        """Note that a node has come in place of a lost one: the places of its ranks are there now."""
+        self.shares = {node if number == lost else number: share for number, share in self.shares.items()}
+        for gpu, rank in enumerate(self.on_node(lost)):
+            self._seats[rank] = _Seat(node, self._seats[rank].slot, gpu)
+        self._note()
+
     def add(self, count: int, gpus: list[str] | None) -> list[int]:
         """Add ranks on this machine, with the numbers that follow, on its GPUs that have the fewest ranks.
 

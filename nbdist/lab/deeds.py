@@ -148,7 +148,7 @@ def _stacks(ranks: str | None) -> str:
 
 
 def _heal(ranks: str | None) -> str:
-    return str(get_session().heal(ranks))
+    return str(get_session().heal(ranks, progress=None))
 
 
 def _log(ranks: str, cell: int, position: int) -> dict[str, Any]:

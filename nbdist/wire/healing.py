@@ -26,10 +26,14 @@ class GroupRecipe(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Heal(Message, frozen=True):
-    """Replace dead ranks by new processes, which take their places in all groups. kill: end those that live first."""
+    """Replace dead ranks by new processes, which take their places in all groups. kill: end those that live first.
+
+    machines: whether to wait for other machines, if those of the ranks are lost.
+    """
 
     ranks: list[int]
     kill: bool = False
+    machines: bool = False
 
 
 class Shrink(Message, frozen=True):

@@ -168,7 +168,10 @@ class Shutdown(Message, frozen=True):
 
 
 class Died(Message, frozen=True):
-    """A rank's process has ended. serial: the cell it ran, 0 for none. cause: the end it follows from, if any."""
+    """A rank's process has ended. serial: the cell it ran, 0 for none. cause: the end it follows from, if any.
+
+    machine_lost: that is the loss of its machine.
+    """
 
     rank: int
     pid: int
@@ -177,6 +180,7 @@ class Died(Message, frozen=True):
     serial: int
     when: float
     cause: str = ""
+    machine_lost: bool = False
 
 
 class Broken(Message, frozen=True):

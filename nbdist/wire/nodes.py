@@ -64,10 +64,14 @@ class NodesWanted(msgspec.Struct, frozen=True):
 
 
 class Invited(Message, frozen=True):
-    """Nodes are waited for at this address; each joins with one of these tokens."""
+    """Nodes are waited for at this address; each joins with one of these tokens.
+
+    instead_of: the names of those that were lost, if they come in place of these.
+    """
 
     address: str
     tokens: list[str]
+    instead_of: list[str] = []
 
 
 class Versions(msgspec.Struct, frozen=True):

@@ -84,13 +84,14 @@ class Spawn(Message, frozen=True):
     """Fork ranks, and their store unless it is open.
 
     store: where it is, or, without a port, where to open it. interface: the network to other nodes; "": the one that
-    leads to the store.
+    leads to the store. later: none is forked before a Respawn asks for it: the others are there already.
     """
 
     epoch: int
     options: StartOptions
     store: StoreAddress = StoreAddress()
     interface: str = ""
+    later: bool = False
 
 
 class StoreOpened(Message, frozen=True):

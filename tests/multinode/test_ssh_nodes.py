@@ -169,6 +169,27 @@ def test_an_ssh_that_ends_is_a_lost_node_and_the_others_keep_their_variables(ker
     kernel.ok("%distributed stop")
 
 
+def test_a_lost_node_is_started_again_in_its_place(kernel: Kernel, server: SshServer) -> None:
+    start(kernel, server, "--hosts node-a,node-b -n 1")
+    kernel.ok("%%distributed\nkept = rank")
+    (of_rank,) = kernel.ok("%%distributed -r 1\nimport os\nprint('pid', os.getpid())").stdout.split("pid ")[1].split()
+    before = server.nodes()
+    (node,) = {parent.pid for parent in psutil.Process(int(of_rank)).parents()} & set(before)
+    cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank == 1: time.sleep(100)")
+    cell.wait_for("[0-2] at it")
+    os.kill(node, signal.SIGKILL)
+    assert cell.finish().ename == "RankDied"
+    said = kernel.ok("%distributed heal").stdout
+    assert "waiting for ssh to start a node in place of" in said and "rank 1 replaced in" in said, said
+    nodes = server.nodes()
+    assert len(nodes) == 2 and set(nodes) & set(before) == set(before) - {node}
+    said = without_nodes(kernel.ok("%%distributed -r 0,2\nprint(kept)").stdout)
+    assert "[0] 0" in said and "[2] 2" in said, said
+    assert "[0-2] 6" in kernel.ok(f"%%distributed\n{SUM}").stdout
+    kernel.ok("%distributed stop")
+    assert wait_for_end(nodes) == []
+
+
 def test_nodes_end_with_a_notebook_that_is_killed(server: SshServer) -> None:
     with Kernel() as doomed:
         doomed.ok("%load_ext nbdist")

@@ -39,12 +39,12 @@ class Table:
         invited = [found for found in self.said if isinstance(found, Invited)]
         return [(found.address, Token.parse(text)) for found in invited for text in found.tokens]
 
-    def join(self, address: str, token: Token, versions: Versions | None = None) -> Message:
+    def join(self, address: str, token: Token, versions: Versions | None = None, gpus: int = 0) -> Message:
         """Be a guest with a token. Returns what it is answered."""
         self._guests += 1
         keys = Keys(f"tcp://{address}", token.server_key, zmq.curve_public(token.secret_key), token.secret_key)
         guest = connect(self.context, keys, f"guest/{self._guests}".encode())
-        asked = Join(VERSION, "other", versions or Versions.here(), 0)
+        asked = Join(VERSION, "other", versions or Versions.here(), gpus)
         while not guest.poll(20):
             for lane, (frame,) in self.switchboard.received(1):
                 if isinstance(decode(frame), Hello):
@@ -176,3 +176,42 @@ def test_how_long_a_node_may_be_silent_can_be_said(table: Table) -> None:
     assert table.nodes[1].silent
     table.nodes.tick(table.nodes[1].heard + 7)
     assert len(table.lost) == 1
+
+
+def test_only_the_place_of_the_lost_node_is_given_to_another(table: Table) -> None:
+    table.nodes.want(NodesWanted(3, "127.0.0.1"))
+    for place in table.tokens():
+        table.join(*place)
+    table.said.clear()
+    table.nodes.lose(table.nodes[1], "of this test")
+    table.nodes.recall({1: 2})
+    [(address, token)] = table.tokens()
+    assert table.nodes.heir(1) is None
+    answer = table.join(address, token)
+    assert isinstance(answer, Welcome) and table.nodes.heir(1) == answer.node
+    assert {node.seat for node in table.nodes} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("gpus", "comes"), [(1, False), (2, True), (8, True)])
+def test_who_comes_in_place_of_another_has_as_many_gpus_as_its_ranks_used(table: Table, gpus: int, comes: bool) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    table.join(*table.tokens()[0], gpus=4)
+    table.said.clear()
+    table.nodes.lose(table.nodes[1], "of this test")
+    table.nodes.recall({1: 2})
+    answer = table.join(*table.tokens()[0], gpus=gpus)
+    assert isinstance(answer, Welcome) == comes
+    assert comes or (isinstance(answer, Refused) and "had ranks on 2 GPUs, and it has 1 GPU" in answer.text)
+
+
+def test_who_was_invited_in_place_of_another_is_not_let_in_after_that_was_given_up(table: Table) -> None:
+    table.nodes.want(NodesWanted(2, "127.0.0.1"))
+    table.join(*table.tokens()[0])
+    table.said.clear()
+    table.nodes.lose(table.nodes[1], "of this test")
+    table.nodes.recall({1: 2})
+    table.nodes.uninvite()
+    assert table.nodes.due_to_come == float("inf")
+    table.nodes.recall({1: 2})
+    (first, second) = table.tokens()
+    assert first != second and isinstance(table.join(*second), Welcome)

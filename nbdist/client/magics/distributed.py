@@ -354,7 +354,8 @@ class DistributedMagics(Magics):
 
     def _heal(self, arguments: argparse.Namespace) -> None:
         session = get_session()
-        print(session.heal(rank_set_of(session).among(arguments.ranks), kill=arguments.kill))
+        ranks = rank_set_of(session).among(arguments.ranks)
+        print(session.heal(ranks, kill=arguments.kill, progress=_show_progress))
 
     def _shrink(self, arguments: argparse.Namespace) -> None:
         session = get_session()

@@ -87,11 +87,15 @@ class ControllerTalk:
                 raise SessionBroken(message.text)
 
     @contextlib.contextmanager
-    def dialogue(self, busy: str) -> Iterator[Request]:
+    def dialogue(
+        self, busy: str, progress: Callable[[StartLine], None] = lambda line: None, token_file: str = ""
+    ) -> Iterator[Request]:
         """Yield what asks the controller about the ranks' life and waits for its answers, which all come.
 
         Args:
             busy: What to say if such a dialogue is under way.
+            progress: Called with lines of text meanwhile.
+            token_file: Where the tokens of nodes are written that are waited for; "": they are part of a line.
 
         Raises:
             SessionBusy: One is.
@@ -101,15 +105,17 @@ class ControllerTalk:
             raise SessionBusy(busy)
         try:
             self.begin()
-            yield self.request
+
+            def request(
+                message: Message, kinds: tuple[type[Message], ...], on_interrupt: Callable[[], None]
+            ) -> Message:
+                with self.interrupts():
+                    self._send(message)
+                    return self.wait(kinds, None, progress, token_file, on_interrupt)
+
+            yield request
         finally:
             self._busy.release()
-
-    def request(self, message: Message, kinds: tuple[type[Message], ...], on_interrupt: Callable[[], None]) -> Message:
-        """Send a message, and return the answer, of one of these kinds."""
-        with self.interrupts():
-            self._send(message)
-            return self.wait(kinds, None, on_interrupt=on_interrupt)
 
     def call_soon(self, run: Callable[[], None]) -> None:
         """Have the thread that starts the ranks call a function meanwhile. From any thread."""

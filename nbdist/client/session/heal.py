@@ -12,6 +12,7 @@ from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.controller_talk import Request
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.setup_cells import definitions
+from nbdist.client.session.starting import StartLine, removed_afterwards
 from nbdist.errors import RankError, SessionBroken, UsageError
 from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.text import counted
@@ -67,7 +68,15 @@ class HealReport:
         return "\n".join(lines)
 
 
-def heal(rank_set: RankSet, ranks: Ranks, *, kill: bool, catch_up: Callable[[Sequence[int]], None]) -> HealReport:
+def heal(
+    rank_set: RankSet,
+    ranks: Ranks,
+    *,
+    kill: bool,
+    catch_up: Callable[[Sequence[int]], None],
+    progress: Callable[[StartLine], None] | None = None,
+    token_file: str = "",
+) -> HealReport:
     """Replace ranks by new processes that take their places in all process groups.
 
     Args:
@@ -75,6 +84,9 @@ def heal(rank_set: RankSet, ranks: Ranks, *, kill: bool, catch_up: Callable[[Seq
         ranks: Which; None for all that have died.
         kill: Whether to end those first that live.
         catch_up: Called with the newcomers before they run any cell.
+        progress: Called with lines of text while other machines are waited for, if those of the ranks are lost; None:
+                then it fails.
+        token_file: Where the tokens of those machines are written; "": they are part of a line.
 
     Raises:
         UsageError: Nothing is to be replaced, or it would not help; nothing has changed.
@@ -85,8 +97,13 @@ def heal(rank_set: RankSet, ranks: Ranks, *, kill: bool, catch_up: Callable[[Seq
     """
     chosen = _choose(rank_set, ranks, kill)
     refuse_busy(rank_set, chosen)
-    with rank_set.talk.dialogue(ALREADY) as ask, rank_set.traffic.replacing(chosen):
-        return bring_in(rank_set, ask, Heal(chosen, kill), catch_up, "replaced")
+    told = progress or (lambda line: None)
+    with (
+        removed_afterwards(token_file),
+        rank_set.talk.dialogue(ALREADY, told, token_file) as ask,
+        rank_set.traffic.replacing(chosen),
+    ):
+        return bring_in(rank_set, ask, Heal(chosen, kill, progress is not None), catch_up, "replaced")
 
 
 def bring_in(

@@ -339,15 +339,23 @@ class Session(RankRequests):
         """Run code like `run`, but return at once with a handle: `.done`, `.wait()`, `.output`, `.interrupt()`."""
         return start_in_background(self, code, ranks, timeout, CellOptions(grace=grace, show=show, keep=True))
 
-    def heal(self, ranks: Ranks = None, *, kill: bool = False) -> HealReport:
+    def heal(
+        self,
+        ranks: Ranks = None,
+        *,
+        kill: bool = False,
+        progress: Callable[[StartLine], None] | None = print,
+    ) -> HealReport:
         """Replace ranks that have died by new processes, which take their places in all process groups.
 
         The others keep their variables, groups, models and handles. The newcomers run the cells that were marked with
-        `%%distributed --setup`, else the imports and definitions of all cells.
+        `%%distributed --setup`, else the imports and definitions of all cells. Where the machine of ranks is lost, it
+        waits for another that takes its place.
 
         Args:
             ranks: The ranks; None for all that have died.
             kill: Whether to end those first that live, as one that is stuck in C for good.
+            progress: Called with lines of text while it waits for a machine: what to run there. None: don't wait.
 
         Returns:
             What was done; it prints as a few lines.
@@ -358,7 +366,8 @@ class Session(RankRequests):
             SessionBroken: They could not be replaced; the ranks that live are as they were.
             RankError: They were replaced; then a cell that they ran to be set up failed.
         """
-        return heal(self._rank_set, ranks, kill=kill, catch_up=self._catch_up)
+        token_file = self._nodes.token_file if self._nodes is not None else ""
+        return heal(self._rank_set, ranks, kill=kill, catch_up=self._catch_up, progress=progress, token_file=token_file)
 
     def _catch_up(self, newcomers: Sequence[int]) -> None:
         """Have newcomers follow the plan."""

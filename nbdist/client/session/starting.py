@@ -43,15 +43,19 @@ def invitation(message: Invited, token_file: str) -> str:
         message: Where they come, and with which tokens.
         token_file: Where the tokens are written, a line for each; "": they are part of the text.
     """
+    count = len(message.tokens)
+    waits = f"waiting for {counted(count, 'more node')}"
+    if message.instead_of:
+        waits = f"waiting for {counted(count, 'machine')} in place of {', '.join(message.instead_of)} (Ctrl-C gives up)"
     if token_file:
         with open(os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.writelines(f"{token}\n" for token in message.tokens)
         where = "on each of them, or as a job that srun, mpirun or torchrun starts there"
         command = f"nbdist join {message.address} --token-file {shlex.quote(token_file)}"
-        return f"waiting for {counted(len(message.tokens), 'more node')}: run this {where}\n  {command}"
+        return f"{waits}: run this {where}\n  {command}"
     lines = [f"  {TOKEN_VARIABLE}={token} nbdist join {message.address}" for token in message.tokens]
     where = "on the other machine" if len(lines) == 1 else "on the other machines, one line on each"
-    return "\n".join([f"waiting for {counted(len(lines), 'more node')}: run this {where}", *lines])
+    return "\n".join([f"{waits}: run this {where}", *lines])
 
 
 @contextlib.contextmanager

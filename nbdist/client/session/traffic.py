@@ -376,8 +376,10 @@ class Traffic:
             return
         if not known and message.rank not in self._replacing:
             how = f"{self.places.describe([message.rank])} died between cells: {describe_death(message)}."
-            heals = not message.cause  # else the others have died of it, too
             goes_on = "`%distributed shrink` goes on without, `%distributed restart` starts fresh ranks"
+            if message.machine_lost:
+                goes_on = "`%distributed heal` replaces it on another machine, `%distributed shrink` goes on without"
+            heals = not message.cause  # else the others have died of it, too
             what_next = "`%distributed heal` replaces it" if heals else goes_on
             self.put_late(self._latest.get(message.rank), Notice(f"{how} {what_next}."))
 

@@ -24,6 +24,11 @@ class CellHistory:
         """All of them."""
         return list(self._cells.values())
 
+    @property
+    def marked(self) -> list[int]:
+        """The numbers of those that were marked for newcomers."""
+        return [cell.number for cell in self._cells.values() if cell.marked]
+
     def add(self, message: Execute) -> None:
         """Note that a cell begins. What is not a cell is passed over."""
         if message.kind != "cell":

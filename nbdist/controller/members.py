@@ -83,9 +83,7 @@ class Members:
         self.cargo = CellCargo(lambda node, message: nodes.send(node, message, AGENT_FREIGHT))
         self._first_serial = first_serial
         self.ranks = {number: self._new_rank(number, 0) for number in self.where.ranks}
-        self.up = False
-        self.up_at = 0.0
-        self.ending = False
+        self.up, self.up_at, self.ending = False, 0.0, False
         self._entry = CellEntry(self)
         self.cells = Cells(self, self._entry.execute)
         self._bring_up = BringUp(epoch, shares, address, interface, nodes.send)
@@ -93,7 +91,7 @@ class Members:
         self._left: set[int] = set()  # nodes on which no process of it is left
         self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
         self._lives: Counter[int] = Counter()  # processes that a slot has had beside its first
-        self.newcomers = Newcomers(self, tell, shares[0].patience)
+        self.newcomers = Newcomers(self, nodes, tell, shares[0].patience)
 
     # --- messages to ranks
 
@@ -173,10 +171,6 @@ class Members:
         if not self.newcomers.in_order(rank, report):
             self.cells.in_order(rank, report, time.monotonic())
 
-    def setup_cells(self) -> list[int]:
-        """Return the numbers of the cells that were marked for newcomers."""
-        return [cell.number for cell in self.newcomers.history.cells if cell.marked]
-
     def infos(self) -> list[RankInfo]:
         """Return the ranks as the notebook sees them."""
         return [self.where.info(rank) for rank in self.ranks.values()]
@@ -210,8 +204,8 @@ class Members:
         if message.failure:
             self.fail(
                 f"rank {rank.rank} could not join the process group: {message.failure}\n"
-                "Type `%distributed start` to try again, `--backend gloo` for another backend, "
-                "or `--no-init` to call init_process_group yourself."
+                "Type `%distributed start` to try again, `--backend gloo` for another backend, or `--no-init` to call "
+                "init_process_group yourself."
             )
             return
         rank.ready, rank.device, self.backend = True, message.device, message.backend
@@ -241,14 +235,12 @@ class Members:
 
     def due(self) -> float | None:
         """Return when `tick` should be called."""
-        dues = [due for number in self._late if (due := self.ranks[number].due) is not None]
-        if not self.up and not self.ending:
+        dues = [self.newcomers.due, *(self.ranks[number].due for number in self._late)]
+        if self.up:
+            dues.append(self.cells.due())
+        elif not self.ending:
             dues.append(self._bring_up.due)
-        if self.up and (due := self.cells.due()) is not None:
-            dues.append(due)
-        if (due := self.newcomers.due) is not None:
-            dues.append(due)
-        return min(dues, default=None)
+        return min((due for due in dues if due is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Act on what is due."""
@@ -392,20 +384,6 @@ class Members:
             self.cargo.drop(reply.serial)
 
     # --- for newcomers
-
-    def call_machines(self, ranks: Sequence[int]) -> None:
-        """Have machines come in place of those that were lost with these ranks."""
-        lost = {self.where.node_of(rank) for rank in ranks}
-        self._nodes.recall({node: self.where.shares[node].count for node in lost})
-
-    def call_off(self) -> None:
-        """Have no machine come any more."""
-        self._nodes.uninvite()
-
-    @property
-    def machines_due(self) -> float:
-        """When machines that were called are waited for no longer."""
-        return self._nodes.due_to_come
 
     def machine_came(self) -> None:
         """Have machines that have come take the places of lost ones."""

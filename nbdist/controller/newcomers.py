@@ -7,7 +7,7 @@ Owns what newcomers run first. Decides whether they may come; `replacement` brin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from nbdist.controller.cell_history import CellHistory
@@ -38,15 +38,17 @@ class Hosts(Places, Protocol):
     def begin(self, message: Execute) -> None:
         """Run something on ranks."""
 
-    def call_machines(self, ranks: Sequence[int]) -> None:
-        """Have machines come in place of those that were lost with these ranks."""
 
-    def call_off(self) -> None:
-        """Have no machine come any more."""
+class Invitations(Protocol):
+    """What the table of nodes does for this module."""
 
-    @property
-    def machines_due(self) -> float:
-        """When machines that were called are waited for no longer."""
+    due_to_come: float
+
+    def recall(self, counts: Mapping[int, int]) -> None:
+        """Have other machines come in place of lost nodes, each of which had so many ranks."""
+
+    def uninvite(self) -> None:
+        """Let nobody in any more who is invited and has not come."""
 
 
 class Newcomers:
@@ -54,6 +56,7 @@ class Newcomers:
 
     Args:
         hosts: The set of ranks.
+        nodes: Asks for other machines.
         tell: Gives the notebook a message.
         patience: Seconds without progress after which a replacement fails.
 
@@ -61,9 +64,10 @@ class Newcomers:
         history: What has run on the ranks so far.
     """
 
-    def __init__(self, hosts: Hosts, tell: Callable[[Message], None], patience: float) -> None:
+    def __init__(self, hosts: Hosts, nodes: Invitations, tell: Callable[[Message], None], patience: float) -> None:
         self.history = CellHistory()
         self._hosts = hosts
+        self._nodes = nodes
         self._tell = tell
         self._patience = patience
         self._store_lost = False
@@ -105,11 +109,13 @@ class Newcomers:
     def machine_lost(self) -> None:
         """Have machines come that the replacement waits for, if any are missing."""
         if self._waiting is not None and (ranks := self._without_machine(self._waiting)):
-            self._hosts.call_machines(ranks)
+            where = self._hosts.where
+            lost = {where.node_of(rank) for rank in ranks}
+            self._nodes.recall({node: where.shares[node].count for node in lost})
 
     def _stop_waiting(self) -> None:
         self._waiting = None
-        self._hosts.call_off()
+        self._nodes.uninvite()
 
     def _alive(self, message: Heal) -> list[int]:
         return [rank for rank in message.ranks if not self._hosts.ranks[rank].dead]
@@ -203,7 +209,7 @@ class Newcomers:
 
     def tick(self, now: float) -> None:
         """Go on with what is under way, as far as it can."""
-        if self._waiting is not None and now >= self._hosts.machines_due:
+        if self._waiting is not None and now >= self._nodes.due_to_come:
             self.fail("no machine came in time. `%distributed heal` waits again, `%distributed shrink` goes on without")
         if self._healing is None:
             return

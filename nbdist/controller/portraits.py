@@ -103,7 +103,7 @@ def status_of(members: Members | None, request: int) -> Status:
         RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
         for r in members.ranks.values()
     ]
-    return Status(request, ranks, members.setup_cells())
+    return Status(request, ranks, members.newcomers.history.marked)
 
 
 def _describe(portrait: _Portrait, side: ClientSide, now: float) -> Description:

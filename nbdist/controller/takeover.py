@@ -80,7 +80,7 @@ def attached(
         started,
         unseen.report(tails),
         unseen.last,
-        members.setup_cells(),
+        members.newcomers.history.marked,
         notices,
         away,
     )

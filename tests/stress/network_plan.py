@@ -4,7 +4,7 @@
 
 What has to hold: packets that are lost or late, and a cable that is out for less than the node's timeout, cost time and
 nothing else; a machine that is lost is named, with the reason, and its own processes end; the others keep their
-variables, and go on with right sums after a `shrink`.
+variables, and go on with right sums after a `shrink`, or a `heal` with another machine in its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nbdist.text import table
@@ -69,6 +69,7 @@ class Fault:
         delay: Seconds from the beginning of the phase.
         seconds: How long what passes lasts.
         share: How bad it is, from 0 to 1.
+        heals: Whether what is lost is replaced.
     """
 
     kind: str
@@ -77,6 +78,12 @@ class Fault:
     delay: float
     seconds: float
     share: float
+    heals: bool
+
+    @property
+    def dead(self) -> list[int]:
+        """The ranks that are lost."""
+        return [3] if self.where == "rank 3" else [2, 3]
 
     @property
     def where(self) -> str:
@@ -109,7 +116,11 @@ def draw(chance: random.Random, kinds: Sequence[str] = KINDS) -> Fault:
         chance.uniform(0, _LATEST),
         chance.uniform(0.1, _LONGEST),
         chance.random(),
+        chance.random() < 0.5,
     )
+
+
+Join = Callable[[str, str], Node]  # an address and a token
 
 
 class NetworkPlan:
@@ -135,25 +146,34 @@ class NetworkPlan:
         with two_hosts_by_cable() as (one, two, cable), contextlib.closing(Kernel(one.command)) as kernel:
             kernel.ok("%load_ext nbdist")
             while plan:
-                with _session(kernel, one, two) as node:
-                    self._until_the_node_is_lost(kernel, node, cable, plan)
+                self._with_one_session(kernel, one, two, cable, plan)
         wait_until(lambda: not processes_of_this_run(), lambda: f"an end of {processes_of_this_run()}")
         return self.figures
 
-    def _until_the_node_is_lost(self, kernel: Kernel, node: Node, cable: Cable, plan: list[Fault]) -> None:
-        while plan:
-            fault = plan.pop(0)
-            if self._verbose:
-                print(len(plan), fault, flush=True)
-            self.figures.faults[fault.where, fault.kind] += 1
-            try:
-                if fault.kind in DISTURBANCES:
-                    _disturb(kernel, node, cable, fault)
-                else:
-                    self.figures.seconds[fault.where, fault.kind].append(_lose(kernel, node, cable, fault))
-                    return
-            except AssertionError as error:
-                raise Violation(f"{fault}: {error}") from error
+    def _with_one_session(self, kernel: Kernel, one: Host, two: Host, cable: Cable, plan: list[Fault]) -> None:
+        """Have faults happen until the session has no other machine any more."""
+        with contextlib.ExitStack() as nodes:
+
+            def join(address: str, token: str) -> Node:
+                return nodes.enter_context(joined(address, token, two))
+
+            node: Node | None = nodes.enter_context(_session(kernel, one, two))
+            while plan and node is not None:
+                node = self._one(kernel, node, cable, plan.pop(0), join)
+
+    def _one(self, kernel: Kernel, node: Node, cable: Cable, fault: Fault, join: Join) -> Node | None:
+        """Have one fault happen. Return the other machine that the session has then; None: it goes on without one."""
+        if self._verbose:
+            print(fault, flush=True)
+        self.figures.faults[fault.where, fault.kind] += 1
+        try:
+            if fault.kind in DISTURBANCES:
+                _disturb(kernel, node, cable, fault)
+                return node
+            self.figures.seconds[fault.where, fault.kind].append(_lose(kernel, node, cable, fault))
+            return _recover(kernel, node, fault, join)
+        except AssertionError as error:
+            raise Violation(f"{fault}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -212,13 +232,26 @@ def _lose(kernel: Kernel, node: Node, cable: Cable, fault: Fault) -> float:
         seconds = time.monotonic() - began
         assert outcome.ename in ("RankDied", "UsageError"), f"an error for another reason: {outcome}"
         assert "rank 3" in outcome.evalue or "ranks 2-3" in outcome.evalue, f"the ranks are not named: {outcome}"
-        dead = [3] if fault.where == "rank 3" else [2, 3]
-        if dead == [2, 3]:
+        if len(fault.dead) > 1:
             await_end(everyone, BOUND)
-    living = [rank for rank in (*HERE, *THERE) if rank not in dead]
-    kernel.ok("%distributed shrink", BOUND)
-    _check(kernel, living)
     return seconds
+
+
+def _recover(kernel: Kernel, node: Node, fault: Fault, join: Join) -> Node | None:
+    """Replace what was lost, or go on without it, and check what the others have."""
+    living = [rank for rank in (*HERE, *THERE) if rank not in fault.dead]
+    if not fault.heals:
+        kernel.ok("%distributed shrink", BOUND)
+        _check(kernel, living)
+        return None
+    cell = kernel.start("%distributed heal")
+    if len(fault.dead) > 1:
+        where, (token,) = invitations(cell)
+        node = join(where, token)
+    outcome = cell.finish(BOUND)
+    assert outcome.status == "ok", str(outcome)
+    _check(kernel, [*HERE, *THERE])
+    return node
 
 
 def _begin(kernel: Kernel, fault: Fault) -> Execution | None:

@@ -28,8 +28,9 @@ class Execute(Message, frozen=True):
 
     kind: "cell" (code in the shell), "call" (a pickled function), "setup" (one of nbdist's own), "launch" (one that may
     return values that can't be sent), "push" (a pickled dict), "pull" (an expression in `code`), "free",
-    "debug" (what has failed last), "debugpy" (listen for VS Code).
-    number: the cell's number in the notebook. offset: lines of the cell above `code`.
+    "debug" (what has failed last), "debugpy" (listen for JupyterLab or VS Code).
+    number: the cell's number in the notebook. offset: lines of the cell above `code`. file: what debuggers know the
+    cell's code by, "" while none is on.
     grace: seconds that ranks may wait in a collective for one that has raised.
     parcel: the function and its arguments, or the variables, where `kind` says so.
     profile: a folder for the ranks' traces; "": nothing is profiled. The reply's payload is then the summary.
@@ -48,6 +49,7 @@ class Execute(Message, frozen=True):
     profile: str = ""
     metered: Metered = Metered()
     setup: bool = False
+    file: str = ""
 
 
 class Interrupt(Message, frozen=True):

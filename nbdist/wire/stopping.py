@@ -33,7 +33,7 @@ class Position(AnswerBody, frozen=True):
     place, line: the position in words, without and with the code there. groups: by name.
     unfinished: by backend, the last collective started and the last one ended, where these differ.
     meeting: whether `collective` is one of nbdist's own functions, which all ranks of the cell must call.
-    asking: whether it waits for a line from the user.
+    asking: whether it waits for the user: for a line, or at a breakpoint.
     label: the group in words. sequence: which collective of the group it is in, counted from 1; 0 if unknown.
     tensors: what it was called with, for example "float32[16, 8]"; "" if unknown.
     """

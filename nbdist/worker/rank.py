@@ -305,6 +305,7 @@ class RankProcess:
     def _put_in_order(self) -> None:
         """Repair what the task did to the process, so that the next one is seen and survives."""
         keyboard.stop_tracing()
+        debug_server.end_step()
         streams.flush_c()
         notes = [_RESTORED.format(what) for what in self._streams.restore()]
         if cancel_alarm():
@@ -371,7 +372,7 @@ class RankProcess:
             os._exit(0 if failure is None else 1)
 
     def _run_cell(self, task: Execute) -> Reply:
-        failure, result = self._shell.run(task.code, task.number, task.offset)
+        failure, result = self._shell.run(task.code, task.number, task.offset, task.file)
         if failure is not None:
             return self._failed(task, failure)
         return Reply(task.serial, self._setup.rank, "ok", result=result, names=self._changed_names())

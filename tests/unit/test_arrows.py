@@ -74,12 +74,13 @@ ALLOWED = {
     "client.output": "shells wire",
     "client.session": "client.output cluster devices metrics.allocation metrics.node network plan planning processes "
     "shells train train.compare transfer visits wire",
+    "client.debugger": "client.session shells wire",
     "client.costs": "client.session metrics metrics.advice metrics.allocation metrics.compute metrics.node shells wire",
     "client": "client.costs client.session",
     "panel": "client.costs client.session metrics.allocation metrics.node shells visits",
     "lab": "client.session devices metrics.node panel shells",
-    "client.magics": "client.costs client.output client.session cuda_guard lab metrics.allocation metrics.node panel "
-    "plan planning shells train.estimate wire",
+    "client.magics": "client.costs client.debugger client.output client.session cuda_guard lab metrics.allocation "
+    "metrics.node panel plan planning shells train.estimate wire",
     "launch": "client.session devices processes train transfer wire worker.cell",
     "launch.nodes": "client.output client.session launch network processes shells transfer wire",
     # it forks in the template's place

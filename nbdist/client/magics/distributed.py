@@ -21,6 +21,7 @@ from nbdist import cuda_guard, shells
 from nbdist.client.costs import history
 from nbdist.client.costs.cell_memory import parse_mark
 from nbdist.client.costs.profiles import CellProfile
+from nbdist.client.debugger import breakpoints
 from nbdist.client.magics import looking, parsers
 from nbdist.client.magics import plan_verb as plans
 from nbdist.client.magics.cluster_flags import cluster_flags
@@ -61,6 +62,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     install_completion(shell, magics)
     if shells.in_kernel():
         lines.offer(magics)
+        breakpoints.offer(shells.current().kernel)
     if living_session() is None:
         prewarm()
 
@@ -200,7 +202,8 @@ class DistributedMagics(Magics):
         ranks = rank_set_of(session).among(arguments.ranks)
         show = not arguments.quiet and (arguments.capture is None or arguments.tee)
         keep = arguments.capture is not None or arguments.background
-        options = CellOptions(number, offset, arguments.grace, show, keep, setup=arguments.setup)
+        file = breakpoints.cell_file()
+        options = CellOptions(number, offset, arguments.grace, show, keep, setup=arguments.setup, file=file)
         if arguments.background:
             handle = sessions.start_in_background(session, code, ranks, arguments.timeout, options)
             return self._keep(arguments.capture, handle)

@@ -17,6 +17,7 @@ class CellOptions:
         keep: Whether output is kept in the task's result.
         profile: The folder for the ranks' traces; empty for no profile.
         setup: Whether ranks that replace dead ones run it first.
+        file: What debuggers know the cell's code by; empty while none is on.
     """
 
     number: int = 0
@@ -26,3 +27,4 @@ class CellOptions:
     keep: bool = False
     profile: str = ""
     setup: bool = False
+    file: str = ""

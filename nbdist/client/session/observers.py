@@ -7,19 +7,26 @@ printed, and the cell goes on.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from nbdist.metrics.node.sample import Sample
 from nbdist.wire.questions import Look
 
 if TYPE_CHECKING:
+    from nbdist.client.session.rank_set import RankSet
     from nbdist.client.session.task import Task
     from nbdist.client.session.traffic import Traffic
 
 
 class Observer:
     """Override any of these methods; each does nothing here. The set of ranks may be any of this notebook's."""
+
+    def cell_comes(self, rank_set: RankSet, ranks: Sequence[int]) -> None:
+        """Handle that a cell or call is to run on these ranks, unless they are busy. They may be given work before."""
+
+    def cell_interrupted(self, task: Task, ranks: Collection[int]) -> None:
+        """Handle that these ranks of a task are about to be asked to stop. In any thread."""
 
     def cell_began(self, task: Task) -> None:
         """Handle a task that is about to be sent to its ranks, which are free for it."""
@@ -52,8 +59,18 @@ def subscribe(observer: Observer) -> Callable[[], None]:
     return unsubscribe
 
 
-def cell_began(task: Task) -> None:
+def cell_comes(rank_set: RankSet, ranks: Sequence[int]) -> None:
     """Call all observers, like the functions below."""
+    _call(lambda observer: observer.cell_comes(rank_set, ranks))
+
+
+def cell_interrupted(task: Task, ranks: Collection[int]) -> None:
+    """See `Observer`."""
+    _call(lambda observer: observer.cell_interrupted(task, ranks))
+
+
+def cell_began(task: Task) -> None:
+    """See `Observer`."""
     _call(lambda observer: observer.cell_began(task))
 
 

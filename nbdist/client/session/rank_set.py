@@ -367,6 +367,8 @@ class RankSet:
             raise UsageError(f"code must be a str, not {type(code).__name__}: `session.run('print(rank)')`")
         check_seconds("grace", options.grace, optional=False)
         chosen = self.choose(ranks)
+        if kind in ("cell", "call"):
+            observers.cell_comes(self, chosen)
         task = Task(self.traffic, next(self._serials), chosen, code, options, kind)
         if others := self._assign(task):
             raise self.busy(others)
@@ -385,6 +387,7 @@ class RankSet:
                     options.profile,
                     task.metered,
                     options.setup,
+                    options.file,
                 )
             )
         except BaseException:

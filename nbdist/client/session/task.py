@@ -91,6 +91,7 @@ class Task:
         self._unread: list[Any] = []
         self._prompts = Prompts(traffic.send)
         self._left = set(ranks)
+        self._halted: set[int] = set()  # ranks that a debugger has stopped
         self._lock = threading.Lock()
         self._closed = False  # what comes from now on is late
         self._output = TaskOutput(traffic, self.result, self.number, options)
@@ -130,8 +131,12 @@ class Task:
         timed_out = False
         try:
             with interruption.events(self._events.put):
+                looked = self.started
                 while self._left and self._broken is None:
-                    now = time.monotonic()
+                    looked, before = time.monotonic(), looked
+                    now = looked
+                    if deadline is not None and self._halted:
+                        deadline += now - before
                     if deadline is not None and now >= deadline and not timed_out:
                         timed_out = True
                         self._time_out(now)
@@ -168,6 +173,13 @@ class Task:
         """Whether one of its ranks has died, so that the others have been stopped."""
         return any(failure.kind == "died" for failure in self.failures.values())
 
+    def halt(self, rank: int, *, stopped: bool) -> None:
+        """Note that a debugger has stopped a rank, or let it go on; `timeout` rests meanwhile. From any thread."""
+        if stopped:
+            self._halted.add(rank)
+        else:
+            self._halted.discard(rank)
+
     def interrupt(self, ranks: Iterable[int] | None = None, *, now: bool = False) -> None:
         """Stop the ranks that still run it; a second call stops them at once.
 
@@ -177,6 +189,7 @@ class Task:
         """
         chosen = self._left if ranks is None else self._left & set(ranks)
         patience = limits.LAUNCH_PATIENCE if self._launch else None
+        observers.cell_interrupted(self, chosen)
         self._traffic.send(Interrupt(self.serial, sorted(chosen), now, patience))
 
     def others_returned(self, ranks: Sequence[int]) -> None:

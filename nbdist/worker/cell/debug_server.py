@@ -1,13 +1,24 @@
-"""The server by which VS Code debugs this rank. debugpy, which comes with ipykernel, is imported only here."""
+"""The server by which JupyterLab and VS Code debug this rank.
+
+debugpy, which comes with ipykernel, is imported only here.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import os
+import sys
+import threading
+from types import FrameType
 from typing import Any
 
 from nbdist.errors import UsageError
+
+_OWN_THREADS = "nbdist-"
+_WAITS = ("do_wait_suspend", "pydevd.py")  # the function in which debugpy keeps a thread, and its file
+_STEPS = "_pydevd_bundle.pydevd_additional_thread_info"  # debugpy's module that knows which thread makes a step
+_DEEP = 12  # frames of debugpy's own above it
 
 
 @functools.cache
@@ -24,7 +35,38 @@ def listen() -> int:
     try:
         debugpy: Any = importlib.import_module("debugpy")
     except ImportError:
-        raise UsageError("--debugpy needs debugpy on the ranks: `%pip install debugpy`, then run this again") from None
+        raise UsageError("breakpoints need debugpy on the ranks: `%pip install debugpy`, then run this again") from None
     debugpy.configure(subProcess=False)  # a worker of a DataLoader would wait for a client of its own
+    _exempt_own_threads()
     _, port = debugpy.listen(("127.0.0.1", 0))
     return int(port)
+
+
+def holds(frame: FrameType | None) -> bool:
+    """Return whether a debugger holds the thread whose innermost frame this is."""
+    function, file = _WAITS
+    for _ in range(_DEEP):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def end_step() -> None:
+    """Forget a step that has left the cell: it would stop in the next one."""
+    module: Any = sys.modules.get(_STEPS)
+    if module is not None:
+        info = module.set_additional_thread_info(threading.main_thread())
+        info.pydev_step_cmd = info.pydev_original_step_cmd = -1
+        info.pydev_step_stop = None
+        info.update_stepping_info()
+
+
+def _exempt_own_threads() -> None:
+    """Keep the threads running that answer for this rank: debugpy stops all that it traces."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(_OWN_THREADS):
+            thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+            thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]

@@ -48,7 +48,11 @@ class CellCompiler(CachingCompiler):
     """Compiles a cell so that its line numbers are those of the notebook, where a magic stands above the code."""
 
     offset = 0
+    file = ""  # what debuggers know the cell's code by, "" for IPython's own name
     _current = ""
+
+    def get_code_name(self, raw_code: str, code: str, number: int) -> str:
+        return self.file or super().get_code_name(raw_code, code, number)
 
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
         self._current = super().cache("\n" * self.offset + transformed_code, number, raw_code)
@@ -190,19 +194,20 @@ class RankShell(InteractiveShell):
         super().init_user_ns()  # type: ignore[no-untyped-call]
         self.user_ns.update(self.own_names)
 
-    def run(self, code: str, number: int, offset: int) -> tuple[Failure | None, str | None]:
+    def run(self, code: str, number: int, offset: int, file: str = "") -> tuple[Failure | None, str | None]:
         """Run a cell.
 
         Args:
             code: Its body.
             number: Its number in the notebook.
             offset: Lines of the cell that stand above the body.
+            file: What debuggers know it by.
 
         Returns:
             What it raised, and the text of its last value; both may be None.
         """
         self.displayhook.result_text = None
-        self._start_cell(number, offset)
+        self._start_cell(number, offset, file)
         result = super().run_cell(code, store_history=True)  # type: ignore[no-untyped-call]
         error = result.error_before_exec or result.error_in_exec
         if error is not None and not self._is_known(error):  # an exception handler of the user's has dealt with it
@@ -213,10 +218,11 @@ class RankShell(InteractiveShell):
     def run_cell(self, *args: Any, **keywords: Any) -> Any:
         """Run a cell from inside of another one: its lines are counted from its own first line."""
         offset, self.compile.offset = self.compile.offset, 0
+        file, self.compile.file = self.compile.file, ""
         try:
             return super().run_cell(*args, **keywords)  # type: ignore[no-untyped-call]
         finally:
-            self.compile.offset = offset
+            self.compile.offset, self.compile.file = offset, file
 
     @property
     def failure(self) -> Failure | None:
@@ -284,8 +290,8 @@ class RankShell(InteractiveShell):
         """Return whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run."""
         return bool(getattr(function, "__module__", None) == self.user_module.__name__)
 
-    def _start_cell(self, number: int, offset: int) -> None:
-        self.compile.offset = offset
+    def _start_cell(self, number: int, offset: int, file: str) -> None:
+        self.compile.offset, self.compile.file = offset, file
         if number:
             self.execution_count = number
         self._loop.provide()

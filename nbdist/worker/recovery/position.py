@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from nbdist.wire.stopping import GetPosition, GetStack, GroupState, Position, ThreadStack
-from nbdist.worker.cell import stacks
+from nbdist.worker.cell import debug_server, stacks
 from nbdist.worker.cell.interrupts import InterruptGate
 from nbdist.worker.cell.keyboard import Keyboard
 from nbdist.worker.groups.flight_record import Unfinished
@@ -86,7 +86,7 @@ class PositionProbe:
             groups=groups,
             unfinished=unfinished,
             meeting=call.meeting,
-            asking=self._keyboard.asking,
+            asking=self._keyboard.asking or debug_server.holds(frame),
             label=label,
             sequence=sequence,
             tensors=tensors,

@@ -1,0 +1,421 @@
+"""The kernel's debugger with the ranks behind it: what JupyterLab and VS Code ask of it reaches ranks, too.
+
+Breakpoints go to the kernel and to ranks alike; a rank is attached when a cell comes to it while there are any. To the
+page, a stopped rank is a thread of the kernel. Lives in the loop of the kernel's control thread, except for what
+observers are told.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import itertools
+import re
+import sys
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from nbdist import shells
+from nbdist.client.debugger.adapter import DapMessage
+from nbdist.client.debugger.attached_rank import AttachedRank, Numbers
+from nbdist.client.session import interruption, observers
+from nbdist.client.session.rank_set import RankSet
+from nbdist.client.session.task import Task
+from nbdist.errors import NbdistError
+from nbdist.wire.questions import ask
+from nbdist.wire.stopping import Rest
+
+_ON_RANKS = re.compile(r"\s*%%(distributed|dist|rank)\b")  # how a cell begins that runs on ranks only
+_ATTACH = 60.0  # seconds to attach to ranks, on a busy machine
+_LET_GO = 5.0  # seconds for stopped ranks to go on before they are interrupted
+_STEP = 0.5  # seconds for a rank to stop again, before JupyterLab is shown another
+_THREADS, _REFERENCES = 2**29, 2**30
+_BY_THREAD = ("stackTrace", "continue", "next", "stepIn", "stepOut", "pause", "exceptionInfo")
+_BY_REFERENCE = (
+    *("scopes", "variables", "evaluate", "setVariable", "setExpression"),
+    *("richInspectVariables", "copyToGlobals"),  # the kernel's own
+)
+_GO_ON = ("continue", "next", "stepIn", "stepOut")
+_HEADINGS = ("special variables", "function variables")
+_REFERENCE_NAMES = ("frameId", "srcFrameId", "variablesReference")
+_HIDDEN = re.compile(r"_i?\d*$|__\w+__$|(In|Out|_oh|_dh|_ih|_ii|_iii|get_ipython|exit|quit|open)$")
+
+
+def offer(kernel: Any) -> None:
+    """Let breakpoints reach ranks, if this kernel has a debugger."""
+    debugger, thread = getattr(kernel, "debugger", None), getattr(kernel, "control_thread", None)
+    if debugger is not None and thread is not None:
+        observers.subscribe(RankBreakpoints(kernel, thread.io_loop.asyncio_loop))
+
+
+class RankBreakpoints(observers.Observer):
+    """Stands before the kernel's debugger.
+
+    Args:
+        kernel: The kernel.
+        loop: The loop of its control thread, in which it handles requests.
+    """
+
+    def __init__(self, kernel: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._debugger, self._loop = kernel.debugger, loop
+        self._publish: Callable[[DapMessage], None] = kernel.debugger.event_callback
+        self._kernels: Callable[[DapMessage], Awaitable[DapMessage]] = kernel.debugger.process_request
+        self._sequence = itertools.count(1)
+        self._jupyterlab = False  # which shows one stack, not a list of threads
+        self._breakpoints: dict[str, DapMessage] = {}
+        self._exceptions: DapMessage = {}
+        self._only_on_ranks: set[str] = set()  # files of cells that the kernel does not run itself
+        self._ports: dict[int, int] = {}  # where processes listen, by process id
+        self._attached: dict[int, AttachedRank] = {}
+        self._chosen = 0  # the process whose frame was looked at last
+        # Held weakly: ranks that nobody else holds any more end.
+        self._sets: weakref.WeakValueDictionary[int, RankSet] = weakref.WeakValueDictionary()
+        self._told: weakref.WeakKeyDictionary[RankSet, list[int]] = weakref.WeakKeyDictionary()
+        self._threads, self._references = Numbers(_THREADS), Numbers(_REFERENCES)
+        kernel.debugger.process_request = self.process_request
+
+    # --- from the page
+
+    async def process_request(self, request: DapMessage) -> DapMessage:
+        """Handle what the page asks of the kernel's debugger."""
+        command = request["command"]
+        if command in _BY_THREAD or command in _BY_REFERENCE:
+            answer = await self._ask_rank(request)
+            return answer if answer is not None else await self._kernels(request)
+        handlers: dict[str, Callable[[DapMessage], Awaitable[DapMessage]]] = {
+            "initialize": self._initialize,
+            "attach": self._attach_again,
+            "dumpCell": self._dump_cell,
+            "setBreakpoints": self._set_breakpoints,
+            "setExceptionBreakpoints": self._set_exceptions,
+            "threads": self._list_threads,
+            "debugInfo": self._info,
+            "disconnect": self._disconnect,
+        }
+        return await handlers.get(command, self._kernels)(request)
+
+    async def _initialize(self, request: DapMessage) -> DapMessage:
+        self._jupyterlab = request.get("arguments", {}).get("clientID") == "jupyterlab"
+        return await self._kernels(request)
+
+    async def _attach_again(self, request: DapMessage) -> DapMessage:
+        """Attach to the ranks that were attached before the debugger was off."""
+        answer = await self._kernels(request)
+        for pid, rank_set in self._sets.items():
+            rank = next((info.rank for info in rank_set.ranks if info.pid == pid and not rank_set.closed), None)
+            if rank is not None and pid not in self._attached:
+                await self._quietly(self._attach(rank, pid))
+        return answer
+
+    async def _dump_cell(self, request: DapMessage) -> DapMessage:
+        answer = await self._kernels(request)
+        if answer.get("success") and _ON_RANKS.match(request["arguments"]["code"]):
+            self._only_on_ranks.add(answer["body"]["sourcePath"])
+        return answer
+
+    async def _set_breakpoints(self, request: DapMessage) -> DapMessage:
+        arguments = request["arguments"]
+        path = arguments["source"].get("path", "")
+        if arguments.get("breakpoints"):
+            self._breakpoints[path] = arguments
+        else:
+            self._breakpoints.pop(path, None)
+        for rank in self._reachable():
+            if not rank.muted:
+                await self._quietly(rank.set_all(self._breakpoints, self._exceptions))
+        if path not in self._only_on_ranks or not self._debugger.is_started:
+            return await self._kernels(request)
+        self._debugger.breakpoint_list[path] = arguments["breakpoints"]  # what debugInfo tells
+        places = [
+            {"verified": True, "line": each["line"], "source": {"path": path}} for each in arguments["breakpoints"]
+        ]
+        return _answer(request, {"breakpoints": places})
+
+    async def _set_exceptions(self, request: DapMessage) -> DapMessage:
+        self._exceptions = request["arguments"] if request["arguments"].get("filters") else {}
+        for rank in self._reachable():
+            if not rank.muted:
+                await self._quietly(rank.set_all(self._breakpoints, self._exceptions))
+        return await self._kernels(request)
+
+    async def _list_threads(self, request: DapMessage) -> DapMessage:
+        answer = await self._kernels(request)
+        for rank in self._reachable():
+            for thread in rank.stopped or [1]:
+                name = f"rank {rank.rank}"
+                answer["body"]["threads"].append({"id": self._threads.give(rank.pid, thread), "name": name})
+        return answer
+
+    async def _info(self, request: DapMessage) -> DapMessage:
+        answer = await self._kernels(request)
+        stopped = [self._threads.give(rank.pid, rank.stopped[0]) for rank in self._stopped()]
+        answer["body"]["stoppedThreads"] = [*stopped, *answer["body"]["stoppedThreads"]]
+        return answer
+
+    async def _disconnect(self, request: DapMessage) -> DapMessage:
+        self._breakpoints, self._exceptions = {}, {}
+        for rank in self._reachable():
+            await self._quietly(rank.detach())
+        return await self._kernels(request)
+
+    # --- to one rank
+
+    async def _ask_rank(self, request: DapMessage) -> DapMessage | None:
+        """Return the answer of the rank that is meant; None: the kernel itself is."""
+        command, arguments = request["command"], dict(request.get("arguments", {}))
+        if command in _BY_THREAD:
+            name, numbers = "threadId", self._threads
+        else:
+            name = next((name for name in _REFERENCE_NAMES if self._references.find(arguments.get(name))), "")
+            numbers = self._references
+        found = numbers.find(arguments.get(name))
+        if command in _BY_THREAD and self._jupyterlab and (meant := self._current(found, command)) is not None:
+            found = meant.pid, meant.stopped[0]
+        if found is None:
+            return None
+        pid, arguments[name] = found
+        rank = self._attached.get(pid)
+        if rank is None:
+            return _refusal(request, "this rank is no longer being debugged")
+        try:
+            return _answered(request, self._renumbered(rank, await self._serve(rank, command, arguments)))
+        except (OSError, asyncio.TimeoutError) as error:
+            return _refusal(request, str(error) or "this rank does not answer")
+
+    def _current(self, asked: tuple[int, int] | None, command: str) -> AttachedRank | None:
+        """Return the stopped rank that JupyterLab means by a thread; None: the one that it names.
+
+        It has one current thread, whose stack here has the frames of all, so going on is meant for the rank whose
+        frame was looked at last. Before version 4.6 it calls every thread 1.
+        """
+        stopped = self._stopped()
+        looked_at = next((rank for rank in stopped if rank.pid == self._chosen), None)
+        if asked is not None:
+            return looked_at if command != "stackTrace" else None
+        if self._debugger.stopped_threads or not stopped:  # the kernel's own thread is meant
+            return None
+        return looked_at or stopped[0]
+
+    async def _serve(self, rank: AttachedRank, command: str, arguments: DapMessage) -> DapMessage:
+        if command == "stackTrace":
+            return await self._stack(rank, arguments)
+        if command in _BY_REFERENCE:
+            self._chosen = rank.pid
+        if command == "richInspectVariables":
+            return await self._rich(rank, arguments)
+        if command == "copyToGlobals":
+            target = f"globals()[{arguments['dstVariableName']!r}]"
+            value = {"expression": target, "value": arguments["srcVariableName"], "frameId": arguments["srcFrameId"]}
+            return await rank.ask("setExpression", value)
+        if command in _GO_ON:
+            rank.steps = command != "continue"
+        answer = await rank.ask(command, arguments)
+        if command == "continue" and answer.get("success"):
+            answer["body"] = {"allThreadsContinued": False}
+        if command == "variables" and answer.get("success"):
+            variables = answer["body"]["variables"]
+            answer["body"]["variables"] = [each for each in variables if not _HIDDEN.match(each["name"])]
+        return answer
+
+    async def _stack(self, rank: AttachedRank, arguments: DapMessage) -> DapMessage:
+        """Return the frames of a rank; for JupyterLab, followed by those of the others that are stopped."""
+        answer = await rank.frames(arguments)
+        if not self._jupyterlab or not answer.get("success"):
+            return answer
+        others = [other for other in self._stopped() if other is not rank]
+        frames = _named(rank, answer)
+        for other in others:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                stack = self._renumbered(other, await other.frames({"threadId": other.stopped[0]}))
+                frames += _named(other, stack)
+        answer["body"] = {"stackFrames": frames, "totalFrames": len(frames)}
+        return answer
+
+    async def _rich(self, rank: AttachedRank, arguments: DapMessage) -> DapMessage:
+        """Return a variable as a cell would show it."""
+        name = arguments["variableName"]
+        if not name.isidentifier():
+            return {
+                "success": name in ("special variables", "function variables"),
+                "body": {"data": {}, "metadata": {}},
+            }
+        code = f"__import__('json').dumps(get_ipython().display_formatter.format({name}), default=str)"
+        arguments = {"expression": code, "frameId": arguments["frameId"], "context": "clipboard"}
+        answer = await rank.ask("evaluate", arguments)
+        if answer.get("success"):
+            data, metadata = msgspec.json.decode(_literal(answer["body"]["result"]))
+            answer["body"] = {"data": data, "metadata": metadata}
+        return answer
+
+    def _renumbered(self, rank: AttachedRank, answer: DapMessage) -> DapMessage:
+        """Return an answer in the notebook's numbers."""
+        body = answer.get("body", {})
+        for part in (body, *body.get("scopes", ()), *body.get("variables", ())):
+            if "variablesReference" in part:
+                part["variablesReference"] = self._references.give(rank.pid, part["variablesReference"])
+        for frame in body.get("stackFrames", ()):
+            if self._references.find(frame["id"]) is None:  # not another rank's, which has its number
+                frame["id"] = self._references.give(rank.pid, frame["id"])
+        return answer
+
+    async def _attach(self, rank: int, pid: int) -> None:
+        attached = AttachedRank(rank, pid, self._on_event, self._on_end)
+        await attached.attach(self._ports[pid], self._breakpoints, self._exceptions)
+        if not attached.ended:
+            self._attached[pid] = attached
+            self._tell("thread", {"threadId": self._threads.give(pid, 1), "reason": "started"})
+
+    def _reachable(self) -> list[AttachedRank]:
+        return sorted(self._attached.values(), key=lambda rank: rank.rank)
+
+    def _stopped(self) -> list[AttachedRank]:
+        return [rank for rank in self._reachable() if rank.stopped]
+
+    async def _quietly(self, work: Awaitable[None]) -> None:
+        """Do something for a rank, which may be ending."""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await work
+
+    # --- from ranks
+
+    def _on_event(self, rank: AttachedRank, event: DapMessage) -> None:
+        kind, body = event["event"], event.get("body", {})
+        if kind not in ("stopped", "continued"):
+            return
+        thread = self._threads.give(rank.pid, body["threadId"])
+        if kind == "stopped":
+            self._note(rank, stopped=True)
+            self._tell("stopped", {**body, "threadId": thread, "allThreadsStopped": False})
+            return
+        self._references.forget(rank.pid)
+        self._note(rank, stopped=False)
+        self._tell("continued", {"threadId": thread, "allThreadsContinued": False})
+        self._loop.call_later(_STEP if rank.steps else 0.0, self._show_another, rank)
+
+    def _on_end(self, rank: AttachedRank) -> None:
+        """Handle that a rank is no longer attached: it has died, or the debugger is off."""
+        self._attached.pop(rank.pid, None)
+        self._references.forget(rank.pid)
+        self._note(rank, stopped=False)
+        self._tell("continued", {"threadId": self._threads.give(rank.pid, 1), "allThreadsContinued": False})
+        self._tell("thread", {"threadId": self._threads.give(rank.pid, 1), "reason": "exited"})
+        self._show_another(rank)
+
+    def _show_another(self, gone: AttachedRank) -> None:
+        """Have JupyterLab, which shows one stopped thread, show the next, unless this one has stopped again."""
+        if self._jupyterlab and not gone.stopped and (stopped := self._stopped()):
+            thread = self._threads.give(stopped[0].pid, stopped[0].stopped[0])
+            self._tell("stopped", {"reason": "breakpoint", "threadId": thread, "allThreadsStopped": False})
+
+    def _tell(self, kind: str, body: DapMessage) -> None:
+        self._publish({"type": "event", "seq": next(self._sequence), "event": kind, "body": body})
+
+    def _note(self, rank: AttachedRank, *, stopped: bool) -> None:
+        """Have nobody's waiting for a stopped rank end by a time limit."""
+        rank_set = self._sets.get(rank.pid)
+        task = rank_set.traffic.running([rank.rank]).get(rank.rank) if rank_set is not None else None
+        if rank_set is None or task is None:
+            return
+        task.halt(rank.rank, stopped=stopped)
+        if stopped:
+            rank_set.traffic.send(ask(0, task.ranks, Rest(task.serial)))
+
+    # --- from observed cells, in their threads
+
+    def cell_comes(self, rank_set: RankSet, ranks: Sequence[int]) -> None:
+        """Attach to the ranks, if there are breakpoints."""
+        if not self._debugger.is_started or not (self._breakpoints or self._exceptions):
+            return
+        chosen = [info for info in rank_set.ranks if info.rank in ranks]
+        if rank_set.traffic.running([info.rank for info in chosen]):
+            return
+        self._name_unreachable(rank_set, [info.rank for info in chosen if info.node])
+        here = {info.pid: info.rank for info in chosen if not info.node}
+        silent = [rank for pid, rank in here.items() if pid not in self._ports]
+        try:
+            if silent:
+                self._open_ports(rank_set, silent)
+            self._sets.update(dict.fromkeys(here, rank_set))
+            self._in_loop(self._prepare(here), _ATTACH)
+        except (NbdistError, OSError, TimeoutError, asyncio.TimeoutError) as error:
+            print(f"nbdist: breakpoints do not stop ranks in this cell: {error}", file=sys.stderr)
+
+    def _open_ports(self, rank_set: RankSet, ranks: list[int]) -> None:
+        with interruption.deferred():
+            task = rank_set.submit("debugpy", "", ranks)
+            task.wait()
+        pids = {info.rank: info.pid for info in rank_set.ranks}
+        for rank in task.ranks:
+            self._ports[pids[rank]] = msgspec.msgpack.decode(task.replies[rank].payload, type=int)
+
+    async def _prepare(self, ranks: dict[int, int]) -> None:
+        """Attach to those that are not yet, and renew the breakpoints of those that had to do without."""
+        for pid, rank in ranks.items():
+            if pid in self._attached:
+                self._attached[pid].rank = rank
+        muted = [self._attached[pid] for pid in ranks if pid in self._attached and self._attached[pid].muted]
+        new = [self._attach(rank, pid) for pid, rank in ranks.items() if pid not in self._attached]
+        await asyncio.gather(*new, *(rank.set_all(self._breakpoints, self._exceptions) for rank in muted))
+
+    def _name_unreachable(self, rank_set: RankSet, ranks: list[int]) -> None:
+        """Say once which ranks breakpoints don't stop."""
+        if ranks and self._told.get(rank_set) != ranks:
+            self._told[rank_set] = ranks
+            where = rank_set.traffic.places.describe(ranks)
+            print(f"nbdist: breakpoints stop ranks on this machine only, not {where}", file=sys.stderr)
+
+    def cell_interrupted(self, task: Task, ranks: Collection[int]) -> None:
+        """Let stopped ranks run on, so that the interrupt reaches the user's code and not the debugger."""
+        going = [rank for rank in self._reachable() if rank.rank in ranks and self._runs(rank, task)]
+        if going:
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                self._in_loop(self._let_go(going), _LET_GO)
+
+    def _runs(self, rank: AttachedRank, task: Task) -> bool:
+        rank_set = self._sets.get(rank.pid)
+        return rank_set is not None and rank_set.traffic.running([rank.rank]).get(rank.rank) is task
+
+    async def _let_go(self, ranks: list[AttachedRank]) -> None:
+        await asyncio.gather(*(self._quietly(rank.let_go()) for rank in ranks))
+
+    def _in_loop(self, work: Coroutine[Any, Any, None], limit: float) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(limit)
+
+
+def cell_file() -> str:
+    """Return what the debugger of the kernel knows the running cell by; "" while it is off."""
+    debugger = getattr(getattr(shells.current(), "kernel", None), "debugger", None)
+    frame = sys._getframe(1) if debugger is not None and debugger.is_started else None
+    known = shells.cell_files()
+    while frame is not None and frame.f_code.co_filename not in known:
+        frame = frame.f_back
+    return frame.f_code.co_filename if frame is not None else ""
+
+
+def _answer(request: DapMessage, body: DapMessage) -> DapMessage:
+    return _answered(request, {"success": True, "body": body})
+
+
+def _answered(request: DapMessage, answer: DapMessage) -> DapMessage:
+    """Return the answer to a request that was passed on under another number."""
+    envelope = {"type": "response", "seq": request["seq"], "request_seq": request["seq"], "command": request["command"]}
+    return {"success": False, "body": {}, **answer, **envelope}
+
+
+def _refusal(request: DapMessage, why: str) -> DapMessage:
+    return _answered(request, {"success": False, "message": why})
+
+
+def _named(rank: AttachedRank, answer: DapMessage) -> list[DapMessage]:
+    """Return the frames of a stack, with the rank in their names."""
+    frames: list[DapMessage] = answer.get("body", {}).get("stackFrames", [])
+    return [{**frame, "name": f"rank {rank.rank}: {frame['name']}"} for frame in frames]
+
+
+def _literal(text: str) -> str:
+    """Return a text from its repr."""
+    return str(ast.literal_eval(text))

@@ -17,7 +17,8 @@ CELL = """\
 def scale(by):
     held = by * 10
     return held
-print(scale(rank + 1))"""
+total = scale(rank + 1)
+print(total)"""
 
 
 def test_a_breakpoint_in_the_gutter_stops_ranks_one_after_the_other(lab: Lab, browser: Browser) -> None:
@@ -28,18 +29,22 @@ def test_a_breakpoint_in_the_gutter_stops_ranks_one_after_the_other(lab: Lab, br
         page.locator(".jp-DebuggerBugButton").click()
         cell = page.locator(".jp-Cell").nth(1)
         cell.locator(".cm-breakpoint-gutter .cm-gutterElement").nth(4).click()
-        breakpoints = page.locator(".jp-DebuggerBreakpoints-body")
-        expect(breakpoints).to_contain_text("4")
+        expect(page.locator(".jp-DebuggerBreakpoint")).to_contain_text("4")
         notebook.start(1)
         stack = page.locator(".jp-DebuggerCallstackFrame")
         expect(stack).to_have_count(4)
-        expect(stack.filter(has_text="rank 0: scale")).to_have_count(1)
-        other = 1 if "rank 0" in stack.nth(0).inner_text() else 0
         expect(cell.locator(".jp-DebuggerEditor-highlight")).to_contain_text("return held")
+        for rank in (0, 1):
+            stack.filter(has_text=f"rank {rank}: scale").click()
+            expect(page.get_by_role("treeitem", name=f"held: {10 * (rank + 1)}")).to_be_visible()
         notebook.shoot("breakpoint")
-        notebook.command("debugger:continue", {})
+        notebook.command("debugger:continue", {})  # rank 1, whose frame is selected
         expect(stack).to_have_count(2)
-        expect(stack.nth(0)).to_contain_text(f"rank {other}: scale")
+        expect(stack.nth(0)).to_contain_text("rank 0: scale")
+        expect(page.get_by_role("treeitem", name="held: 10")).to_be_visible()
+        notebook.command("debugger:next", {})
+        expect(stack).to_have_count(1)
+        expect(stack).to_contain_text("rank 0: <module>")
         notebook.command("debugger:continue", {})
         expect(cell.locator(".jp-OutputArea")).to_contain_text("[1] 20")
         expect(stack).to_have_count(0)

@@ -20,6 +20,8 @@ _WAITS = ("do_wait_suspend", "pydevd.py")  # the function in which debugpy keeps
 _STEPS = "_pydevd_bundle.pydevd_additional_thread_info"  # debugpy's module that knows which thread makes a step
 _DEEP = 12  # frames of debugpy's own above it
 
+_was_attached = False  # by the notebook
+
 
 @functools.cache
 def listen() -> int:
@@ -52,6 +54,20 @@ def holds(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def trace_while_attached(*, by_notebook: bool) -> None:
+    """Trace the main thread, which slows it, only while a debugger is attached. In the main thread.
+
+    Args:
+        by_notebook: Whether the notebook's debugger is on. A rank that it never was attached to is always traced: VS
+            Code may attach while a cell runs.
+    """
+    global _was_attached
+    debugpy: Any = sys.modules.get("debugpy")
+    _was_attached = _was_attached or by_notebook
+    if debugpy is not None and _was_attached:
+        debugpy.trace_this_thread(debugpy.is_client_connected())
 
 
 def end_step() -> None:

@@ -374,22 +374,8 @@ class RankSet:
             raise self.busy(others)
         try:
             observers.cell_began(task)
-            self.traffic.send(
-                Execute(
-                    task.serial,
-                    chosen,
-                    kind,
-                    code,
-                    task.number,
-                    options.offset,
-                    parcel,
-                    options.grace,
-                    options.profile,
-                    task.metered,
-                    options.setup,
-                    options.file,
-                )
-            )
+            how = options.grace, options.profile, task.metered, options.setup, options.file
+            self.traffic.send(Execute(task.serial, chosen, kind, code, task.number, options.offset, parcel, *how))
         except BaseException:
             self.traffic.withdraw(task)
             raise

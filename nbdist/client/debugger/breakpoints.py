@@ -158,8 +158,12 @@ class RankBreakpoints(observers.Observer):
 
     async def _disconnect(self, request: DapMessage) -> DapMessage:
         self._breakpoints, self._exceptions = {}, {}
-        for rank in self._reachable():
-            await self._quietly(rank.detach())
+        ranks = self._reachable()
+        self._attached.clear()  # what they tell from now on is no news
+        for rank in ranks:
+            self._references.forget(rank.pid)
+            self._note(rank, stopped=False)
+        await asyncio.gather(*(self._quietly(rank.detach()) for rank in ranks))
         return await self._kernels(request)
 
     # --- to one rank
@@ -268,6 +272,8 @@ class RankBreakpoints(observers.Observer):
         if not attached.ended:
             self._attached[pid] = attached
             self._tell("thread", {"threadId": self._threads.give(pid, 1), "reason": "started"})
+            for thread in attached.stopped:  # meanwhile
+                self._tell_stop(attached, thread, {"reason": "breakpoint"})
 
     def _reachable(self) -> list[AttachedRank]:
         return sorted(self._attached.values(), key=lambda rank: rank.rank)
@@ -284,21 +290,27 @@ class RankBreakpoints(observers.Observer):
 
     def _on_event(self, rank: AttachedRank, event: DapMessage) -> None:
         kind, body = event["event"], event.get("body", {})
-        if kind not in ("stopped", "continued"):
+        if kind not in ("stopped", "continued") or self._attached.get(rank.pid) is not rank:
+            return
+        if kind == "stopped":
+            self._tell_stop(rank, body["threadId"], body)
             return
         thread = self._threads.give(rank.pid, body["threadId"])
-        if kind == "stopped":
-            self._note(rank, stopped=True)
-            self._tell("stopped", {**body, "threadId": thread, "allThreadsStopped": False})
-            return
         self._references.forget(rank.pid)
         self._note(rank, stopped=False)
         self._tell("continued", {"threadId": thread, "allThreadsContinued": False})
         self._loop.call_later(_STEP if rank.steps else 0.0, self._show_another, rank)
 
+    def _tell_stop(self, rank: AttachedRank, thread: int, body: DapMessage) -> None:
+        self._note(rank, stopped=True)
+        number = self._threads.give(rank.pid, thread)
+        self._tell("stopped", {**body, "threadId": number, "allThreadsStopped": False})
+
     def _on_end(self, rank: AttachedRank) -> None:
-        """Handle that a rank is no longer attached: it has died, or the debugger is off."""
-        self._attached.pop(rank.pid, None)
+        """Handle that a rank can't be debugged any more: it has died."""
+        if self._attached.get(rank.pid) is not rank:  # it was detached
+            return
+        del self._attached[rank.pid]
         self._references.forget(rank.pid)
         self._note(rank, stopped=False)
         self._tell("continued", {"threadId": self._threads.give(rank.pid, 1), "allThreadsContinued": False})

@@ -96,6 +96,9 @@ class AttachedRank:
         options = {"justMyCode": True, "redirectOutput": False, "subProcess": False, "rules": rules}
         attached = self._adapter.send("attach", options)
         await asyncio.wait([self._initialized, attached], return_when=asyncio.FIRST_COMPLETED)
+        if attached.done() and not attached.result().get("success"):  # it has not yet let go of who was there before
+            self.close()
+            raise ConnectionError("debugpy on this rank could not be attached to")
         await self.set_all(breakpoints, exceptions)
         await self._adapter.ask("configurationDone", {})
         await attached

@@ -32,6 +32,7 @@ from nbdist.wire.stopping import Rest
 _ON_RANKS = re.compile(r"\s*%%(distributed|dist|rank)\b")  # how a cell begins that runs on ranks only
 _ATTACH = 60.0  # seconds to attach to ranks, on a busy machine
 _LET_GO = 5.0  # seconds for stopped ranks to go on before they are interrupted
+_TRIES, _BEFORE_AGAIN = 5, 0.3  # debugpy takes a moment to let go of one client before the next
 _STEP = 0.5  # seconds for a rank to stop again, before JupyterLab is shown another
 _THREADS, _REFERENCES = 2**29, 2**30
 _BY_THREAD = ("stackTrace", "continue", "next", "stepIn", "stepOut", "pause", "exceptionInfo")
@@ -267,8 +268,15 @@ class RankBreakpoints(observers.Observer):
         return answer
 
     async def _attach(self, rank: int, pid: int) -> None:
-        attached = AttachedRank(rank, pid, self._on_event, self._on_end)
-        await attached.attach(self._ports[pid], self._breakpoints, self._exceptions)
+        for again in range(_TRIES, -1, -1):
+            attached = AttachedRank(rank, pid, self._on_event, self._on_end)
+            try:
+                await attached.attach(self._ports[pid], self._breakpoints, self._exceptions)
+                break
+            except ConnectionError:
+                if not again:
+                    raise
+                await asyncio.sleep(_BEFORE_AGAIN)
         if not attached.ended:
             self._attached[pid] = attached
             self._tell("thread", {"threadId": self._threads.give(pid, 1), "reason": "started"})

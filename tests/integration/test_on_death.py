@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,8 @@ def test_the_session_ends_if_it_is_to() -> None:
     with spare_with_ranks(2, "--on-death stop") as kernel:
         failed = kernel.fails("%%distributed\nimport os\nif rank == 1: os._exit(3)", "RankDied", HANG)
         assert "the session was stopped, as `--on-death stop` says" in failed.stdout
+        (report,) = re.findall(r"^report, to send with an issue: (.*)$", failed.traceback, re.MULTILINE)
+        assert re.search(r"rank 0: [0-9.]+ MiB private", Path(report).read_text(encoding="utf-8"))
         assert "no session is running" in kernel.fails("%%distributed\nprint(1)", "SessionClosed").evalue
 
 

@@ -41,7 +41,7 @@ _COLLECTIVES = 20
 _SYSTEM_LINES = 20
 _ANSWER = 2.0  # seconds for dmesg, and for ranks to report their last collectives
 _LATER = 0.2  # seconds until the error is shown, which nothing is to delay
-_AT_EXIT = 5.0  # seconds that a process which ends waits for its last report
+_AT_MOST = 5.0  # seconds that the end of a session or process waits for a report
 _SYSTEM = re.compile(r"out of memory|oom[-_]kill|killed process|segfault|Xid|machine check", re.IGNORECASE)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PACKAGES = ("nbdist", "torch", "numpy", "ipython", "ipykernel", "pyzmq", "msgspec")
@@ -67,8 +67,7 @@ _SHOWN = {
 _SHOWN_PREFIXES = ("CUBLAS_", "CUDA_", "GLOO_", "NCCL_", "TORCH_NCCL_")
 
 _counter = itertools.count(1)
-_writing: set[threading.Thread] = set()
-_ending = threading.Event()
+_writing: dict[threading.Thread, threading.Event] = {}  # each with what has it begin at once
 
 
 class Witness(Protocol):
@@ -130,26 +129,30 @@ def write_later(path: Path, source: Witness, scene: Scene, error: RankError, fai
         error: The error that the user sees.
         failed: Called with a line of text if it can't be written.
     """
+    at_once = threading.Event()
 
     def write() -> None:
-        _ending.wait(_LATER)
+        at_once.wait(_LATER)
         try:
             _write(path, source, scene, error.report)
         except OSError as obstacle:
             failed(f"the report could not be written: {obstacle}. `{VARIABLE}=FOLDER` in the environment moves it")
         finally:
-            _writing.discard(threading.current_thread())
+            del _writing[threading.current_thread()]
 
     thread = threading.Thread(target=write, name="nbdist-report", daemon=True)
-    _writing.add(thread)
+    _writing[thread] = at_once
     thread.start()
 
 
 @atexit.register
-def _finish() -> None:
-    _ending.set()
-    for thread in list(_writing):
-        thread.join(_AT_EXIT)
+def finish() -> None:
+    """Have the reports written whose time has not come, and wait for that, but not long."""
+    waiting = dict(_writing)
+    for at_once in waiting.values():
+        at_once.set()
+    for thread in waiting:
+        thread.join(_AT_MOST)
 
 
 def _write(path: Path, source: Witness, scene: Scene, error: str) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+from nbdist.client.session import death_report
 from nbdist.client.session.heal import HealReport
 from nbdist.client.session.rank_set import RankSet
 from nbdist.errors import NbdistError, RankDied
@@ -50,6 +51,7 @@ def outlive(
             return attempt()
         except RankDied as error:
             if policy == "stop":
+                death_report.finish()  # while there are ranks to ask
                 close()
                 report("the session was stopped, as `--on-death stop` says")
             if policy != "heal":

@@ -38,16 +38,7 @@ from nbdist.wire.nodes import Ping, Pong
 from nbdist.wire.output import Credit
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Answer, Ask, Look, WatchNodes
-from nbdist.wire.rank_processes import (
-    Exited,
-    Gone,
-    Kill,
-    Spawn,
-    Spawned,
-    SpawnFailed,
-    Spawning,
-    StoreOpened,
-)
+from nbdist.wire.rank_processes import Exited, Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning, StoreOpened
 from nbdist.wire.setup import AgentSetup
 from nbdist.wire.stopping import GetProcess, ProcessState
 from nbdist.wire.template_messages import Forked, ForkFailed, Imported, ImportFailed

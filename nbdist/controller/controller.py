@@ -237,8 +237,8 @@ class Controller:
         elif (rank is not None or epoch < 0) and name in LANES and identity not in self._unreadable:
             self._unreadable.add(identity)
             sender = f"rank {number}" if rank is not None else f"the {name.partition('.')[0]}"
-            what = f"{type(error).__name__}: {error}"
-            self.to_notebook(Notice(f"a message from {sender} could not be handled and is lost ({what})"))
+            text = f"a message from {sender} could not be handled and is lost ({type(error).__name__}: {error})"
+            self.to_notebook(Notice(text))
 
     def _handle(self, identity: bytes, message: Message) -> None:
         name, epoch, number, life = parse_lane(identity)
@@ -247,8 +247,7 @@ class Controller:
         elif isinstance(message, Hello):
             self._hello(identity, message)
         elif name == VISITOR:
-            hosts = [node.host for node in self._nodes]
-            self._shut_down |= self._visitors.receive(identity, message, self._members, hosts)
+            self._shut_down |= self._visitors.receive(identity, message, self._members, self._nodes.hosts)
         elif name in RANK_LANES:
             rank = self._sender(epoch, number, life)
             if rank is None:  # the process has ended, and its place was taken

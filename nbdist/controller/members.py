@@ -50,8 +50,7 @@ class Members:
 
     Attributes:
         ranks: By number.
-        up: Whether all are ready.
-        up_at: Since when, in seconds since the epoch.
+        up, up_at: Whether all are ready, and since when, in seconds since the epoch.
         ending: Whether they are to end.
         cells: What they run.
         backend: Of their process group; "none" without one.

@@ -109,6 +109,11 @@ class NodeTable:
         return number in self._nodes
 
     @property
+    def hosts(self) -> list[str]:
+        """Their names."""
+        return [node.host for node in self]
+
+    @property
     def round_trip(self) -> float:
         """The longest to any node, in seconds: of each the shortest seen; 0 without other nodes."""
         return max((node.round_trip for node in self if node.answers), default=0.0)

@@ -276,7 +276,8 @@ class RankProcess:
             participants.begin(None if task.kind == "launch" or alone else task.ranks, alone=alone)
             self._recovery.begin(task.serial)
             self._switch_steps(task)
-            debug_server.trace_while_attached(by_notebook=bool(task.file))
+            if task.kind == "cell":
+                debug_server.trace_cell(by_notebook=bool(task.file))
             with profiled(task.profile, self._setup.rank) as profiles:
                 reply = self._metered(task, self._work[task.kind])
             if profiles:

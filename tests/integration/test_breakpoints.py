@@ -28,6 +28,12 @@ if rank == 1:
 dist.all_reduce(value)
 print(value.item())
 """
+LOOP = """\
+%%distributed
+import time
+for turn in range(10_000):
+    time.sleep(0.01)
+"""
 LOCAL = """\
 x = 1
 y = x + 1
@@ -132,6 +138,20 @@ def test_switching_the_debugger_off_lets_ranks_go_on_and_on_again_stops_them(ker
             page.ask("disconnect")
             assert cell.finish().lines == {0: ["10"], 1: ["20"]}
             page.switch_on()
+
+
+def test_all_ranks_go_on_to_their_next_breakpoint_when_jupyterlab_restarts_its_debugger(kernel: Kernel) -> None:
+    with page_debugger(kernel) as page:
+        page.break_at(LOOP, 4)
+        cell = kernel.start(LOOP)
+        for _ in range(5):
+            page.stops(2)
+            page.ask("disconnect")
+            page.switch_on()
+            page.break_at(LOOP, 4)
+        page.stops(2)
+        kernel.interrupt()
+        assert cell.finish().ename == "KeyboardInterrupt"
 
 
 def test_a_rank_that_dies_at_a_breakpoint_is_reported_and_no_longer_stopped(kernel: Kernel) -> None:

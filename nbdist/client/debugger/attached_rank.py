@@ -96,8 +96,8 @@ class AttachedRank:
         options = {"justMyCode": True, "redirectOutput": False, "subProcess": False, "rules": rules}
         attached = self._adapter.send("attach", options)
         await asyncio.wait([self._initialized, attached], return_when=asyncio.FIRST_COMPLETED)
-        if attached.done() and not attached.result().get("success"):  # it has not yet let go of who was there before
-            self.close()
+        if attached.done() and not attached.result().get("success"):
+            self._adapter.close()
             raise ConnectionError("debugpy on this rank could not be attached to")
         await self.set_all(breakpoints, exceptions)
         await self._adapter.ask("configurationDone", {})
@@ -123,26 +123,11 @@ class AttachedRank:
         await self.ask("setExceptionBreakpoints", exceptions or {"filters": []})
 
     async def let_go(self) -> None:
-        """Have it run on, past all breakpoints, until they are set again."""
+        """Have it run on, past all breakpoints, until they are set again. Its debugger stays attached."""
         await self.set_all({}, {})
         self.muted = True
         if self.stopped:
             await self.ask("continue", {"threadId": self.stopped[0]})
-
-    def close(self) -> None:
-        """Detach: the rank runs on."""
-        self._adapter.close()
-
-    async def detach(self) -> None:
-        """Let the rank go on undebugged, until the next `attach` of another object.
-
-        Raises:
-            OSError: Its connection has ended.
-            TimeoutError: It does not answer.
-        """
-        await self.let_go()
-        await self.ask("disconnect", {"terminateDebuggee": False})
-        self.close()
 
     async def frames(self, arguments: DapMessage) -> DapMessage:
         """Return the answer to `stackTrace` without what has started the process, the only frames without a file."""
@@ -164,7 +149,7 @@ class AttachedRank:
             all_go_on = body.get("allThreadsContinued", True)
             self.stopped = [] if all_go_on else [other for other in self.stopped if other != thread]
         elif kind == "terminated":
-            self.close()
+            self._adapter.close()
             return
         self._on_event(self, event)
 

@@ -32,7 +32,6 @@ from nbdist.wire.stopping import Rest
 _ON_RANKS = re.compile(r"\s*%%(distributed|dist|rank)\b")  # how a cell begins that runs on ranks only
 _ATTACH = 60.0  # seconds to attach to ranks, on a busy machine
 _LET_GO = 5.0  # seconds for stopped ranks to go on before they are interrupted
-_TRIES, _BEFORE_AGAIN = 5, 0.3  # debugpy takes a moment to let go of one client before the next
 _STEP = 0.5  # seconds for a rank to stop again, before JupyterLab is shown another
 _THREADS, _REFERENCES = 2**29, 2**30
 _BY_THREAD = ("stackTrace", "continue", "next", "stepIn", "stepOut", "pause", "exceptionInfo")
@@ -104,12 +103,10 @@ class RankBreakpoints(observers.Observer):
         return await self._kernels(request)
 
     async def _attach_again(self, request: DapMessage) -> DapMessage:
-        """Attach to the ranks that were attached before the debugger was off."""
+        """Have breakpoints again on the ranks that were attached before the debugger was off."""
         answer = await self._kernels(request)
-        for pid, rank_set in self._sets.items():
-            rank = next((info.rank for info in rank_set.ranks if info.pid == pid and not rank_set.closed), None)
-            if rank is not None and pid not in self._attached:
-                await self._quietly(self._attach(rank, pid))
+        for rank in self._reachable():
+            await self._quietly(rank.set_all(self._breakpoints, self._exceptions))
         return answer
 
     async def _dump_cell(self, request: DapMessage) -> DapMessage:
@@ -159,12 +156,8 @@ class RankBreakpoints(observers.Observer):
 
     async def _disconnect(self, request: DapMessage) -> DapMessage:
         self._breakpoints, self._exceptions = {}, {}
-        ranks = self._reachable()
-        self._attached.clear()  # what they tell from now on is no news
-        for rank in ranks:
-            self._references.forget(rank.pid)
-            self._note(rank, stopped=False)
-        await asyncio.gather(*(self._quietly(rank.detach()) for rank in ranks))
+        # They stay attached: debugpy does not survive a client that comes soon after another has gone.
+        await self._let_go(self._reachable())
         return await self._kernels(request)
 
     # --- to one rank
@@ -268,15 +261,8 @@ class RankBreakpoints(observers.Observer):
         return answer
 
     async def _attach(self, rank: int, pid: int) -> None:
-        for again in range(_TRIES, -1, -1):
-            attached = AttachedRank(rank, pid, self._on_event, self._on_end)
-            try:
-                await attached.attach(self._ports[pid], self._breakpoints, self._exceptions)
-                break
-            except ConnectionError:
-                if not again:
-                    raise
-                await asyncio.sleep(_BEFORE_AGAIN)
+        attached = AttachedRank(rank, pid, self._on_event, self._on_end)
+        await attached.attach(self._ports[pid], self._breakpoints, self._exceptions)
         if not attached.ended:
             self._attached[pid] = attached
             self._tell("thread", {"threadId": self._threads.give(pid, 1), "reason": "started"})
@@ -316,7 +302,7 @@ class RankBreakpoints(observers.Observer):
 
     def _on_end(self, rank: AttachedRank) -> None:
         """Handle that a rank can't be debugged any more: it has died."""
-        if self._attached.get(rank.pid) is not rank:  # it was detached
+        if self._attached.get(rank.pid) is not rank:  # it never was attached
             return
         del self._attached[rank.pid]
         self._references.forget(rank.pid)

@@ -5,6 +5,7 @@ debugpy, which comes with ipykernel, is imported only here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -56,18 +57,19 @@ def holds(frame: FrameType | None) -> bool:
     return False
 
 
-def trace_while_attached(*, by_notebook: bool) -> None:
-    """Trace the main thread, which slows it, only while a debugger is attached. In the main thread.
+def trace_cell(*, by_notebook: bool) -> None:
+    """Trace the main thread, which slows it, only while a debugger is on. In the main thread.
 
     Args:
-        by_notebook: Whether the notebook's debugger is on. A rank that it never was attached to is always traced: VS
-            Code may attach while a cell runs.
+        by_notebook: Whether the notebook's is. A rank that it never was attached to is always traced: VS Code may
+            attach while a cell runs.
     """
     global _was_attached
     debugpy: Any = sys.modules.get("debugpy")
     _was_attached = _was_attached or by_notebook
     if debugpy is not None and _was_attached:
-        debugpy.trace_this_thread(debugpy.is_client_connected())
+        with contextlib.suppress(AttributeError):  # debugpy's own, if its other process has ended
+            debugpy.trace_this_thread(by_notebook)
 
 
 def end_step() -> None:

@@ -78,7 +78,7 @@ def test_a_rank_that_dies_in_a_cell_is_named_and_the_others_keep_their_variables
     outcome = healthy.fails(cell, "RankDied", HANG)
     assert f"rank {rank} died: {how}" in outcome.evalue and f"pid {pid}" in outcome.evalue
     assert "while it ran cell" in outcome.evalue
-    assert f"rank {1 - rank}: interrupted, because rank {rank} failed" in outcome.traceback
+    assert f"rank {1 - rank}: interrupted, because rank {rank} failed" in outcome.traceback, str(outcome)
     assert _says_what_to_type(outcome.traceback)
     healthy.ok(f"%%distributed -r {1 - rank}\nassert kept == {1 - rank + 10}")
     assert not alive(pid)

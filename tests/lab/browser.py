@@ -87,7 +87,7 @@ class Notebook:
 
     def _note_error(self, error: Error) -> None:
         if str(error) not in self._lab.own_errors:
-            self._errors.append(str(error))
+            self._errors.append(error.stack or str(error))
 
     def _note(self, message: ConsoleMessage) -> None:
         """Keep what goes wrong, except what does without us, too: services and widgets that nobody has."""
@@ -125,6 +125,12 @@ class Notebook:
         self.page.evaluate("jupyterapp.commands.execute('notebook:run-cell')")
         outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
         assert not [output["evalue"] for output in outputs if output["output_type"] == "error"]
+
+    def result(self, index: int) -> str:
+        """Run a cell to its end, and return its value as the page shows it."""
+        self.run(index)
+        outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
+        return str(outputs[-1]["data"]["text/plain"])
 
     def clear(self, index: int) -> None:
         """Take a cell's output away."""

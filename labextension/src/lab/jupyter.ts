@@ -48,6 +48,7 @@ export interface KernelMessage {
 export interface Kernel {
   readonly id: string;
   readonly connectionStatus: string;
+  readonly status: string;
   readonly supportsSubshells?: boolean;
   readonly isDisposed: boolean;
   readonly iopubMessage: Signal<unknown, KernelMessage>;

@@ -12,6 +12,7 @@ import { anotherVersion, KERNEL_GONE } from "./strings";
 import type { Wish } from "../view";
 
 const TICK = 1000; // milliseconds between two looks at the clock while a cell runs
+const ANSWER_LIMIT = 5000; // milliseconds for an idle kernel to answer; what goes to a comm's thread that ends is lost
 const THREAD_LIMIT = 3000; // milliseconds for the kernel to start a comm's thread
 
 /** What a request has brought. */
@@ -35,6 +36,7 @@ export class Link {
   private last = 0;
   private threaded = false; // whether the kernel hears the line while a cell runs
   private clock = 0;
+  private patience = 0;
   private onNews: ((news: PanelNews) => void) | null = null;
   private told = 0;
   private fresh = false; // whether the kernel has restarted and run nothing since
@@ -149,6 +151,9 @@ export class Link {
     void openLine(kernel, control, this.page).then(() => {
       if (this.control === control) void this.ask({ do: "state" });
     });
+    this.patience = window.setInterval(() => {
+      if (kernel.status === "idle") this.renew();
+    }, ANSWER_LIMIT);
     this.tell();
   }
 
@@ -190,12 +195,13 @@ export class Link {
   private note(state: SessionState): void {
     this.state = state;
     this.told = Date.now();
+    window.clearInterval(this.patience);
     window.clearInterval(this.clock);
     if (state.cells.length > 0) this.clock = window.setInterval(this.tell, TICK);
     this.tell();
   }
 
-  /** A page that was opened while a cell ran learns only afterwards that the kernel can hear it meanwhile. */
+  /** Open the line again: it was opened while a cell ran, and could not hear meanwhile, or what it said was lost. */
   private renew(): void {
     const { control } = this;
     this.lose();
@@ -204,6 +210,7 @@ export class Link {
   }
 
   private lose(): void {
+    window.clearInterval(this.patience);
     window.clearInterval(this.clock);
     if (this.view?.isDisposed === false) this.view.close();
     this.view = null;

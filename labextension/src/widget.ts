@@ -36,7 +36,8 @@ interface Comm {
 }
 
 const TARGET = "nbdist.panel";
-const WAIT: readonly string[] = ["snapshot", "peak"]; // need the kernel's main thread
+// By the widget's own comm: two need the kernel's main thread; the thread of the line may end before it hears the last.
+const WAIT: readonly string[] = ["snapshot", "peak", "closed"];
 const GONE: readonly string[] = ["restarting", "autorestarting", "dead"]; // states of a kernel that has lost the panel
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {

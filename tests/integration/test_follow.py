@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from testbed.kernel import Kernel, kernel_with_ranks
+from testbed.kernel import Execution, Kernel, kernel_with_ranks
 from tests.conftest import sharing
 from tests.support.roles import find
 
@@ -31,6 +31,13 @@ def follower(driver: Kernel) -> Iterator[Kernel]:
         yield kernel
 
 
+def following(kernel: Kernel) -> Execution:
+    """The cell below which a kernel shows what another one drives."""
+    cell = kernel.start("%distributed follow")
+    assert "following session" in cell.finish().stderr
+    return cell
+
+
 def gated(folder: Path, code: str) -> str:
     """A cell that waits for a file `go` between a first line and the code."""
     wait = f"while not os.path.exists({str(folder / 'go')!r}): time.sleep(0.005)"
@@ -42,8 +49,7 @@ def test_what_runs_is_shown_from_its_beginning_and_then_as_it_comes(
 ) -> None:
     cell = driver.start(gated(tmp_path, "print('done')"))
     cell.wait_for("begun")
-    follow = follower.start("%distributed follow")
-    follow.finish()
+    follow = following(follower)
     follow.wait_late("[0-1] begun")
     (tmp_path / "go").touch()
     cell.finish()
@@ -54,9 +60,7 @@ def test_what_runs_is_shown_from_its_beginning_and_then_as_it_comes(
 
 
 def test_a_cell_that_fails_is_shown_with_the_error_that_came_first(driver: Kernel, follower: Kernel) -> None:
-    follow = follower.start("%distributed follow")
-    follow.finish()
-    follow.wait_late("following session")
+    follow = following(follower)
     driver.fails("%%distributed\nif rank == 1:\n    print('before it')\n    1 / 0", "RankError")
     follow.wait_late("ZeroDivisionError: division by zero")
     follow.wait_late("[1] before it")
@@ -70,8 +74,7 @@ def test_who_follows_runs_nothing_on_the_ranks_until_it_takes_them(driver: Kerne
     assert refused.endswith(" --take` takes it over")
     follower.ok(refused.split("`")[1])
     assert follower.ok("%%distributed\nprint(rank)").lines == {0: ["0"], 1: ["1"]}
-    follow = driver.start("%distributed follow")
-    follow.finish()
+    follow = following(driver)
     follower.ok("%%distributed -r 1\nprint('mine now')")
     follow.wait_late("[1] mine now")
     driver.ok("%distributed attach --take")
@@ -82,8 +85,7 @@ def test_a_session_that_is_slow_to_answer_is_named_and_shown_once(
 ) -> None:
     cell = driver.start(gated(tmp_path, "print('done')"))
     cell.wait_for("begun")
-    follow = follower.start("%distributed follow")
-    follow.finish()
+    follow = following(follower)
     follow.wait_late("begun")
     controller = psutil.Process(find(driver.pid, "controller"))
     controller.suspend()
@@ -98,9 +100,7 @@ def test_a_session_that_is_slow_to_answer_is_named_and_shown_once(
 
 
 def test_following_can_be_ended_and_nothing_is_left_to_refuse(driver: Kernel, follower: Kernel) -> None:
-    follow = follower.start("%distributed follow")
-    follow.finish()
-    follow.wait_late("following session")
+    following(follower)
     follower.ok("%distributed follow --stop")
     assert "follows" not in follower.fails("%%distributed\n1", "SessionClosed").evalue
 

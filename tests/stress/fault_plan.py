@@ -36,14 +36,14 @@ KINDS = ("SIGKILL", "SIGTERM", "SIGSEGV", PAUSE)
 _LATEST = 0.3  # seconds after a phase has begun
 _LONGEST_PAUSE = 1.5  # seconds
 
-_SETUP = """%%distributed --setup
+SETUP = """%%distributed --setup
 import os, sys, time, torch, torch.distributed as dist, nbdist
 kept = rank + 10
 torch.manual_seed(0)
 model = nbdist.prepare(torch.nn.Linear(64, 64))
 optimizer = nbdist.prepare(torch.optim.AdamW(model.parameters()))
 """
-_CHECK = """%%distributed
+SUM = """%%distributed
 total = torch.tensor([float(rank + 1)], dtype=torch.float64)
 dist.all_reduce(total)
 print("sum", int(total))
@@ -224,13 +224,13 @@ class FaultPlan:
             self._started = False
         if not self._started:
             self._kernel.ok(f"%distributed start -n {RANKS} --linger 0 --replace", BOUND)
-            self._kernel.ok(_SETUP, BOUND)
+            self._kernel.ok(SETUP, BOUND)
             self._started = True
         self._check_sum(self._kernel)
         return self._kernel
 
     def _check_sum(self, kernel: Kernel) -> None:
-        lines = kernel.ok(_CHECK, BOUND).lines
+        lines = kernel.ok(SUM, BOUND).lines
         assert lines == {rank: ["sum 6"] for rank in range(RANKS)}, f"a wrong sum: {lines}"
 
     def _pids(self, kernel: Kernel) -> dict[str, int]:
@@ -270,7 +270,7 @@ class FaultPlan:
             self._check_lines(outcome, fault, range(RANKS))
         self._started = fault.phase != "stop"
         if fault.phase == "start":
-            kernel.ok(_SETUP, BOUND)
+            kernel.ok(SETUP, BOUND)
         elif self._started:
             self._check_kept(kernel, range(RANKS))
 
@@ -300,10 +300,10 @@ class FaultPlan:
         if fault.process == "store":
             assert not said or "store" in said, f"an error for another reason: {said}"
             kernel.ok("%distributed restart", BOUND)
-            kernel.ok(_SETUP, BOUND)
+            kernel.ok(SETUP, BOUND)
             return
         if not said:  # it ended before, or was idle
-            wait_until(lambda: kernel.run(_CHECK, BOUND).status == "error", "an error")
+            wait_until(lambda: kernel.run(SUM, BOUND).status == "error", "an error")
             said = str(kernel.run("%%distributed\nkept", BOUND))
         assert fault.process in said, f"{fault.process} is not named: {said}"
         assert fault.kind in said, f"{fault.kind} is not named: {said}"
@@ -330,7 +330,7 @@ class FaultPlan:
             self._check_kept(kernel, living)
             kernel.ok(_GO_ON, BOUND)
         else:
-            kernel.ok(_SETUP, BOUND)
+            kernel.ok(SETUP, BOUND)
 
     def _settle(self, kernel: Kernel, fault: Fault, running: Execution | None) -> None:
         """Go on after a phase that may have ended well or not: a new start has to work."""

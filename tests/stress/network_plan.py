@@ -26,7 +26,7 @@ from tests.multinode.cable import Cable
 from tests.multinode.hosts import Host, two_hosts_by_cable
 from tests.multinode.nodes import Node, invitations, joined, start, without_nodes
 from tests.stress.fault_plan import PHASES as CELLS
-from tests.stress.fault_plan import Violation, marked_run
+from tests.stress.fault_plan import SETUP, SUM, Violation, marked_run
 from tests.support.leftovers import processes_of_this_run
 from tests.support.roles import alive, await_end, family
 
@@ -44,18 +44,6 @@ PHASES = {
     **{phase: CELLS[phase] for phase in ("idle", "cell", "collective", "step")},
     "push": "value = bytes(60_000_000)\n%distributed push value",
 }
-_SETUP = """%%distributed --setup
-import os, time, torch, torch.distributed as dist, nbdist
-kept = rank + 10
-torch.manual_seed(0)
-model = nbdist.prepare(torch.nn.Linear(64, 64))
-optimizer = nbdist.prepare(torch.optim.AdamW(model.parameters()))
-"""
-_SUM = """%%distributed
-total = torch.tensor([float(rank + 1)], dtype=torch.float64)
-dist.all_reduce(total)
-print("sum", int(total))
-"""
 
 
 @dataclass(frozen=True)
@@ -184,7 +172,7 @@ def _session(kernel: Kernel, one: Host, two: Host) -> Iterator[Node]:
     with joined(where, token, two) as node:
         outcome = cell.finish(BOUND)
         assert "4 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
-        kernel.ok(_SETUP, BOUND)
+        kernel.ok(SETUP, BOUND)
         yield node
         kernel.ok("%distributed stop", BOUND)
 
@@ -228,7 +216,7 @@ def _lose(kernel: Kernel, node: Node, cable: Cable, fault: Fault) -> float:
         if outcome is not None:
             _check_lines(outcome, fault, HERE)
         if outcome is None or outcome.status == "ok":  # it ended before, or was idle
-            outcome = kernel.run(f"{_SUM}time.sleep({BOUND})", BOUND)
+            outcome = kernel.run(f"{SUM}time.sleep({BOUND})", BOUND)
         seconds = time.monotonic() - began
         assert outcome.ename in ("RankDied", "UsageError"), f"an error for another reason: {outcome}"
         assert "rank 3" in outcome.evalue or "ranks 2-3" in outcome.evalue, f"the ranks are not named: {outcome}"
@@ -278,7 +266,7 @@ def _stop_for_a_while(pid: int, seconds: float) -> None:
 
 def _check(kernel: Kernel, living: list[int]) -> None:
     """Check that these ranks, as they were numbered, have their variables, and that their sums are right."""
-    shown = without_nodes(kernel.ok(f"{_SUM}print(kept)", BOUND).stdout)
+    shown = without_nodes(kernel.ok(f"{SUM}print(kept)", BOUND).stdout)
     total = sum(range(1, len(living) + 1))
     expected = {number: [f"sum {total}", str(rank + 10)] for number, rank in enumerate(living)}
     assert Outcome(stdout=shown).lines == expected, f"variables or sums are wrong: {shown}"

@@ -108,6 +108,20 @@ def test_what_has_ended_meanwhile_is_shown_with_its_error(notebook: Kernel, othe
     assert other.value("__import__('nbdist').get_session().logs()[1].count('\\n')") == 100_000
 
 
+def test_a_ctrl_c_while_ranks_are_taken_over_neither_loses_them_nor_the_cell_that_is_waited_for(
+    notebook: Kernel, other: Kernel
+) -> None:
+    notebook.start("%%distributed\nimport time\nprint('begun', flush=True)\ntime.sleep(1000)").wait_for("begun")
+    kill(notebook)
+    at_once = (
+        "import signal, sys\ndef at_once(frame, event, value):\n    if frame.f_code.co_name == 'adopt':\n"
+        "        sys.setprofile(None)\n        signal.raise_signal(signal.SIGINT)\nsys.setprofile(at_once)\n"
+    )
+    other.fails(f"{at_once}import nbdist\nnbdist.attach()", "KeyboardInterrupt")
+    other.fails(f"{at_once}get_ipython().run_line_magic('distributed', 'attach --wait')", "KeyboardInterrupt")
+    assert other.ok("%%distributed\nprint('free')").lines == both("free")
+
+
 def test_a_cell_that_goes_on_can_be_interrupted_and_waited_for(notebook: Kernel, other: Kernel) -> None:
     notebook.start("%%distributed\nimport time\nprint('begun', flush=True)\ntime.sleep(1000)").wait_for("begun")
     kill(notebook)

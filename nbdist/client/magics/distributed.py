@@ -309,10 +309,11 @@ class DistributedMagics(Magics):
         print(_ready(self._session))
 
     def _attach(self, arguments: argparse.Namespace) -> None:
-        session = self._session = Session.attach(arguments.name, take=arguments.take)
-        self._follow.stop()
-        if arguments.wait:
-            wait_all(session.cells)
+        with interruption.deferred():  # output is shown before the wait: a Ctrl-C at once is meant for the cells
+            session = self._session = Session.attach(arguments.name, take=arguments.take)
+            self._follow.stop()
+            if arguments.wait:
+                wait_all(session.cells)
 
     def _detach(self, arguments: argparse.Namespace) -> None:
         session = get_session()

@@ -41,7 +41,13 @@ def raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the body, or pass it to `events` in the body; the rest of the body must be short."""
+    """Delay Ctrl-C to the end of the body, or pass it to `events` in the body; the rest of the body must be short.
+
+    In the body of another one, the end of that one is meant.
+    """
+    if isinstance(signal.getsignal(signal.SIGINT), _Deferral):
+        yield
+        return
     deferral = _Deferral()
     try:
         with _handled(deferral):

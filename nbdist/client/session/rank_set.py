@@ -198,14 +198,13 @@ class RankSet:
         self.talk.begin()
         self.traffic.attach(connection)
         self.traffic.hold()
-        with interruption.deferred():
-            connection.open(lambda: None)
-            connection.send(request)
-            try:
-                answer = self.talk.wait((Attached, AttachRefused), _STOP_LIMIT)
-            except SessionError:
-                connection.leave(Leave(self.linger, "detached"))
-                raise
+        connection.open(lambda: None)
+        connection.send(request)
+        try:
+            answer = self.talk.wait((Attached, AttachRefused), _STOP_LIMIT)
+        except SessionError:
+            connection.leave(Leave(self.linger, "detached"))
+            raise
         assert isinstance(answer, Attached | AttachRefused)
         return answer
 

@@ -131,6 +131,21 @@ class Session(RankRequests):
         self._bring_up(options, progress)
         _sessions[:] = [weakref.ref(session) for session in (*known_sessions(), self)]
 
+    def _take_over(self, name: str | None, *, take: bool, show: Callable[[str], None]) -> None:
+        told, attachment = take_over(self._rank_set, name, take=take)
+        began = told.started
+        self._arguments = Arguments(began.gpus, began.backend, began.init, began.timeout, began.exact)
+        self._nodes = began.nodes
+        self._plan = SessionPlan()
+        self._on_death = began.choices.on_death
+        self._plan.adopt(Plan.from_json(began.choices.plan))
+        farewell.watch_kernel()
+        _sessions[:] = [weakref.ref(known) for known in (*known_sessions(), self)]
+        for line in (str(attachment), *attachment.notices):
+            show(line)
+        conclude(attachment.ended, show)
+        self.cells = [BackgroundCell(task, None, self) for task in attachment.running]
+
     def restart(
         self, num_processes: int | None = None, *, progress: Callable[[StartLine], None] = lambda line: None
     ) -> None:
@@ -182,22 +197,12 @@ class Session(RankRequests):
             raise UsageError(f"this notebook has a session with {count}: `%distributed detach` or `stop` it first")
         session = cls.__new__(cls)
         session._rank_set = RankSet(keep=not shells.in_kernel() if keep is None else keep)
-        told, attachment = take_over(session._rank_set, name, take=take)
-        began = told.started
-        session._arguments = Arguments(began.gpus, began.backend, began.init, began.timeout, began.exact)
-        session._nodes = began.nodes
-        session._plan = SessionPlan()
-        session._on_death = began.choices.on_death
-        session._plan.adopt(Plan.from_json(began.choices.plan))
-        farewell.watch_kernel()
-        _sessions[:] = [weakref.ref(known) for known in (*known_sessions(), session)]
         try:
-            for line in (str(attachment), *attachment.notices):
-                show(line)
-            conclude(attachment.ended, show)
-            session.cells = [BackgroundCell(task, None, session) for task in attachment.running]
-        except BaseException:  # nobody has the session
-            session.detach(session._rank_set.linger or farewell.LINGER)
+            with interruption.deferred():  # half of it would be a session that nobody has
+                session._take_over(name, take=take, show=show)
+        except BaseException:
+            if not session.closed:
+                session.detach(session._rank_set.linger or farewell.LINGER)
             raise
         return session
 

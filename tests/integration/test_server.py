@@ -13,9 +13,9 @@ from typing import cast
 import pytest
 import websocket
 
+from testbed.jupyter import Server
 from testbed.kernel import LIMIT, Kernel
 from tests.conftest import _shared
-from tests.support.jupyter import Server
 
 EXCEEDED = "rate exceeded"
 

@@ -1,237 +1,37 @@
-"""A real JupyterLab in a real browser: what tests of the page stand on."""
+"""JupyterLab and its browser for tests: processes that several tests of a file use."""
 
 from __future__ import annotations
 
 import os
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import nbformat
 import psutil
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Error, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser
 
-from testbed.kernel import LIMIT, Kernel, wait_until
+from testbed.kernel import Kernel
+from testbed.lab import Lab, browser_without_window
 from tests.conftest import _shared
-from tests.support.jupyter import Server
 from tests.support.leftovers import MARK
-
-ROOT = Path(__file__).resolve().parents[2]
-PREBUILT = ROOT / "labextension" / "prebuilt"  # found before what an older installation has left
-SHOTS = ROOT / "build" / "screenshots"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-QUIET = '{"fetchNews": "false", "checkForUpdates": false}'  # JupyterLab asks the network for nothing
-NOTEBOOKS_OWN = ("Cannot read properties of undefined (reading 'schema')",)  # of 7.6, also without any extension
-CURRENT = "jupyterapp.shell.currentWidget"
-
-
-class Lab(Server):
-    """JupyterLab as a user starts it, or Jupyter Notebook.
-
-    Args:
-        folder: Its notebooks, settings and log.
-        extended: Whether the server has loaded nbdist.
-        module: What runs: `jupyterlab` or `notebook`.
-    """
-
-    def __init__(self, folder: Path, *, extended: bool = True, module: str = "jupyterlab") -> None:
-        settings = folder / "settings"
-        news = settings / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-        news.parent.mkdir(parents=True)
-        news.write_text(QUIET)
-        own = {"JUPYTERLAB_SETTINGS_DIR": str(settings), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
-        own["PYTHONPATH"] = str(ROOT)  # kernels run in another folder, with the nbdist that is tested
-        app, self.path = ("LabApp", "doc/tree") if module == "jupyterlab" else ("JupyterNotebookApp", "notebooks")
-        options = (
-            f"--{app}.expose_app_in_browser=True",
-            f"--{app}.extra_labextensions_path={PREBUILT}",
-            f"--ServerApp.jpserver_extensions={{'nbdist.server': {extended}}}",
-        )
-        self.own_errors = () if module == "jupyterlab" else NOTEBOOKS_OWN
-        super().__init__(folder, module, *options, environment=own)
-
-
-def _as_it_is(notebook: nbformat.NotebookNode) -> None:
-    pass
-
-
-class Notebook:
-    """A notebook that is open in a page of its own."""
-
-    def __init__(
-        self,
-        lab: Lab,
-        browser: Browser | BrowserContext,
-        cells: list[str],
-        prepare: Callable[[nbformat.NotebookNode], None] = _as_it_is,
-    ) -> None:
-        self._lab = lab
-        self.name = f"{secrets.token_hex(4)}.ipynb"
-        new = nbformat.v4
-        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else the page asks for one
-        notebook = new.new_notebook(cells=[new.new_code_cell(cell) for cell in cells], metadata=kernel)
-        prepare(notebook)
-        nbformat.write(notebook, lab.folder / self.name)
-        self.page: Page = browser.new_page()
-        self.page.set_viewport_size({"width": 1100, "height": 900})
-        self.page.set_default_timeout(1000 * LIMIT)
-        self._errors: list[str] = []
-        self.page.on("pageerror", self._note_error)
-        self.page.on("console", self._note)
-        self.open()
-
-    def _note_error(self, error: Error) -> None:
-        if str(error) not in self._lab.own_errors:
-            self._errors.append(error.stack or str(error))
-
-    def _note(self, message: ConsoleMessage) -> None:
-        """Keep what goes wrong, except what does without us, too: services and widgets that nobody has."""
-        known = ("Failed to load resource", "widget model not found")
-        if message.type == "error" and not any(words in message.text for words in known):
-            self._errors.append(message.text)
-
-    def open(self) -> None:
-        """Open it, and wait for its kernel."""
-        self.page.goto(f"{self._lab.url}/{self._lab.path}/{self.name}?token={self._lab.token}")
-        self._wait_for_kernel()
-
-    def reload(self) -> None:
-        self.page.reload()
-        self._wait_for_kernel()
-
-    def _wait_for_kernel(self) -> None:
-        session = "window.jupyterapp?.shell?.currentWidget?.sessionContext?.session"
-        self.page.wait_for_function(f"{session}?.kernel?.connectionStatus === 'connected'")
-
-    def command(self, name: str, arguments: dict[str, Any]) -> None:
-        self.page.evaluate("([name, arguments]) => jupyterapp.commands.execute(name, arguments)", [name, arguments])
-
-    def start(self, index: int) -> None:
-        """Run a cell and don't wait for it."""
-        self.choose(index)
-        self.page.evaluate("() => { jupyterapp.commands.execute('notebook:run-cell') }")
-
-    def choose(self, index: int) -> None:
-        self.page.evaluate(f"index => {{ {CURRENT}.content.activeCellIndex = index }}", index)
-
-    def run(self, index: int) -> None:
-        """Run a cell to its end."""
-        self.choose(index)
-        self.page.evaluate("jupyterapp.commands.execute('notebook:run-cell')")
-        outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
-        assert not [output["evalue"] for output in outputs if output["output_type"] == "error"]
-
-    def result(self, index: int) -> str:
-        """Run a cell to its end, and return its value as the page shows it."""
-        self.run(index)
-        outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
-        return str(outputs[-1]["data"]["text/plain"])
-
-    def clear(self, index: int) -> None:
-        """Take a cell's output away."""
-        self.choose(index)
-        self.page.evaluate("jupyterapp.commands.execute('notebook:clear-cell-output')")
-
-    def is_running(self, index: int) -> bool:
-        state = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.executionState", index)
-        return bool(state == "running")
-
-    def listen(self) -> None:
-        """Note what the kernel tells the page of how it looks at ranks."""
-        note = "const head = message.content?.data?.content?.head; if (head?.live) told.push([head.live, head.rate])"
-        kernel = f"{CURRENT}.sessionContext.session.kernel"
-        self.page.evaluate(f"() => {{ told = []; {kernel}.iopubMessage.connect((_, message) => {{ {note} }}) }}")
-
-    @property
-    def told(self) -> list[list[object]]:
-        """What it has noted: "live" or "paused", and the rate."""
-        found: list[list[object]] = self.page.evaluate("told")
-        return found
-
-    def interrupt(self) -> None:
-        self.page.evaluate(f"{CURRENT}.sessionContext.session.kernel.interrupt()")
-
-    def source(self, index: int) -> str:
-        return str(
-            self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.sharedModel.getSource()", index)
-        )
-
-    def save(self) -> None:
-        self.page.evaluate(f"{CURRENT}.context.save()")
-
-    def restart_kernel(self) -> None:
-        self.page.evaluate(f"{CURRENT}.sessionContext.session.kernel.restart()")
-        self._wait_for_kernel()
-
-    def end_kernel(self) -> None:
-        self.page.evaluate(f"{CURRENT}.sessionContext.shutdown()")
-
-    @property
-    def panel(self) -> Locator:
-        """The living panel."""
-        return self.page.locator(".nbdist-panel")
-
-    @property
-    def copy(self) -> Locator:
-        """What stays when it is gone."""
-        return self.page.locator(".nbdist-static")
-
-    def wait_until(self, reached: Callable[[], object], what: str) -> None:
-        wait_until(reached, what, LIMIT)
-
-    def brightness(self, element: Locator) -> float:
-        """Of its ground: 0 to 1."""
-        return _luminance(element.evaluate("element => getComputedStyle(element).backgroundColor"))
-
-    def contrast(self, element: Locator) -> float:
-        """Of its text with the panel's ground, as WCAG counts."""
-        text = _luminance(element.evaluate("element => getComputedStyle(element).color"))
-        low, high = sorted((text, self.brightness(self.panel)))
-        return (high + 0.05) / (low + 0.05)
-
-    def shoot(self, name: str) -> None:
-        """Keep a picture of what is seen, as an artifact."""
-        SHOTS.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=SHOTS / f"{name}.png")
-
-    def __enter__(self) -> Notebook:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        errors = list(self._errors)  # not what JupyterLab says of its own while the kernel goes
-        self.end_kernel()
-        self.page.close()
-        assert not errors, errors
-
-
-def show_sidebar(notebook: Notebook) -> Locator:
-    """Open the extension's sidebar."""
-    notebook.command("nbdist:show-ranks", {})
-    sidebar = notebook.page.locator(".nbdist-sidebar")
-    expect(sidebar).to_be_visible()
-    return sidebar
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser without a window."""
-    executable = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if executable is None:
-        pytest.skip("there is no Chromium here: sudo apt-get install chromium")
     before = {child.pid for child in psutil.Process().children()}
-    with sync_playwright() as playwright:
+    # The browser's helpers are nobody's children, and end on their own.
+    unmarked = {name: value for name, value in os.environ.items() if name != MARK}
+    with ExitStack() as stack:
+        try:
+            browser = stack.enter_context(browser_without_window(environment=unmarked))
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
         driver = next(child for child in psutil.Process().children() if child.pid not in before)
         _shared.append(cast(Kernel, driver))
-        environment: dict[str, str | float | bool] = {**os.environ, "TMPDIR": "/tmp"}  # a socket's path is short
-        del environment[MARK]  # its helpers are nobody's children, and end on their own
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], env=environment)
         yield browser
-        browser.close()
     _shared.remove(cast(Kernel, driver))
 
 
@@ -242,17 +42,3 @@ def jupyterlab(folder: Path, *, extended: bool = True, module: str = "jupyterlab
     yield lab
     lab.close()
     _shared.remove(cast(Kernel, lab))
-
-
-def number(text: str) -> float:
-    """The first number in a text."""
-    found = re.search(r"[\d,.]+", text)
-    assert found, text
-    return float(found[0].replace(",", ""))
-
-
-def _luminance(color: str) -> float:
-    """Of a CSS color like "rgb(17, 17, 17)", as WCAG counts."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

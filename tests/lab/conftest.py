@@ -11,7 +11,8 @@ pytest.importorskip("playwright", reason="pip install playwright")
 from playwright.sync_api import Browser, expect
 
 from testbed.kernel import LIMIT
-from tests.lab.browser import Lab, chromium, jupyterlab
+from testbed.lab import Lab
+from tests.lab.browser import chromium, jupyterlab
 
 expect.set_options(timeout=1000 * LIMIT)
 

@@ -14,7 +14,8 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, Route, expect
 
-from tests.lab.browser import CURRENT, Lab, Notebook, jupyterlab, show_sidebar
+from testbed.lab import CURRENT, Lab, Notebook, show_sidebar
+from tests.lab.browser import jupyterlab
 
 pytestmark = pytest.mark.lab
 

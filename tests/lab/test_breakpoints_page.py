@@ -8,7 +8,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, expect
 
-from tests.lab.browser import Lab, Notebook
+from testbed.lab import Lab, Notebook
 
 pytestmark = pytest.mark.lab
 

@@ -11,7 +11,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, expect
 
-from tests.lab.browser import CURRENT, Lab, Notebook, number, show_sidebar
+from testbed.lab import CURRENT, Lab, Notebook, number, show_sidebar
 
 pytestmark = pytest.mark.lab
 

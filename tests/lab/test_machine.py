@@ -10,7 +10,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 from playwright.sync_api import Browser, Locator, expect
 
 from nbdist.server.machine import PROTOCOL, GpuRow, Holder, Machine
-from tests.lab.browser import Lab, Notebook, show_sidebar
+from testbed.lab import Lab, Notebook, show_sidebar
 
 pytestmark = pytest.mark.lab
 

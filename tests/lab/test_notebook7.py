@@ -11,7 +11,8 @@ pytest.importorskip("notebook", reason="pip install notebook")
 
 from playwright.sync_api import Browser, expect
 
-from tests.lab.browser import Lab, Notebook, jupyterlab, show_sidebar
+from testbed.lab import Lab, Notebook, show_sidebar
+from tests.lab.browser import jupyterlab
 
 pytestmark = pytest.mark.lab
 

@@ -11,7 +11,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 from playwright.sync_api import Browser, expect
 
 from testbed.kernel import wait_until
-from tests.lab.browser import ROOT, Lab, Notebook, number
+from testbed.lab import ROOT, Lab, Notebook, number
 
 pytestmark = pytest.mark.lab
 

@@ -11,7 +11,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, Locator, expect
 
-from tests.lab.browser import Lab, Notebook, show_sidebar
+from testbed.lab import Lab, Notebook, show_sidebar
 
 pytestmark = pytest.mark.lab
 

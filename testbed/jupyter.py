@@ -1,4 +1,4 @@
-"""A Jupyter server as a user starts it: what tests of its websocket and of its page stand on."""
+"""A Jupyter server as a user starts it: what its websocket and its page are tested and measured with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Server:
         folder: Its notebooks, configuration and log.
         module: What runs: `jupyter_server` or `jupyterlab`.
         options: Of its command line.
-        environment: Besides the environment of the tests.
+        environment: Besides the environment of this process.
     """
 
     def __init__(

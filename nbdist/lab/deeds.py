@@ -90,7 +90,7 @@ class Deeds:
             "heal": lambda request: _heal(request.ranks or None),
             "restart": lambda request: notebook.restart(),
             "stop": lambda request: notebook.stop(),
-            "log": lambda request: _log(request.ranks, request.cell, request.position),
+            "log": _log,
             "variables": lambda request: {"variables": variable_rows(request.name)},
             "figures": lambda request: {"figures": figure_rows(request.name)},
             "difference": lambda request: gap(request.name, request.ranks),
@@ -151,7 +151,10 @@ def _heal(ranks: str | None) -> str:
     return str(get_session().heal(ranks, progress=None))
 
 
-def _log(ranks: str, cell: int, position: int) -> dict[str, Any]:
+def _log(request: PageRequest) -> dict[str, Any]:
     rank_set = rank_set_of(get_session())
-    (rank,) = rank_set.choose(ranks, living=False)
-    return {"log": LogPage(*CellLog(rank_set.traffic.read_log, cell).page(rank, position))}
+    (rank,) = rank_set.choose(request.ranks, living=False)
+    log = CellLog(rank_set.traffic.read_log, request.cell)
+    if request.words:
+        return {"log": LogPage(*log.search(rank, request.words, request.position))}
+    return {"log": LogPage(*log.page(rank, request.position))}

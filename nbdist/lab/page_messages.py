@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 Deed = Literal[
     "state",
@@ -38,6 +38,7 @@ class PageRequest(msgspec.Struct, frozen=True):
         ranks: The ranks, as in `%%distributed -r`; empty: all.
         cell: Whose log: its number in the notebook.
         position: Where in it to begin: `next` of the page before.
+        words: Which lines of the log; empty: all.
         name: Of a variable.
         settings: Of a plan that is drafted or estimated: those that differ from the current plan's, as text.
         model: Of an estimate: an expression of rank 0.
@@ -49,6 +50,7 @@ class PageRequest(msgspec.Struct, frozen=True):
     ranks: str = ""
     cell: int = 0
     position: int = 0
+    words: str = ""
     name: str = ""
     settings: dict[str, str] = {}
     model: str = ""

@@ -30,6 +30,10 @@ while True:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step(); optimizer.zero_grad(); time.sleep(0.01)"""
 FLOOD = "%%distributed\nfor line in range(20_000): print(rank, line)"
+LONG_AND_WRITTEN_OVER = """\
+%%distributed -r 0
+for line in range(20_000): print(line)
+for part in ("10 %", "\\r20 %", "\\rdone\\n", "la", "st\\n"): print(part, end="", flush=True)"""
 DIE = "%%distributed -r 1\nimport os\nos._exit(1)"
 DRIFT = """\
 %%distributed
@@ -53,6 +57,7 @@ def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
         TRAIN,
         "%distributed tflops on",
         "%distributed tflops off",
+        LONG_AND_WRITTEN_OVER,
     ]
     with Notebook(lab, browser, cells) as notebook:
         show_sidebar(notebook)
@@ -231,6 +236,14 @@ def test_of_much_output_the_page_holds_what_is_in_view_and_the_log_has_every_lin
     expect(count).to_have_text("11 lines")
     two.clear(5)
     expect(cell.get_by_role("tab")).to_have_count(0)
+
+
+def test_long_output_is_written_over_as_in_a_terminal(two: Notebook) -> None:
+    two.run(11)
+    (stream,) = two.page.evaluate(f"{CURRENT}.content.widgets[11].model.outputs.toJSON()")
+    assert stream["text"].split("\n") == [*(f"[0] {line}" for line in range(20_000)), "[0] done", "[0] last", ""]
+    lines = two.page.locator(".jp-Cell").nth(11).locator(".nbdist-lines")
+    expect(lines).to_contain_text("[0] 19999\n[0] done\n[0] last\n")
 
 
 def test_variables_show_which_differ_and_by_how_much(two: Notebook) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.client.session import results
+from nbdist.client.session import logs, results
 from nbdist.client.session.logs import CellLog
 from nbdist.client.session.results import CellResult, RankResult
 from nbdist.errors import UsageError
@@ -46,6 +46,22 @@ def test_each_line_has_its_rank_in_front(kept: list[Record], part: int) -> None:
 def test_the_tail_is_the_last_lines_of_each_rank(kept: list[Record], part: int, tail: int) -> None:
     last = "".join(log_of(kept, part).lines([0, 1, 2], tail))
     assert last == "".join(f"[{rank}] {line}\n" for rank in range(3) for line in printed(kept, rank)[-tail:])
+
+
+@given(records, st.integers(1, 4))
+def test_a_search_finds_all_lines_of_a_rank_with_the_words(kept: list[Record], part: int) -> None:
+    found, following = log_of(kept, part).search(1, "B")
+    wanted = [line for line in printed(kept, 1) if "b" in line]
+    assert (found, following) == ("".join(f"{line}\n" for line in wanted), None)
+
+
+def test_a_search_that_finds_much_pauses_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_SEARCH_CHARACTERS", 10)
+    log = log_of([(0, STDOUT, b"some line\n")] * 5)
+    first, following = log.search(0, "some")
+    assert following is not None
+    second, end = log.search(0, "some", following)
+    assert (first + second, end) == ("some line\n" * 5, None)
 
 
 def test_a_tail_is_read_from_where_it_begins() -> None:

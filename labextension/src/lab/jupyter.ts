@@ -68,10 +68,18 @@ export interface SharedCell {
   readonly changed: Signal<unknown, unknown>;
 }
 
+/** What has happened to a text; "set": it is another one. */
+export interface TextChange {
+  readonly type: "insert" | "remove" | "set";
+  readonly start: number;
+  readonly value: string;
+}
+
 /** The text of a stream, which grows. */
 export interface StreamText {
   readonly text: string;
-  readonly changed: Signal<unknown, unknown>;
+  readonly changed: Signal<unknown, TextChange>;
+  insert(index: number, text: string): void;
 }
 
 /** One output. `data` is as it began; the text of a stream grows apart from it. */
@@ -95,6 +103,7 @@ export interface RendererFactory {
 export interface Outputs {
   readonly length: number;
   get(index: number): OutputModel;
+  add(output: object): number;
   readonly changed: Signal<unknown, unknown>;
 }
 

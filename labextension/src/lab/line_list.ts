@@ -5,6 +5,7 @@
 
 import { make } from "../words";
 import { colored } from "./colored";
+import type { Rows } from "./rank_text";
 
 const MOST_PIXELS = 8_000_000; // browsers draw no taller elements; a longer list then scrolls by several lines at a time
 const BEYOND = 20; // lines that are drawn above and below what is seen
@@ -13,7 +14,7 @@ export class LineList {
   readonly element = make("div", "lines");
   private readonly space = make("div", "lines-space");
   private readonly text = make("pre", "lines-text");
-  private lines: readonly string[] = [];
+  private lines: Rows = [];
   private lineHeight = 0;
   private following = true;
   private end = -1; // where we have scrolled to
@@ -45,7 +46,7 @@ export class LineList {
   }
 
   /** Show these lines in place of the last ones. */
-  show(lines: readonly string[]): void {
+  show(lines: Rows): void {
     this.lines = lines;
     if (!this.element.isConnected) return;
     this.lineHeight ||= parseFloat(getComputedStyle(this.text).lineHeight);

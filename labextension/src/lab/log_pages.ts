@@ -6,7 +6,10 @@ import { make, write } from "../words";
 import type { LineList } from "./line_list";
 import type { Link } from "./link";
 import { rowsOf } from "./rank_lines";
+import type { Rows } from "./rank_text";
 import { EARLIER, LATER, LOG, LOG_CAPTION, logPage } from "./strings";
+
+const PAUSE = 300; // milliseconds without a key before the log is searched
 
 export class LogPages {
   readonly element = make("span", "log-pages");
@@ -21,6 +24,8 @@ export class LogPages {
   private rows: string[] = [];
   private begins = [0]; // positions of the pages so far, the one in view last
   private next: number | null = null;
+  private words = ""; // that are searched
+  private asked = 0; // how often the kernel was, or would have been
 
   constructor(
     private readonly link: Link,
@@ -41,6 +46,7 @@ export class LogPages {
 
   /** @param cell - Its number in the notebook. */
   draw(rank: number | null, cell: number): void {
+    if (rank !== this.rank) this.asked++;
     this.rank = rank;
     this.cell = cell;
     const there = rank !== null && cell > 0 && (this.link.state?.ranks ?? 0) > 0;
@@ -55,25 +61,37 @@ export class LogPages {
   close(): void {
     if (!this.open) return;
     this.open = false;
+    this.asked++;
+    this.words = "";
     this.rows = [];
     this.list.follow = true;
     this.onChange();
   }
 
-  /** The page's lines with these words. */
-  lines(words: string): string[] {
-    const lower = words.toLowerCase();
-    return lower === "" ? this.rows : this.rows.filter((row) => row.toLowerCase().includes(lower));
+  /** The lines of the page: all, or those of the whole log with these words. Null: they are on their way. */
+  async find(words: string): Promise<Rows | null> {
+    if (words === this.words) return this.rows;
+    this.words = words;
+    const asked = ++this.asked;
+    await new Promise((resolve) => setTimeout(resolve, PAUSE));
+    if (asked === this.asked) await this.read([0]);
+    return null;
   }
 
   private async read(begins: number[]): Promise<void> {
-    const { rank } = this;
-    const { text, failed, log } = await this.link.ask({ do: "log", ranks: `${rank ?? ""}`, cell: this.cell, position: begins.at(-1) ?? 0 });
-    if (rank !== this.rank) return; // the reader has gone on
+    const { rank, words } = this;
+    const asked = ++this.asked;
+    let position = begins.at(-1) ?? 0;
+    for (;;) {
+      const { text, failed, log } = await this.link.ask({ do: "log", ranks: `${rank ?? ""}`, cell: this.cell, position, words });
+      if (asked !== this.asked) return; // the reader has gone on
+      this.next = log?.next ?? null;
+      this.rows = rowsOf(failed ? text : (log?.text ?? ""));
+      if (words === "" || this.rows.length > 0 || this.next === null) break;
+      position = this.next; // it searches for some seconds at a time
+    }
     this.open = true;
     this.begins = begins;
-    this.next = log?.next ?? null;
-    this.rows = rowsOf(failed ? text : (log?.text ?? ""));
     this.list.follow = false;
     this.list.element.scrollTop = 0;
     this.onChange();

@@ -5,11 +5,13 @@
  * milliseconds each time when 8 ranks print 80,000 lines. Short streams, and those of other cells, are JupyterLab's.
  */
 
-import type { Notebook, OutputModel, Renderer, RendererFactory } from "./jupyter";
+import type { Notebook, OutputModel, Renderer, RendererFactory, StreamText, TextChange } from "./jupyter";
 import { LineList } from "./line_list";
 import { rowsOf } from "./rank_lines";
 
-const LONG = 100_000; // characters
+export const LONG = 100_000; // characters
+const SLICE = 50_000; // characters that are taken apart at a time
+const BUDGET = 6; // milliseconds for that in a frame; the page draws and hears the kernel in the rest
 const STREAMS = ["application/vnd.jupyter.stdout", "application/vnd.jupyter.stderr"];
 const FIRST = 1; // before JupyterLab's own factories
 
@@ -28,11 +30,11 @@ function withLongTexts(factory: RendererFactory, type: string): RendererFactory 
     let long: LongText | null = null;
     renderer.disposed.connect(() => long?.dispose());
     renderer.renderModel = async (model: OutputModel): Promise<void> => {
-      const { length } = textOf(model);
+      const length = model.streamText?.text.length ?? 0;
       // JupyterLab renders an output before it is in its cell, and may have disposed it when it would be there.
       if (length >= LONG && !renderer.node.isConnected) await new Promise(requestAnimationFrame);
-      if (length >= LONG && isOnRanks(renderer)) {
-        (long ??= new LongText(renderer)).show(textOf(model));
+      if (length >= LONG && model.streamText !== undefined && isOnRanks(renderer)) {
+        (long ??= new LongText(renderer)).show(model.streamText);
       } else if (!renderer.isDisposed) {
         long?.dispose();
         long = null;
@@ -44,10 +46,6 @@ function withLongTexts(factory: RendererFactory, type: string): RendererFactory 
   return { safe: factory.safe, mimeTypes: [type], createRenderer };
 }
 
-function textOf(model: OutputModel): string {
-  return model.streamText?.text ?? "";
-}
-
 function isOnRanks(renderer: Renderer): boolean {
   return renderer.node.closest(".jp-Cell")?.querySelector('.nbdist-badge-of-cell[data-place="ranks"]') instanceof Element;
 }
@@ -55,41 +53,71 @@ function isOnRanks(renderer: Renderer): boolean {
 /** A stream's lines in the place of what JupyterLab renders. */
 class LongText {
   private readonly list = new LineList();
-  private taken = ""; // whole lines
+  private stream: StreamText | null = null;
+  private length = 0; // of the stream, as far as it has come here
+  private waiting: string[] = []; // what of that has not been taken apart
   private rows: string[] = [];
+  private begun = ""; // the last of the rows, if its line has not ended
   private due = 0;
-  private text = "";
 
   constructor(renderer: Renderer) {
     renderer.node.classList.add("nbdist-long-text");
     renderer.node.replaceChildren(this.list.element);
   }
 
-  /** Show this text, with the next frame. */
-  show(text: string): void {
-    this.text = text;
-    this.due ||= requestAnimationFrame(() => {
-      this.due = 0;
-      this.take();
-    });
+  /** Show this stream, and what comes to it. */
+  show(stream: StreamText): void {
+    if (stream === this.stream) return;
+    this.stream?.changed.disconnect(this.changed);
+    this.stream = stream;
+    stream.changed.connect(this.changed);
+    this.startOver(stream);
   }
 
   dispose(): void {
     cancelAnimationFrame(this.due);
+    this.stream?.changed.disconnect(this.changed);
     this.list.element.parentElement?.classList.remove("nbdist-long-text");
     this.list.element.remove();
     this.list.dispose();
   }
 
-  private take(): void {
-    const { text } = this;
-    if (!text.startsWith(this.taken)) {
-      this.taken = "";
-      this.rows = [];
+  private readonly changed = (stream: unknown, { type, start, value }: TextChange): void => {
+    if (type === "insert" && start === this.length) this.add(value);
+    else this.startOver(stream as StreamText); // lines were written over
+  };
+
+  private startOver({ text }: StreamText): void {
+    this.length = 0;
+    this.waiting = [];
+    this.rows = [];
+    this.begun = "";
+    this.add(text);
+  }
+
+  private add(text: string): void {
+    this.length += text.length;
+    this.waiting.push(text);
+    this.due ||= requestAnimationFrame(this.take);
+  }
+
+  /** Take apart as much as there is time for in this frame. */
+  private readonly take = (): void => {
+    const end = performance.now() + BUDGET;
+    while (this.waiting.length > 0 && performance.now() < end) {
+      const [text = ""] = this.waiting;
+      const cut = text.length > SLICE ? text.indexOf("\n", SLICE) + 1 || text.length : text.length;
+      if (cut < text.length) this.waiting[0] = text.slice(cut);
+      else this.waiting.shift();
+      this.takeApart(this.begun + text.slice(0, cut));
     }
-    const end = text.lastIndexOf("\n") + 1;
-    for (const row of rowsOf(text.slice(this.taken.length, end))) this.rows.push(row);
-    this.taken = text.slice(0, end);
-    this.list.show(end === text.length ? this.rows : this.rows.concat(rowsOf(text.slice(end))));
+    this.due = this.waiting.length > 0 ? requestAnimationFrame(this.take) : 0;
+    this.list.show(this.rows);
+  };
+
+  private takeApart(text: string): void {
+    if (this.begun !== "") this.rows.pop();
+    this.begun = text.slice(text.lastIndexOf("\n") + 1);
+    for (const row of rowsOf(text)) this.rows.push(row);
   }
 }

@@ -6,7 +6,7 @@ import type { Frame, Message } from "../view";
 
 export const CONTROL = "nbdist.control";
 export const VIEW = "nbdist.view";
-export const PROTOCOL = 3;
+export const PROTOCOL = 4;
 
 /** What a button does. */
 export type Deed =
@@ -26,12 +26,13 @@ export type Deed =
   | "plan-draft"
   | "estimate";
 
-/** What a page asks for; `cell` and `position` are of a log, `name` of a variable, the last three of a plan. */
+/** What a page asks for; `cell`, `position` and `words` are of a log, `name` of a variable, the last three of a plan. */
 export interface Request {
   do: Deed;
   ranks?: string;
   cell?: number;
   position?: number;
+  words?: string;
   name?: string;
   settings?: Record<string, string>;
   model?: string;

@@ -10,7 +10,7 @@ import type { Cell, Outputs } from "./jupyter";
 import { LineList } from "./line_list";
 import type { Link } from "./link";
 import { LogPages } from "./log_pages";
-import { RankText } from "./rank_text";
+import { RankText, type Rows } from "./rank_text";
 import * as words from "./strings";
 
 const PAUSE = 250; // milliseconds between two looks at output that grows
@@ -32,6 +32,7 @@ export class OutputTabs {
   private readonly log: LogPages;
   private readonly view = make("div", "tab-view");
   private readonly text = new RankText();
+  private drawings = 0;
   private drawnRanks = "";
   private chosen: number | null = null;
   private due = 0;
@@ -43,9 +44,7 @@ export class OutputTabs {
     private readonly isOnRanks: () => boolean,
     link: Link,
   ) {
-    this.log = new LogPages(link, this.list, () => {
-      this.draw();
-    });
+    this.log = new LogPages(link, this.list, this.redraw);
     this.tabs.setAttribute("role", "tablist");
     this.tabs.setAttribute("aria-label", words.OUTPUT_BY_RANK);
     this.tabs.addEventListener("keydown", this.onKey);
@@ -56,20 +55,18 @@ export class OutputTabs {
     this.search.type = "search";
     this.search.placeholder = words.SEARCH;
     this.search.setAttribute("aria-label", words.SEARCH);
-    this.search.addEventListener("input", this.draw);
+    this.search.addEventListener("input", this.redraw);
     this.differ.setAttribute("aria-pressed", "false");
     this.follow.setAttribute("aria-pressed", "true");
     this.differ.addEventListener("click", () => {
       this.differ.setAttribute("aria-pressed", `${!this.differing}`);
-      this.draw();
+      this.redraw();
     });
     this.follow.addEventListener("click", () => {
       this.list.follow = !this.list.follow;
     });
     this.copy.addEventListener("click", () => void this.copyLines());
-    this.download.addEventListener("click", () => {
-      save(`cell-${this.cell.model.executionCount ?? 0}-${this.chosen === null ? "all" : `rank-${this.chosen}`}.txt`, this.shown.join("\n"));
-    });
+    this.download.addEventListener("click", () => void this.downloadLines());
     this.view.setAttribute("role", "tabpanel");
     this.view.append(this.list.element);
     for (const type of ["keydown", "mousedown"]) {
@@ -98,10 +95,9 @@ export class OutputTabs {
   private async look(): Promise<void> {
     this.changed = false;
     await this.text.take(this.isOnRanks() ? this.texts() : []);
+    if (!this.cell.isDisposed) await this.arrange();
     this.due = 0;
-    if (this.cell.isDisposed) return;
-    if (this.wasChanged()) this.later(); // more has come meanwhile
-    this.arrange();
+    if (this.wasChanged() && !this.cell.isDisposed) this.later(); // more has come meanwhile
   }
 
   private wasChanged(): boolean {
@@ -118,7 +114,7 @@ export class OutputTabs {
     }
   }
 
-  private arrange(): void {
+  private async arrange(): Promise<void> {
     const { ranks } = this.text;
     const wanted = ranks.length > 1;
     const wrapper = this.cell.node.querySelector<HTMLElement>(".jp-Cell-outputWrapper");
@@ -134,7 +130,7 @@ export class OutputTabs {
       this.drawTabs();
     }
     if (!wanted || (this.chosen !== null && !ranks.includes(this.chosen))) this.chosen = null;
-    this.draw();
+    await this.draw();
   }
 
   private drawTabs(): void {
@@ -162,7 +158,7 @@ export class OutputTabs {
     this.chosen = rank;
     this.search.value = "";
     this.log.close();
-    this.draw();
+    this.redraw();
   }
 
   private readonly onKey = (event: KeyboardEvent): void => {
@@ -179,14 +175,25 @@ export class OutputTabs {
     return this.differ.getAttribute("aria-pressed") === "true";
   }
 
-  /** The lines that are wanted: of the chosen rank, with what is searched. */
-  private get shown(): string[] {
-    const searched = this.search.value;
-    if (this.log.open) return this.log.lines(searched);
-    return this.text.lines({ rank: this.chosen, words: searched, differ: this.differing });
+  /** The lines that are wanted: of the chosen rank, with what is searched. Null: others are wanted by now. */
+  private async wanted(): Promise<Rows | null> {
+    const words = this.search.value;
+    if (this.log.open) return this.log.find(words);
+    return this.text.find({ rank: this.chosen, words, differ: this.differing });
   }
 
-  private readonly draw = (): void => {
+  private async wantedText(): Promise<string> {
+    const rows = (await this.wanted()) ?? [];
+    this.redraw(); // what was being looked for to be shown has been called off
+    return rows.slice(0, rows.length).join("\n");
+  }
+
+  private readonly redraw = (): void => {
+    void this.draw();
+  };
+
+  private async draw(): Promise<void> {
+    const drawing = ++this.drawings;
     const name = this.chosen === null ? "" : `${this.chosen}`;
     for (const tab of this.tabs.children) {
       const selected = (tab as HTMLElement).dataset["rank"] === name;
@@ -203,14 +210,20 @@ export class OutputTabs {
       this.list.show([]);
       return;
     }
-    const { shown } = this;
+    const rows = await this.wanted();
+    if (rows === null || drawing !== this.drawings) return;
     this.view.setAttribute("aria-label", this.chosen === null ? words.ALL_RANKS : words.onRanks(name));
-    write(this.count, words.lineCount(shown.length));
-    this.list.show(shown.length > 0 ? shown : [words.NO_LINES]);
-  };
+    write(this.count, words.lineCount(rows.length));
+    this.list.show(rows.length > 0 ? rows : [words.NO_LINES]);
+  }
+
+  private async downloadLines(): Promise<void> {
+    const name = this.chosen === null ? "all" : `rank-${this.chosen}`;
+    save(`cell-${this.cell.model.executionCount ?? 0}-${name}.txt`, await this.wantedText());
+  }
 
   private async copyLines(): Promise<void> {
-    await navigator.clipboard.writeText(this.shown.join("\n"));
+    await navigator.clipboard.writeText(await this.wantedText());
     write(this.copy, words.COPIED);
     window.setTimeout(() => {
       write(this.copy, words.COPY);

@@ -9,12 +9,7 @@ const COLORS = new RegExp(`${ESCAPE}\\[[0-9;]*[A-Za-z]`, "g");
 /** A line and the label that it begins with, "0-2"; "": a line of no rank. */
 export type Line = [label: string, text: string];
 
-/** Take a text apart. */
-export function linesOf(text: string): Line[] {
-  return rowsOf(text).map(lineOf);
-}
-
-/** The same with labels and colors in place, as a terminal would show it. */
+/** The lines of a text with labels and colors in place, as a terminal would show them. */
 export function rowsOf(text: string): string[] {
   const rows = text.split("\n");
   if (rows.at(-1) === "") rows.pop();
@@ -30,19 +25,28 @@ export function ranksOf(label: string): number[] {
   });
 }
 
-/** The texts that some ranks have printed and others have not, or less often. */
-export function differing(lines: Iterable<Line>, ranks: number): Set<string> {
-  const counts = new Map<string, Map<string, number>>(); // by text and label
-  for (const [label, text] of lines) {
-    if (label === "") continue;
-    const known = counts.get(text);
-    if (known === undefined) counts.set(text, new Map([[label, 1]]));
+/** Counts who has printed which text. */
+export class Tally {
+  private readonly counts = new Map<string, string | Map<string, number>>(); // by text: one label, or how often which
+
+  add(label: string, text: string): void {
+    if (label === "") return;
+    const known = this.counts.get(text);
+    if (known === undefined) this.counts.set(text, label);
+    else if (typeof known === "string") this.counts.set(text, label === known ? new Map([[label, 2]]) : new Map([[known, 1], [label, 1]]));
     else known.set(label, (known.get(label) ?? 0) + 1);
   }
-  const named = new Map<string, number[]>();
-  const found = new Set<string>();
-  for (const [text, byLabel] of counts) if (!isEven(byLabel, ranks, named)) found.add(text);
-  return found;
+
+  /** The texts that some ranks have printed and others have not, or less often. */
+  *odd(ranks: number): Generator<void, Set<string>> {
+    const named = new Map<string, number[]>();
+    const found = new Set<string>();
+    for (const [text, count] of this.counts) {
+      if (!isEven(typeof count === "string" ? new Map([[count, 1]]) : count, ranks, named)) found.add(text);
+      yield;
+    }
+    return found;
+  }
 }
 
 /** Whether all ranks have the same count. */
@@ -57,7 +61,8 @@ function isEven(byLabel: Map<string, number>, ranks: number, named: Map<string, 
   return byRank.size === ranks && new Set(byRank.values()).size === 1;
 }
 
-function lineOf(text: string): Line {
+/** Take a line apart. */
+export function lineOf(text: string): Line {
   const shown = settled(text).replace(COLORS, "");
   const match = LABEL.exec(shown);
   return match === null ? ["", shown] : [match[1] ?? "", shown.slice(match[0].length)];

@@ -1,17 +1,19 @@
 /**
  * A cell's output taken apart by rank, while it grows, and the lines of it that a reader wants. Knows no page.
+ *
+ * Of a line only its place and its label are kept, eight bytes: there may be hundreds of thousands.
  */
 
-import { differing, linesOf, ranksOf, type Line } from "./rank_lines";
+import { Numbers } from "./numbers";
+import { lineOf, ranksOf, Tally } from "./rank_lines";
+import { inSlices } from "./slices";
 
-const SLICE = 100_000; // characters that are taken apart at a time
+const PAUSE = 32; // lines between two looks at the clock
 
-/** One output. */
-interface Part {
-  text: string; // its whole lines
-  whole: number; // how many these are
-  lines: Line[]; // and the one that has begun
-  labels: Set<string>;
+/** Lines in their order, any of them at a time. */
+export interface Rows {
+  readonly length: number;
+  slice(from: number, to: number): readonly string[];
 }
 
 /** What a reader wants to see. `rank`: null for all. `differ`: only lines that not all ranks have alike. */
@@ -21,80 +23,175 @@ export interface Choice {
   differ: boolean;
 }
 
+/** One output. */
+interface Part {
+  text: string;
+  taken: number; // how many of its characters have been taken apart
+  whole: number; // how many of its lines have ended
+  starts: Numbers; // of these, and of the one that has begun
+  labels: Numbers; // of the same: a place among all labels
+}
+
+/** Which lines of a part have been chosen, of those that have been looked at. */
+interface Found {
+  looked: number;
+  lines: Numbers;
+}
+
 export class RankText {
   /** Those that have printed, ascending. */
   ranks: number[] = [];
   private parts: Part[] = [];
-  private seen = new Map<string, number[]>(); // which ranks a label names
-  private found = new Map<Part, { whole: number; lines: string[] }>(); // what has been chosen of whole lines
+  private readonly labels: string[] = [""];
+  private readonly numbers = new Map([["", 0]]); // of labels
+  private found = new Map<Part, Found>();
   private choice = "";
+  private finding = 0;
 
   /** Take the outputs of a cell as they are now. */
   async take(texts: Iterable<string>): Promise<void> {
     const parts: Part[] = [];
-    for (const text of texts) parts.push(await taken(text, this.parts[parts.length]));
+    for (const text of texts) {
+      const known = this.parts[parts.length];
+      const part = known !== undefined && isLonger(text, known) ? known : emptyPart();
+      await inSlices(this.takeApart(part, text));
+      parts.push(part);
+    }
     this.parts = parts;
-    this.seen = new Map(parts.flatMap(({ labels }) => [...labels].map((label): [string, number[]] => [label, ranksOf(label)])));
-    this.ranks = [...new Set([...this.seen.values()].flat())].sort((one, other) => one - other);
+    const named = new Set<number>();
+    for (const { labels } of parts) for (let line = 0; line < labels.length; line++) named.add(labels.at(line));
+    this.ranks = [...new Set([...named].flatMap((label) => ranksOf(this.labels[label] ?? "")))].sort((one, other) => one - other);
   }
 
-  /** The lines that are wanted; with their labels where those of all ranks are. */
-  lines(choice: Choice): string[] {
-    const wanted = this.test(choice);
-    const shown = ([label, text]: Line): string => (choice.rank === null && label !== "" ? `[${label}] ${text}` : text);
+  /** The lines that are wanted, with their labels where those of all ranks are. Null: something else is wanted by now. */
+  async find(choice: Choice): Promise<Rows | null> {
+    const finding = ++this.finding;
     const key = JSON.stringify(choice);
     if (key !== this.choice || choice.differ) this.found.clear(); // more output may make lines alike
     this.choice = key;
-    const all: string[] = [];
-    for (const part of this.parts) {
-      const found = this.found.get(part) ?? { whole: 0, lines: [] };
-      for (; found.whole < part.whole; found.whole++) {
-        const line = part.lines[found.whole];
-        if (line !== undefined && wanted(line)) found.lines.push(shown(line));
-      }
-      this.found.set(part, found);
-      for (const line of found.lines) all.push(line);
-      for (const line of part.lines.slice(part.whole)) if (wanted(line)) all.push(shown(line));
-    }
     for (const part of this.found.keys()) if (!this.parts.includes(part)) this.found.delete(part);
-    return all;
+    return inSlices(this.look(choice), () => finding !== this.finding);
   }
 
-  private test({ rank, words, differ }: Choice): (line: Line) => boolean {
-    const labels = new Set([...this.seen].filter(([, ranks]) => rank === null || ranks.includes(rank)).map(([label]) => label));
-    const odd = differ ? differing(this.all(), this.ranks.length) : null;
+  private *look(choice: Choice): Generator<void, Rows> {
+    const wanted = yield* this.test(choice);
+    const { parts } = this;
+    for (const part of parts) {
+      const found = this.found.get(part) ?? { looked: 0, lines: new Numbers() };
+      this.found.set(part, found);
+      for (; found.looked < part.whole; found.looked++) {
+        if (wanted(part, found.looked)) found.lines.push(found.looked);
+        if (found.looked % PAUSE === 0) yield;
+      }
+    }
+    const chosen: Chosen[] = [];
+    for (const part of parts) {
+      const { lines } = this.found.get(part) ?? { lines: new Numbers() };
+      chosen.push([part, lines, lines.length]);
+      if (part.starts.length > part.whole && wanted(part, part.whole)) chosen.push([part, [part.whole], 1]);
+    }
+    return new ChosenRows(chosen, (part, line) => {
+      const label = choice.rank === null ? this.label(part, line) : "";
+      return label === "" ? textAt(part, line) : `[${label}] ${textAt(part, line)}`;
+    });
+  }
+
+  private *test({ rank, words, differ }: Choice): Generator<void, (part: Part, line: number) => boolean> {
+    const mine = new Set(this.labels.map((_, number) => number).filter((number) => rank === null || ranksOf(this.labels[number] ?? "").includes(rank)));
+    if (differ || rank !== null) mine.delete(0);
+    const odd = differ ? yield* this.odd() : null;
     const lower = words.toLowerCase();
-    return ([label, text]) =>
-      (labels.has(label) || (rank === null && label === "" && odd === null)) &&
-      (lower === "" || text.toLowerCase().includes(lower)) &&
-      (odd === null || odd.has(text));
+    return (part, line) => {
+      if (!mine.has(part.labels.at(line))) return false;
+      if (lower === "" && odd === null) return true;
+      const text = textAt(part, line);
+      return (lower === "" || text.toLowerCase().includes(lower)) && (odd === null || odd.has(text));
+    };
   }
 
-  private *all(): Generator<Line> {
-    for (const { lines } of this.parts) yield* lines;
+  /** The texts that some ranks have printed and others have not, or less often. */
+  private *odd(): Generator<void, Set<string>> {
+    const tally = new Tally();
+    for (const part of this.parts) {
+      for (let line = 0; line < part.starts.length; line++) {
+        tally.add(this.label(part, line), textAt(part, line));
+        if (line % PAUSE === 0) yield;
+      }
+    }
+    return yield* tally.odd(this.ranks.length);
+  }
+
+  private label(part: Part, line: number): string {
+    return this.labels[part.labels.at(line)] ?? "";
+  }
+
+  /** Note where a text's lines begin, and their labels. It mostly goes on where it has ended before. */
+  private *takeApart(part: Part, text: string): Generator<void, void> {
+    let start = endOfWhole(part);
+    part.text = text;
+    part.starts.cut(part.whole);
+    part.labels.cut(part.whole);
+    while (start < text.length) {
+      const end = text.indexOf("\n", start);
+      part.starts.push(start);
+      part.labels.push(this.number(lineOf(text.slice(start, end < 0 ? text.length : end))[0]));
+      part.taken = end < 0 ? text.length : end + 1;
+      if (end < 0) return;
+      part.whole++;
+      start = end + 1;
+      if (part.whole % PAUSE === 0) yield;
+    }
+  }
+
+  private number(label: string): number {
+    const known = this.numbers.get(label);
+    if (known !== undefined) return known;
+    this.numbers.set(label, this.labels.length);
+    return this.labels.push(label) - 1;
   }
 }
 
-/** Take a text apart, in slices, so that the page stays the reader's. It mostly goes on where it has ended before. */
-async function taken(text: string, known: Part | undefined): Promise<Part> {
-  const part = known !== undefined && text.startsWith(known.text) ? known : { text: "", whole: 0, lines: [], labels: new Set<string>() };
-  const end = text.lastIndexOf("\n") + 1;
-  part.lines.length = part.whole;
-  for (let from = part.text.length; from < end; ) {
-    const to = from + SLICE < end ? text.indexOf("\n", from + SLICE) + 1 : end;
-    add(part, text.slice(from, to));
-    from = to;
-    if (from < end) await new Promise((resolve) => setTimeout(resolve));
+/** Lines of a part, and how many there are: the list may grow. */
+type Chosen = readonly [Part, number[] | Numbers, number];
+
+/** Lines that have been chosen of several parts. */
+class ChosenRows implements Rows {
+  readonly length: number;
+
+  constructor(
+    private readonly chosen: readonly Chosen[],
+    private readonly shown: (part: Part, line: number) => string,
+  ) {
+    this.length = chosen.reduce((sum, [, , count]) => sum + count, 0);
   }
-  part.text = text.slice(0, end);
-  part.whole = part.lines.length;
-  add(part, text.slice(end));
-  return part;
+
+  slice(from: number, to: number): string[] {
+    const rows: string[] = [];
+    let before = 0;
+    for (const [part, lines, count] of this.chosen) {
+      const last = Math.min(count, to - before);
+      for (let index = Math.max(0, from - before); index < last; index++) rows.push(this.shown(part, lines.at(index) ?? 0));
+      before += count;
+    }
+    return rows;
+  }
 }
 
-function add(part: Part, text: string): void {
-  for (const line of linesOf(text)) {
-    part.lines.push(line);
-    if (line[0] !== "") part.labels.add(line[0]);
-  }
+function emptyPart(): Part {
+  return { text: "", taken: 0, whole: 0, starts: new Numbers(), labels: new Numbers() };
+}
+
+/** Where the line begins that has not ended. */
+function endOfWhole({ taken, whole, starts }: Part): number {
+  return starts.length > whole ? starts.at(whole) : taken;
+}
+
+/** Whether a text goes on where this output has ended. */
+function isLonger(text: string, part: Part): boolean {
+  return text.startsWith(part.text.slice(0, endOfWhole(part)));
+}
+
+function textAt({ text, taken, starts }: Part, line: number): string {
+  const next = line + 1 < starts.length ? starts.at(line + 1) : taken;
+  return lineOf(text.slice(starts.at(line), text[next - 1] === "\n" ? next - 1 : next))[1];
 }

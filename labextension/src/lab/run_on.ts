@@ -7,9 +7,10 @@ import labCss from "../../style/lab.css";
 import { ALL, KERNEL, namesRanks, placeOf, withPlace, type Place } from "./cell_line";
 import type { Cell, Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
-import { takeLongStreams } from "./long_text";
+import { LONG, takeLongStreams } from "./long_text";
 import { OutputTabs } from "./output_tabs";
 import { isReadOnly } from "./read_only";
+import { appendToLongStreams } from "./stream_end";
 import { addStyle } from "./style";
 import { badRanks, CHOOSE, CHOOSE_LABEL, CHOOSE_TITLE, ON_ALL, ON_KERNEL, onRanks, RUN_ON } from "./strings";
 
@@ -77,7 +78,9 @@ export class RunOn {
       if (cell.isDisposed) return;
       cell.inputArea?.node.append(badge.element);
       const { outputs } = cell.model;
-      if (outputs !== undefined) new OutputTabs(cell, outputs, () => badge.onRanks, this.link);
+      if (outputs === undefined) return;
+      appendToLongStreams(outputs, LONG);
+      new OutputTabs(cell, outputs, () => badge.onRanks, this.link);
     });
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,9 @@ from nbdist.text import size
 from nbdist.wire.output import LogPart
 
 Ask = Callable[..., LogPart]
+
+_SEARCH_SECONDS = 2.0
+_SEARCH_CHARACTERS = 1 << 20
 
 
 class CellLog:
@@ -71,6 +75,33 @@ class CellLog:
                 return text, part.next
         return "", None
 
+    def search(self, rank: int, words: str, position: int = 0) -> tuple[str, int | None]:
+        """Return lines of this rank that contain some words, in capitals or not, and where the search goes on.
+
+        It ends after some megabytes of lines or some seconds. A line is cut where that is within it.
+
+        Args:
+            rank: Whose lines.
+            words: What they contain.
+            position: Where to begin.
+
+        Returns:
+            The lines, and the position of what has not been searched; None: all has.
+        """
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        found, length, begun = [], 0, ""
+        decoders = Decoders()
+        for _, part in self._parts([rank], position):
+            text = begun + "".join(decoders.decode(rank, stream, data) for _, stream, data in part.records)
+            is_last = part.next is None or length > _SEARCH_CHARACTERS or time.monotonic() > deadline
+            end = len(text) if is_last else text.rfind("\n") + 1
+            lines, begun = _lines_with(words.lower(), text[:end]), text[end:]
+            found += lines
+            length += sum(map(len, lines))
+            if is_last:
+                return "\n".join([*found, ""]) if found else "", part.next
+        return "", None
+
     def explain_gaps(self) -> str:
         """Return what the log does not have of this cell, as far as it has been read; "" if nothing is missing."""
         clauses = []
@@ -122,6 +153,12 @@ class _LineCount:
         skip = max(0, self.ends + self.open - tail)
         position, before = self.marks[0]
         return position, skip - before
+
+
+def _lines_with(words: str, text: str) -> list[str]:
+    if words not in text.lower():
+        return []  # splitting takes longer
+    return [line for line in text.split("\n") if words in line.lower()]
 
 
 def _without_first_lines(texts: Iterable[str], count: int) -> Iterator[str]:

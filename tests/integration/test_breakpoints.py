@@ -6,9 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from testbed.kernel import Kernel, kernel_with_ranks
+from testbed.kernel import Kernel
+from tests.conftest import sharing
+from tests.support.leftovers import processes_of_this_run
 from tests.support.page_debugger import PageDebugger, page_debugger
 
 CELL = """\
@@ -40,12 +43,24 @@ y = x + 1
 """
 
 
+@pytest.fixture(scope="module")
+def debugged() -> Iterator[Kernel]:
+    """A kernel whose debugger, once on, lives as long as it does."""
+    with Kernel() as kernel, sharing(kernel):
+        kernel.ok("%load_ext nbdist")
+        PageDebugger(kernel).close()
+        adapter = next(pid for pid, command in processes_of_this_run().items() if "debugpy/adapter" in command)
+        with sharing(psutil.Process(adapter)):
+            yield kernel
+
+
 @pytest.fixture
-def kernel() -> Iterator[Kernel]:
-    """A kernel of the test's own: its debugger lives as long as it does."""
-    with kernel_with_ranks(2) as kernel:
-        kernel.ok("%%distributed\nimport torch")
-        yield kernel
+def kernel(debugged: Kernel) -> Iterator[Kernel]:
+    """It, with ranks of the test's own."""
+    debugged.ok("%distributed start -n 2")
+    debugged.ok("%%distributed\nimport torch")
+    yield debugged
+    debugged.ok("%distributed stop")
 
 
 def names_of(page: PageDebugger, thread: int) -> list[tuple[str, int]]:

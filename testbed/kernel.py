@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import zmq
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
@@ -154,7 +155,9 @@ class Kernel:
     def __init__(self, command: Sequence[str] = (), **environment: str) -> None:
         # Not TCP: the ports that a kernel is given may be taken by ranks' connections before it binds them.
         self._folder = tempfile.mkdtemp(prefix="kernel-", dir="/tmp")  # a socket's path is short
-        self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=f"{self._folder}/socket")
+        self._context = _unbounded()
+        address = f"{self._folder}/socket"
+        self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=address, context=self._context)
         if command:
             assert self.manager.kernel_spec is not None
             self.manager.kernel_spec.argv[:1] = [*command, sys.executable]
@@ -209,6 +212,7 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()
+        self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Kernel:
@@ -216,6 +220,13 @@ class Kernel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _unbounded() -> zmq.Context[zmq.Socket[bytes]]:
+    """Sockets that keep all that has come: else a kernel drops messages while the reader is slower than its cells."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.rcvhwm = 0
+    return context
 
 
 @contextlib.contextmanager

@@ -111,6 +111,9 @@ def test_a_step_goes_from_statement_to_statement_and_ends_with_the_cell(kernel: 
             [("rank 1: scale", 4), ("rank 1: <module>", 5)],
             [("rank 1: <module>", 6)],
         ):
+            if places[0][1] == 6 and names_of(page, thread) == [("rank 1: <module>", 5)]:
+                page.ask("next", threadId=thread)  # from Python 3.12 on the call is stopped at once more
+                page.event("stopped")
             assert names_of(page, thread) == places
             page.ask("next", threadId=thread)
             if places[0][1] < 6:

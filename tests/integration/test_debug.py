@@ -28,7 +28,7 @@ def test_the_debugger_opens_at_the_rank_that_failed_and_the_next_cell_frees_its_
         for command in ("p f'{by = } {held.numel() = }'", "up", "quit"):
             assert cell.enter(command) == "[rank 1] ipdb> "
         outcome = cell.finish()
-        assert outcome.status == "ok" and "rank 1 raised ZeroDivisionError: float division by zero" in outcome.stdout
+        assert outcome.status == "ok" and "rank 1 raised ZeroDivisionError: " in outcome.stdout
         assert "by = 0 held.numel() = 5" in outcome.stdout
     assert ranks.ok("%distributed pull watched() -r 1 --as held").status == "ok"
     assert ranks.value("held.numel()") == 5

@@ -90,8 +90,11 @@ def two_nodes(
         outcome = cell.finish()
         assert outcome.status == "ok", str(outcome)
         assert "4 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
-        yield node
-        kernel.run("%distributed stop")
+        try:
+            yield node
+        finally:
+            if kernel.manager.is_alive():
+                kernel.run("%distributed stop")
 
 
 def without_nodes(text: str) -> str:

@@ -108,9 +108,9 @@ def slow_network(target: str, *, delay: float = 0.0, rate: float | None = None) 
     """Run a slow way to `host:port`, in a thread."""
     network = SlowNetwork(target, delay, rate)
     loop = network._loop
-    server = loop.run_until_complete(network.serve())
     thread = threading.Thread(target=loop.run_forever, name="slow-network")
     thread.start()
+    server = asyncio.run_coroutine_threadsafe(network.serve(), loop).result(10)
     try:
         yield network
     finally:

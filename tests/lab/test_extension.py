@@ -34,6 +34,7 @@ LONG_AND_WRITTEN_OVER = """\
 %%distributed -r 0
 for line in range(20_000): print(line)
 for part in ("10 %", "\\r20 %", "\\rdone\\n", "la", "st\\n"): print(part, end="", flush=True)"""
+LONG_LINE = "%%distributed\nwords = '" + 60 * "long " + "'"
 DIE = "%%distributed -r 1\nimport os\nos._exit(1)"
 DRIFT = """\
 %%distributed
@@ -58,6 +59,7 @@ def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
         "%distributed tflops on",
         "%distributed tflops off",
         LONG_AND_WRITTEN_OVER,
+        LONG_LINE,
     ]
     with Notebook(lab, browser, cells) as notebook:
         show_sidebar(notebook)
@@ -178,6 +180,25 @@ def test_picker_badge_and_keys_write_the_line_that_says_where_a_cell_runs(two: N
     page.keyboard.press("Control+Alt+r")
     expect(picker).to_have_value("kernel")
     assert two.source(3) == "kept = 1"
+
+
+def test_the_badge_leaves_the_end_of_a_long_line_to_be_read(two: Notebook) -> None:
+    two.choose(12)
+    cell = two.page.locator(".jp-Cell").nth(12)
+    badge = cell.locator(".nbdist-badge-of-cell").bounding_box()
+    cell.locator(".cm-scroller").evaluate("element => { element.scrollLeft = element.scrollWidth }")
+    end = """element => {
+        const range = document.createRange();
+        range.selectNodeContents(element);
+        return range.getBoundingClientRect().right;
+    }"""
+    assert badge
+    assert cell.locator(".cm-line").last.evaluate(end) <= badge["x"]
+
+
+def test_the_sidebars_parts_begin_at_the_same_edge(two: Notebook) -> None:
+    titles = two.page.locator(".nbdist-sidebar .nbdist-machine-title")
+    assert len({title.bounding_box()["x"] for title in titles.all() if title.is_visible()}) == 1  # type: ignore[index]
 
 
 def test_output_has_a_tab_for_each_rank(two: Notebook) -> None:

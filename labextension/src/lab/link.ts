@@ -41,6 +41,7 @@ export class Link {
   private told = 0;
   private fresh = false; // whether the kernel has restarted and run nothing since
   private listening = false; // whether the kernel knows the view's line
+  private wasCut = false; // whether the page has been without its server since the kernel last answered
 
   constructor(readonly panel: NotebookPanel) {
     const { sessionContext } = panel;
@@ -62,6 +63,11 @@ export class Link {
   /** Whether the kernel has been asked and has not answered: it may run a cell. */
   get asking(): boolean {
     return this.control !== null && this.state === null;
+  }
+
+  /** Whether the page has lost its server, as when the network is gone. JupyterLab tries to connect again. */
+  get cut(): boolean {
+    return this.state !== null && this.kernel?.connectionStatus !== "connected";
   }
 
   /** Call this when something has changed. Returns what ends it. */
@@ -115,8 +121,19 @@ export class Link {
   };
 
   private readonly connected = (): void => {
-    if (this.kernel?.connectionStatus === "connected") this.open();
+    if (this.kernel?.connectionStatus === "connected") this.resume();
+    else this.wasCut = this.state !== null;
+    this.tell();
   };
+
+  /** The lines live on where only the network was gone; the server has kept what the kernel has said meanwhile. */
+  private resume(): void {
+    this.open();
+    if (!this.wasCut) return;
+    this.wasCut = false;
+    void this.ask({ do: "state" });
+    this.wait();
+  }
 
   private readonly statusChanged = (_: unknown, status: string): void => {
     if (status === "restarting" || status === "autorestarting" || status === "dead") {
@@ -151,10 +168,16 @@ export class Link {
     void openLine(kernel, control, this.page).then(() => {
       if (this.control === control) void this.ask({ do: "state" });
     });
-    this.patience = window.setInterval(() => {
-      if (kernel.status === "idle") this.renew();
-    }, ANSWER_LIMIT);
+    this.wait();
     this.tell();
+  }
+
+  /** Open the line again as long as an idle kernel does not answer. */
+  private wait(): void {
+    window.clearInterval(this.patience);
+    this.patience = window.setInterval(() => {
+      if (this.kernel?.status === "idle" && this.kernel.connectionStatus === "connected") this.renew();
+    }, ANSWER_LIMIT);
   }
 
   /** The kernel has answered: it may speak by itself from now on. */

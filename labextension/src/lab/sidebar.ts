@@ -16,7 +16,7 @@ import { MachineView } from "./machine_view";
 import { PlanForm } from "./plan_form";
 import { StartForm } from "./start_form";
 import { addStyle } from "./style";
-import { ASKING, BUTTONS, CLEAR, CONFIRM, DONE, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, summary, WORKING } from "./strings";
+import { ASKING, BUTTONS, CLEAR, CONFIRM, CUT, DONE, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, summary, WORKING } from "./strings";
 import { VariablesView } from "./variables_view";
 
 type Button = keyof typeof BUTTONS;
@@ -146,6 +146,7 @@ export class Sidebar {
     const { link } = this;
     if (link === null) return NO_NOTEBOOK;
     if (link.trouble !== "") return link.trouble;
+    if (link.cut) return CUT;
     if (link.state !== null) return summary(link.state);
     if (link.asking) return ASKING;
     return link.used ? NOT_LOADED : NOT_USED;
@@ -153,7 +154,7 @@ export class Sidebar {
 
   private isUseful(name: Button): boolean {
     const state = this.link?.state;
-    if (state === null || state === undefined) return false;
+    if (state === null || state === undefined || this.link?.cut === true) return false;
     if (name === "restart") return true; // also what broke
     if (state.ranks === 0) return false;
     if (name === "interrupt" || name === "interrupt-now") return state.cells.length > 0;

@@ -5,7 +5,7 @@
 import { make, write } from "../words";
 import type { App, Modules, NotebookPanel, NotebookTracker, Plugin, StatusBar } from "./jupyter";
 import type { Links } from "./link";
-import { SHOW_COMMAND, status, summary } from "./strings";
+import { CUT, CUT_STATUS, SHOW_COMMAND, status, summary } from "./strings";
 
 export function statusPlugin(lab: Modules, links: Links): Plugin {
   return {
@@ -29,8 +29,9 @@ export function statusPlugin(lab: Modules, links: Links): Plugin {
           const state = link?.state ?? null;
           node.hidden = state === null || (state.ranks === 0 && state.broken === "");
           if (state === null) return;
-          write(button, status(state));
-          button.title = `${summary(state)}\n${SHOW_COMMAND}`;
+          const cut = link?.cut === true;
+          write(button, cut ? CUT_STATUS : status(state));
+          button.title = `${cut ? CUT : summary(state)}\n${SHOW_COMMAND}`;
         };
         unwatch = link?.watch(draw) ?? null;
         draw();

@@ -286,23 +286,28 @@ class StepMeter:
         if is_compiler_at_work():
             return  # it runs within a compiled region, where nothing can be counted
         try:
-            if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
-                self._end_step(optimizer)
+            if self._on_gpu and torch.cuda.is_current_stream_capturing():
+                return
+            if self._last_optimizer() is not optimizer:
+                self._turn_to(optimizer)
+            self._end_step()
         except Exception as error:
             self._fail("a step could not be measured", error)
 
     def _see_pass(self, outputs: Sequence[Any]) -> None:
         if threading.get_ident() != self._thread:
             return
-        if len(self._gathered.passes) > _PASSES:
+        gathered, reader = self._gathered, self._reader
+        passes = gathered.passes
+        if len(passes) > _PASSES:
             return  # nobody steps
         try:
             if not self._is_calm:
                 self._counts.leave_failed()
-            self._gathered.passes += (self._reader.read(outputs),)
-            if self._reader.suspects:
+            gathered.passes = (*passes, reader.read(outputs))
+            if reader.suspects:
                 self._read_steps()
-                self._distrust(self._reader.suspects)
+                self._distrust(reader.suspects)
         except Exception as error:
             self._fail("a backward pass could not be read", error)
 
@@ -338,20 +343,20 @@ class StepMeter:
         self._is_calm = False
         self._counts.why = f"{what}: {type(error).__name__}: {error}"
 
-    def _end_step(self, optimizer: Optimizer) -> None:
-        if self._last_optimizer() is not optimizer:
-            self._turn_to(optimizer)
+    def _end_step(self) -> None:
         step, self._gathered = self._gathered, _Step()
         step.optimizer = self._last_serial
-        step.waited, self._waits.waited = self._waits.waited, 0.0
-        self._steps += 1
-        self._lap_steps += 1
-        self._is_lap_over = False
+        if self._waits.waited:
+            step.waited, self._waits.waited = self._waits.waited, 0.0
         now = self._ended_at = time.monotonic()
         self._clock.tick(step, now)
-        self._unread.append(step)
-        if self._is_calm and now < self._read_by and len(self._unread) < _BATCH:
+        unread = self._unread
+        unread.append(step)
+        self._steps += 1
+        self._lap_steps += 1
+        if self._is_calm and now < self._read_by and len(unread) < _BATCH:
             return
+        self._is_lap_over = False
         step.counted = self._counts.under_way
         self._read_steps()
         if not self._counts.under_way:

@@ -16,9 +16,19 @@ Listener = TypeVar("Listener", bound=Callable[..., None])
 _compiler_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
+_compiler_flags = vars(torch.compiler)
+_TRACED = "_is_compiling_flag"  # likewise; `is_compiling` looks it up in ten times the time
+
+
 def is_compiler_at_work() -> bool:
     """Return whether what is called now would be compiled."""
-    return _compiler_callback() not in (None, False)
+    callback = _compiler_callback()
+    return callback is not None and callback is not False
+
+
+def is_traced() -> bool:
+    """Return whether what is called now only runs to be compiled or exported."""
+    return _compiler_flags[_TRACED] if _TRACED in _compiler_flags else torch.compiler.is_compiling()
 
 
 class WrappedFunction(Generic[Listener]):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nbdist.metrics.compute.listening import WrappedFunction
+from nbdist.metrics.compute.listening import WrappedFunction, is_traced
 
 Listener = Callable[[Sequence[Any]], None]
 
@@ -25,13 +25,18 @@ _ALIKE, _GLANCES = 64, 8  # passes in a row that look alike, after which one of 
 _AT_MOST_EVERY = 16  # passes that one is read whole of because of doubts: times of steps are noisy
 _KEPT = 4096  # looks that are remembered
 
+# Nodes that autograd has made in this thread. The number of the loss's node would do as well, but Python has no object
+# for that node yet, which costs 5 µs.
+_nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+
 _unseen = 0  # passes of our own under way, which nobody is to hear of
 _differentiable = 0  # passes under way whose own operations are recorded (`create_graph=True`)
 
 
 def available() -> bool:
     """Return whether this torch lets passes be seen."""
-    return _engine.exists and hasattr(torch._C, "_current_graph_task_id")
+    needed = (torch._C, "_current_graph_task_id"), (torch._C._autograd, "_get_sequence_nr")
+    return _engine.exists and all(hasattr(owner, name) for owner, name in needed)
 
 
 @contextlib.contextmanager
@@ -71,14 +76,16 @@ class PassReader:
         self._whole: dict[int, int] = {}  # of each that looks like this at first sight
         self._made: dict[int, int] = {}  # nodes since the pass before
         self._passes = 0  # of this lap
-        self._last = 0  # node's number
+        self._last = 0  # nodes made by then
         self._near = 0  # at first sight, of the last pass that was looked at
         self._alike = 0  # passes in a row that have looked so
         self._usual = 0  # nodes made since the pass before it
+        self._at_a_glance = 0  # passes that are known by that number alone, from the one that was looked at on
+        self._unlooked = 0  # of these, still to come
 
     def restart(self) -> None:
         """Read the next passes whole: what is run may be another thing now."""
-        self._passes = self._last = self._alike = 0
+        self._passes = self._last = self._alike = self._at_a_glance = self._unlooked = 0
         self._made.clear()
 
     def doubt(self) -> None:
@@ -87,6 +94,7 @@ class PassReader:
 
     def look_closely(self) -> None:
         """Look at each pass for a while: batches are of another shape."""
+        self._end_glance()
         self._alike = 0
 
     def read(self, outputs: Sequence[Any]) -> Hashable:
@@ -94,17 +102,24 @@ class PassReader:
 
         Reads metadata only: nothing that the graph has saved is unpacked, which could start a recomputation.
         """
-        self._passes += 1
-        self.suspects = 0
-        first = getattr(outputs[0], "grad_fn", None) if outputs else None
-        number = 0 if first is None else first._sequence_nr()
+        number = _nodes_made()
         made, self._last = number - self._last, number
-        if self._alike >= _ALIKE and self._passes % _GLANCES and made == self._usual:
-            self._since_whole += 1
+        if self._unlooked and made == self._usual:
+            self._unlooked -= 1
             return self._near
+        self._end_glance()
         return self._look(outputs, made)
 
+    def _end_glance(self) -> None:
+        """Count the passes that were not looked at; the next one is."""
+        skipped = self._at_a_glance - self._unlooked
+        self._passes += skipped
+        self._since_whole += skipped
+        self._at_a_glance = self._unlooked = 0
+
     def _look(self, outputs: Sequence[Any], made: int) -> Hashable:
+        self._passes += 1
+        self.suspects = 0
         nodes = [node for output in outputs if (node := getattr(output, "grad_fn", None)) is not None]
         near = _fingerprint(nodes, _NEAR)
         if self._always:
@@ -113,9 +128,10 @@ class PassReader:
             self.suspects = min(_GLANCES - 1, self._since_whole)
         self._alike = self._alike + 1 if near == self._near else 0
         self._near, self._usual = near, made
+        self._at_a_glance = self._unlooked = _GLANCES - 1 if self._alike >= _ALIKE else 0
         has_changed = self._has_changed(near, made)
         doubts = self._doubts and self._since_whole >= _AT_MOST_EVERY
-        if not (has_changed or doubts or self._passes <= _FIRST or self._passes % _EVERY == 0):
+        if not (has_changed or doubts or self._passes <= _FIRST or self._since_whole >= _EVERY):
             self._since_whole += 1
             return near
         self._doubts = False
@@ -125,7 +141,8 @@ class PassReader:
         if self._whole.setdefault(near, whole) == whole:
             self._since_whole = 0
             return near
-        self.suspects, self._always, self._alike = self._since_whole, True, 0
+        self.suspects, self._always = self._since_whole, True
+        self.look_closely()
         return near, whole
 
     def _read_whole(self, nodes: Sequence[Any]) -> int:
@@ -185,18 +202,19 @@ def _wrap(original: Callable[..., Any], listeners: Callable[[], Sequence[Listene
     @functools.wraps(original)
     def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         global _differentiable
-        if _unseen or graph_task() != -1 or torch.compiler.is_compiling():
+        if _unseen or graph_task() != -1 or is_traced():
             return original(
                 outputs, *args, **kwargs
             )  # part of one already seen: a reentrant checkpoint's, or only traced
         for listener in listeners():
             listener(outputs)
-        recorded = bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))
-        _differentiable += recorded
+        if not (args[2] if len(args) > 2 else kwargs.get("create_graph")):
+            return original(outputs, *args, **kwargs)
+        _differentiable += 1
         try:
             return original(outputs, *args, **kwargs)
         finally:
-            _differentiable -= recorded
+            _differentiable -= 1
 
     return run_backward
 

@@ -116,7 +116,7 @@ class StepEvents:
         import torch
 
         stack, mine, thread, caller = self._stack, self._thread, threading.get_ident, sys._getframe
-        graph_task, is_traced = torch._C._current_graph_task_id, torch.compiler.is_compiling
+        graph_task, is_traced = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
         vanishes = not see_compiled
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,15 +8,11 @@ own processor time, since other processes of this machine hold it too.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import _tools
+from _page import Looks, notebook_in_lab
 
 if TYPE_CHECKING:
     from testbed.lab import Notebook
@@ -31,18 +27,8 @@ SCROLLS = _tools.size(50, 5)
 
 def main() -> None:
     _tools.prepare()
-    from testbed.lab import Lab, Notebook, browser_without_window
-
-    with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
-        for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "lab"):
-            Path(folder, name).mkdir()
-            os.environ[name] = str(Path(folder, name))
-        lab = Lab(Path(folder, "lab"))
-        try:
-            with browser_without_window() as browser, Notebook(lab, browser, [START, PRINT]) as notebook:
-                _measure(notebook)
-        finally:
-            lab.close()
+    with notebook_in_lab([START, PRINT]) as notebook:
+        _measure(notebook)
 
 
 def _measure(notebook: Notebook) -> None:
@@ -99,60 +85,6 @@ def _has(locator: Any, text: str) -> None:
     from playwright.sync_api import expect
 
     expect(locator).to_have_text(text, timeout=600_000)
-
-
-class Looks:
-    """What Chromium tells of a page."""
-
-    def __init__(self, notebook: Notebook) -> None:
-        self._page = notebook.page
-        self._line = notebook.page.context.new_cdp_session(notebook.page)
-        self._events: list[dict[str, Any]] = []
-        self._ended = False
-        self._line.on("Tracing.dataCollected", lambda part: self._events.extend(part["value"]))
-        self._line.on("Tracing.tracingComplete", self._end)
-
-    def _end(self, _: object) -> None:
-        self._ended = True
-
-    def memory(self) -> float:
-        """Return the bytes of its values and elements, without what is garbage."""
-        self._line.send("HeapProfiler.collectGarbage")
-        usage = self._line.send("Runtime.getHeapUsage")
-        return float(usage["usedSize"] + usage["embedderHeapUsedSize"] + usage["backingStorageSize"])
-
-    def row(self, what: str, *steps: Callable[[], object]) -> None:
-        """Show how long these steps take, and the longest task of the page's main thread meanwhile."""
-        self._events, self._ended = [], False
-        self._line.send(
-            "Tracing.start",
-            {"transferMode": "ReportEvents", "traceConfig": {"includedCategories": ["toplevel", "blink.user_timing"]}},
-        )
-        self._page.evaluate("performance.mark('bench-begin')")
-        began = time.perf_counter()
-        for step in steps:
-            step()
-        seconds = time.perf_counter() - began
-        self._page.evaluate("performance.mark('bench-end')")
-        self._line.send("Tracing.end")
-        while not self._ended:
-            self._page.wait_for_timeout(50)
-        _tools.row(what, [seconds])
-        _tools.row("  longest task", [self._longest_task()], **_tools.limit(0.016))
-
-    def _longest_task(self) -> float:
-        """Return the seconds of the longest task between the marks, without those that this program gives the page."""
-        marks = {event["name"]: event for event in self._events if event["name"] in ("bench-begin", "bench-end")}
-        begin, end = marks["bench-begin"], marks["bench-end"]
-        thread = [event for event in self._events if (event["pid"], event["tid"]) == (begin["pid"], begin["tid"])]
-        ours = [event["ts"] for event in thread if "DevToolsSession" in str(event.get("args"))]
-        tasks = [
-            event.get("tdur", 0) / 1e6
-            for event in thread
-            if event["name"].endswith("RunTask") and begin["ts"] < event["ts"] < end["ts"]
-            if not any(event["ts"] <= moment <= event["ts"] + event.get("dur", 0) for moment in ours)
-        ]
-        return max(tasks, default=0.0)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from testbed.kernel import Kernel, Outcome
 ROOT = Path(__file__).resolve().parents[2]
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SAMPLES = (
-    f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tests.support.panel_samples import Source, gpus\n"
-    "import nbdist\n"
+    f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom testbed.panel_samples import Source, gpus\nimport nbdist\n"
 )
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.lab
 
 SAMPLES = f"""\
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from tests.support.panel_samples import Source, gpus, stuck
+from testbed.panel_samples import Source, gpus, stuck
 import nbdist
 """
 SHOW = SAMPLES + "source = Source()\npanel = nbdist.Panel(source=source)\nsource.show(gpus({count}))\npanel"

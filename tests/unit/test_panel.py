@@ -23,7 +23,7 @@ from nbdist.panel.model import HEAT_ABOVE, Row, View, view_of
 from nbdist.panel.panel_feed import Feed
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import LIMIT, METRICS, Updates
-from tests.support.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
+from testbed.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
 
 ENVELOPE = {"method": "custom", "content": None}
 

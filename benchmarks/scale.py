@@ -1,7 +1,8 @@
 """A session of 1,024 ranks on 128 nodes: the real notebook and controller, stub nodes whose ranks do nothing.
 
 The first node is real, with ranks of its own. All other nodes are in one process, join as real ones do, and answer for
-their ranks at once: what is left is the cost of the controller, the wire and the notebook.
+their ranks at once: what is left is the cost of the controller, the wire and the notebook. With numbers as arguments,
+such as `python benchmarks/scale.py 512`, it has as many nodes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import _tools
 import psutil
@@ -19,6 +21,7 @@ NODES = (16, 128)
 BUDGETS = {1024: 0.1, 4096: 0.5}
 START_BUDGET = 5.0
 MEMORY_BUDGET = 100e6
+TIME_OF_CONTROLLER = "    ... processor time of the controller"
 
 
 def main() -> None:
@@ -27,7 +30,8 @@ def main() -> None:
 
     allow_many_files()
     _tools.header("many nodes")
-    for count in (NODES[0],) if _tools.ONCE else NODES:
+    wanted = tuple(map(int, sys.argv[1:])) or NODES
+    for count in wanted[:1] if _tools.ONCE else wanted:
         _measure(count)
 
 
@@ -53,19 +57,37 @@ def _measure(nodes: int) -> None:
                 return
             raise AssertionError("nobody failed")
 
+        used: dict[str, list[float]] = {}
+
+        def counted(name: str, work: Callable[[], object]) -> _tools.Measure:
+            """Time the work; keep what processor time of the controller it takes."""
+
+            def measure() -> float:
+                before = _tools.processor_time(controller)
+                seconds = _tools.timed(work)()
+                used.setdefault(name, []).append(_tools.processor_time(controller) - before)
+                return seconds
+
+            return measure
+
         measures = {
-            "nothing": _tools.timed(functools.partial(session.run, "pass")),
-            "line": _tools.timed(functools.partial(session.run, "print('a line')")),
-            "fail": _tools.timed(fail),
+            "nothing": counted("nothing", functools.partial(session.run, "pass")),
+            "line": counted("line", functools.partial(session.run, "print('a line')")),
+            "fail": counted("fail", fail),
         }
+        starting = _tools.processor_time(controller)
         samples = _tools.rounds(10, measures, warm_up=2)
         memory = float(controller.memory_info().rss)
     ranks = nodes * RANKS
     limit = _tools.limit(BUDGETS[ranks]) if ranks in BUDGETS else {}
     _tools.row(f"{ranks} ranks on {nodes} nodes: a cell that does nothing", samples["nothing"], **limit)
+    _tools.row(TIME_OF_CONTROLLER, used["nothing"])
     _tools.row("  a line from each", samples["line"])
-    _tools.row("  all raise, and are compared", samples["fail"], **_tools.limit(0.5))
-    _tools.row("  start", [up], **(_tools.limit(START_BUDGET) if ranks == 1024 else {}))
+    _tools.row(TIME_OF_CONTROLLER, used["line"])
+    _tools.row("  all raise, and are compared", samples["fail"], **(_tools.limit(0.5) if ranks <= 1024 else {}))
+    _tools.row(TIME_OF_CONTROLLER, used["fail"])
+    _tools.row("  start", [up], **(_tools.limit(START_BUDGET) if ranks >= 1024 else {}))
+    _tools.row(TIME_OF_CONTROLLER, [starting])
     print(f"  controller {memory / 1e6:.0f} MB")
     for process in stub:
         process.wait(30)
@@ -91,7 +113,9 @@ def be_nodes() -> None:
     allow_many_files()
     words = [line.split() for line in sys.stdin.read().splitlines() if "NBDIST_TOKEN" in line]
     tokens = [(assignment.partition("=")[2], address) for assignment, _, _, address in words]
-    nodes = [_StubNode(token, address) for token, address in tokens]
+    nodes = [_StubNode(token, address) for token, address in tokens]  # they come at the same time, as real ones do
+    for node in nodes:
+        node.come_in()
     _serve(nodes)
 
 
@@ -99,30 +123,35 @@ class _StubNode:
     def __init__(self, token: str, address: str) -> None:
         import zmq
 
-        from nbdist.wire.frames import decode, encode
+        from nbdist.wire.frames import encode
         from nbdist.wire.keys import Keys
+        from nbdist.wire.lanes import GUEST, connect
+        from nbdist.wire.message import VERSION
+        from nbdist.wire.nodes import Join, Token, Versions
+
+        parsed = Token.parse(token)
+        keys = Keys(f"tcp://{address}", parsed.server_key, zmq.curve_public(parsed.secret_key), parsed.secret_key)
+        self._guest = connect(_context(), keys, f"{GUEST}/{id(self)}".encode())
+        self._guest.send(encode(Join(VERSION, "stub", Versions.here(), 0)))
+
+    def come_in(self) -> None:
+        """Become a node, once the controller has answered."""
+        from nbdist.wire.frames import decode
         from nbdist.wire.lanes import (
             AGENT_CONTROL,
             AGENT_OUTPUT,
-            GUEST,
             RELAY_CONTROL,
             RELAY_OUTPUT,
             connect,
             node_lane,
         )
-        from nbdist.wire.message import VERSION
-        from nbdist.wire.nodes import Join, Token, Versions, Welcome
+        from nbdist.wire.nodes import Welcome
 
-        parsed = Token.parse(token)
-        context = _context()
-        keys = Keys(f"tcp://{address}", parsed.server_key, zmq.curve_public(parsed.secret_key), parsed.secret_key)
-        guest = connect(context, keys, f"{GUEST}/{id(self)}".encode())
-        guest.send(encode(Join(VERSION, "stub", Versions.here(), 0)))
-        welcome = decode(guest.recv())
+        welcome = decode(self._guest.recv())
         assert isinstance(welcome, Welcome), welcome
-        guest.close(linger=0)
+        self._guest.close(linger=0)
         names = (AGENT_CONTROL, AGENT_OUTPUT, RELAY_CONTROL, RELAY_OUTPUT)
-        lanes = [connect(context, welcome.keys, node_lane(name, welcome.node)) for name in names]
+        lanes = [connect(_context(), welcome.keys, node_lane(name, welcome.node)) for name in names]
         self.control, self.output, self.relay, self.displays = lanes
 
     def handle_agent(self, frame: bytes) -> bool:
@@ -158,6 +187,7 @@ class _StubNode:
 
     def handle_ranks(self, lanes: list[bytes], frame: bytes) -> None:
         """Answer for ranks that are all sent the same."""
+        from nbdist.wire.bundle import Bundle
         from nbdist.wire.cells import Execute, Failure, InOrder, Recover, Reply
         from nbdist.wire.frames import decode, encode
         from nbdist.wire.lanes import TOGETHER, pack, parse_lane
@@ -165,7 +195,7 @@ class _StubNode:
         from nbdist.wire.questions import Answer, Ask
 
         message = decode(frame)
-        outputs, replies = [], []
+        outputs, replies = Bundle(), []
         for name in lanes:
             rank = parse_lane(name)[2]
             if isinstance(message, Execute):
@@ -175,7 +205,7 @@ class _StubNode:
                     reply = Reply(message.serial, rank, "error", failure)
                     replies.append((name, encode(reply)))
                 mark = message.serial, END if failed else PLAIN_END
-                outputs.append(encode(Output(rank, STDOUT, printed, mark)))
+                outputs.add(Output(rank, STDOUT, printed, mark))
             elif isinstance(message, Ask) and message.request:
                 answer = Answer(message.request, rank, _answer(message.question), message.asker)
                 replies.append((name, encode(answer)))
@@ -184,7 +214,7 @@ class _StubNode:
         if replies:  # as the relay does it
             self.relay.send_multipart([TOGETHER, pack(replies)] if len(replies) > 1 else replies[0])
         if outputs:
-            self.output.send_multipart(outputs)
+            self.output.send_multipart(outputs.take())
 
 
 def _answer(question: object):  # type: ignore[no-untyped-def]

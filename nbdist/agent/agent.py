@@ -29,6 +29,7 @@ from nbdist.agent.storage import NodeStorage
 from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
 from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group, state_of
+from nbdist.wire.bundle import Bundle
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.healing import EndRanks, Respawn
 from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane
@@ -98,6 +99,7 @@ class Agent:
         self._sampler = Sampler()
         self._stacks = NativeStacks()
         self._set: ProcessSet | None = None
+        self._outputs = Bundle()
         self._watched: dict[ForkChannel, int] = {}  # sources of forks, and their polled descriptors
         self._notes: list[str] = []
         self._report_at = 0.0
@@ -119,8 +121,11 @@ class Agent:
             if self._control in ready and not self._handle_messages():
                 self._end(remove=False)
                 return
-            if outputs := [encode(output) for output in self._pipes.read() if output.rank != STORE]:
-                self._output.send_multipart(outputs)
+            for output in self._pipes.read():
+                if output.rank != STORE:
+                    self._outputs.add(output)
+            if self._outputs:
+                self._output.send_multipart(self._outputs.take())
             for forks in self._sources():
                 if self._watched.get(forks) in ready:
                     self._handle_source(forks)

@@ -17,6 +17,7 @@ from nbdist.controller.credit import Ledger
 from nbdist.controller.ended_cells import EndedCells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.controller.unseen_cells import UnseenCells
+from nbdist.wire.bundle import Bundle
 from nbdist.wire.frames import encode
 from nbdist.wire.handover import Attach, Displaced, Ending, Goodbye, Leave, Leaving
 from nbdist.wire.healing import Renumbered
@@ -84,7 +85,8 @@ class ClientSide:
         self._switchboard = switchboard
         self._poller = poller
         self._pay = pay
-        self._news: list[bytes] = []
+        self._news = Bundle()
+        self._first: list[bytes] = []  # what goes before them
         self._ledger = Ledger()
         self._held = False  # what it is told first is not known yet
         poller.register(end, zmq.POLLIN)
@@ -119,7 +121,7 @@ class ClientSide:
             self._renumber(message.numbers)
         if not self.alone:
             self._ledger.passed_on(message)
-            self._news.append(encode(message))
+            self._news.add(message)
         elif isinstance(message, (Display, WidgetMessage)):
             self._pay(Credit(message.rank, message.size, items=True))
 
@@ -132,9 +134,9 @@ class ClientSide:
 
     def deliver(self) -> None:
         """Send what has gathered."""
-        if self._news and not self._held and self.connected:
-            self._switchboard.send_together(self.client.events, self._news)
-            self._news.clear()
+        if (self._news or self._first) and not self._held and self.connected:
+            self._switchboard.send_together(self.client.events, [*self._first, *self._news.take()])
+            self._first.clear()
 
     def paid(self, credit: Credit) -> None:
         """Note that the client has taken what ranks have printed or shown."""
@@ -184,7 +186,7 @@ class ClientSide:
 
     def open(self, first: Message) -> None:
         """Tell the client what has gathered since it came, after this."""
-        self._news.insert(0, encode(first))
+        self._first.append(encode(first))
         self._held = False
 
     def _give_up(self) -> None:
@@ -193,7 +195,7 @@ class ClientSide:
             self._poller.unregister(self.client.end)
             os.close(self.client.end)
         self._switchboard.disconnect(self.client.events)
-        self._news.clear()
+        self._news, self._first = Bundle(), []
         self._held = False
         for credit in self._ledger.settle():
             self._pay(credit)

@@ -32,8 +32,9 @@ from nbdist.controller.switchboard import Switchboard
 from nbdist.controller.takeover import attached, hindrance, started_with
 from nbdist.controller.visitors import Visitors
 from nbdist.processes import describe_exit, end_descendants
+from nbdist.wire.bundle import unbundled
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
-from nbdist.wire.frames import decode, sequence_of
+from nbdist.wire.frames import sequence_of
 from nbdist.wire.handover import Attach, AttachRefused, Choices, Ending, Leave
 from nbdist.wire.healing import GiveUpHeal, Grow, Heal, Rejoin, Shrink
 from nbdist.wire.knowing import Release
@@ -198,10 +199,7 @@ class Controller:
         now = time.monotonic()
         self._nodes.tick(now)
         self._visitors.portraits.tick(now)
-        if self._members is not None:
-            self._members.tick(now)
-        else:
-            self._sets.tick(now)
+        (self._members or self._sets).tick(now)
 
     @property
     def _members(self) -> Members | None:
@@ -215,7 +213,8 @@ class Controller:
         for identity, frames in self._switchboard.received(256):  # then look at the other sources again
             for frame in whole(frames):
                 try:
-                    self._handle(identity, decode(frame))
+                    for message in unbundled(frame):
+                        self._handle(identity, message)
                 except Exception as error:  # one bad message must not cost the user all ranks
                     with contextlib.suppress(OSError):  # the notebook may be gone
                         traceback.print_exc()

@@ -15,6 +15,7 @@ from nbdist.controller.inquiries import AskRanks
 from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import InOrder, Recover
 from nbdist.wire.question import NoAnswer
+from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import GetState, RankState
 
 
@@ -25,7 +26,7 @@ class GroupRepairs:
     renew: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    owed: dict[str, list[int]] = field(default_factory=dict)  # with their members: to be renewed when all are idle
+    owed: dict[str, RankSpans] = field(default_factory=dict)  # with their members: to be renewed when all are idle
     count: int = 0
     uneven: bool = False  # ranks numbered groups differently
     reset: bool = False
@@ -71,7 +72,7 @@ def compare_groups(
     """
     found = GroupRepairs()
     free = {*idle, *newcomers}
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, RankSpans] = {}
     for state in states.values():
         for name, group in state.groups.items():
             groups.setdefault(name, group.members)
@@ -93,7 +94,7 @@ def compare_groups(
 
 
 def _judge(
-    found: GroupRepairs, name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell
+    found: GroupRepairs, name: str, members: RankSpans, states: Mapping[int, RankState], cell: FailedCell
 ) -> None:
     present = [states[rank].groups[name] for rank in members if name in states[rank].groups]
     if len(present) < len(members):
@@ -104,7 +105,7 @@ def _judge(
         found.renew.append(name)
 
 
-def _untouched(name: str, members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> bool:
+def _untouched(name: str, members: RankSpans, states: Mapping[int, RankState], cell: FailedCell) -> bool:
     """Return whether the cell left a group alone, as far as is known without members that are busy or late."""
     present = [state.groups[name] for rank in members if (state := states.get(rank)) and name in state.groups]
     if any(group.cut for group in present):
@@ -114,7 +115,7 @@ def _untouched(name: str, members: Sequence[int], states: Mapping[int, RankState
     return _known(members, states, cell) and not any(any(group.entered) for group in present)
 
 
-def _known(members: Sequence[int], states: Mapping[int, RankState], cell: FailedCell) -> bool:
+def _known(members: RankSpans, states: Mapping[int, RankState], cell: FailedCell) -> bool:
     """Return whether it is known what the cell did in a group if it failed on one of its members.
 
     A rank that has since begun another cell can no longer report what it entered in this one.
@@ -173,7 +174,7 @@ class Recovery:
         self.step = 0
         self.done = not idle and not busy
         self.lost = list(lost)
-        self.owed: dict[str, list[int]] = {}
+        self.owed: dict[str, RankSpans] = {}
         self.settled: set[str] = set()
         self.late: set[int] = set()
         self.missing: set[int] = set()
@@ -351,7 +352,7 @@ class Recovery:
         self.notes = "; ".join(rest)
         self.text = "; ".join(parts + rest)
 
-    def _members(self, name: str) -> list[int]:
+    def _members(self, name: str) -> RankSpans:
         return next(state.groups[name].members for state in self._states.values() if name in state.groups)
 
     def _postponed(self, owed: Mapping[str, Collection[int]]) -> str:

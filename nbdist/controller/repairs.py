@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -119,7 +119,7 @@ class Repairs:
         self._over: deque[tuple[FailedCell, Message | None]] = deque()  # waiting for their recovery
         self._repair: _Repair | None = None
         self._lost: list[str] = []  # groups lost to a death
-        self._owed: dict[str, list[int]] = {}  # groups to be renewed when all their members are idle
+        self._owed: dict[str, Collection[int]] = {}  # groups to be renewed when all their members are idle
         self._uninformed: set[int] = set()  # ranks that have yet to learn which groups they must not use
         self._missing: set[int] = set()  # ranks that have yet to carry out their orders
         self._ungrouped: set[int] = set()  # ranks that have destroyed their default group

@@ -283,11 +283,12 @@ class Cells:
         cell.watch.ended(rank, failed, now)
         if cell.ladder is not None:
             cell.ladder.ended(rank)
-        in_order = not cell.unsure or self._wires.apart(cell.ranks)
-        if cell.left or in_order:
-            self._wires.to_notebook(message)
         if cell.left:
+            self._wires.to_notebook(message)
             return
+        in_order = not cell.unsure or self._wires.apart(cell.ranks)
+        if in_order:
+            self._wires.to_notebook(message)
         del self._running[cell.serial]
         self.prompts.forget(cell.serial)
         if not in_order:

@@ -9,9 +9,10 @@ failed, it names those that wait for it in vain. Until then it costs only a time
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from nbdist.controller.awaited_ranks import AwaitedRanks, differ
 from nbdist.controller.inquiries import AskRanks
 from nbdist.ranks import ONE_NODE, RankNames
 from nbdist.wire.question import NoAnswer
@@ -21,6 +22,7 @@ _BUSY = 0.2  # of a core: a rank that uses more is computing, not waiting
 _WORTH_SAYING = 5.0  # seconds: less is not certain, because a rank may have waited since before the first look
 _STRANDED = 10.0  # seconds that a rank may wait for one that will not come
 _CLAUSES = 5  # per line
+Waits = Mapping[int, frozenset[int]]  # by waiting rank, for whom
 _PLURAL = {"waits": "wait", "is": "are", "has": "have"}
 
 
@@ -122,7 +124,7 @@ class Watch:
         self._before: dict[int, Position] = {}
         self._earlier: dict[int, Position] = {}  # the look before the one that is compared
         self._since: dict[int, float] = {}  # when waiting ranks were first seen waiting
-        self._told: tuple[dict[int, str], set[int], bool] | None = None  # last report: waits, for whom, forever
+        self._told: tuple[dict[int, str], Set[int], bool] | None = None  # last report: waits, for whom, forever
         self._waited_since = 0.0
 
     def ended(self, rank: int, failed: bool, now: float) -> None:
@@ -195,9 +197,11 @@ class Watch:
         self._earlier = before
         if silent := sorted(self._silent & self._left):
             self._ask(silent, GetProcess(), self._found)
-        awaited = {rank: who for rank in sorted(self._left) if (who := self._awaited(rank))}
+        compared = AwaitedRanks(self._looks, [*self._ranks, *(self._returned.keys() - self._ranks.keys())])
+        awaited = {rank: who for rank in sorted(self._left) if (who := compared.of(rank))}
         if self._early:
-            awaited = {rank: who for rank, who in awaited.items() if not who <= {*self._ranks, *self._dead}}
+            within = {*self._ranks, *self._dead}
+            awaited = {rank: who for rank, who in awaited.items() if not who <= within}
         self._since = {
             rank: self._since.get(rank, before[rank].at)
             for rank in awaited
@@ -264,44 +268,7 @@ class Watch:
 
     # --- comparing
 
-    def _awaited(self, rank: int) -> set[int]:
-        """Return the ranks that this one can't proceed without, and that are not where it waits for them."""
-        look = self._looks.get(rank)
-        if look is None or not look.running or not look.collective:
-            return set()
-        members = [*self._ranks, *self._returned] if look.members is None else look.members
-        others = set(members) - {rank}
-        if not others:
-            return self._behind(rank, look)
-        if look.collective.startswith(("send", "recv")):
-            opposite = "recv" if look.collective.startswith("send") else "send"
-            return set() if any(self._collective(other).startswith(opposite) for other in others) else others
-        return {other for other in others if not self._takes_part(other, look)}
-
-    def _behind(self, rank: int, look: Position) -> set[int]:
-        """Return members of its groups that have entered fewer collectives."""
-        found = set()
-        for name, group in look.groups.items():
-            for other in group.members:
-                there = self._looks[other].groups.get(name) if other in self._looks else None
-                if there is not None and sum(there.entered) < sum(group.entered):
-                    found.add(other)
-        return found - {rank}
-
-    def _collective(self, rank: int) -> str:
-        look = self._looks.get(rank)
-        return look.collective if look is not None and look.running else ""
-
-    def _takes_part(self, rank: int, in_what: Position) -> bool:
-        look = self._looks.get(rank)
-        return (
-            look is not None
-            and bool(look.running)
-            and (look.collective, look.group) == (in_what.collective, in_what.group)
-            and not _differ(look, in_what)
-        )
-
-    def _in_vain(self, awaited: dict[int, set[int]]) -> list[int]:
+    def _in_vain(self, awaited: Waits) -> list[int]:
         """Return ranks that wait, directly or not, for one that has failed, or that all wait for each other."""
         if self._since.keys() == self._left:
             return sorted(self._left)
@@ -311,7 +278,7 @@ class Watch:
             found |= more
         return sorted(found)
 
-    def _find_stranded(self, awaited: dict[int, set[int]], now: float) -> dict[int, set[int]]:
+    def _find_stranded(self, awaited: Waits, now: float) -> dict[int, set[int]]:
         """Return ranks that have waited too long for ranks that have returned, with the ranks they wait for."""
         if self._failed:
             return {}
@@ -343,11 +310,12 @@ class Watch:
 
     # --- reporting
 
-    def _explain(self, awaited: dict[int, set[int]], now: float) -> None:
+    def _explain(self, awaited: Waits, now: float) -> None:
         mismatch = self._mismatch(awaited)
         waits = {rank: self._wait(rank, exactly=bool(mismatch)) for rank in awaited}
-        self.waits = {rank: f"{waits[rank]}, for {self._names.describe(awaited[rank])}" for rank in sorted(self._since)}
-        whom = set().union(*awaited.values())
+        names = {who: self._names.describe(who) for who in set(awaited.values())}
+        self.waits = {rank: f"{waits[rank]}, for {names[awaited[rank]]}" for rank in sorted(self._since)}
+        whom = _union(awaited)
         rest = {rank: self._elsewhere(rank) for rank in sorted((self._left | whom) - awaited.keys())}
         text = mismatch + self._sentence(waits, rest)
         never = self._never(awaited)
@@ -359,7 +327,7 @@ class Watch:
         seconds = now - self._waited_since
         self._say(f"for {seconds:.0f} s {text}" if seconds >= _WORTH_SAYING else text, same, True)
 
-    def _mismatch(self, awaited: dict[int, set[int]]) -> str:
+    def _mismatch(self, awaited: Waits) -> str:
         """Return what ranks do differently that are in the same collective of the same group; "" if nothing is."""
         calls = [self._looks[rank] for rank in sorted(awaited) if self._looks[rank].sequence]
         calls.sort(key=lambda look: (look.group, look.sequence))
@@ -367,12 +335,12 @@ class Watch:
         same = [(one, other) for one, other in pairs if one.sequence == other.sequence]
         if any(one.collective != other.collective for one, other in same):
             return "mismatched collectives: "
-        if any(_differ(one, other) for one, other in same):
+        if any(differ(one, other) for one, other in same):
             return "mismatched tensors: "
         return "not at the same collective: " if len(same) < len(pairs) else ""
 
     def _explain_stopped(self, now: float) -> None:
-        news: tuple[dict[int, str], set[int], bool] = ({}, set(self._stopped), False)
+        news: tuple[dict[int, str], Set[int], bool] = ({}, set(self._stopped), False)
         same, self._told = news == self._told, news
         self._waited_since = now if not same else self._waited_since
         self._say(self._sentence({}, {rank: self._elsewhere(rank) for rank in self._stopped}), same, True)
@@ -381,7 +349,7 @@ class Watch:
         assert self._finished_at is not None
         who = self._names.describe([rank for rank in self._ranks if rank not in self._left])
         where = self._sentence({}, {rank: self._elsewhere(rank) for rank in sorted(self._left)})
-        news: tuple[dict[int, str], set[int], bool] = ({}, set(self._left), False)
+        news: tuple[dict[int, str], Set[int], bool] = ({}, set(self._left), False)
         same, self._told = news == self._told, news
         self._waited_since = self._finished_at
         self._say(f"{who} finished {now - self._finished_at:.0f} s ago; {where}", same, True)
@@ -431,10 +399,10 @@ class Watch:
         verb = "is computing" if _computes(look, self._earlier.get(rank)) else "is"
         return f"{verb} at {look.line}" if look.line else "is still running"
 
-    def _never(self, awaited: dict[int, set[int]]) -> bool:
+    def _never(self, awaited: Waits) -> bool:
         """Return whether all remaining ranks wait only for each other."""
         known = all(self._looks[rank].members is None or self._looks[rank].members for rank in awaited)
-        return known and self._since.keys() == self._left and set().union(*awaited.values()) <= self._left
+        return known and self._since.keys() == self._left and _union(awaited) <= self._left
 
     def _close(self, now: float, end: str) -> None:
         """Replace the line that was shown: it is no longer true."""
@@ -463,11 +431,8 @@ def _computes(look: Position, before: Position | None) -> bool:
     return before is not None and (look.cpu - before.cpu) / max(1e-3, look.at - before.at) >= _BUSY
 
 
-def _differ(look: Position, other: Position) -> bool:
-    """Return whether two ranks that are in the same function of the same group can't be in the same collective."""
-    if look.sequence and other.sequence and look.sequence != other.sequence:
-        return True
-    return bool(look.tensors and other.tensors) and look.tensors != other.tensors
+def _union(awaited: Waits) -> frozenset[int]:
+    return frozenset().union(*set(awaited.values()))  # most ranks wait for the same
 
 
 def _where(look: Position) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from nbdist.wire.alike import Alike
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
 from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
 from nbdist.wire.handover import Attach, Attached, AttachRefused, Choices, Displaced, Ending, Goodbye, Leave
@@ -69,6 +70,7 @@ AnyMessage = (
     | StartFailed
     | Stopped
     | Output
+    | Alike
     | Display
     | Prompt
     | Reply

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import importlib.metadata
 import sys
 
@@ -158,6 +159,7 @@ class Token(msgspec.Struct, frozen=True):
         return cls(z85.encode(raw[:_KEY]), z85.encode(raw[_KEY:]))
 
 
+@functools.cache  # it reads files, and the controller asks once for each node that comes
 def _installed(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -9,6 +9,7 @@ import msgspec
 
 from nbdist.wire.healing import GroupRecipe
 from nbdist.wire.question import AnswerBody, Done, Question
+from nbdist.wire.rank_spans import RankSpans
 
 # --- the main thread's position
 
@@ -19,7 +20,7 @@ class GroupState(msgspec.Struct, array_like=True, frozen=True):
     members: global ranks. entered: collectives since the cell began, by backend. cut: whether its connections were cut.
     """
 
-    members: list[int]
+    members: RankSpans
     entered: list[int]
     cut: bool
 
@@ -43,7 +44,7 @@ class Position(AnswerBody, frozen=True):
     position: str = ""
     cpu: float = 0.0
     collective: str = ""
-    members: list[int] | None = []
+    members: RankSpans | None = RankSpans()
     group: str = ""
     place: str = ""
     line: str = ""

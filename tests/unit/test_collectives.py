@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from nbdist.errors import StaleGroupError
 from nbdist.wire.rank_processes import StoreAddress
+from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.groups import process_groups as module
 from nbdist.worker.groups.process_groups import Collectives
@@ -100,8 +101,8 @@ def test_collectives_are_counted_from_the_beginning_of_the_cell(group: Group, co
     group._backend.number = 10
     collectives.begin()
     group._backend.number = 13
-    assert collectives.groups(current=True)["0"] == GroupState([0, 1], [3], cut=False)
-    assert collectives.groups(current=False)["0"] == GroupState([0, 1], [0], cut=False)
+    assert collectives.groups(current=True)["0"] == GroupState(RankSpans.of([0, 1]), [3], cut=False)
+    assert collectives.groups(current=False)["0"] == GroupState(RankSpans.of([0, 1]), [0], cut=False)
 
 
 def test_the_number_of_the_next_group_is_that_of_the_rank_which_has_made_most(

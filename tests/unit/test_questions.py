@@ -13,6 +13,7 @@ from nbdist.wire.frames import decode, encode
 from nbdist.wire.knowing import GetMemory, Inspect, Inspection, ProcessMemory
 from nbdist.wire.question import Done, NoAnswer, Question
 from nbdist.wire.questions import Answer, AnyAnswer, AnyQuestion, Ask, ask
+from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import Cut, GetState, GroupState, RankState
 
 QUESTIONS = [
@@ -33,7 +34,9 @@ def test_each_question_and_its_answer_can_be_sent(question: Any) -> None:
     "message",
     [
         ask(3, [0, 1], Cut(7, force=True)),
-        Answer(3, 1, RankState({"0": GroupState([0, 1], [4], cut=True)}, count=2, current=True), "controller"),
+        Answer(
+            3, 1, RankState({"0": GroupState(RankSpans.of([0, 1]), [4], cut=True)}, count=2, current=True), "controller"
+        ),
         Answer(3, 1, Inspection({"text/plain": "a text"})),
         Answer(3, 1, NoAnswer("RuntimeError: no")),
     ],

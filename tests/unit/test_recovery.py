@@ -8,12 +8,13 @@ from msgspec.structs import replace
 
 from nbdist.controller.recovery import FailedCell, GroupRepairs, Recovery, compare_groups
 from nbdist.wire.cells import InOrder, Recover
+from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import GroupState, RankState
 
 
 def state(entered: int = 3, *, cut: bool = False, members: tuple[int, ...] = (0, 1), **other: Any) -> RankState:
     """What a rank answers that is in one group, "0"."""
-    groups = {"0": GroupState(list(members), [entered], cut)}
+    groups = {"0": GroupState(RankSpans.of(members), [entered], cut)}
     return replace(RankState(groups, count=1, current=True), **other)
 
 
@@ -72,7 +73,7 @@ ALL = (0, 1, 2)
 )
 def test_a_group_with_a_member_that_is_busy_or_late_is_owed(states: dict[int, RankState], ran: list[int]) -> None:
     found = compare(states, ranks=ran, failed={0})
-    assert found.owed == {"0": list(ALL)} and not found.needed
+    assert found.owed == {"0": RankSpans.of(ALL)} and not found.needed
 
 
 def test_but_not_if_the_cell_left_it_alone_on_all_ranks_that_ran_it() -> None:
@@ -106,7 +107,7 @@ def test_without_a_late_rank_its_groups_are_owed_and_that_is_said() -> None:
     found.answered(0, state(4), 100.1)
     found.tick(101.1)
     found.go_on(101.2)
-    assert found.done and found.late == {1} and found.owed == {"0": [0, 1]}
+    assert found.done and found.late == {1} and found.owed == {"0": RankSpans.of([0, 1])}
     assert found.text == (
         "process groups shared with rank 1 may be out of step; "
         "they are rebuilt before the next cell that starts with rank 1 idle"
@@ -126,7 +127,7 @@ def test_groups_of_a_rank_that_runs_another_cell_already_are_owed() -> None:
     found.answered(1, state(3), 100.1)
     assert not found.done
     found.answered(0, state(0, current=False), 100.2)
-    assert found.done and found.owed == {"0": [0, 1]} and not told
+    assert found.done and found.owed == {"0": RankSpans.of([0, 1])} and not told
 
 
 def test_a_group_with_a_dead_member_is_lost_once() -> None:
@@ -172,7 +173,7 @@ def test_a_rank_that_does_not_come_is_told_with_what_to_type() -> None:
     found.in_order(0, InOrder())
     found.tick(200.0)
     assert found.done and "rank 1" in found.text and "%distributed restart" in found.text
-    assert found.missing == {1} and found.owed == {"0": [0, 1]}
+    assert found.missing == {1} and found.owed == {"0": RankSpans.of([0, 1])}
 
 
 def test_a_renewal_that_fails_says_why() -> None:
@@ -180,4 +181,4 @@ def test_a_renewal_that_fails_says_why() -> None:
     found.in_order(0, InOrder("RuntimeError: no store"))
     found.in_order(1, InOrder())
     assert "could not be renewed (RuntimeError: no store): `%distributed restart`" in found.text
-    assert found.owed == {"0": [0, 1]} and not found.settled
+    assert found.owed == {"0": RankSpans.of([0, 1])} and not found.settled

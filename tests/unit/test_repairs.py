@@ -12,6 +12,7 @@ from nbdist.ranks import RankNames
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply
 from nbdist.wire.message import Message
 from nbdist.wire.question import Question
+from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import Forbid, Forbidden, GetState, GroupState, RankState
 
 NOTHING = Forbidden({})
@@ -19,7 +20,7 @@ NOTHING = Forbidden({})
 
 def state(entered: int = 0, *, cut: bool = False, current: bool = True) -> RankState:
     """What a rank answers that is in one group with two others."""
-    return RankState({"0": GroupState([0, 1, 2], [entered], cut)}, count=1, current=current)
+    return RankState({"0": GroupState(RankSpans.of([0, 1, 2]), [entered], cut)}, count=1, current=current)
 
 
 def cell(serial: int, *ranks: int) -> Execute:

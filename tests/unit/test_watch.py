@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from nbdist.controller.watch import Watch
 from nbdist.wire.question import NoAnswer, Question
+from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import GetPosition, GetProcess, GroupState, Position, ProcessState
 
 WORLD = [0, 1, 2, 3]
@@ -22,12 +23,14 @@ def answer(at: float, collective: str = "", line: int = 2, entered: int = 0, **c
         at=at,
         position=f"{collective} {line}",
         collective=collective,
-        members=WORLD if collective else [],
+        members=RankSpans.of(WORLD if collective else []),
         group="0" if collective else "",
         place=f"cell 7 line {line}",
         line=f"cell 7 line {line}: time.sleep(100)",
-        groups={"0": GroupState(WORLD, [entered], cut=False)},
+        groups={"0": GroupState(RankSpans.of(WORLD), [entered], cut=False)},
     )
+    if changes.get("members") is not None:
+        changes["members"] = RankSpans.of(changes["members"])
     return replace(look, **changes)
 
 
@@ -235,7 +238,7 @@ def test_a_loop_of_collectives_moves_although_it_is_always_seen_in_the_same_plac
     cell = cell_waiting_for_rank_0()
 
     def looping(at: float) -> Position:
-        return waiting(at, groups={"0": GroupState(WORLD, [int(at * 100)], cut=False)})
+        return waiting(at, groups={"0": GroupState(RankSpans.of(WORLD), [int(at * 100)], cut=False)})
 
     cell.does |= dict.fromkeys([1, 2, 3], looping)
     cell.run(60)

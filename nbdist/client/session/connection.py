@@ -23,7 +23,8 @@ from nbdist import shells
 from nbdist.client.session.controller_process import FoundController, OwnController
 from nbdist.client.session.interruption import HEED
 from nbdist.errors import SessionBroken
-from nbdist.wire.frames import decode, encode
+from nbdist.wire.bundle import unbundled
+from nbdist.wire.frames import encode
 from nbdist.wire.handover import AttachRefused, Displaced, Goodbye, Leave
 from nbdist.wire.keys import read_key_file
 from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, FIRST_CLIENT, connect, node_lane
@@ -195,9 +196,9 @@ class Connection:
 
     def _handle(self, frame: bytes) -> None:
         try:
-            message = decode(frame)
-            self._over = self._over or isinstance(message, AttachRefused | Displaced | Goodbye)
-            self.on_message(message)
+            for message in unbundled(frame):
+                self._over = self._over or isinstance(message, AttachRefused | Displaced | Goodbye)
+                self.on_message(message)
         except Exception:  # one bad message must not keep the session from receiving the ones that follow
             traceback.print_exc()
 

@@ -74,11 +74,13 @@ def build(
     """
     ordered = sorted(failures, key=_causality)
     first = ordered[0]
-    same = [failure.rank for failure in ordered[1:] if _signature(failure) == _signature(first)]
+    signature = _signature(first)
+    same = [failure.rank for failure in ordered[1:] if _signature(failure) == signature]
+    alike = set(same)
     lines = [_headline(first, same, names), *_details(first)]
     if same and first.kind == "raised":
         lines.append(f"{names.describe(same)}: same")
-    lines += _others([failure for failure in ordered[1:] if failure.rank not in same], first, names)
+    lines += _others([failure for failure in ordered[1:] if failure.rank not in alike], first, names)
     if finished:
         lines.append(f"{names.describe(finished)}: finished")
     if file is not None:

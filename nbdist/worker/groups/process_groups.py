@@ -30,6 +30,7 @@ from nbdist.errors import StaleGroupError, UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.wire.healing import GroupRecipe
 from nbdist.wire.rank_processes import StoreAddress
+from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
 from nbdist.worker.groups import descriptors, torch_groups
@@ -200,7 +201,7 @@ class Collectives:
             now = torch_groups.entered(group)
             before = known.entered if len(known.entered) == len(now) else (0,) * len(now)
             delta = [late - early for late, early in zip(now, before, strict=True)] if current else [0] * len(now)
-            groups[name] = GroupState(torch_groups.members(group), delta, name in self._cut)
+            groups[name] = GroupState(RankSpans.of(torch_groups.members(group)), delta, name in self._cut)
         return groups
 
     def place_in(self, name: str, device: str) -> tuple[str, int]:

@@ -12,6 +12,7 @@ import time
 from types import FrameType
 from typing import Any, NamedTuple
 
+from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import GetPosition, GetStack, GroupState, Position, ThreadStack
 from nbdist.worker.cell import debug_server, stacks
 from nbdist.worker.cell.interrupts import InterruptGate
@@ -27,7 +28,7 @@ class _Wait(NamedTuple):
     """What the main thread may wait in; the names are those of a Position."""
 
     collective: str
-    members: list[int] | None
+    members: RankSpans | None
     group: str = ""
 
 
@@ -139,20 +140,20 @@ class PositionProbe:
             return _Wait(call.name or "the making of a group", None)
         if call.frame is None:
             waits = bool(unfinished) or stacks.awaits_work(frame)
-            return _Wait(call.name or ("a collective" if waits else ""), [])
+            return _Wait(call.name or ("a collective" if waits else ""), RankSpans())
         arguments = call.frame.f_locals
         name = self._collectives.name_of(arguments.get("group"))
         peer = arguments.get("src" if call.name.startswith("recv") else "dst")
         if call.name.startswith(("send", "recv")) and isinstance(peer, int):
-            return _Wait(call.name, [peer], name)
-        return _Wait(call.name, groups[name].members if name in groups else [], name)
+            return _Wait(call.name, RankSpans.of([peer]), name)
+        return _Wait(call.name, groups[name].members if name in groups else RankSpans(), name)
 
 
-def _makers(frame: FrameType | None) -> list[int] | None:
+def _makers(frame: FrameType | None) -> RankSpans | None:
     """Return the ranks that have to take part in the making of a group; None: all."""
     arguments = frame.f_locals if frame is not None else {}
     ranks = arguments.get("ranks")
-    return list(ranks) if ranks and arguments.get("use_local_synchronization") else None
+    return RankSpans.of(ranks) if ranks and arguments.get("use_local_synchronization") else None
 
 
 def _position(frame: FrameType) -> str:

@@ -442,7 +442,7 @@ def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
     figures = {dtype: peaks.known(device, dtype) for dtype in work}
     peak = peaks.mixed(work, figures)
     tokens = [each.count.tokens for each in known if each.count.tokens]
-    missing = [dtype for dtype, figure in figures.items() if figure is None]
+    missing = [dtype for dtype in sorted(work, key=lambda each: -work[each]) if figures[dtype] is None]
     return msgspec.structs.replace(
         sample,
         flops=statistics.fmean(each.count.model_flops for each in known),
@@ -452,6 +452,7 @@ def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
         batch=sample.batch or known[0].batch,
         peak=None if peak is None else peak.tflops * 1e12,
         peak_source="" if peak is None else peak.source,
+        without_peak=missing,
         not_counted=sorted({name for each in known for name in each.count.uncounted}),
         why=_no_peak(device, missing) if missing else "",
     )

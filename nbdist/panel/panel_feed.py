@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbdist.client.costs.cell_steps import measure_peaks
+from nbdist.client.costs.cell_steps import measure_peaks, without_peak
 from nbdist.client.costs.monitor import Monitor
 from nbdist.client.session.current import current_session
 from nbdist.client.session.session import Session
@@ -78,6 +78,7 @@ class Feed:
         self._source: SampleSource = source or Monitor.of(None)
         self._rate: float | None = None  # that somebody has asked for; a new session's monitor has its own
         self._unsubscribe: Callable[[], None] | None = None
+        self._without_peak: list[str] = []  # dtypes of the steps that were seen last
         self._views = 0  # that pages have opened and not closed again
         self._paused = False
         if session is not None:
@@ -171,6 +172,7 @@ class Feed:
         if source is not self._source or (self._session is not None and _is_over(self._looked_at())):
             return  # a look that was under way when its session ended
         try:
+            self._without_peak = without_peak(rank.step for rank in sample.ranks if rank.step is not None)
             self._take(view_of(sample, self._left_alone.words()))
         except Exception as error:
             self.rest()
@@ -274,7 +276,7 @@ class Feed:
         session = self._looked_at()
         if self.of_session and (session is None or _is_over(session)):
             raise UsageError("its session has ended: `%distributed start` starts another")
-        measure_peaks(session, None, _PEAK_SECONDS)
+        measure_peaks(session, self._without_peak, _PEAK_SECONDS)
         self._say("The peak of matrix products is measured: the next steps show their MFU.")
 
     def _snapshot(self, rank: int) -> Path:

@@ -208,9 +208,18 @@ def test_a_peak_that_was_measured_gives_mfu_on_a_processor(measured: Kernel) -> 
     assert "(of a peak measured here)" in outcome.stdout and "MFU n/a" not in outcome.stdout
 
 
+def test_the_peak_is_measured_in_the_dtypes_of_the_last_steps(measured: Kernel) -> None:
+    outcome = measured.ok("%%distributed\ntrain(Gpt().double(), 5)")
+    assert "no peak is known for the CPU at fp64" in outcome.stdout
+    outcome = measured.ok("%distributed peak --seconds 0.2")
+    assert "fp64" in outcome.stdout and "fp32" not in outcome.stdout
+    outcome = measured.ok("%%distributed\ntrain(Gpt().double(), 5)")
+    assert "(of a peak measured here)" in outcome.stdout and "MFU n/a" not in outcome.stdout
+
+
 def test_a_dtype_without_products_is_refused(measured: Kernel) -> None:
     outcome = measured.run("%distributed peak --dtype tf32")
-    assert outcome.status == "error" and "fp32, fp16, bf16" in outcome.traceback
+    assert outcome.status == "error" and "fp32, fp16, bf16, fp64" in outcome.traceback
 
 
 def test_fresh_ranks_are_measured_as_well() -> None:

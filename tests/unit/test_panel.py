@@ -515,6 +515,24 @@ def test_a_page_may_have_the_peak_measured(source: Source, monkeypatch: pytest.M
     assert peaks.known(torch.device("cpu"), "fp32") is not None
 
 
+def test_a_page_has_the_peak_measured_in_what_its_steps_compute_in(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from nbdist.metrics.compute import peaks
+
+    monkeypatch.setattr(peaks, "_measured", {})
+    feed = Feed(lambda message: None, lambda: None, source=source)
+    feed.show()
+    steps = StepSample(seconds=0.1, flops=1e9, without_peak=["bf16", "fp8"])  # fp8 is not measured, so it is left out
+    source.show(Sample(at=0.0, ranks=[RankSample(0, step=steps)]))
+    feed.hear({"type": "peak", "value": None})
+    assert peaks.known(torch.device("cpu"), "bf16") is not None
+    assert peaks.known(torch.device("cpu"), "fp32") is None
+    feed.rest()
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.1, 61.0, -1.0, math.nan])
 def test_a_rate_out_of_bounds_names_them(rate: float) -> None:
     with pytest.raises(UsageError, match=r"0\.25 to 60 s"):

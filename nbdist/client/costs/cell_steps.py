@@ -9,7 +9,7 @@ import statistics
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -285,17 +285,29 @@ def _waiting(samples: Mapping[int, StepSample]) -> list[str]:
     return [f"waiting for data {percent(max(waiting))}"] if waiting else []
 
 
-def measure_peaks(session: Session | None, dtype: str | None, seconds: float) -> str:
+def without_peak(steps: Iterable[StepSample]) -> list[str]:
+    """Return what these steps compute in and no peak is known for, most work first."""
+    return list(dict.fromkeys(dtype for step in steps for dtype in step.without_peak))
+
+
+def measure_peaks(session: Session | None, dtypes: Collection[str], seconds: float) -> str:
     """Measure the best rate of matrix products, on all ranks at once or in this process.
 
     Args:
         session: Whose ranks; None for this process, on its CPU unless it already uses a GPU.
-        dtype: As in `nbdist.metrics.compute.matmul_rate.measure`.
-        seconds: Approximate duration.
+        dtypes: As in `nbdist.metrics.compute.matmul_rate.measure`; without any that it measures, its default.
+        seconds: Approximate duration, of each.
 
     Returns:
         A table.
     """
+    from nbdist.metrics.compute import matmul_rate
+
+    chosen: list[str | None] = [dtype for dtype in dtypes if dtype in matmul_rate.DTYPES]
+    return "\n".join(_measured_peaks(session, dtype, seconds) for dtype in chosen or [None])
+
+
+def _measured_peaks(session: Session | None, dtype: str | None, seconds: float) -> str:
     from nbdist.metrics.compute import matmul_rate
 
     if session is None:

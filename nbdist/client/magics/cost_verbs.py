@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist import shells
 from nbdist.client.costs import advice
 from nbdist.client.costs.cell_memory import CellMemory
-from nbdist.client.costs.cell_steps import HERE, CellSteps, explain, measure_peaks
+from nbdist.client.costs.cell_steps import HERE, CellSteps, explain, measure_peaks, without_peak
 from nbdist.client.magics import memory_parts
 from nbdist.client.session.current import get_session, living_session
 from nbdist.client.session.session import Session, rank_set_of
@@ -140,7 +140,8 @@ class CostVerbs:
 
     def measure_peak(self, arguments: argparse.Namespace) -> None:
         """Measure the best rate of matrix products (`%distributed peak`)."""
-        print(measure_peaks(living_session(), arguments.dtype, arguments.seconds))
+        dtypes = [arguments.dtype] if arguments.dtype else without_peak(self.steps.last.values())
+        print(measure_peaks(living_session(), dtypes, arguments.seconds))
 
     def show_panel(self, arguments: argparse.Namespace) -> None:
         """Show the panel, reusing one that is still open (`%distributed panel`)."""

@@ -262,7 +262,9 @@ def _advise() -> MagicParser:
 def _peak() -> MagicParser:
     parser = MagicParser("%distributed peak", "Measure the best rate of matrix products, on all ranks at once or here.")
     parser.add_argument(
-        "--dtype", choices=("fp32", "tf32", "fp16", "bf16"), help="(default: fp32 on a CPU, bf16 on a GPU)"
+        "--dtype",
+        choices=("fp32", "tf32", "fp16", "bf16", "fp64"),
+        help="(default: those of the last steps that no peak is known for, else fp32 on a CPU, bf16 on a GPU)",
     )
     parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="duration (default: 2)")
     return parser

@@ -19,7 +19,13 @@ from nbdist import text
 from nbdist.errors import UsageError
 from nbdist.metrics.compute import peaks, timing
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+}
 _CPU_SIZES = (256, 512, 1024, 2048)
 _GPU_SIZES = (2048, 4096, 8192, 16384)
 _LEAST = 3  # products of a size, to be worth beginning
@@ -51,7 +57,7 @@ def measure(dtype: str | None = None, seconds: float = 2.0, device: str | None =
     """Measure the rate of matrix products here, now, with whatever else this machine does.
 
     Args:
-        dtype: "fp32", "tf32", "fp16" or "bf16"; None: fp32 on a CPU, bf16 on a GPU.
+        dtype: "fp32", "tf32", "fp16", "bf16" or "fp64"; None: fp32 on a CPU, bf16 on a GPU.
         seconds: How long, about.
         device: Where; None: on the GPU of this process, or on the CPU if it has none.
 

@@ -103,6 +103,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
             ranks that share their batches, as in tensor parallelism. Empty: not known.
         peak: What the device can do at most, FLOP/s, at the dtype that is used.
         peak_source: Where that figure is from.
+        without_peak: What its products are in, and no peak is known for; most work first.
         spent: Time and energy of the cell, if this is of a whole cell.
         why: What is not known and why.
     """
@@ -122,6 +123,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
     batch: str = ""
     peak: float | None = None
     peak_source: str = ""
+    without_peak: list[str] = []
     spent: Spent | None = None
     why: str = ""
 

@@ -368,6 +368,7 @@ class StepMeter:
         unread, self._unread = self._unread, []
         self._read_by = self._ended_at + _BATCH_SECONDS
         self._waits.look(self._ended_at, on_gpu=self._on_gpu)
+        data_parallel.watch()
         for step in unread:
             step.communication = self._waits.of_step(step.waited, on_gpu=self._on_gpu)
             step.shape = Shape(step.optimizer, step.passes, step.batches)

@@ -160,6 +160,23 @@ for batch in torch.utils.data.DataLoader(torch.ones(40, 64), batch_size=8):
     assert {units for units, _ in steps} == {8} and f"{samples:,.0f} samples/s" in shown, shown
 
 
+@pytest.mark.torch_private
+@pytest.mark.parametrize("wrap", ["DistributedDataParallel(net)", "fully_shard(net)"])
+def test_a_batch_whose_sequences_are_divided_between_ranks_counts_once(measured: Kernel, wrap: str) -> None:
+    cell = f"""
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+model = {wrap}
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for batch in torch.utils.data.DataLoader(torch.ones(40, 16, 32), batch_size=8):
+    with context_parallel(mesh, buffers=[batch], buffer_seq_dims=[1]):
+        assert batch.shape == (8, 8, 32), batch.shape
+        model(batch).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()"""
+    assert "ranks 0-1 share their batches" in measured.ok(f"%%distributed\n{cell}").stdout
+
+
 def test_why_a_step_is_slow_is_shown_below_the_cell_and_by_rank(measured: Kernel) -> None:
     cell = """
 import time

@@ -1,10 +1,12 @@
 """Which part of the data a rank trains on, by what DDP and FSDP2 say: equal batches may be dummy data.
 
-Dummy data, or the same seed everywhere, is equal on ranks that all the same count each batch.
+Dummy data, or the same seed everywhere, is equal on ranks that all the same count each batch. With torch's context
+parallelism ranks share a batch though DDP or FSDP2 averages their gradients: each has a part of its sequences.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -12,6 +14,24 @@ from typing import Any
 import torch
 
 from nbdist.metrics.compute import waits
+
+_contexts: set[frozenset[int]] = set()  # ranks, this one among them, that have divided sequences among themselves
+
+
+def watch() -> None:
+    """Have it known from now on among which ranks sequences are divided. To be called again once training goes on."""
+    module: Any = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    original = getattr(module, "_context_parallel_buffers", None)  # private, so it is looked for: all ways lead there
+    if original is None or hasattr(original, "_nbdist_watches"):
+        return
+
+    @functools.wraps(original)
+    def divide(mesh: Any, *args: Any, **kwargs: Any) -> Any:
+        _contexts.add(frozenset(mesh.mesh.flatten().tolist()))
+        return original(mesh, *args, **kwargs)
+
+    divide._nbdist_watches = True  # type: ignore[attr-defined]
+    module._context_parallel_buffers = divide
 
 
 def shared_batch(batch: str, parameters: Collection[torch.Tensor]) -> str:
@@ -37,11 +57,22 @@ def _places(parameters: Collection[int]) -> Iterator[tuple[int, ...]]:
     """Yield this rank's place among those that average the gradients of any of these parameters, by their ids."""
     for model in waits.ddp_models():
         if any(id(parameter) in parameters for parameter in model.module.parameters()):
-            yield (model.process_group.rank(),)
+            yield (_place_in(model.process_group),)
     for group in _fsdp_groups():
         if any(id(each.sharded_param) in parameters for each in group.fsdp_params):
             mesh = group.mesh_info
-            yield (getattr(mesh, "replicate_mesh_rank", 0), getattr(mesh, "shard_mesh_rank", 0))
+            groups = (getattr(mesh, name, None) for name in ("replicate_process_group", "shard_process_group"))
+            yield tuple(0 if group is None else _place_in(group) for group in groups)
+
+
+def _place_in(group: Any) -> int:
+    """Return the first place in a group of the ranks that share this rank's sequences; without others its own."""
+    own: int = group.rank()
+    if not _contexts:
+        return own
+    members = torch.distributed.get_process_group_ranks(group)
+    sharing = frozenset[int]().union(*(ranks for ranks in _contexts if members[own] in ranks))
+    return min([own, *(place for place, rank in enumerate(members) if rank in sharing)])
 
 
 def _fsdp_groups() -> Iterator[Any]:

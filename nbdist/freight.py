@@ -6,16 +6,20 @@ Both ends, for the controller and for agents. Knows neither sockets nor what the
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Iterator, Sequence
 
 from nbdist import segments
 from nbdist.wire.chunks import CHUNK, WINDOW, Chunk
+from nbdist.wire.frames import encode
 from nbdist.wire.parcel import Segment
 
+_KEPT = 2 * WINDOW // CHUNK  # chunks
 
-class Outgoing:
-    """Segments of a process of this machine that another machine is to get.
+
+class GivenSegments:
+    """Segments of a process of this machine that other machines are to get.
 
     Args:
         key: Their name on the way.
@@ -27,36 +31,50 @@ class Outgoing:
 
     def __init__(self, key: int, given: Sequence[Segment]) -> None:
         self._key = key
-        self._room = WINDOW
         self._descriptors: list[int] = []
+        self._read = functools.lru_cache(_KEPT)(self._encode)  # for machines that get it at about the same time
         try:
             for segment in given:
                 self._descriptors.append(segments.open_segment(segment))
         except BaseException:
             self.close()
             raise
-        self._chunks = self._read([segment.size for segment in given])
+        self._sizes = [segment.size for segment in given]
 
-    def _read(self, sizes: Sequence[int]) -> Iterator[Chunk]:
-        for number, (descriptor, size) in enumerate(zip(self._descriptors, sizes, strict=True)):
+    def chunks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the size of each chunk, and its frame."""
+        for number, size in enumerate(self._sizes):
             for offset in range(0, size, CHUNK):
-                yield Chunk(self._key, number, offset, os.pread(descriptor, CHUNK, offset))
+                yield min(CHUNK, size - offset), self._read(number, offset)
 
-    def next_chunks(self, taken: int = 0) -> Iterator[Chunk]:
-        """Yield what may be sent now.
+    def _encode(self, number: int, offset: int) -> bytes:
+        return encode(Chunk(self._key, number, offset, os.pread(self._descriptors[number], CHUNK, offset)))
+
+    def close(self) -> None:
+        """Let go of the segments."""
+        self._read.cache_clear()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+class Outgoing:
+    """Segments on their way to one machine."""
+
+    def __init__(self, source: GivenSegments) -> None:
+        self._room = WINDOW
+        self._chunks = source.chunks()
+
+    def next_chunks(self, taken: int = 0) -> Iterator[bytes]:
+        """Yield the frames that may be sent now.
 
         Args:
             taken: Bytes that the other side has taken since the last call.
         """
         self._room += taken
         while self._room > 0 and (chunk := next(self._chunks, None)) is not None:
-            self._room -= len(chunk.data)
-            yield chunk
-
-    def close(self) -> None:
-        """Let go of the segments."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+            size, frame = chunk
+            self._room -= size
+            yield frame
 
 
 class Incoming:

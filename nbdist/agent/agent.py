@@ -205,9 +205,9 @@ class Agent:
                 return
             self._storage.handle(decode(self._freight.recv()))
 
-    def _send_freight(self, message: Message) -> None:
+    def _send_freight(self, message: Message | bytes) -> None:
         assert self._freight is not None
-        self._freight.send(encode(message))
+        self._freight.send(message if isinstance(message, bytes) else encode(message))
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Credit):

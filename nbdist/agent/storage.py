@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nbdist.freight import Incoming, Outgoing
+from nbdist.freight import GivenSegments, Incoming, Outgoing
 from nbdist.segments import Unreachable
 from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
 from nbdist.wire.message import Message
@@ -17,13 +17,13 @@ class NodeStorage:
     """The parcels of this node.
 
     Args:
-        send: Sends to the controller, by the lane that is for this.
+        send: Sends a message, or one that is encoded, to the controller, by the lane that is for this.
     """
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[Message | bytes], None]) -> None:
         self._send = send
         self._incoming: dict[int, Incoming] = {}
-        self._outgoing: dict[int, Outgoing] = {}
+        self._outgoing: dict[int, tuple[GivenSegments, Outgoing]] = {}
 
     def handle(self, message: Message) -> None:
         """Do what the controller says."""
@@ -34,7 +34,8 @@ class NodeStorage:
             elif isinstance(message, Chunk):
                 self._take(message)
             elif isinstance(message, Fetch):
-                self._outgoing[key] = Outgoing(key, message.segments)
+                source = GivenSegments(key, message.segments)
+                self._outgoing[key] = source, Outgoing(source)
                 self._go_on(key, 0)
             elif isinstance(message, Taken):
                 self._go_on(key, message.size)
@@ -54,11 +55,12 @@ class NodeStorage:
             self._send(Arrived(chunk.key, incoming.segments))
 
     def _go_on(self, key: int, taken: int) -> None:
-        if (outgoing := self._outgoing.get(key)) is not None:
-            for chunk in outgoing.next_chunks(taken):
+        if (found := self._outgoing.get(key)) is not None:
+            for chunk in found[1].next_chunks(taken):
                 self._send(chunk)
 
     def _discard(self, key: int) -> None:
-        for kept in (self._incoming.pop(key, None), self._outgoing.pop(key, None)):
-            if kept is not None:
-                kept.close()
+        if (incoming := self._incoming.pop(key, None)) is not None:
+            incoming.close()
+        if (found := self._outgoing.pop(key, None)) is not None:
+            found[0].close()

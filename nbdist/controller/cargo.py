@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nbdist.freight import Incoming, Outgoing
+from nbdist.freight import GivenSegments, Incoming, Outgoing
 from nbdist.segments import Unreachable
 from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
 from nbdist.wire.message import Message
@@ -22,6 +22,7 @@ Segments = list[Segment]
 class _Delivery:
     """A value on its way to nodes."""
 
+    source: GivenSegments
     outgoing: dict[int, Outgoing]  # by node, those that are not there yet
     done: Callable[[dict[int, Segments], str], None]
     there: dict[int, Segments] = field(default_factory=dict)
@@ -40,10 +41,10 @@ class Cargo:
     """All values on their way, and those that have arrived.
 
     Args:
-        send: Sends to a node's agent, by the lane that is for this.
+        send: Sends a message, or one that is encoded, to a node's agent, by the lane that is for this.
     """
 
-    def __init__(self, send: Callable[[int, Message], None]) -> None:
+    def __init__(self, send: Callable[[int, Message | bytes], None]) -> None:
         self._send = send
         self._keys = itertools.count(1)
         self._deliveries: dict[int, _Delivery] = {}
@@ -64,13 +65,12 @@ class Cargo:
             A number to `drop` it by.
         """
         key = next(self._keys)
-        delivery = self._deliveries[key] = _Delivery({}, done)
         try:
-            for node in nodes:
-                delivery.outgoing[node] = Outgoing(key, given)
+            source = GivenSegments(key, given)
         except (OSError, Unreachable) as error:
-            self._spoil(key, str(error))
+            done({}, str(error))
             return key
+        delivery = self._deliveries[key] = _Delivery(source, {node: Outgoing(source) for node in nodes}, done)
         for node, outgoing in delivery.outgoing.items():
             self._send(node, Expect(key, [segment.size for segment in given]))
             self._go_on(node, outgoing)
@@ -112,12 +112,13 @@ class Cargo:
         delivery = self._deliveries.get(message.key)
         if delivery is None or node not in delivery.outgoing:
             return
-        delivery.outgoing.pop(node).close()
+        del delivery.outgoing[node]
         delivery.there[node] = message.segments
         self._check_delivered(delivery)
 
     def _check_delivered(self, delivery: _Delivery) -> None:
         if not delivery.outgoing:
+            delivery.source.close()
             delivery.done(delivery.there, "")
 
     def _take(self, node: int, chunk: Chunk) -> None:
@@ -147,8 +148,7 @@ class Cargo:
     def lose(self, node: int) -> None:
         """Give up all that goes to a lost node or comes from it."""
         for delivery in list(self._deliveries.values()):
-            if (outgoing := delivery.outgoing.pop(node, None)) is not None:
-                outgoing.close()
+            if delivery.outgoing.pop(node, None) is not None:
                 self._check_delivered(delivery)
         for key in [key for key, collection in self._collections.items() if collection.node == node]:
             self._spoil(key, f"node {node} is lost")
@@ -161,8 +161,7 @@ class Cargo:
     def drop(self, key: int) -> None:
         """Release a value, wherever it is."""
         if (delivery := self._deliveries.pop(key, None)) is not None:
-            for outgoing in delivery.outgoing.values():
-                outgoing.close()
+            delivery.source.close()
             for node in {*delivery.outgoing, *delivery.there}:
                 self._send(node, Discard(key))
         if (collection := self._collections.pop(key, None)) is not None:

@@ -21,10 +21,10 @@ class CellCargo:
     """The parcels of all cells of a set of ranks.
 
     Args:
-        send: Sends to a node's agent, by the lane that is for this.
+        send: Sends a message, or one that is encoded, to a node's agent, by the lane that is for this.
     """
 
-    def __init__(self, send: Callable[[int, Message], None]) -> None:
+    def __init__(self, send: Callable[[int, Message | bytes], None]) -> None:
         self._cargo = Cargo(send)
         self._on_their_way: dict[int, Execute] = {}  # cells whose parcels are brought to other nodes
         self._parcels: dict[int, dict[int, Parcel]] = {}  # by cell, for each other node its own

@@ -19,6 +19,7 @@ from nbdist.controller.switchboard import Switchboard
 from nbdist.network import endpoint
 from nbdist.processes import describe_owner
 from nbdist.text import counted
+from nbdist.wire.frames import encode
 from nbdist.wire.lanes import AGENT_CONTROL, node_lane
 from nbdist.wire.life import Progress, Shutdown
 from nbdist.wire.message import VERSION, Message
@@ -315,10 +316,11 @@ class NodeTable:
 
     # --- messages
 
-    def send(self, node: int, message: Message, lane: str = AGENT_CONTROL) -> None:
-        """Send to a node's agent."""
+    def send(self, node: int, message: Message | bytes, lane: str = AGENT_CONTROL) -> None:
+        """Send a message, or one that is encoded, to a node's agent."""
         if node in self._nodes:
-            self._switchboard.send(node_lane(lane, node), message)
+            frame = message if isinstance(message, bytes) else encode(message)
+            self._switchboard.forward(node_lane(lane, node), frame)
 
     def broadcast(self, message: Message, others: bool = False) -> None:
         """Send to all agents; `others`: but not to ours."""

@@ -33,6 +33,7 @@ from nbdist.wire.lanes import (
 from nbdist.wire.listener import Listener
 from nbdist.wire.message import Message
 
+_NETWORK_THREADS = 4  # encrypt what goes to other nodes; each connection belongs to one of them
 _NOTEBOOK = "notebook"
 _RANKS = tuple(f"{name}/".encode() for name in RANK_LANES)
 _RELAYS = tuple(f"{name}/".encode() for name in RELAY_LANES)
@@ -62,7 +63,7 @@ class Switchboard:
         self._waiting: dict[bytes, list[bytes]] = {}  # for a lane that has not connected yet
         self._relays: dict[bytes, bytes] = {}  # by lane of a rank elsewhere, the lane of its node
         self._guests: dict[bytes, bytes] = {}  # by lane, their public keys
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_NETWORK_THREADS)
         self._listener = Listener(self._context)
         self.socket = self._listener.socket
         url = self._listener.listen()

@@ -10,6 +10,7 @@ import pytest
 from nbdist import segments
 from nbdist.agent.storage import NodeStorage
 from nbdist.controller.cargo import Cargo
+from nbdist.wire.frames import decode
 from nbdist.wire.message import Message
 from nbdist.wire.parcel import Segment
 
@@ -22,14 +23,15 @@ class Way:
     """A controller's cargo and the storage of node 1, with what is sent between them."""
 
     def __init__(self) -> None:
-        self.queue: list[tuple[bool, Message]] = []  # whether to the controller
+        self.queue: list[tuple[bool, Message | bytes]] = []  # whether to the controller
         self.cargo = Cargo(lambda node, message: self.queue.append((False, message)))
         self.storage = NodeStorage(lambda message: self.queue.append((True, message)))
         self.largest = 0
 
     def carry(self, messages: int = 1 << 20) -> None:
         while self.queue and messages:
-            up, message = self.queue.pop(0)
+            up, sent = self.queue.pop(0)
+            message = as_message(sent)
             self.largest = max(self.largest, len(self.queue))
             if up:
                 self.cargo.handle(1, message)
@@ -45,6 +47,10 @@ def value() -> Iterator[Segment]:
     segments.seal(descriptor)
     yield segments.segment_of(descriptor)
     os.close(descriptor)
+
+
+def as_message(sent: Message | bytes) -> Message:
+    return decode(sent) if isinstance(sent, bytes) else sent
 
 
 def read(segment: Segment) -> bytes:
@@ -65,6 +71,28 @@ def test_a_value_gets_to_a_node_whole(value: Segment) -> None:
     way.carry()
     with pytest.raises(segments.Unreachable):
         segments.open_segment(there[1][0])
+
+
+def test_a_value_gets_whole_to_nodes_that_are_not_equally_fast(value: Segment) -> None:
+    queues: dict[int, list[Message]] = {1: [], 2: []}
+    found: list[dict[int, list[Segment]]] = []
+
+    def send(node: int, message: Message | bytes) -> None:
+        queues[node].append(as_message(message))
+
+    cargo = Cargo(send)
+    storages = {
+        1: NodeStorage(lambda message: cargo.handle(1, as_message(message))),
+        2: NodeStorage(lambda message: cargo.handle(2, as_message(message))),
+    }
+    key = cargo.deliver([value], [1, 2], lambda there, why: found.append(there))
+    for node in (1, 2):  # the first has all before the second has begun
+        while queues[node]:
+            storages[node].handle(queues[node].pop(0))
+    assert [read(found[0][node][0]) == DATA for node in (1, 2)] == [True, True]
+    cargo.drop(key)
+    for node in (1, 2):
+        storages[node].handle(queues[node].pop(0))
 
 
 def test_no_more_is_under_way_than_allowed(value: Segment) -> None:

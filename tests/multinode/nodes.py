@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from testbed.kernel import Execution, Kernel
+import psutil
+
+from testbed.kernel import Execution, Kernel, lines_by_rank
 from tests.multinode.hosts import Host, OtherMachine
 
 SUM = """
@@ -97,6 +99,23 @@ def two_nodes(
                 kernel.run("%distributed stop")
 
 
+def kill_node(kernel: Kernel, rank: int) -> None:
+    """Kill `nbdist join`, under a cell, where a rank runs whose machine is to be lost."""
+    pid = kernel.value(f"__import__('nbdist').get_session().ranks[{rank}].pid")
+    parents = psutil.Process(pid).parents()
+    node = next(parent for parent in parents if re.search(r"nbdist\.command|nbdist join", " ".join(parent.cmdline())))
+    cell = kernel.start(f"%%distributed\nprint('at it')\nimport time\nif rank == {rank}: time.sleep(1000)")
+    cell.wait_for("] at it")
+    node.kill()
+    outcome = cell.finish()
+    assert outcome.ename == "RankDied" and "is lost" in str(outcome), str(outcome)
+
+
 def without_nodes(text: str) -> str:
     """The text with labels that name ranks only."""
     return re.sub(r"(?m)^(\[[0-9,-]+\]) \([^)]*\)", r"\1", text)
+
+
+def lines_of(kernel: Kernel, cell: str) -> dict[int, list[str]]:
+    """The lines that each rank prints in a cell, without the names of the nodes."""
+    return lines_by_rank(without_nodes(kernel.ok(f"%%distributed\n{cell}").stdout))

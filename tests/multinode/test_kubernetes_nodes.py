@@ -11,6 +11,7 @@ import pytest
 
 from testbed.kernel import Kernel, wait_until
 from tests.conftest import sharing
+from tests.multinode.nodes import kill_node, lines_of
 from tests.multinode.ssh_server import ROOT
 
 pytest.importorskip("kubernetes", reason="its client is not installed: pip install 'nbdist[kubernetes]'")
@@ -65,6 +66,17 @@ def test_pods_are_nodes_in_their_order_and_are_deleted_with_the_session(kernel: 
     assert secret["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
     tokens = secret["stringData"]["tokens"].split(",")
     assert len(tokens) == 2 and not any(token in str(job) for token in tokens)
+    kernel.ok("%distributed stop")
+
+
+def test_a_lost_pod_is_replaced_by_one_of_another_job_and_both_are_deleted(kernel: Kernel, server: ApiServer) -> None:
+    kernel.ok(start("--num-nodes 2"))
+    kernel.ok("%%distributed\nkept = rank + 10")
+    kill_node(kernel, 1)
+    said = kernel.ok("%distributed heal").stdout
+    assert "waiting for kubernetes to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
+    assert lines_of(kernel, SUM) == {0: ["0 2 ['0'] False"], 1: ["1 2 ['0'] False"]}
     kernel.ok("%distributed stop")
 
 

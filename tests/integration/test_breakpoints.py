@@ -49,7 +49,7 @@ def debugged() -> Iterator[Kernel]:
     with Kernel() as kernel, sharing(kernel):
         kernel.ok("%load_ext nbdist")
         PageDebugger(kernel).close()
-        adapter = next(pid for pid, command in processes_of_this_run().items() if "debugpy/adapter" in command)
+        (adapter,) = adapters()
         with sharing(psutil.Process(adapter)):
             yield kernel
 
@@ -61,6 +61,11 @@ def kernel(debugged: Kernel) -> Iterator[Kernel]:
     debugged.ok("%%distributed\nimport torch")
     yield debugged
     debugged.ok("%distributed stop")
+
+
+def adapters() -> set[int]:
+    """The processes that speak for kernels and ranks with a debugger."""
+    return {pid for pid, command in processes_of_this_run().items() if "debugpy/adapter" in command}
 
 
 def names_of(page: PageDebugger, thread: int) -> list[tuple[str, int]]:
@@ -183,6 +188,23 @@ def test_a_rank_that_dies_at_a_breakpoint_is_reported_and_no_longer_stopped(kern
         assert page.event("continued")["threadId"] == threads["rank 1"]
         assert cell.finish().ename == "RankDied"
         assert page.ask("debugInfo")["stoppedThreads"] == []
+
+
+def test_a_kernel_whose_debugger_does_not_answer_still_hears_its_page() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext nbdist")
+        others = adapters()
+        page = PageDebugger(kernel)
+        page.ask("disconnect")
+        (adapter,) = adapters() - others
+        os.kill(adapter, signal.SIGSTOP)
+        try:
+            refusal = page.request("initialize", clientID="jupyterlab", adapterID="python3")
+        finally:
+            os.kill(adapter, signal.SIGCONT)
+        assert not refusal["success"] and "does not answer" in refusal["message"]
+        assert not page.ask("debugInfo")["isStarted"]
+        page.leave()
 
 
 def test_cells_of_the_kernel_stop_as_they_did(kernel: Kernel) -> None:

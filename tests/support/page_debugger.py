@@ -83,6 +83,10 @@ class PageDebugger:
 
     def close(self) -> None:
         self.request("disconnect", restart=False, terminateDebuggee=False)
+        self.leave()
+
+    def leave(self) -> None:
+        """Ask nothing any more; a debugger that is on stays so."""
         self._client.stop_channels()
 
 

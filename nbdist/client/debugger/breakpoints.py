@@ -30,6 +30,7 @@ from nbdist.wire.questions import ask
 from nbdist.wire.stopping import Rest
 
 _ON_RANKS = re.compile(r"\s*%%(distributed|dist|rank)\b")  # how a cell begins that runs on ranks only
+_KERNELS = 20.0  # seconds for the kernel's own debugpy to answer a page that connects, on a busy machine
 _ATTACH = 60.0  # seconds to attach to ranks, on a busy machine
 _LET_GO = 5.0  # seconds for stopped ranks to go on before they are interrupted
 _STEP = 0.5  # seconds for a rank to stop again, before JupyterLab is shown another
@@ -38,6 +39,10 @@ _BY_THREAD = ("stackTrace", "continue", "next", "stepIn", "stepOut", "pause", "e
 _BY_REFERENCE = (
     *("scopes", "variables", "evaluate", "setVariable", "setExpression"),
     *("richInspectVariables", "copyToGlobals"),  # the kernel's own
+)
+_DEAF = (
+    "the kernel's debugger does not answer. If it still does not when it is switched on again, restart the kernel: "
+    "`%distributed attach` then brings the ranks back"
 )
 _GO_ON = ("continue", "next", "stepIn", "stepOut")
 _HEADINGS = ("special variables", "function variables")
@@ -100,7 +105,14 @@ class RankBreakpoints(observers.Observer):
 
     async def _initialize(self, request: DapMessage) -> DapMessage:
         self._jupyterlab = request.get("arguments", {}).get("clientID") == "jupyterlab"
-        return await self._kernels(request)
+        try:
+            return await asyncio.wait_for(self._kernels(request), _KERNELS)
+        except (
+            asyncio.TimeoutError
+        ):  # the kernel would wait for ever, and hear nothing else meanwhile, no button either
+            self._debugger.stop()
+            self._debugger.is_started = False
+            return _refusal(request, _DEAF)
 
     async def _attach_again(self, request: DapMessage) -> DapMessage:
         """Have breakpoints again on the ranks that were attached before the debugger was off."""

@@ -93,7 +93,7 @@ class Slurm:
         which = self._in_job([seat.number for seat in invitation.seats]) if self._job else self._own_job()
         command = [
             *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--job-name={self._name}"),
-            *("--kill-on-bad-exit=1", "--no-kill", "--cpu-bind=none", "--mpi=none", "--input=all", *which),
+            *("--kill-on-bad-exit=0", "--no-kill", "--cpu-bind=none", "--mpi=none", "--input=all", *which),
             *self._options.arguments,
             *join_command(self._options.python or sys.executable, invitation.address, by_task=True),
         ]

@@ -19,7 +19,7 @@ _UP_LIMIT = 30.0  # seconds
 
 @dataclass
 class SlurmCluster:
-    """A cluster with the nodes slurm-a and slurm-b.
+    """A cluster with the nodes slurm-a, slurm-b and slurm-c.
 
     Attributes:
         environment: What its programs need to be set.
@@ -58,9 +58,9 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     key, munge = folder / "munge.key", folder / "munge.socket"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    for name in ("state", "spool-slurm-a", "spool-slurm-b"):
+    for name in ("state", "spool-slurm-a", "spool-slurm-b", "spool-slurm-c"):
         (folder / name).mkdir()
-    ports = _free_ports(3)
+    ports = _free_ports(4)
     config = folder / "slurm.conf"
     config.write_text(
         f"""ClusterName=nbdist
@@ -87,8 +87,9 @@ KillWait=2
 SlurmdParameters=config_overrides
 NodeName=slurm-a NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
 NodeName=slurm-b NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
-PartitionName=main Nodes=slurm-a,slurm-b Default=YES MaxTime=60 State=UP
-PartitionName=closed Nodes=slurm-a,slurm-b MaxTime=60 State=DOWN
+NodeName=slurm-c NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=2 State=UNKNOWN
+PartitionName=main Nodes=slurm-a,slurm-b,slurm-c Default=YES MaxTime=60 State=UP
+PartitionName=closed Nodes=slurm-a,slurm-b,slurm-c MaxTime=60 State=DOWN
 """
     )
     cluster = SlurmCluster({"SLURM_CONF": str(config)}, [])
@@ -100,9 +101,9 @@ PartitionName=closed Nodes=slurm-a,slurm-b MaxTime=60 State=DOWN
         cluster.daemons.append(_run(ends, munged, {}))
         _await(munge.exists, "munged")
         cluster.daemons.append(_run(ends, [str(programs["slurmctld"]), "-D"], cluster.environment))
-        for node in ("slurm-a", "slurm-b"):
+        for node in ("slurm-a", "slurm-b", "slurm-c"):
             cluster.daemons.append(_run(ends, [str(programs["slurmd"]), "-D", "-N", node], cluster.environment))
-        _await(lambda: _idle_nodes(cluster) == 2, "two nodes of Slurm")
+        _await(lambda: _idle_nodes(cluster) == 3, "three nodes of Slurm")
         yield cluster
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from testbed.kernel import Kernel
 from tests.conftest import sharing
-from tests.multinode.nodes import without_nodes
+from tests.multinode.nodes import kill_node, lines_of, without_nodes
 from tests.multinode.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.multinode.ssh_server import ROOT
 
@@ -44,6 +44,18 @@ def test_a_job_is_asked_for_and_ends_with_the_session(kernel: Kernel, cluster: S
     assert job.startswith("nbdist-")
     said = without_nodes(kernel.run(f"%%distributed\n{SUM}").stdout)
     assert "[0] 0 2 slurm-" in said and "[1] 1 2 slurm-" in said, said
+    kernel.ok("%distributed stop")
+    assert cluster.await_no_jobs()
+
+
+def test_a_lost_node_is_replaced_by_one_of_another_job_and_all_jobs_end(kernel: Kernel, cluster: SlurmCluster) -> None:
+    kernel.ok("%distributed start --slurm --num-nodes 2 --partition main --time 5 -n 1")
+    kernel.ok("%%distributed\nkept = rank + 10")
+    kill_node(kernel, 1)
+    said = kernel.ok("%distributed heal").stdout
+    assert "waiting for slurm to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
+    assert {rank: line[:3] for rank, (line,) in lines_of(kernel, SUM).items()} == {0: "0 2", 1: "1 2"}
     kernel.ok("%distributed stop")
     assert cluster.await_no_jobs()
 

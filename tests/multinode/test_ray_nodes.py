@@ -14,6 +14,7 @@ import pytest
 
 from testbed.kernel import Kernel, wait_until
 from tests.conftest import sharing
+from tests.multinode.nodes import kill_node, lines_of
 from tests.multinode.ssh_server import ROOT
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'nbdist[ray]'")
@@ -77,6 +78,19 @@ def test_a_node_on_each_of_rays_and_all_ends_with_the_session(kernel: Kernel, ad
     assert "2 ranks on 2 nodes ready" in outcome.stdout, str(outcome)
     said = kernel.run(f"%%distributed\n{SUM}").stdout
     assert "0 2 True" in said and "1 2 True" in said, said
+    assert len(nodes()) == 2
+    kernel.ok("%distributed stop")
+    wait_until(lambda: not nodes(), "the end of the nodes")
+
+
+def test_a_lost_node_is_replaced_by_one_of_another_actor_and_all_actors_end(kernel: Kernel, address: str) -> None:
+    kernel.ok(f"%distributed start --ray {address} --num-nodes 2 -n 1")
+    kernel.ok("%%distributed\nkept = rank + 10")
+    kill_node(kernel, 1)
+    said = kernel.ok("%distributed heal").stdout
+    assert "waiting for ray to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
+    assert lines_of(kernel, SUM) == {0: ["0 2 True"], 1: ["1 2 True"]}
     assert len(nodes()) == 2
     kernel.ok("%distributed stop")
     wait_until(lambda: not nodes(), "the end of the nodes")

@@ -77,6 +77,7 @@ class Notebook:
         self.page.set_viewport_size({"width": 1100, "height": 900})
         self.page.set_default_timeout(1000 * LIMIT)
         self._errors: list[str] = []
+        self._was_restarted = False
         self.page.on("pageerror", self._note_error)
         self.page.on("console", self._note)
         self.open()
@@ -87,7 +88,9 @@ class Notebook:
 
     def _note(self, message: ConsoleMessage) -> None:
         """Keep what goes wrong, except what does without us, too: services and widgets that nobody has."""
-        known = ("Failed to load resource", "widget model not found")
+        known = ["Failed to load resource", "widget model not found"]
+        if self._was_restarted:  # what JupyterLab has asked the old kernel, and what that has still said
+            known += ["Could not restore the debugger state", "Comm not found for comm id"]
         if message.type == "error" and not any(words in message.text for words in known):
             self._errors.append(message.text)
 
@@ -161,6 +164,7 @@ class Notebook:
         self.page.evaluate(f"{CURRENT}.context.save()")
 
     def restart_kernel(self) -> None:
+        self._was_restarted = True
         self.page.evaluate(f"{CURRENT}.sessionContext.session.kernel.restart()")
         self._wait_for_kernel()
 

@@ -235,6 +235,26 @@ def test_endless_recursion_is_reported_in_short(ranks: Kernel) -> None:
     assert "RecursionError" in outcome.evalue and len(outcome.traceback.splitlines()) < 60
 
 
+WATCHED = """
+import sys, types
+class Watched(types.ModuleType):
+    looks = 0
+    @property
+    def __file__(self):
+        Watched.looks += 1
+        return '/nowhere/watched.py'
+def again(): again()
+sys.modules['watched'] = Watched('watched')"""
+
+
+def test_a_traceback_of_cells_is_made_without_a_search_of_the_loaded_modules(ranks: Kernel) -> None:
+    """There are thousands of them, and Python would look at each for each frame."""
+    ranks.ok(f"%%distributed\n{WATCHED}")
+    fails(ranks, "again()")
+    looks = "print(Watched.looks); del sys.modules['watched']"
+    assert ranks.ok(f"%%distributed\n{looks}").lines == {0: ["0"], 1: ["0"]}
+
+
 def test_an_exception_that_draws_its_own_traceback_may(ranks: Kernel) -> None:
     code = "class Drawn(Exception):\n    def _render_traceback_(self): return ['drawn by itself']\nraise Drawn"
     assert "drawn by itself" in fails(ranks, code).traceback

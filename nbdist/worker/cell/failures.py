@@ -6,6 +6,8 @@ import contextlib
 import dis
 import functools
 import importlib
+import inspect
+import os
 import pickle
 import re
 import sys
@@ -26,7 +28,8 @@ _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "plat
 # By name: `pip install --user` and the system's packages below a virtual environment have other prefixes than Python.
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _OURS = __file__.rsplit("/", 3)[0]
-_CELL = re.compile(r'File "<ipython-input-(\d+)-\w+>", line')
+_CELL_FILE = "<ipython-input-"
+_CELL = re.compile(rf'File "{_CELL_FILE}(\d+)-\w+>", line')
 # Where torch's own frames are while a step is under way.
 _STEP_FILES = (
     "/torch/distributed/",
@@ -202,9 +205,29 @@ def render(
             own = getattr(error, "_render_traceback_", None)
             if own is not None and not isinstance(error, NbdistError):
                 return "\n".join(own())
-            return str(renderer.stb2text(renderer.structured_traceback(kind, error, traceback, tb_offset=0)))
+            with _placed_cells(error):
+                return str(renderer.stb2text(renderer.structured_traceback(kind, error, traceback, tb_offset=0)))
     except Exception:  # the user's own __str__ or _render_traceback_ may raise anything
         return _render_plainly(kind, error, traceback)
+
+
+@contextlib.contextmanager
+def _placed_cells(error: BaseException) -> Iterator[None]:
+    """While the body runs, `inspect` knows where cells belong.
+
+    Else it goes through all loaded modules three times for each frame: there are thousands, and a recursion has forty.
+    """
+    frames = (place.tb_frame for part in chain(error) for place in _entries(part.__traceback__))
+    cells = {frame.f_code.co_filename for frame in frames if frame.f_code.co_filename.startswith(_CELL_FILE)}
+    places = list(cells)
+    with contextlib.suppress(FileNotFoundError):  # the working directory is gone
+        places += map(os.path.abspath, cells)
+    inspect.modulesbyfile.update(dict.fromkeys(places, "__main__"))
+    try:
+        yield
+    finally:
+        for place in places:
+            inspect.modulesbyfile.pop(place, None)
 
 
 def _render_plainly(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> str:

@@ -241,8 +241,7 @@ class CellFuzz:
         expected = f"sum {sum(rank + 1 for rank in self._everyone)} {self._number * len(self._everyone)} kept "
         began = time.monotonic()
         try:
-            self._session.run(_TIDY, timeout=_LIMIT)
-            result = self._session.run(_CHECK.format(number=self._number), timeout=_LIMIT)
+            result = self._session.run(_TIDY + _CHECK.format(number=self._number), timeout=_LIMIT)
         except (RankError, StaleGroupError) as error:
             self._violated(f"the next cell fails: {_text(error)}")
         for rank in self._everyone:

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from nbdist.metrics.node.sample import NodeSample
+from nbdist.wire.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
 from nbdist.wire.held_variables import Elements, Figures, Gap, GetElements, GetFigures, GetGap, GetVariables, Variables
 from nbdist.wire.knowing import (
     Complete,
@@ -75,13 +76,16 @@ AnyQuestion = (
     | GetVariables
     | Inspect
     | Meet
+    | OpenDebugger
     | Release
     | Rest
     | Strand
+    | TellDebugger
 )
 
 AnyAnswer = (
     Completions
+    | DebugBytes
     | Done
     | Elements
     | Flight

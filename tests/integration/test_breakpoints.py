@@ -11,8 +11,7 @@ import pytest
 
 from testbed.kernel import Kernel
 from tests.conftest import sharing
-from tests.support.leftovers import processes_of_this_run
-from tests.support.page_debugger import PageDebugger, page_debugger
+from tests.support.page_debugger import PageDebugger, adapters, page_debugger
 
 CELL = """\
 %%distributed
@@ -63,11 +62,6 @@ def kernel(debugged: Kernel) -> Iterator[Kernel]:
     debugged.ok("%distributed stop")
 
 
-def adapters() -> set[int]:
-    """The processes that speak for kernels and ranks with a debugger."""
-    return {pid for pid, command in processes_of_this_run().items() if "debugpy/adapter" in command}
-
-
 def names_of(page: PageDebugger, thread: int) -> list[tuple[str, int]]:
     return [(frame["name"], frame["line"]) for frame in page.stack(thread)]
 
@@ -80,9 +74,10 @@ def test_a_breakpoint_stops_ranks_and_jupyterlab_sees_the_stacks_of_all(kernel: 
         assert sorted(threads) == ["rank 0", "rank 1"]
         first = [("rank 0: scale", 4), ("rank 0: <module>", 5)]
         second = [("rank 1: scale", 4), ("rank 1: <module>", 5)]
-        assert names_of(page, threads["rank 0"]) == first + second
+        all_of_them = [("all stopped ranks: 0-1", 4)]
+        assert names_of(page, threads["rank 0"]) == first + second + all_of_them
         frames = page.stack(threads["rank 1"])
-        assert [(frame["name"], frame["line"]) for frame in frames] == second + first
+        assert [(frame["name"], frame["line"]) for frame in frames] == second + first + all_of_them
         assert {frame["source"]["path"] for frame in frames} == {page.paths[CELL]}
         assert [page.variables(frames[index])["held"] for index in (0, 2)] == ["20", "10"]
         rich = page.ask("richInspectVariables", variableName="held", frameId=frames[0]["id"])
@@ -91,6 +86,52 @@ def test_a_breakpoint_stops_ranks_and_jupyterlab_sees_the_stacks_of_all(kernel: 
         page.ask("continue", threadId=threads["rank 0"])  # the rank whose frame was looked at last
         assert page.event("stopped")["threadId"] == threads["rank 1"]  # which JupyterLab shows next
         page.ask("continue", threadId=1)  # as JupyterLab calls every thread before 4.6
+        assert cell.finish().lines == {0: ["10"], 1: ["20"]}
+
+
+def test_ranks_step_and_go_on_together_while_the_frame_of_all_is_selected(kernel: Kernel) -> None:
+    with page_debugger(kernel) as page:
+        page.break_at(CELL, 3)
+        cell = kernel.start(CELL)
+        threads = page.stops(2)
+        frame = page.stack(threads["rank 0"])[-1]
+        assert page.variables(frame) == {"rank 0": "scale, line 3", "rank 1": "scale, line 3"}
+        refusal = page.request("evaluate", expression="held", frameId=frame["id"])
+        assert refusal["message"] == "select the frame of one rank for this"
+        page.ask("next", threadId=threads["rank 0"])
+        page.stops(2)
+        first, *_ = page.stack(threads["rank 0"])
+        assert (first["name"], first["line"]) == ("all stopped ranks: 0-1", 4)  # selected again
+        assert page.variables(first) == {"rank 0": "scale, line 4", "rank 1": "scale, line 4"}
+        page.ask("continue", threadId=threads["rank 0"])
+        assert cell.finish().lines == {0: ["10"], 1: ["20"]}
+
+
+def test_what_is_asked_late_of_a_frame_does_not_select_it_again(kernel: Kernel) -> None:
+    with page_debugger(kernel) as page:
+        page.break_at(CELL, 4)
+        cell = kernel.start(CELL)
+        threads = page.stops(2)
+        frames = page.stack(threads["rank 0"])
+        late, *_ = page.ask("scopes", frameId=frames[0]["id"])["scopes"]
+        page.ask("scopes", frameId=frames[-1]["id"])
+        page.ask("variables", variablesReference=late["variablesReference"])
+        page.ask("continue", threadId=threads["rank 0"])
+        assert cell.finish().lines == {0: ["10"], 1: ["20"]}
+
+
+def test_going_on_is_for_one_rank_again_once_its_frame_is_selected(kernel: Kernel) -> None:
+    with page_debugger(kernel) as page:
+        page.break_at(CELL, 4)
+        cell = kernel.start(CELL)
+        threads = page.stops(2)
+        frames = page.stack(threads["rank 0"])
+        for frame in (frames[-1], frames[0]):
+            page.variables(frame)
+        page.ask("continue", threadId=threads["rank 0"])
+        assert page.event("continued")["threadId"] == threads["rank 0"]
+        assert page.ask("debugInfo")["stoppedThreads"] == [threads["rank 1"]]
+        page.ask("continue", threadId=threads["rank 1"])
         assert cell.finish().lines == {0: ["10"], 1: ["20"]}
 
 

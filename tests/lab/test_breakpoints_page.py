@@ -32,7 +32,7 @@ def test_a_breakpoint_in_the_gutter_stops_ranks_one_after_the_other(lab: Lab, br
         expect(page.locator(".jp-DebuggerBreakpoint")).to_contain_text("4")
         notebook.start(1)
         stack = page.locator(".jp-DebuggerCallstackFrame")
-        expect(stack).to_have_count(4)
+        expect(stack).to_have_count(5)
         expect(cell.locator(".jp-DebuggerEditor-highlight")).to_contain_text("return held")
         for rank in (0, 1):
             stack.filter(has_text=f"rank {rank}: scale").click()
@@ -45,6 +45,14 @@ def test_a_breakpoint_in_the_gutter_stops_ranks_one_after_the_other(lab: Lab, br
         notebook.command("debugger:next", {})
         expect(stack).to_have_count(1)
         expect(stack).to_contain_text("rank 0: <module>")
+        notebook.command("debugger:continue", {})
+        expect(cell.locator(".jp-OutputArea")).to_contain_text("[1] 20")
+        expect(stack).to_have_count(0)
+        notebook.start(1)
+        stack.filter(has_text="all stopped ranks: 0-1").click()
+        for rank in (0, 1):
+            expect(page.get_by_role("treeitem", name=f"rank {rank}: scale, line 4")).to_be_visible()
+        notebook.shoot("breakpoint_all")
         notebook.command("debugger:continue", {})
         expect(cell.locator(".jp-OutputArea")).to_contain_text("[1] 20")
         expect(stack).to_have_count(0)

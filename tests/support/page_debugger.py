@@ -12,6 +12,7 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 
 from testbed.kernel import LIMIT, Kernel
+from tests.support.leftovers import processes_of_this_run
 
 
 class PageDebugger:
@@ -88,6 +89,11 @@ class PageDebugger:
     def leave(self) -> None:
         """Ask nothing any more; a debugger that is on stays so."""
         self._client.stop_channels()
+
+
+def adapters() -> set[int]:
+    """The processes that speak for kernels and ranks with a debugger."""
+    return {pid for pid, command in processes_of_this_run().items() if "debugpy/adapter" in command}
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from nbdist.client.debugger.debug_lines import Writer
+
 DapMessage: TypeAlias = dict[str, Any]  # a request, response or event, as the protocol's specification has it
 
 _LENGTH = re.compile(rb"Content-Length: *(\d+)", re.IGNORECASE)
-_CONNECT = 10.0  # seconds
 _ANSWER = 30.0  # seconds for debugpy to answer, on a machine that is busy with ranks
 
 
@@ -33,7 +34,7 @@ class Adapter:
     def __init__(
         self,
         reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        writer: Writer,
         on_event: Callable[[DapMessage], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -42,17 +43,6 @@ class Adapter:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[DapMessage]] = {}
         self._task = asyncio.ensure_future(self._read())
-
-    @classmethod
-    async def connect(cls, port: int, on_event: Callable[[DapMessage], None], on_end: Callable[[], None]) -> Adapter:
-        """Connect to a port on loopback.
-
-        Raises:
-            OSError: Nobody listens there.
-        """
-        opening = asyncio.open_connection("127.0.0.1", port)
-        reader, writer = await asyncio.wait_for(opening, _CONNECT)
-        return cls(reader, writer, on_event, on_end)
 
     def send(self, command: str, arguments: DapMessage) -> asyncio.Future[DapMessage]:
         """Send a request, and return its answer to come: it fails with ConnectionError if the connection ends."""

@@ -9,8 +9,18 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from nbdist.client.debugger.adapter import Adapter, DapMessage
+from nbdist.client.debugger.debug_lines import Dial
+
+
+class DebuggedProcess(NamedTuple):
+    """A process of a rank: its id, and for one of another machine the session, by its name, and the node."""
+
+    pid: int
+    session: str = ""
+    node: int = 0
 
 
 class Numbers:
@@ -22,26 +32,26 @@ class Numbers:
 
     def __init__(self, first: int) -> None:
         self._next = itertools.count(first)
-        self._given: dict[tuple[int, int], int] = {}
-        self._meant: dict[int, tuple[int, int]] = {}
+        self._given: dict[tuple[DebuggedProcess, int], int] = {}
+        self._meant: dict[int, tuple[DebuggedProcess, int]] = {}
 
-    def give(self, pid: int, number: int) -> int:
+    def give(self, process: DebuggedProcess, number: int) -> int:
         """Return the number for a rank's own one; 0, which means none, stays."""
         if not number:
             return 0
-        known = (pid, number)
+        known = (process, number)
         if known not in self._given:
             given = self._given[known] = next(self._next)
             self._meant[given] = known
         return self._given[known]
 
-    def find(self, given: object) -> tuple[int, int] | None:
-        """Return the process id of the rank and its own number; None: not one of these."""
+    def find(self, given: object) -> tuple[DebuggedProcess, int] | None:
+        """Return the process of the rank and its own number; None: not one of these."""
         return self._meant.get(given) if isinstance(given, int) else None
 
-    def forget(self, pid: int) -> None:
+    def forget(self, process: DebuggedProcess) -> None:
         """Forget a rank's numbers, which it may give to something else now."""
-        for known in [known for known in self._given if known[0] == pid]:
+        for known in [known for known in self._given if known[0] == process]:
             del self._meant[self._given.pop(known)]
 
 
@@ -50,12 +60,12 @@ class AttachedRank:
 
     Args:
         rank: Its number.
-        pid: Its process.
+        process: Its process.
         on_event: Called with this object and each event of its debugger.
         on_end: Called with this object when it can't be debugged any more.
 
     Attributes:
-        rank, pid: As above. The number is changed from outside.
+        rank, process: As above. The number is changed from outside.
         stopped: The threads that are stopped, by debugpy's own numbers, the first first.
         muted: Whether its breakpoints have been taken away, so that the cell comes to its end.
         ended: Whether it can't be debugged any more.
@@ -65,22 +75,22 @@ class AttachedRank:
     def __init__(
         self,
         rank: int,
-        pid: int,
+        process: DebuggedProcess,
         on_event: Callable[[AttachedRank, DapMessage], None],
         on_end: Callable[[AttachedRank], None],
     ) -> None:
-        self.rank, self.pid = rank, pid
+        self.rank, self.process = rank, process
         self.stopped: list[int] = []
         self.muted = self.ended = self.steps = False
         self._on_event, self._on_end = on_event, on_end
         self._initialized = asyncio.get_running_loop().create_future()
         self._paths: set[str] = set()
 
-    async def attach(self, port: int, breakpoints: Mapping[str, DapMessage], exceptions: DapMessage) -> None:
+    async def attach(self, dial: Dial, breakpoints: Mapping[str, DapMessage], exceptions: DapMessage) -> None:
         """Attach to its debugger and set all breakpoints.
 
         Args:
-            port: Where it listens.
+            dial: Connects to it.
             breakpoints: The arguments of `setBreakpoints`, by source.
             exceptions: Those of `setExceptionBreakpoints`.
 
@@ -88,7 +98,7 @@ class AttachedRank:
             OSError: It does not listen, or its connection has ended.
             TimeoutError: It does not answer.
         """
-        self._adapter = await Adapter.connect(port, self._event, self._end)
+        self._adapter = Adapter(*await dial(), self._event, self._end)
         client = {"clientID": "nbdist", "adapterID": "debugpy", "pathFormat": "path", "supportsVariableType": True}
         await self._adapter.ask("initialize", client | {"linesStartAt1": True, "columnsStartAt1": True})
         rules = [{"module": "nbdist", "include": False}]  # which may be no installed package, so "my code"
@@ -135,6 +145,8 @@ class AttachedRank:
         frames: list[DapMessage] = answer.get("body", {}).get("stackFrames", [])
         while len(frames) > 1 and not os.path.isabs(frames[-1].get("source", {}).get("path", "")):
             frames.pop()
+        for frame in frames:  # where a rank's machine has no file of a cell, the notebook still has it
+            frame.get("source", {}).pop("sourceReference", None)
         return answer
 
     def _event(self, event: DapMessage) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import functools
 import itertools
 import re
 import sys
@@ -21,11 +22,14 @@ import msgspec
 
 from nbdist import shells
 from nbdist.client.debugger.adapter import DapMessage
-from nbdist.client.debugger.attached_rank import AttachedRank, Numbers
+from nbdist.client.debugger.all_stopped import AllStopped
+from nbdist.client.debugger.attached_rank import AttachedRank, DebuggedProcess, Numbers
+from nbdist.client.debugger.debug_lines import Dial, dial_elsewhere, dial_here
 from nbdist.client.session import interruption, observers
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.task import Task
 from nbdist.errors import NbdistError
+from nbdist.wire.life import RankInfo
 from nbdist.wire.questions import ask
 from nbdist.wire.stopping import Rest
 
@@ -74,12 +78,11 @@ class RankBreakpoints(observers.Observer):
         self._breakpoints: dict[str, DapMessage] = {}
         self._exceptions: DapMessage = {}
         self._only_on_ranks: set[str] = set()  # files of cells that the kernel does not run itself
-        self._ports: dict[int, int] = {}  # where processes listen, by process id
-        self._attached: dict[int, AttachedRank] = {}
-        self._chosen = 0  # the process whose frame was looked at last
+        self._attached: dict[DebuggedProcess, AttachedRank] = {}
+        self._chosen: DebuggedProcess | None = None  # the one whose frame was looked at last
+        self._all = AllStopped()
         # Held weakly: ranks that nobody else holds any more end.
-        self._sets: weakref.WeakValueDictionary[int, RankSet] = weakref.WeakValueDictionary()
-        self._told: weakref.WeakKeyDictionary[RankSet, list[int]] = weakref.WeakKeyDictionary()
+        self._sets: weakref.WeakValueDictionary[DebuggedProcess, RankSet] = weakref.WeakValueDictionary()
         self._threads, self._references = Numbers(_THREADS), Numbers(_REFERENCES)
         kernel.debugger.process_request = self.process_request
 
@@ -157,12 +160,12 @@ class RankBreakpoints(observers.Observer):
         for rank in self._reachable():
             for thread in rank.stopped or [1]:
                 name = f"rank {rank.rank}"
-                answer["body"]["threads"].append({"id": self._threads.give(rank.pid, thread), "name": name})
+                answer["body"]["threads"].append({"id": self._threads.give(rank.process, thread), "name": name})
         return answer
 
     async def _info(self, request: DapMessage) -> DapMessage:
         answer = await self._kernels(request)
-        stopped = [self._threads.give(rank.pid, rank.stopped[0]) for rank in self._stopped()]
+        stopped = [self._threads.give(rank.process, rank.stopped[0]) for rank in self._stopped()]
         answer["body"]["stoppedThreads"] = [*stopped, *answer["body"]["stoppedThreads"]]
         return answer
 
@@ -177,6 +180,11 @@ class RankBreakpoints(observers.Observer):
     async def _ask_rank(self, request: DapMessage) -> DapMessage | None:
         """Return the answer of the rank that is meant; None: the kernel itself is."""
         command, arguments = request["command"], dict(request.get("arguments", {}))
+        if self._all.is_meant(arguments):
+            return _answered(request, self._all.answer(command))
+        if self._all.chosen and command in _GO_ON and not self._debugger.stopped_threads and (all_ := self._stopped()):
+            await asyncio.gather(*(self._quietly(self._go_on(rank, command)) for rank in all_))
+            return _answer(request, {"allThreadsContinued": False})
         if command in _BY_THREAD:
             name, numbers = "threadId", self._threads
         else:
@@ -184,11 +192,11 @@ class RankBreakpoints(observers.Observer):
             numbers = self._references
         found = numbers.find(arguments.get(name))
         if command in _BY_THREAD and self._jupyterlab and (meant := self._current(found, command)) is not None:
-            found = meant.pid, meant.stopped[0]
+            found = meant.process, meant.stopped[0]
         if found is None:
             return None
-        pid, arguments[name] = found
-        rank = self._attached.get(pid)
+        process, arguments[name] = found
+        rank = self._attached.get(process)
         if rank is None:
             return _refusal(request, "this rank is no longer being debugged")
         try:
@@ -196,14 +204,14 @@ class RankBreakpoints(observers.Observer):
         except (OSError, asyncio.TimeoutError) as error:
             return _refusal(request, str(error) or "this rank does not answer")
 
-    def _current(self, asked: tuple[int, int] | None, command: str) -> AttachedRank | None:
+    def _current(self, asked: tuple[DebuggedProcess, int] | None, command: str) -> AttachedRank | None:
         """Return the stopped rank that JupyterLab means by a thread; None: the one that it names.
 
         It has one current thread, whose stack here has the frames of all, so going on is meant for the rank whose
         frame was looked at last. Before version 4.6 it calls every thread 1.
         """
         stopped = self._stopped()
-        looked_at = next((rank for rank in stopped if rank.pid == self._chosen), None)
+        looked_at = next((rank for rank in stopped if rank.process == self._chosen), None)
         if asked is not None:
             return looked_at if command != "stackTrace" else None
         if self._debugger.stopped_threads or not stopped:  # the kernel's own thread is meant
@@ -213,8 +221,8 @@ class RankBreakpoints(observers.Observer):
     async def _serve(self, rank: AttachedRank, command: str, arguments: DapMessage) -> DapMessage:
         if command == "stackTrace":
             return await self._stack(rank, arguments)
-        if command in _BY_REFERENCE:
-            self._chosen = rank.pid
+        if command == "scopes":  # a frame is selected; what else is asked of one may come after the next selection
+            self._chosen, self._all.chosen = rank.process, False
         if command == "richInspectVariables":
             return await self._rich(rank, arguments)
         if command == "copyToGlobals":
@@ -231,6 +239,10 @@ class RankBreakpoints(observers.Observer):
             answer["body"]["variables"] = [each for each in variables if not _HIDDEN.match(each["name"])]
         return answer
 
+    async def _go_on(self, rank: AttachedRank, command: str) -> None:
+        rank.steps = command != "continue"
+        await rank.ask(command, {"threadId": rank.stopped[0]})
+
     async def _stack(self, rank: AttachedRank, arguments: DapMessage) -> DapMessage:
         """Return the frames of a rank; for JupyterLab, followed by those of the others that are stopped."""
         answer = await rank.frames(arguments)
@@ -238,10 +250,15 @@ class RankBreakpoints(observers.Observer):
             return answer
         others = [other for other in self._stopped() if other is not rank]
         frames = _named(rank, answer)
+        places = [(rank.rank, frame) for frame in answer["body"]["stackFrames"][:1]]
         for other in others:
+            if not other.stopped:  # it has gone on meanwhile
+                continue
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 stack = self._renumbered(other, await other.frames({"threadId": other.stopped[0]}))
                 frames += _named(other, stack)
+                places += [(other.rank, frame) for frame in stack["body"]["stackFrames"][:1]]
+        frames = self._all.added(frames, places)
         answer["body"] = {"stackFrames": frames, "totalFrames": len(frames)}
         return answer
 
@@ -266,18 +283,19 @@ class RankBreakpoints(observers.Observer):
         body = answer.get("body", {})
         for part in (body, *body.get("scopes", ()), *body.get("variables", ())):
             if "variablesReference" in part:
-                part["variablesReference"] = self._references.give(rank.pid, part["variablesReference"])
+                part["variablesReference"] = self._references.give(rank.process, part["variablesReference"])
         for frame in body.get("stackFrames", ()):
-            if self._references.find(frame["id"]) is None:  # not another rank's, which has its number
-                frame["id"] = self._references.give(rank.pid, frame["id"])
+            others = self._references.find(frame["id"]) is not None or self._all.is_meant({"frameId": frame["id"]})
+            if not others:  # else it has its number
+                frame["id"] = self._references.give(rank.process, frame["id"])
         return answer
 
-    async def _attach(self, rank: int, pid: int) -> None:
-        attached = AttachedRank(rank, pid, self._on_event, self._on_end)
-        await attached.attach(self._ports[pid], self._breakpoints, self._exceptions)
+    async def _attach(self, rank: int, process: DebuggedProcess, dial: Dial) -> None:
+        attached = AttachedRank(rank, process, self._on_event, self._on_end)
+        await attached.attach(dial, self._breakpoints, self._exceptions)
         if not attached.ended:
-            self._attached[pid] = attached
-            self._tell("thread", {"threadId": self._threads.give(pid, 1), "reason": "started"})
+            self._attached[process] = attached
+            self._tell("thread", {"threadId": self._threads.give(process, 1), "reason": "started"})
             for thread in attached.stopped:  # meanwhile
                 self._tell_stop(attached, thread, {"reason": "breakpoint"})
 
@@ -296,37 +314,37 @@ class RankBreakpoints(observers.Observer):
 
     def _on_event(self, rank: AttachedRank, event: DapMessage) -> None:
         kind, body = event["event"], event.get("body", {})
-        if kind not in ("stopped", "continued") or self._attached.get(rank.pid) is not rank:
+        if kind not in ("stopped", "continued") or self._attached.get(rank.process) is not rank:
             return
         if kind == "stopped":
             self._tell_stop(rank, body["threadId"], body)
             return
-        thread = self._threads.give(rank.pid, body["threadId"])
-        self._references.forget(rank.pid)
+        thread = self._threads.give(rank.process, body["threadId"])
+        self._references.forget(rank.process)
         self._note(rank, stopped=False)
         self._tell("continued", {"threadId": thread, "allThreadsContinued": False})
         self._loop.call_later(_STEP if rank.steps else 0.0, self._show_another, rank)
 
     def _tell_stop(self, rank: AttachedRank, thread: int, body: DapMessage) -> None:
         self._note(rank, stopped=True)
-        number = self._threads.give(rank.pid, thread)
+        number = self._threads.give(rank.process, thread)
         self._tell("stopped", {**body, "threadId": number, "allThreadsStopped": False})
 
     def _on_end(self, rank: AttachedRank) -> None:
         """Handle that a rank can't be debugged any more: it has died."""
-        if self._attached.get(rank.pid) is not rank:  # it never was attached
+        if self._attached.get(rank.process) is not rank:  # it never was attached
             return
-        del self._attached[rank.pid]
-        self._references.forget(rank.pid)
+        del self._attached[rank.process]
+        self._references.forget(rank.process)
         self._note(rank, stopped=False)
-        self._tell("continued", {"threadId": self._threads.give(rank.pid, 1), "allThreadsContinued": False})
-        self._tell("thread", {"threadId": self._threads.give(rank.pid, 1), "reason": "exited"})
+        self._tell("continued", {"threadId": self._threads.give(rank.process, 1), "allThreadsContinued": False})
+        self._tell("thread", {"threadId": self._threads.give(rank.process, 1), "reason": "exited"})
         self._show_another(rank)
 
     def _show_another(self, gone: AttachedRank) -> None:
         """Have JupyterLab, which shows one stopped thread, show the next, unless this one has stopped again."""
         if self._jupyterlab and not gone.stopped and (stopped := self._stopped()):
-            thread = self._threads.give(stopped[0].pid, stopped[0].stopped[0])
+            thread = self._threads.give(stopped[0].process, stopped[0].stopped[0])
             self._tell("stopped", {"reason": "breakpoint", "threadId": thread, "allThreadsStopped": False})
 
     def _tell(self, kind: str, body: DapMessage) -> None:
@@ -334,7 +352,7 @@ class RankBreakpoints(observers.Observer):
 
     def _note(self, rank: AttachedRank, *, stopped: bool) -> None:
         """Have nobody's waiting for a stopped rank end by a time limit."""
-        rank_set = self._sets.get(rank.pid)
+        rank_set = self._sets.get(rank.process)
         task = rank_set.traffic.running([rank.rank]).get(rank.rank) if rank_set is not None else None
         if rank_set is None or task is None:
             return
@@ -348,43 +366,41 @@ class RankBreakpoints(observers.Observer):
         """Attach to the ranks, if there are breakpoints."""
         if not self._debugger.is_started or not (self._breakpoints or self._exceptions):
             return
-        chosen = [info for info in rank_set.ranks if info.rank in ranks]
-        if rank_set.traffic.running([info.rank for info in chosen]):
+        chosen = {_process(rank_set, info): info.rank for info in rank_set.ranks if info.rank in ranks}
+        if rank_set.traffic.running(list(chosen.values())):
             return
-        self._name_unreachable(rank_set, [info.rank for info in chosen if info.node])
-        here = {info.pid: info.rank for info in chosen if not info.node}
-        silent = [rank for pid, rank in here.items() if pid not in self._ports]
+        new = {process: rank for process, rank in chosen.items() if process not in self._attached}
         try:
-            if silent:
-                self._open_ports(rank_set, silent)
-            self._sets.update(dict.fromkeys(here, rank_set))
-            self._in_loop(self._prepare(here), _ATTACH)
+            dials = self._dials(rank_set, new) if new else {}
+            self._sets.update(dict.fromkeys(chosen, rank_set))
+            self._in_loop(self._prepare(chosen, dials), _ATTACH)
         except (NbdistError, OSError, TimeoutError, asyncio.TimeoutError) as error:
             print(f"nbdist: breakpoints do not stop ranks in this cell: {error}", file=sys.stderr)
 
-    def _open_ports(self, rank_set: RankSet, ranks: list[int]) -> None:
+    def _dials(self, rank_set: RankSet, ranks: dict[DebuggedProcess, int]) -> dict[DebuggedProcess, Dial]:
+        """Have ranks listen for a debugger, and return what connects to each."""
         with interruption.deferred():
-            task = rank_set.submit("debugpy", "", ranks)
+            task = rank_set.submit("debugpy", "", list(ranks.values()))
             task.wait()
-        pids = {info.rank: info.pid for info in rank_set.ranks}
-        for rank in task.ranks:
-            self._ports[pids[rank]] = msgspec.msgpack.decode(task.replies[rank].payload, type=int)
+        ports = {rank: msgspec.msgpack.decode(task.replies[rank].payload, type=int) for rank in task.ranks}
+        streams = rank_set.traffic.streams
+        return {
+            process: functools.partial(dial_elsewhere, streams, rank, ports[rank])
+            if process.node
+            else functools.partial(dial_here, ports[rank])
+            for process, rank in ranks.items()
+            if rank in ports
+        }
 
-    async def _prepare(self, ranks: dict[int, int]) -> None:
+    async def _prepare(self, ranks: dict[DebuggedProcess, int], dials: dict[DebuggedProcess, Dial]) -> None:
         """Attach to those that are not yet, and renew the breakpoints of those that had to do without."""
-        for pid, rank in ranks.items():
-            if pid in self._attached:
-                self._attached[pid].rank = rank
-        muted = [self._attached[pid] for pid in ranks if pid in self._attached and self._attached[pid].muted]
-        new = [self._attach(rank, pid) for pid, rank in ranks.items() if pid not in self._attached]
-        await asyncio.gather(*new, *(rank.set_all(self._breakpoints, self._exceptions) for rank in muted))
-
-    def _name_unreachable(self, rank_set: RankSet, ranks: list[int]) -> None:
-        """Say once which ranks breakpoints don't stop."""
-        if ranks and self._told.get(rank_set) != ranks:
-            self._told[rank_set] = ranks
-            where = rank_set.traffic.places.describe(ranks)
-            print(f"nbdist: breakpoints stop ranks on this machine only, not {where}", file=sys.stderr)
+        self._all.chosen = False
+        known = [self._attached[process] for process in ranks if process in self._attached]
+        for rank in known:
+            rank.rank = ranks[rank.process]
+        new = [self._attach(ranks[process], process, dial) for process, dial in dials.items()]
+        renewed = [rank.set_all(self._breakpoints, self._exceptions) for rank in known if rank.muted]
+        await asyncio.gather(*new, *renewed)
 
     def cell_interrupted(self, task: Task, ranks: Collection[int]) -> None:
         """Let stopped ranks run on, so that the interrupt reaches the user's code and not the debugger."""
@@ -394,7 +410,7 @@ class RankBreakpoints(observers.Observer):
                 self._in_loop(self._let_go(going), _LET_GO)
 
     def _runs(self, rank: AttachedRank, task: Task) -> bool:
-        rank_set = self._sets.get(rank.pid)
+        rank_set = self._sets.get(rank.process)
         return rank_set is not None and rank_set.traffic.running([rank.rank]).get(rank.rank) is task
 
     async def _let_go(self, ranks: list[AttachedRank]) -> None:
@@ -412,6 +428,10 @@ def cell_file() -> str:
     while frame is not None and frame.f_code.co_filename not in known:
         frame = frame.f_back
     return frame.f_code.co_filename if frame is not None else ""
+
+
+def _process(rank_set: RankSet, info: RankInfo) -> DebuggedProcess:
+    return DebuggedProcess(info.pid, rank_set.traffic.key, info.node) if info.node else DebuggedProcess(info.pid)
 
 
 def _answer(request: DapMessage, body: DapMessage) -> DapMessage:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from nbdist.client.session import observers, prompts
+from nbdist.client.session.answer_streams import AnswerStreams
 from nbdist.client.session.answers import gather
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
@@ -59,6 +60,7 @@ class Traffic:
         key: A unique name.
         names: The variables on each rank, as far as is known.
         places: How to name ranks, by their nodes if there are several.
+        streams: Answers of ranks that keep coming.
         slack: Seconds that answers of ranks take longer than on one machine.
         dead: How ranks died.
         generation: Of the process groups: one more than the number of times they have been renewed.
@@ -78,6 +80,7 @@ class Traffic:
         self._requests = itertools.count(1)
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
         self._told: dict[int, queue.SimpleQueue[LogPart | Status]] = {}  # answers of the controller itself
+        self.streams = AnswerStreams(self.send, lambda: next(self._requests))
         self._running: dict[int, Task] = {}
         self._latest: dict[int, Task] = {}
         self._untold: list[Notice] = []
@@ -117,6 +120,7 @@ class Traffic:
             self.names = {numbers[rank]: names for rank, names in self.names.items() if rank in numbers}
             self._latest = {numbers[rank]: task for rank, task in self._latest.items() if rank in numbers}
             self.dead, self._owed = {}, {}  # the controller has had all paid
+        self.streams.renumber(numbers)
         self.place(message.ranks)
         if any(before != now for before, now in numbers.items()):  # a widget knows its rank by its number
             self.widgets.close()
@@ -218,6 +222,7 @@ class Traffic:
     def release(self, text: str) -> None:
         """End everything that waits for ranks, because they are gone; `text` is the reason."""
         self.widgets.close()
+        self.streams.end()
         with self._lock:
             tasks, self._running = set(self._running.values()), {}
             self._freed.notify_all()
@@ -313,6 +318,8 @@ class Traffic:
         elif isinstance(message, Answer):
             if (answers := self._answers.get(message.request)) is not None:
                 answers.put(message)
+            else:
+                self.streams.answered(message)
         elif isinstance(message, (LogPart, Status)):
             if (told := self._told.get(message.request)) is not None:
                 told.put(message)
@@ -372,6 +379,7 @@ class Traffic:
             self.dead[message.rank] = message
             task = self._running.pop(message.rank, None)
             self._freed.notify_all()
+        self.streams.died(message.rank)
         if task is not None and task.put(message):
             return
         if not known and message.rank not in self._replacing:

@@ -19,6 +19,7 @@ from nbdist.errors import UsageError
 _OWN_THREADS = "nbdist-"
 _WAITS = ("do_wait_suspend", "pydevd.py")  # the function in which debugpy keeps a thread, and its file
 _STEPS = "_pydevd_bundle.pydevd_additional_thread_info"  # debugpy's module that knows which thread makes a step
+_FILES = "pydevd_file_utils"  # debugpy's module that refuses breakpoints in files that it does not find
 _DEEP = 12  # frames of debugpy's own above it
 
 _was_attached = False  # by the notebook
@@ -41,6 +42,7 @@ def listen() -> int:
         raise UsageError("breakpoints need debugpy on the ranks: `%pip install debugpy`, then run this again") from None
     debugpy.configure(subProcess=False)  # a worker of a DataLoader would wait for a client of its own
     _exempt_own_threads()
+    _accept_cells_of_elsewhere()
     _, port = debugpy.listen(("127.0.0.1", 0))
     return int(port)
 
@@ -82,9 +84,20 @@ def end_step() -> None:
         info.update_stepping_info()
 
 
+def _accept_cells_of_elsewhere() -> None:
+    """Have breakpoints set in cells whose files lie only on the notebook's machine."""
+    module: Any = sys.modules.get(_FILES)
+    if module is not None:
+        module.exists = lambda path: True
+
+
+def exempt(thread: threading.Thread) -> None:
+    """Keep a thread running that answers for this rank: debugpy stops all that it traces."""
+    thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+    thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+
+
 def _exempt_own_threads() -> None:
-    """Keep the threads running that answer for this rank: debugpy stops all that it traces."""
     for thread in threading.enumerate():
         if thread.name.startswith(_OWN_THREADS):
-            thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
-            thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+            exempt(thread)

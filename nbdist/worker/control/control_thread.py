@@ -17,10 +17,12 @@ from typing import Any
 import zmq
 
 from nbdist.wire.cells import Interrupt
+from nbdist.wire.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.questions import Answer, Ask
 from nbdist.worker.cell.interrupts import InterruptGate
+from nbdist.worker.control.debug_stream import DebugStream
 from nbdist.worker.control.slow_questions import Questions, Work
 from nbdist.worker.lanes import streams
 
@@ -50,7 +52,8 @@ class ControlThread:
         self.on_interrupt: Callable[[], None] = lambda: None
         self.overdue: Callable[[], float | None] = lambda: None
         self.on_overdue: Callable[[], None] = lambda: None
-        self.answers: dict[type[Question[Any]], Work] = {}
+        self._debugger = DebugStream(self._say_of_debugger)
+        self.answers: dict[type[Question[Any]], Work] = dict([TellDebugger.by(self._debugger.tell)])
         self.questions = Questions(rank, lambda: not self.gate.running, self._answer_later)
         self._answered: deque[bytes] = deque()
 
@@ -99,12 +102,18 @@ class ControlThread:
                 self.gate.request(message.serial)
         elif isinstance(message, Ask) and type(message.question) in self.questions:
             self.questions.put(message)
+        elif isinstance(message, Ask) and isinstance(message.question, OpenDebugger):
+            self._debugger.open(message.request, message.question)
         elif isinstance(message, Ask):
             self._socket.send(self._answer(message, self.answers[type(message.question)]))
 
     def _answer_later(self, message: Ask, work: Work) -> None:
         """Send an answer from the thread that computed it: the socket belongs to this one."""
         self._answered.append(self._answer(message, work))
+        self.wake()
+
+    def _say_of_debugger(self, request: int, said: DebugBytes) -> None:
+        self._answered.append(encode(Answer(request, self._rank, said)))
         self.wake()
 
     def _answer(self, message: Ask, work: Work) -> bytes:

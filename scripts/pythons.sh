@@ -41,12 +41,18 @@ unpack_debian_python() {
     sed -i "s|/usr/share/python-wheels|$folder&|" "$folder/usr/lib/python$version"/_sysconfig* # ensurepip reads it
 }
 
-# configure_apt FOLDER: an apt of its own, which knows Debian's next releases and no installed package.
+# configure_apt FOLDER: an apt of its own, which knows Debian's next releases, from the mirror of this machine's apt, and
+# no installed package.
 configure_apt() {
-    local key="signed-by=/usr/share/keyrings/debian-archive-keyring.gpg" release
+    local key="signed-by=/usr/share/keyrings/debian-archive-keyring.gpg" mirror release
+    mirror="$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian' | sort -u | head -n 1)" || return
+    [[ -n $mirror ]] || {
+        echo "this machine's apt knows no mirror of Debian (run apt-get update first)"
+        return 1
+    }
     mkdir -p "$1/lists/partial" "$1/cache/archives/partial" && : >"$1/status" || return
     for release in testing unstable; do
-        echo "deb [$key] http://deb.debian.org/debian $release main"
+        echo "deb [$key] $mirror $release main"
     done >"$1/sources.list"
     cat >"$1/apt.conf" <<END
 APT::Default-Release "testing";

@@ -147,6 +147,8 @@ class Task:
                     self._take(self._patience(deadline if not timed_out else None))
                     if self._prompts.due(now) == 0.0:
                         deadline = self._ask_user(deadline)
+                if self._left and self._broken is None:
+                    self._note_running()
                 self._finish_output()
         finally:
             self.close()
@@ -375,7 +377,10 @@ class Task:
     def _explain(self) -> None:
         """Report which ranks still run, where, and what the user can do."""
         self._explain_at = None
-        lines = [f"rank {rank} is in {line}" for rank, line in self._lines().items() if line]
+        found = self._lines()
+        if not self._left:
+            return
+        lines = [f"rank {rank} is in {found[rank]}" for rank in sorted(self._left) if found.get(rank)]
         where = ("; " + "; ".join(lines[:4])) if lines else ""
         names = self._traffic.places
         who = names.describe(self._left)
@@ -393,7 +398,9 @@ class Task:
         )
 
     def _lines(self, limit: float = 0.3) -> dict[int, str]:
+        """Return where ranks are that still run; those that have ended while they were asked run no longer."""
         answers = self._traffic.ask(sorted(self._left), GetStack(), timeout=limit)
+        self._take(0.0)
         return {rank: line_of(answer) for rank, answer in answers.items()}
 
     def _running(self) -> str:
@@ -406,8 +413,6 @@ class Task:
         """Return the results, or raise the error."""
         if self._broken is not None:
             raise SessionBroken(self._broken)
-        if self._left:
-            self._note_running()
         if not self.failures:
             self._heed_late_interrupt()
             return
@@ -440,6 +445,7 @@ class Task:
             raise interruption.interruption(f"{describe_ranks(self.ranks)} had already finished this cell; {kept}")
 
     def _note_running(self) -> None:
+        """Count the ranks that still run among the failures."""
         kind = "ended" if self._launch and self.failures else "running"
         if self._launch and self._interrupts:  # they end with the launch
             kind = "interrupted"

@@ -1,0 +1,69 @@
+"""One cell in progress: what is known of each rank when the notebook gets its line back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from nbdist.client.session.cell_options import CellOptions
+from nbdist.client.session.task import Task
+from nbdist.client.session.widget_proxies import WidgetProxies
+from nbdist.errors import RankDied
+from nbdist.ranks import ONE_NODE
+from nbdist.wire.cells import Failure, Reply
+from nbdist.wire.life import Died
+from nbdist.wire.message import Message
+from nbdist.wire.output import Display, LogPart, WidgetMessage
+
+INTERRUPTED = Failure("KeyboardInterrupt", "", "frames", 2.0, kind="interrupted")
+
+
+class SlowRanks:
+    """A line to ranks that have no time for questions; those that a test lists end while they are asked."""
+
+    key = "session"
+    slack = 0.0
+    places = ONE_NODE
+
+    def __init__(self, ending: Sequence[int]) -> None:
+        self.widgets = WidgetProxies(self.send)
+        self.task: Task | None = None
+        self._ending = ending
+
+    def ask(self, ranks: Sequence[int], question: Any, *, timeout: float) -> dict[int, Any]:
+        assert self.task is not None
+        for rank in self._ending:
+            self.task.put(Reply(self.task.serial, rank, "interrupted", INTERRUPTED))
+        return {}
+
+    def send(self, message: Message) -> None: ...
+
+    def pay(self, rank: int, size: int) -> None: ...
+
+    def pay_item(self, item: Display | WidgetMessage) -> None: ...
+
+    def put_late(self, task: Task | None, message: Message) -> None: ...
+
+    def read_log(self, **question: Any) -> LogPart:
+        return LogPart(0)
+
+    def doing(self) -> list[str]:
+        return []
+
+
+def test_a_rank_that_ends_while_it_is_asked_where_it_is_does_not_count_as_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NBDIST_REPORTS", "0")
+    ranks = SlowRanks(ending=[1])
+    ranks.task = task = Task(ranks, 1, [0, 1, 2], "work()", CellOptions())
+    task.put(Died(0, 4242, -9, "", 1, 1.0))
+    with pytest.raises(RankDied) as caught:
+        task.wait()
+    assert {rank: failure.kind for rank, failure in caught.value.failures.items()} == {
+        0: "died",
+        1: "interrupted",
+        2: "running",
+    }

@@ -262,6 +262,8 @@ class Agent:
         group = self._set
         if group is None or group.ending or group.spawn.epoch != message.epoch:
             return
+        if self._setup.node:
+            message = surroundings.with_gpus(message, group.spawn.options)
         try:
             group.fork_again(message)
         except OSError as error:

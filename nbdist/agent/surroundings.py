@@ -12,6 +12,7 @@ import sys
 import msgspec
 
 from nbdist.devices import nccl_variables, visible_gpus
+from nbdist.wire.healing import Respawn
 from nbdist.wire.life import StartOptions
 from nbdist.wire.nodes import TOKEN_VARIABLE
 
@@ -57,6 +58,17 @@ def here(options: StartOptions) -> tuple[StartOptions, list[str]]:
         umask=_umask(),
     )
     return whole, notes
+
+
+def with_gpus(message: Respawn, options: StartOptions) -> Respawn:
+    """Name the GPUs that a newcomer's machine has for its ranks, of which there may be more than at the start.
+
+    Args:
+        options: Of the start.
+    """
+    post = message.post
+    needed = max(post.count, post.gpu + 1, len(options.gpus or []))
+    return msgspec.structs.replace(message, post=msgspec.structs.replace(post, gpus=visible_gpus()[:needed] or None))
 
 
 def _is_of_a_machine(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -46,6 +46,12 @@ class CellHistory:
         for key, cell in self._cells.items():
             ranks = sorted(numbers[rank] for rank in cell.ranks if rank in numbers)
             self._cells[key] = msgspec.structs.replace(cell, ranks=ranks)
+
+    def include(self, newcomers: Iterable[int], others: Collection[int]) -> None:
+        """Note that ranks have come which have run what all others had: to the next ones, they are like these."""
+        for key, cell in self._cells.items():
+            if set(cell.ranks).issuperset(others):
+                self._cells[key] = msgspec.structs.replace(cell, ranks=sorted({*cell.ranks, *newcomers}))
 
     def _shorten(self) -> None:
         while self._size > _LARGEST:

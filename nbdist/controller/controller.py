@@ -473,10 +473,10 @@ class Controller:
 
     def _handle_rank(self, members: Members, rank: Rank, message: Message) -> None:
         named = getattr(message, "rank", rank.rank)
-        if named in rank.before:  # it has yet to hear of its new number
+        if named != rank.rank:
+            if named not in rank.names:
+                raise ValueError(f"rank {rank.rank} speaks for another: {message}")
             message = msgspec.structs.replace(message, rank=rank.rank)
-        elif named != rank.rank:
-            raise ValueError(f"rank {rank.rank} speaks for another: {message}")
         if isinstance(message, Reply):
             if message.serial == rank.serial:
                 rank.answer(reply_on_our_clock(message, members.where.offset(rank.rank)))

@@ -366,9 +366,10 @@ class Members:
             self.fail(f"{cause}. Type `%distributed start` to try again.")
             return
         now = time.monotonic()
-        for rank in [self.ranks[number] for number in self.where.on_node(node.number)]:
-            self.newcomers.ended(rank.rank, cause)
-            if rank.dead is None:
+        for number in self.where.on_node(node.number):
+            self.newcomers.ended(number, cause)
+            rank = self.ranks.get(number)
+            if rank is not None and rank.dead is None:
                 died = Died(rank.rank, rank.pid, -9, "", rank.serial, now, cause, machine_lost=True)
                 rank.die(died)
                 self.cells.died(died, now)
@@ -399,7 +400,9 @@ class Members:
         if old is not None:
             self._forget_lanes(old)
             self._lives[slot] += 1
-        return self._new_rank(rank, self._lives[slot])
+        found = self._new_rank(rank, self._lives[slot])
+        found.names.add(self.where.post(rank).rank)
+        return found
 
     def _new_rank(self, number: int, life: int) -> Rank:
         return Rank(number, self._tell, self._keep, self._part_ended, self.where.slot_of(number), life)
@@ -425,9 +428,9 @@ class Members:
             if (found := self.ranks.pop(rank, None)) is not None:
                 self._forget_lanes(found)
         self._late -= set(ranks)
-        self.where.remove(ranks)
-        self.names = self.where.names
-        self._tell(Renumbered({rank: rank for rank in self.ranks}, self.infos()))
+        as_before = {rank: number for number, rank in enumerate(sorted(self.ranks))}
+        self.where.renumber(as_before)
+        self._take_numbers(as_before)
 
     def resize(self, numbers: Mapping[int, int], group: str) -> None:
         """Be more ranks, or fewer.
@@ -439,13 +442,15 @@ class Members:
         for rank in [rank for rank in self.ranks.values() if rank.rank not in numbers and rank.dead is not None]:
             self._forget_lanes(rank)
         if any(rank.dead is not None for rank in self.ranks.values()):
-            self._renumber(numbers)
-        self.names = self.where.names
+            self.where.renumber(numbers)
+            self.cells.forget_dead()
+            self._take_numbers(numbers)
         for number in numbers.values():
             self.to_rank(RANK_CELL, number, Resize(self.where.post(number), dict(numbers), group))
 
-    def _renumber(self, numbers: Mapping[int, int]) -> None:
-        self.where.renumber(numbers)
+    def _take_numbers(self, numbers: Mapping[int, int]) -> None:
+        """Know ranks by other numbers; those without one are gone."""
+        self.names = self.where.names
         self.ranks = {number: self.ranks[rank] for rank, number in sorted(numbers.items(), key=lambda pair: pair[1])}
         for number, rank in self.ranks.items():
             rank.renumber(number)
@@ -454,10 +459,13 @@ class Members:
         self.newcomers.history.renumber(numbers)
         self._tell(Renumbered(dict(numbers), self.infos()))
 
-    def settle(self, rank: Rank) -> RankInfo:
-        """Have a newcomer take the dead rank's place."""
-        self.ranks[rank.rank] = rank
-        return self.where.info(rank)
+    def settle(self, newcomers: Sequence[Rank]) -> list[RankInfo]:
+        """Have newcomers take their places; if they are more ranks, all have their new numbers then."""
+        self.ranks |= {rank.rank: rank for rank in newcomers}
+        if self.where.growing:
+            self.where.take_in()
+            self._take_numbers(self.where.numbers)
+        return [self.where.info(rank) for rank in newcomers]
 
     def ask(self) -> AskRanks:
         """Return what asks control threads."""

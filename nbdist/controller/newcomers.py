@@ -15,6 +15,7 @@ from nbdist.controller.rank_order import Rank
 from nbdist.controller.replacement import Healing, MembershipChange, Places
 from nbdist.controller.whereabouts import Whereabouts
 from nbdist.ranks import describe_ranks
+from nbdist.text import counted
 from nbdist.wire.cells import Execute, InOrder
 from nbdist.wire.healing import Grow, Heal, HealFailed, Shrink
 from nbdist.wire.message import Message
@@ -31,6 +32,7 @@ class Hosts(Places, Protocol):
     ending: bool
     ranks: dict[int, Rank]
     where: Whereabouts
+    backend: str
 
     def dead(self) -> list[int]:
         """Return the ranks that have died."""
@@ -135,15 +137,18 @@ class Newcomers:
 
     def grow(self, message: Grow, now: float) -> None:
         """Add ranks."""
-        if why := self._hindrance() or ("" if not self._hosts.dead() else "ranks have died: `%distributed heal` first"):
+        where = self._hosts.where
+        nodes = message.nodes or where.working()
+        if why := self._hindrance() or self._cannot_grow(nodes, message.count):
             self._tell(HealFailed(why))
             return
-        before = sorted(self._hosts.ranks)
-        newcomers = self._hosts.where.add(message.count, message.gpus)
-        self._begin(MembershipChange(newcomers, [], {rank: rank for rank in before}), now)
+        newcomers = where.expect(dict.fromkeys(nodes, message.count), message.gpus)
+        staying = {rank: where.numbers[rank] for rank in sorted(self._hosts.ranks)}
+        coming = {rank: where.numbers[rank] for rank in newcomers}
+        self._begin(MembershipChange(newcomers, [], staying, coming), now)
 
     def _begin(self, change: MembershipChange, now: float) -> None:
-        self._healing = Healing(self._hosts, change, self._patience, self.history.cells, now)
+        self._healing = Healing(self._hosts, change, self._patience, self.history, now)
         self.tick(now)
 
     def _hindrance(self) -> str:
@@ -166,6 +171,20 @@ class Newcomers:
                 f"the machine is lost that {describe_ranks(gone)} ran on: `%distributed heal` in a cell waits for "
                 "another, `%distributed shrink` goes on without"
             )
+        return ""
+
+    def _cannot_grow(self, nodes: Sequence[int], count: int) -> str:
+        """Return why so many ranks can't be added to each of these machines; "" if they can."""
+        if self._hosts.dead():
+            return "ranks have died: `%distributed heal` or `shrink` first"
+        where = self._hosts.where
+        for node in nodes if "nccl" in self._hosts.backend else ():
+            free = where.gpus_of(node) - len(where.on_node(node))
+            if node and count > free:  # those of this machine are known to the notebook
+                return (
+                    f"{where.host_of(node)} has {counted(where.gpus_of(node), 'GPU')}, {max(0, free)} without a rank, "
+                    "and this session's process group uses nccl, which needs a GPU for each rank"
+                )
         return ""
 
     def rejoin(self, now: float) -> None:

@@ -32,7 +32,7 @@ class Rank:
         life: How many processes have had its slot before.
 
     Attributes:
-        before: Numbers that it had before.
+        names: Numbers by which it may know itself: all that it had, and the one that it is to have.
         due: When to call `give_up`: the cell has ended, but some of its displays have not arrived.
     """
 
@@ -42,7 +42,7 @@ class Rank:
     over: Callable[[Reply], None]
     slot: int
     life: int = 0
-    before: set[int] = field(default_factory=set)
+    names: set[int] = field(default_factory=set)
     pid: int = 0
     device: str = ""
     ready: bool = False
@@ -62,10 +62,9 @@ class Rank:
     _held: deque[Output] = field(default_factory=deque)  # stdout that waits for a display's payload
 
     def renumber(self, rank: int) -> None:
-        """Be another rank from now on."""
-        if rank != self.rank:
-            self.before.add(self.rank)
-            self.rank = rank
+        """Be another rank from now on. Its process has yet to hear of it."""
+        self.names.add(self.rank)
+        self.rank = rank
 
     def begin(self, serial: int, number: int) -> None:
         """Give the rank a cell, which has a number in the notebook."""

@@ -148,16 +148,17 @@ class Repairs:
         return self._repair is None and not self._over and not self._waiting
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Note that ranks have other numbers, while it is `quiet`; those without one are gone, and with them all that
-        had died.
-        """
-        self._lost = []
+        """Note that ranks have other numbers, while it is `quiet`; those without one are gone."""
         whole = {name: members for name, members in self._owed.items() if numbers.keys() >= set(members)}
         self._owed = {name: [numbers[rank] for rank in members] for name, members in whole.items()}
         for known in (self._uninformed, self._missing, self._ungrouped):
             known_now = {numbers[rank] for rank in known if rank in numbers}
             known.clear()
             known.update(known_now)
+
+    def forget_dead(self) -> None:
+        """Note that nobody will take the places of those that have died."""
+        self._lost = []
 
     def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
         """Bring newcomers into the groups of the dead ranks whose places they take, while it is `quiet`.

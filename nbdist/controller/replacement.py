@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
 
+from nbdist.controller.cell_history import CellHistory
 from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.recovery import Recovery
 from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.wire.cells import InOrder
-from nbdist.wire.healing import Adopt, GroupRecipe, Healed, HealFailed, Replaced, SetupCell
+from nbdist.wire.healing import Adopt, GroupRecipe, Healed, HealFailed, Replaced
 from nbdist.wire.lanes import RANK_CELL
 from nbdist.wire.life import RankInfo
 from nbdist.wire.message import Message
@@ -44,11 +45,13 @@ class MembershipChange:
         newcomers: The numbers of ranks that are to come.
         ended: Living ranks that are to be ended first.
         numbers: The new numbers of the ranks that stay, by their old ones, if there are to be more or fewer.
+        coming: Likewise of the newcomers.
     """
 
     newcomers: Sequence[int]
     ended: Sequence[int]
     numbers: Mapping[int, int] | None = None
+    coming: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -88,8 +91,8 @@ class Places(Protocol):
     def newcomer(self, rank: int) -> Rank:
         """Return the state of a new process of a dead rank, or of one that is added."""
 
-    def settle(self, rank: Rank) -> RankInfo:
-        """Have a newcomer take its place."""
+    def settle(self, newcomers: Sequence[Rank]) -> list[RankInfo]:
+        """Have newcomers take their places; if they are more ranks, all have their new numbers then."""
 
     def ask(self) -> AskRanks:
         """Return what asks control threads."""
@@ -108,7 +111,7 @@ class Healing:
         places: The set of ranks.
         change: Who comes, and who goes.
         patience: Seconds without progress after which it fails.
-        cells: What has run on the ranks so far.
+        history: What has run on the ranks so far.
         now: The time.
 
     Attributes:
@@ -122,7 +125,7 @@ class Healing:
         places: Places,
         change: MembershipChange,
         patience: float,
-        cells: Sequence[SetupCell],
+        history: CellHistory,
         now: float,
     ) -> None:
         self._places = places
@@ -132,7 +135,7 @@ class Healing:
         self._group = ""  # the name of another default group
         self._resized = False  # whether the living have heard of it
         self._patience = patience
-        self._cells = list(cells)
+        self._history = history
         self._phase: _Phase = "end"
         self._states: dict[int, RankState] = {}  # where the living are
         self._asked: set[int] = set()
@@ -163,7 +166,7 @@ class Healing:
         elif self._resized:
             self._note_failure(rank, f"rank {rank} ended meanwhile: {how}")
         elif rank in self._ranks:
-            self.fail(f"rank {rank} ended while it took its place: {how}\n{_AGAIN}")
+            self.fail(f"rank {self._number(rank)} ended while it took its place: {how}\n{_AGAIN}")
         else:
             self.fail(f"rank {rank} ended meanwhile: {how}\n{_AGAIN}")
         if self._phase == "give up" and not self._forked and not self.over:
@@ -172,7 +175,7 @@ class Healing:
     def ready(self, rank: Rank, message: Ready, now: float) -> None:
         """Note that a newcomer is up, or why it is not."""
         if message.failure:
-            self.fail(f"rank {rank.rank} did not come up: {message.failure}. {_AGAIN}")
+            self.fail(f"rank {self._number(rank.rank)} did not come up: {message.failure}. {_AGAIN}")
             return
         rank.ready, rank.device = True, message.device
         self.due = now + self._patience
@@ -190,13 +193,24 @@ class Healing:
         if report.failure and self._resized:
             self._failure = self._failure or f"rank {rank} could not change its groups ({report.failure}). {_FRESH}"
         elif report.failure:
-            self.fail(f"rank {rank} could not take its place in the process groups ({report.failure}). {_FRESH}")
+            who = f"rank {self._number(rank)}"
+            self.fail(f"{who} could not take its place in the process groups ({report.failure}). {_FRESH}")
         elif not self._adopting and self._phase == "adopt":
-            infos = [self._places.settle(newcomer) for newcomer in self.newcomers.values()]
-            self.newcomers, self._phase, self.due = {}, "set up", None
-            self._places.to_notebook(Replaced(infos, self._cells, list(self._change.numbers or ())))
+            self._settle()
         self._join_if_resized()
         return True
+
+    def _settle(self) -> None:
+        """Have the newcomers take their places, and the notebook set them up."""
+        infos = self._places.settle(list(self.newcomers.values()))
+        self._forked = {self._number(rank) for rank in self._forked}
+        self._ranks = [info.rank for info in infos]
+        self.newcomers, self._phase, self.due = {}, "set up", None
+        self._places.to_notebook(Replaced(infos, self._history.cells, dict(self._change.numbers or {})))
+
+    def _number(self, rank: int) -> int:
+        """Return the number by which the notebook is to know a newcomer."""
+        return self._change.coming.get(rank, rank) if rank in self.newcomers else rank
 
     def _note_failure(self, rank: int, why: str) -> None:
         """Go on all the same: those that have other groups by now must have them connected, or lose them."""
@@ -297,6 +311,8 @@ class Healing:
             self.fail(f"{recovery.failure}. {_FRESH}")
             return
         self.over = True
+        if self._change.numbers is not None:
+            self._history.include(self._ranks, self._change.numbers.values())
         self._places.to_notebook(Healed(recovery.generation, len(recovery.renewed), recovery.notes))
 
     # --- failure
@@ -307,7 +323,7 @@ class Healing:
         elif self._phase == "end":
             self.fail(self._describe_busy())
         elif self._phase == "start":
-            missing = [number for number, rank in self.newcomers.items() if not rank.ready]
+            missing = [self._number(number) for number, rank in self.newcomers.items() if not rank.ready]
             self.fail(f"{describe_ranks(missing)} did not come up within {self._patience:g} s. {_AGAIN}")
         else:
             who = self._asked or self._adopting

@@ -104,6 +104,10 @@ class Cells:
         self._inquiries.renumber(numbers)
         self._repairs.renumber(numbers)
 
+    def forget_dead(self) -> None:
+        """Note that nobody will take the places of those that have died."""
+        self._repairs.forget_dead()
+
     def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
         """Bring newcomers into the groups, like `Repairs.admit`."""
         self._repairs.admit(newcomers, over, now)

@@ -6,6 +6,7 @@ slots stay, and no two processes have had the same slot and life.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,6 +47,7 @@ class Whereabouts:
     Attributes:
         names: How to name ranks.
         shares: By node, what is there: how many ranks, and their place among all.
+        numbers: The numbers that all ranks will have once those have been taken in that are to come, by the ones of now.
     """
 
     def __init__(self, shares: Mapping[int, StartOptions], nodes: Machines) -> None:
@@ -56,7 +58,10 @@ class Whereabouts:
             for node, options in shares.items()
             for rank in options.ranks
         }
+        self.numbers: dict[int, int] = {}
         self._next = max(self._seats, default=-1) + 1  # slot
+        self._coming = range(0)  # ranks that are to come, by the numbers that they have until then
+        self._then: Whereabouts | None = None  # how it will be then
         self._note()
 
     def _note(self) -> None:
@@ -114,7 +119,9 @@ class Whereabouts:
         return RankInfo(rank.rank, rank.pid, rank.device, number, host)
 
     def post(self, rank: int) -> Post:
-        """Return what a rank is among all."""
+        """Return what a rank is among all, or will be once it has been taken in."""
+        if self._then is not None and rank in self._coming:
+            return self._then.post(self.numbers[rank])
         seat = self._seats[rank]
         share = self.shares[seat.node]
         place = share.place or Place(world_size=share.count)
@@ -129,7 +136,8 @@ class Whereabouts:
             numbers: The new numbers, by the old ones.
         """
         self._seats = {number: self._seats[rank] for rank, number in sorted(numbers.items(), key=lambda pair: pair[1])}
-        self.shares = {node: share for node, share in self.shares.items() if node in self._nodes}
+        self.shares = {node: share for node, share in self.shares.items() if node in self._nodes or self.on_node(node)}
+        self._coming, self._then = range(0), None
         self._share_out()
 
     def move(self, lost: int, node: int) -> None:
@@ -139,29 +147,60 @@ class Whereabouts:
             self._seats[rank] = _Seat(node, self._seats[rank].slot, gpu)
         self._note()
 
-    def add(self, count: int, gpus: list[str] | None) -> list[int]:
-        """Add ranks on this machine, with the numbers that follow, on its GPUs that have the fewest ranks.
+    def working(self) -> list[int]:
+        """Return the machines that ranks can be added to. The notebook's counts if it has ranks."""
+        return [node for node in self.shares if node in self._nodes and (node or self.on_node(0))]
+
+    def gpus_of(self, node: int) -> int:
+        """Return how many GPUs another machine has."""
+        return self._nodes[node].gpus
+
+    def host_of(self, node: int) -> str:
+        """Return what a machine calls itself."""
+        return self._nodes[node].host
+
+    def expect(self, counts: Mapping[int, int], gpus: list[str] | None) -> list[int]:
+        """Have more ranks come, to the GPUs of their machines that have the fewest.
 
         Args:
-            count: How many.
-            gpus: The GPUs that its ranks may use from now on.
-        """
-        before = set(self._seats)
-        self.shares[0] = msgspec.structs.replace(self.shares[0], gpus=gpus)
-        for number in range(len(self._seats), len(self._seats) + count):
-            self._seats[number] = _Seat(0, self._next, self._free_gpu(len(gpus or [0])))
-            self._next += 1
-        self._share_out()
-        return sorted(self._seats.keys() - before)
+            counts: How many, by node.
+            gpus: The GPUs that ranks of this machine may use from now on.
 
-    def _free_gpu(self, count: int) -> int:
-        users = [seat.gpu % count for seat in self._seats.values() if seat.node == 0]
+        Returns:
+            The numbers that they have until `take_in`, after those of all others.
+        """
+        first = len(self._seats)
+        for node, count in counts.items():
+            for _ in range(count):
+                of_node = len(gpus or [0]) if node == 0 else max(1, self.gpus_of(node))
+                self._seats[len(self._seats)] = _Seat(node, self._next, self._free_gpu(node, of_node))
+                self._next += 1
+        nodes = list(self.shares)
+        ordered = sorted(self._seats, key=lambda rank: (nodes.index(self._seats[rank].node), rank))
+        self.numbers = {rank: number for number, rank in enumerate(ordered)}
+        then = copy.copy(self)
+        if 0 in counts:
+            then.shares = self.shares | {0: msgspec.structs.replace(self.shares[0], gpus=gpus)}
+        then.renumber(self.numbers)
+        self._coming, self._then = range(first, len(self._seats)), then
+        self._note()
+        return list(self._coming)
+
+    def _free_gpu(self, node: int, count: int) -> int:
+        users = [seat.gpu % count for seat in self._seats.values() if seat.node == node]
         return min(range(count), key=lambda gpu: (users.count(gpu), gpu))
 
-    def remove(self, ranks: Collection[int]) -> None:
-        """Undo an `add`."""
-        self._seats = {rank: seat for rank, seat in self._seats.items() if rank not in ranks}
-        self._share_out()
+    @property
+    def growing(self) -> bool:
+        """Whether ranks are to come."""
+        return self._then is not None
+
+    def take_in(self) -> None:
+        """Note that those have come that were to come: all ranks have their `numbers` now."""
+        assert self._then is not None
+        self._seats, self.shares = self._then._seats, self._then.shares
+        self._coming, self._then = range(0), None
+        self._note()
 
     def _share_out(self) -> None:
         """Note how many ranks are on each node, and where these begin."""

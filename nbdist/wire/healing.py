@@ -43,10 +43,15 @@ class Shrink(Message, frozen=True):
 
 
 class Grow(Message, frozen=True):
-    """Add ranks on this machine, with the numbers that follow. gpus: all that its ranks may use; None: none."""
+    """Add ranks; all are numbered machine by machine afterwards.
+
+    count: on each machine. gpus: of this machine, all that its ranks may use; None: none. nodes: which machines; empty:
+    all.
+    """
 
     count: int
     gpus: list[str] | None
+    nodes: list[int] = []
 
 
 class GiveUpHeal(Message, frozen=True):
@@ -75,12 +80,13 @@ class Adopt(Message, frozen=True):
 class Replaced(Message, frozen=True):
     """The newcomers are up, and may be set up before they join their groups: collectives there do nothing yet.
 
-    everyone: the ranks that were there before. cells: what has run on the ranks so far, in its order.
+    numbers: if they are more ranks, the numbers of those that were there, by the ones that these had. cells: what has run
+    on the ranks so far, in its order.
     """
 
     ranks: list[RankInfo]
     cells: list[SetupCell]
-    everyone: list[int] = []
+    numbers: dict[int, int] = {}
 
 
 class Rejoin(Message, frozen=True):

@@ -7,6 +7,7 @@ import binascii
 import functools
 import importlib.metadata
 import sys
+from collections.abc import Sequence
 
 import msgspec
 from zmq.utils import z85
@@ -56,6 +57,18 @@ class NodesWanted(msgspec.Struct, frozen=True):
         """
         counts = (self.ranks_of(seat) for seat in range(self.count))
         return sum(own if count is None else count for count in counts)
+
+    def with_ranks(self, counts: Sequence[int]) -> NodesWanted:
+        """Return the same nodes with other numbers of ranks.
+
+        Args:
+            counts: Of the nodes that have ranks, in their order. If there are not as many, nothing changes.
+        """
+        seats = [seat for seat in range(self.count) if self.ranks_of(seat) != 0]
+        if len(seats) != len(counts):
+            return self
+        shares = dict(zip(seats, counts, strict=True))
+        return msgspec.structs.replace(self, shares=[shares.get(seat, 0) for seat in range(self.count)])
 
     def same_nodes(self, other: NodesWanted) -> bool:
         """Return whether the same nodes are meant, whatever they have to run."""

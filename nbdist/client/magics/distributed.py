@@ -103,7 +103,7 @@ class DistributedMagics(Magics):
             "interrupt": self._interrupt,
             "heal": self._heal,
             "shrink": self._shrink,
-            "grow": lambda arguments: print(get_session().grow(arguments.n)),
+            "grow": lambda arguments: print(get_session().grow(arguments.n, arguments.ranks)),
             "debug": looking.debug,
             "snapshot": self._costs.snapshot,
             "stacks": looking.stacks,

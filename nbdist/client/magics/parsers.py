@@ -298,8 +298,11 @@ def _shrink() -> MagicParser:
 
 
 def _grow() -> MagicParser:
-    parser = MagicParser("%distributed grow", "Add ranks on this machine; they run the setup cells first.", number="-n")
-    parser.add_argument("-n", type=number, default=1, metavar="N", help="how many (default: 1)")
+    parser = MagicParser("%distributed grow", "Add ranks; they run the setup cells first.", number="-n")
+    parser.add_argument("-n", type=number, default=1, metavar="N", help="how many on each machine (default: 1)")
+    parser.add_argument(
+        "-r", "--ranks", metavar="@NODE", help="on this machine, or those of these ranks (default: on all machines)"
+    )
     return parser
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TypeVar
 
 from nbdist.client.session import interruption
@@ -36,6 +37,7 @@ class HealReport:
         marked: Whether those were marked as setup cells, and so ran whole.
         notes: What else there is to know.
         what: What became of these ranks: "replaced", or "added".
+        numbers: If ranks were added, the numbers of the others now, by those that they had.
     """
 
     ranks: list[int]
@@ -46,6 +48,7 @@ class HealReport:
     marked: bool
     notes: str = ""
     what: str = "replaced"
+    numbers: Mapping[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         one = len(self.ranks) == 1
@@ -53,6 +56,7 @@ class HealReport:
         if not self.groups:
             rebuilt = "there is no process group to join"
         lines = [f"{describe_ranks(self.ranks)} {self.what} in {self.seconds:.2f} s: {rebuilt}"]
+        lines += describe_moves(self.numbers)
         if self.notes:
             lines.append(self.notes)
         who = "it" if one else "they"
@@ -66,6 +70,17 @@ class HealReport:
             )
         lines.append(f"other variables are missing on {describe_ranks(self.ranks)}; those of the other ranks are kept")
         return "\n".join(lines)
+
+
+def describe_moves(numbers: Mapping[int, int]) -> list[str]:
+    """Return who has another number now: a clause for those that have moved by as much."""
+    moved = [(before, now) for before, now in numbers.items() if before != now]
+    clauses = []
+    for _, pairs in groupby(moved, key=lambda pair: pair[0] - pair[1]):
+        before, now = zip(*pairs, strict=True)
+        verb = "is" if len(before) == 1 else "are"
+        clauses.append(f"{describe_ranks(before)} {verb} now {describe_ranks(now)}")
+    return ["; ".join(clauses)] if clauses else []
 
 
 def heal(
@@ -138,8 +153,10 @@ def bring_in(
             ran.append(cell.number)
     except RankError as error:
         failure = error
-    except BaseException:
+    except BaseException as error:
         ask(GiveUpHeal(), (HealFailed,), lambda: None)
+        if isinstance(error, KeyboardInterrupt):
+            raise interruption.interruption(failed) from None
         raise
     began = time.monotonic()
     healed = request(rank_set, ask, Rejoin(), Healed, failed)
@@ -148,12 +165,14 @@ def bring_in(
     if failure is not None:
         raise failure
     marked = any(cell.marked for cell in replaced.cells)
-    return HealReport(chosen, healed.groups, healed.generation, seconds, ran, marked, healed.text, what)
+    return HealReport(
+        chosen, healed.groups, healed.generation, seconds, ran, marked, healed.text, what, replaced.numbers
+    )
 
 
 def _not_done(message: Heal | Grow, what: str) -> str:
     if isinstance(message, Grow):
-        return f"{counted(message.count, 'rank')} {'was' if message.count == 1 else 'were'} not {what}"
+        return f"no rank was {what}"
     return f"{describe_ranks(message.ranks)} {'was' if len(message.ranks) == 1 else 'were'} not {what}"
 
 
@@ -226,7 +245,7 @@ def _setup_of(replaced: Replaced, newcomers: Sequence[int]) -> Iterator[tuple[Se
     marked = [cell for cell in replaced.cells if cell.marked]
     for cell in marked or replaced.cells:
         ranks = sorted(set(cell.ranks) & set(newcomers))
-        if replaced.everyone and set(cell.ranks).issuperset(replaced.everyone):
+        if replaced.numbers and set(cell.ranks).issuperset(replaced.numbers.values()):
             ranks = list(newcomers)
         code = cell.code if cell.marked else definitions(cell.code)
         if ranks and code:

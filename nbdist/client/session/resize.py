@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from nbdist.checks import check_whole
-from nbdist.client.session.heal import ALREADY, HealReport, bring_in, refuse_busy, request
+from nbdist.client.session.heal import ALREADY, HealReport, bring_in, describe_moves, refuse_busy, request
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
@@ -40,22 +40,11 @@ class ShrinkReport:
         rebuilt = f"{counted(self.groups, 'process group')} rebuilt (generation {self.generation})"
         left = counted(len(self.numbers), "rank")
         lines = [f"{describe_ranks(self.gone)} given up in {self.seconds:.2f} s: {left} left, {rebuilt}"]
-        lines += _moves(self.numbers)
+        lines += describe_moves(self.numbers)
         if self.notes:
             lines.append(self.notes)
         lines.append("variables of the ranks that are left are kept")
         return "\n".join(lines)
-
-
-def _moves(numbers: Mapping[int, int]) -> list[str]:
-    """Return who has another number now: a clause for those that have moved by as much."""
-    moved = [(before, now) for before, now in numbers.items() if before != now]
-    clauses = []
-    for _, pairs in groupby(moved, key=lambda pair: pair[0] - pair[1]):
-        before, now = zip(*pairs, strict=True)
-        verb = "is" if len(before) == 1 else "are"
-        clauses.append(f"{describe_ranks(before)} {verb} now {describe_ranks(now)}")
-    return ["; ".join(clauses)] if clauses else []
 
 
 def shrink(rank_set: RankSet, ranks: Ranks) -> ShrinkReport:
@@ -98,14 +87,16 @@ def shrink(rank_set: RankSet, ranks: Ranks) -> ShrinkReport:
 def grow(
     rank_set: RankSet,
     count: int,
+    ranks: Ranks,
     gpus: Callable[[int], list[str] | None],
     catch_up: Callable[[Sequence[int]], None],
 ) -> HealReport:
-    """Add ranks on this machine.
+    """Add ranks on the machines of a session.
 
     Args:
         rank_set: The ranks.
-        count: How many.
+        count: How many on each machine.
+        ranks: On the machines of these; None: on all.
         gpus: Returns the GPUs that so many ranks get at a start.
         catch_up: Called with the newcomers before they run any cell.
 
@@ -123,21 +114,32 @@ def grow(
             f"{describe_ranks(dead)} {verb} died: `%distributed heal` replaces what died, or `%distributed shrink` "
             "goes on without; then grow"
         )
-    if any(info.node for info in rank_set.ranks):
-        raise UsageError(
-            "this session has ranks on several machines, where none can be added: `%distributed restart` has all "
-            "machines again"
-        )
-    total = len(rank_set.ranks) + count
+    nodes = [] if ranks is None else _nodes_of(rank_set, ranks)
     refuse_busy(rank_set, [])
+    found = _own_gpus(rank_set, count, gpus) if not nodes or 0 in nodes else None
+    everyone = range(sys.maxsize)  # the error says who has ended
+    with rank_set.talk.dialogue(ALREADY) as ask, rank_set.traffic.replacing(everyone):
+        return bring_in(rank_set, ask, Grow(count, found, nodes), catch_up, "added")
+
+
+def _nodes_of(rank_set: RankSet, ranks: Ranks) -> list[int]:
+    """Return the machines of these ranks."""
+    chosen = rank_set.choose(ranks)
+    return sorted({info.node for info in rank_set.ranks if info.rank in chosen})
+
+
+def _own_gpus(rank_set: RankSet, count: int, gpus: Callable[[int], list[str] | None]) -> list[str] | None:
+    """Return the GPUs of this machine for its ranks and so many more."""
+    here = sum(info.node == 0 for info in rank_set.ranks)
+    if not here and rank_set.ranks:  # a machine that only has the notebook
+        return None
+    total = here + count
     found = gpus(total)
     if "nccl" in rank_set.backend and total > len(found or []):
-        free = len(found or []) - len(rank_set.ranks)
+        free = len(found or []) - here
         way_out = f"`%distributed grow -n {free}`" if free > 0 else "each has a rank already"
         raise UsageError(
             f"{counted(total, 'rank')} for {counted(len(found or []), 'GPU')}, and this session's process group uses "
             f"nccl, which needs a GPU for each rank: {way_out}"
         )
-    coming = range(len(rank_set.ranks), total)  # if they end, the error says so
-    with rank_set.talk.dialogue(ALREADY) as ask, rank_set.traffic.replacing(coming):
-        return bring_in(rank_set, ask, Grow(count, found), catch_up, "added")
+    return found

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -396,24 +397,28 @@ class Session(RankRequests):
         """
         return self._checked(shrink(self._rank_set, ranks))
 
-    def grow(self, num_processes: int) -> HealReport:
-        """Add ranks on this machine, on its free GPUs. They run the setup cells first, as after a `heal`.
+    def grow(self, num_processes: int, ranks: Ranks = None) -> HealReport:
+        """Add ranks, on free GPUs. They run the setup cells first, as after a `heal`.
 
         Args:
-            num_processes: How many; they get the numbers that follow.
+            num_processes: How many on each machine. All ranks are numbered machine by machine afterwards.
+            ranks: Which machines, by ranks on them, such as "@node-b"; None: all.
 
         Returns:
             What was done; it prints as a few lines.
 
         Raises:
-            UsageError: There is no GPU for them, ranks have died, or the session has several machines.
+            UsageError: There is no GPU for them, or ranks have died.
             SessionBusy: Ranks run something.
             SessionBroken: They could not be added; the others are as they were.
             RankError: They were added; then a cell that they ran to be set up failed.
         """
-        return self._checked(
-            grow(self._rank_set, num_processes, lambda total: self._arguments.options(total).gpus, self._catch_up)
+        report = grow(
+            self._rank_set, num_processes, ranks, lambda total: self._arguments.options(total).gpus, self._catch_up
         )
+        if self._nodes is not None:
+            self._nodes = self._nodes.with_ranks([*Counter(info.node for info in self._rank_set.ranks).values()])
+        return self._checked(report)
 
     def _checked(self, report: R) -> R:
         """Return a report of a changed number of ranks, with a note if the plan does not fit it."""

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from nbdist.client.session import observers, prompts
@@ -72,7 +72,7 @@ class Traffic:
         self.places = RankNames()
         self.slack = 0.0
         self.dead: dict[int, Died] = {}
-        self._replacing: set[int] = set()  # ranks whose end is no news
+        self._replacing: Container[int] = ()  # ranks whose end is no news
         self.generation = 0
         self.widgets = WidgetProxies(self.send)
         self._on_life = on_life
@@ -114,12 +114,13 @@ class Traffic:
         self.places = RankNames(nodes)
 
     def _renumber(self, message: Renumbered) -> None:
-        """Know ranks by other numbers. What has died or was given up is forgotten."""
+        """Know ranks by other numbers. Those that were given up are forgotten."""
         numbers = message.numbers
         with self._lock:
             self.names = {numbers[rank]: names for rank, names in self.names.items() if rank in numbers}
             self._latest = {numbers[rank]: task for rank, task in self._latest.items() if rank in numbers}
-            self.dead, self._owed = {}, {}  # the controller has had all paid
+            self.dead = {numbers[rank]: died for rank, died in self.dead.items() if rank in numbers}
+            self._owed = {}  # the controller has had all paid
         self.streams.renumber(numbers)
         self.place(message.ranks)
         if any(before != now for before, now in numbers.items()):  # a widget knows its rank by its number
@@ -153,13 +154,13 @@ class Traffic:
                 self._on_cell(message)
 
     @contextlib.contextmanager
-    def replacing(self, ranks: Iterable[int]) -> Iterator[None]:
+    def replacing(self, ranks: Container[int]) -> Iterator[None]:
         """Take the end of these ranks in the body for expected."""
-        self._replacing = set(ranks)
+        self._replacing = ranks
         try:
             yield
         finally:
-            self._replacing = set()
+            self._replacing = ()
 
     def revive(self, ranks: Iterable[int]) -> None:
         """Note that new processes have taken the places of dead ranks."""

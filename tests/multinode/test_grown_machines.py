@@ -1,0 +1,124 @@
+"""A session over several machines takes in more ranks: on machines that it has, and on machines that join it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testbed.kernel import Kernel
+from tests.conftest import sharing
+from tests.multinode.nodes import SUM, lines_of, two_nodes
+
+NAMES = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+NUMBERS = f"import os\nprint(rank, local_rank, world_size, dist.get_rank(), *(os.environ[name] for name in {NAMES}))"
+SETUP = "%%distributed --setup\nimport torch, torch.distributed as dist\nkept = rank"
+TRAINING = """%%distributed --setup
+import torch, nbdist
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+data = torch.utils.data.DataLoader(torch.arange(96.).reshape(24, 4).sin(), batch_size=1)
+model, optimizer, loader = nbdist.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), data)
+def step():
+    for batch in loader:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        break
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    """A notebook without a session."""
+    with Kernel() as found, sharing(found):
+        found.ok("%load_ext nbdist")
+        yield found
+
+
+def expected(*counts: int) -> dict[int, list[str]]:
+    """What SUM and NUMBERS print with so many ranks on each machine."""
+    size, found = sum(counts), {}
+    for node, count in enumerate(counts):
+        for local in range(count):
+            rank = len(found)
+            found[rank] = [f"{size * (size + 1) // 2}", f"{rank} {local} {size} {rank} {rank} {local} {size} {count} {node}"]
+    return found
+
+
+def numbers(kernel: Kernel) -> dict[int, list[str]]:
+    return lines_of(kernel, SUM + NUMBERS)
+
+
+def test_ranks_are_added_on_each_machine_and_numbered_machine_by_machine(kernel: Kernel) -> None:
+    with two_nodes(kernel) as node:
+        kernel.ok(SETUP)
+        said = kernel.ok("%distributed grow").stdout
+        assert "ranks 2, 5 added in " in said and "ranks 2-3 are now ranks 3-4" in said, said
+        assert numbers(kernel) == expected(3, 3)
+        assert lines_of(kernel, "print(kept)") == {0: ["0"], 1: ["1"], 2: ["2"], 3: ["2"], 4: ["3"], 5: ["5"]}
+        assert lines_of(kernel, "print(os.environ.get('ONLY_THERE'))") == {
+            **dict.fromkeys(range(3), ["None"]),
+            **dict.fromkeys(range(3, 6), ["yes"]),
+        }
+        restarted = kernel.ok("%distributed restart").stdout
+        assert "NBDIST_TOKEN" not in restarted and "6 ranks on 2 nodes ready" in restarted, restarted
+        kernel.ok("%distributed stop")
+        assert "the session has ended" in node.end()
+
+
+def test_ranks_are_added_on_one_machine_and_a_training_goes_on(kernel: Kernel) -> None:
+    with two_nodes(kernel):
+        kernel.ok(TRAINING)
+        kernel.ok("%%distributed\nstep()")
+        name = kernel.value("__import__('nbdist').get_session().ranks[3].host")
+        assert "ranks 4-5 added" in kernel.ok(f"%distributed grow -n 2 -r @{name}").stdout
+        here = kernel.value("__import__('nbdist').get_session().ranks[0].host")
+        said = kernel.ok(f"%distributed grow -r @{here}").stdout
+        assert "rank 2 added" in said and "ranks 2-5 are now ranks 3-6" in said, said
+        kernel.ok("%%distributed\nimport torch.distributed as dist\nnbdist.sync()\nstep()\nassert nbdist.check(model)")
+        assert numbers(kernel) == expected(3, 4)
+        said = kernel.ok(f"%%distributed -r @{name}\nprint('here')").stdout
+        assert f"[3-6] ({name}) here" in said, said
+        assert "ranks 4-6 given up" in kernel.ok("%distributed shrink -r 4-6").stdout
+        assert numbers(kernel) == expected(3, 1)
+        assert "ranks 4-5 added" in kernel.ok(f"%distributed grow -n 2 -r @{name}").stdout
+        assert numbers(kernel) == expected(3, 3)
+
+
+def test_an_interrupted_set_up_leaves_the_ranks_as_they_were(kernel: Kernel, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with two_nodes(kernel):
+        kernel.ok(f"{SETUP}\nimport os, time\nprint('set up')\nwhile os.path.exists({str(gate)!r}): time.sleep(0.01)")
+        gate.touch()
+        cell = kernel.start("%distributed grow")
+        cell.wait_for("[2,5] set up")
+        kernel.interrupt()
+        outcome = cell.finish()
+        assert outcome.ename == "KeyboardInterrupt" and "no rank was added" in str(outcome), str(outcome)
+        assert numbers(kernel) == expected(2, 2)
+        assert lines_of(kernel, "print(kept)") == {rank: [f"{rank}"] for rank in range(4)}
+        gate.unlink()
+        kernel.ok("%distributed grow")
+        assert numbers(kernel) == expected(3, 3)
+
+
+def test_a_machine_that_is_lost_while_ranks_are_added_is_named_and_the_others_go_on(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    with two_nodes(kernel) as node:
+        kernel.ok(f"{SETUP}\nimport os, time\nprint('set up')\nwhile os.path.exists({str(gate)!r}): time.sleep(0.01)")
+        gate.touch()
+        cell = kernel.start("%distributed grow")
+        cell.wait_for("[2,5] set up")
+        node.process.send_signal(signal.SIGINT)
+        outcome = cell.finish()
+        assert "is lost" in str(outcome) and outcome.status == "error", str(outcome)
+        gate.unlink()
+        assert "ranks 2-3 given up" in kernel.ok("%distributed shrink").stdout
+        assert numbers(kernel) == expected(2)
+        assert "rank 2 added" in kernel.ok("%distributed grow").stdout
+        assert numbers(kernel) == expected(3)

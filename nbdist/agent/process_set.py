@@ -173,7 +173,7 @@ class ProcessSet:
             slot=slot,
             gpu=again.post.gpu if again is not None else slot - options.ranks.start,
             newcomer=again is not None,
-            threads=max(1, len(os.sched_getaffinity(0)) // options.count),
+            threads=max(1, len(os.sched_getaffinity(0)) // (options.count if again is None else again.post.count)),
             options=options,
             folder=self.folder(slot),
         )

@@ -80,15 +80,18 @@ class CellCargo:
 
     # --- from other nodes
 
-    def collect(self, reply: Reply, parcel: Parcel, node: int, tell: Callable[[Reply], None]) -> None:
-        """Bring what a value lies in to this machine.
+    def collect(self, reply: Reply, node: int, tell: Callable[[Reply], None]) -> None:
+        """Bring what a value lies in to this machine, if there is one and it lies elsewhere.
 
         Args:
             reply: Of the rank that sends it.
-            parcel: The reply's.
             node: Where that rank is.
             tell: Called with the reply as it is here.
         """
+        parcel = reply.parcel
+        if parcel is None or not parcel.segments or not node:
+            tell(reply)
+            return
 
         def arrived(segments: list[Segment], why: str) -> None:
             if why:

@@ -6,7 +6,6 @@ Owns which rank is where, and who lives. Knows neither who joins as a node nor w
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -23,6 +22,7 @@ from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.controller.whereabouts import Whereabouts
 from nbdist.processes import describe_exit
+from nbdist.ranks import RankNames
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply
 from nbdist.wire.frames import encode
 from nbdist.wire.healing import EndRanks, Renumbered, Resize, Respawn
@@ -55,7 +55,6 @@ class Members:
         cells: What they run.
         backend: Of their process group; "none" without one.
         cargo: What these take along to other nodes, and bring back.
-        names: How to name them.
         where: Which node each is on.
         newcomers: Processes that take the places of dead ranks.
     """
@@ -74,7 +73,6 @@ class Members:
     ) -> None:
         self.epoch = epoch
         self.where = Whereabouts(shares, nodes)
-        self.names = self.where.names
         self._nodes = nodes
         self._switchboard = switchboard
         self._tell = tell
@@ -89,7 +87,6 @@ class Members:
         self.backend = ""
         self._left: set[int] = set()  # nodes on which no process of it is left
         self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
-        self._lives: Counter[int] = Counter()  # processes that a slot has had beside its first
         self.newcomers = Newcomers(self, nodes, tell, shares[0].patience)
 
     # --- messages to ranks
@@ -118,12 +115,15 @@ class Members:
 
     def to_notebook(self, message: Message) -> None:
         """Send to the notebook. What a value of another node lies in is brought here first."""
-        parcel = message.parcel if isinstance(message, Reply) else None
-        node = self.where.node_of(message.rank) if isinstance(message, Reply) else 0
-        if not isinstance(message, Reply) or parcel is None or not parcel.segments or not node:
-            self._tell(message)
+        if isinstance(message, Reply):
+            self.cargo.collect(message, self.where.node_of(message.rank), self._tell)
         else:
-            self.cargo.collect(message, parcel, node, self._tell)
+            self._tell(message)
+
+    @property
+    def names(self) -> RankNames:
+        """How to name ranks."""
+        return self.where.names
 
     @property
     def slack(self) -> float:
@@ -230,8 +230,6 @@ class Members:
         elif now > self._bring_up.due:
             self.fail(self._bring_up.describe_stuck(self.names.describe(missing)))
 
-    # --- as time passes
-
     def due(self) -> float | None:
         """Return when `tick` should be called."""
         dues = [self.newcomers.due, *(self.ranks[number].due for number in self._late)]
@@ -267,8 +265,7 @@ class Members:
         if isinstance(message, (Output, Spawned, Exited, Answer)) and message.rank is not None:
             if (number := self.where.rank_in(message.rank)) is None:  # the last words of one that has been given up
                 return
-            if number != message.rank:
-                message = msgspec.structs.replace(message, rank=number)
+            message = msgspec.structs.replace(message, rank=number) if number != message.rank else message
         if isinstance(message, Output):
             rank = self._rank_on(node, message.rank)
             rank.print(message)
@@ -391,21 +388,22 @@ class Members:
             if (heir := self._nodes.heir(lost)) is not None:
                 self.where.move(lost, heir)
                 self._left.add(heir)  # until newcomers are forked there
-        self.names = self.where.names
         self.newcomers.machine_came(time.monotonic())
+
+    def open(self, node: int) -> None:
+        """Make ready for ranks on a machine that has just come."""
+        self.where.open(node, self.backend)
+        self._left.add(node)
 
     def newcomer(self, rank: int) -> Rank:
         """Make place for a new process of a dead rank."""
-        old, slot = self.ranks.get(rank), self.where.slot_of(rank)
-        if old is not None:
-            self._forget_lanes(old)
-            self._lives[slot] += 1
-        found = self._new_rank(rank, self._lives[slot])
-        found.names.add(self.where.post(rank).rank)
-        return found
+        if rank in self.ranks:
+            self._forget_lanes(self.ranks[rank])
+        return self._new_rank(rank, self.where.next_life(rank))
 
     def _new_rank(self, number: int, life: int) -> Rank:
-        return Rank(number, self._tell, self._keep, self._part_ended, self.where.slot_of(number), life)
+        slot, names = self.where.slot_of(number), {self.where.post(number).rank}
+        return Rank(number, self._tell, self._keep, self._part_ended, slot, life, names)
 
     def _forget_lanes(self, rank: Rank) -> None:
         self._switchboard.drop(lane(name, self.epoch, rank.slot, rank.life) for name in RANK_LANES)
@@ -415,7 +413,7 @@ class Members:
         node = self.where.node_of(rank.rank)
         if node in self._left:
             self._left.discard(node)
-            self._bring_up.take_in(node, self.where.shares[node])
+            self._bring_up.take_in(node, self.where.share_of(node))
         self.to_agent_of(rank.rank, Respawn(self.epoch, rank.slot, rank.life, self.where.post(rank.rank)))
 
     def end_rank(self, rank: int) -> None:
@@ -427,18 +425,12 @@ class Members:
         for rank in ranks:
             if (found := self.ranks.pop(rank, None)) is not None:
                 self._forget_lanes(found)
-        self._late -= set(ranks)
         as_before = {rank: number for number, rank in enumerate(sorted(self.ranks))}
         self.where.renumber(as_before)
         self._take_numbers(as_before)
 
     def resize(self, numbers: Mapping[int, int], group: str) -> None:
-        """Be more ranks, or fewer.
-
-        Args:
-            numbers: The new numbers of the ranks that stay, by their old ones; these are told.
-            group: The name of the new default group.
-        """
+        """Have the ranks that stay take their numbers, which are given by their old ones, and another default group."""
         for rank in [rank for rank in self.ranks.values() if rank.rank not in numbers and rank.dead is not None]:
             self._forget_lanes(rank)
         if any(rank.dead is not None for rank in self.ranks.values()):
@@ -450,7 +442,6 @@ class Members:
 
     def _take_numbers(self, numbers: Mapping[int, int]) -> None:
         """Know ranks by other numbers; those without one are gone."""
-        self.names = self.where.names
         self.ranks = {number: self.ranks[rank] for rank, number in sorted(numbers.items(), key=lambda pair: pair[1])}
         for number, rank in self.ranks.items():
             rank.renumber(number)

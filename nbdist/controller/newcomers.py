@@ -37,6 +37,9 @@ class Hosts(Places, Protocol):
     def dead(self) -> list[int]:
         """Return the ranks that have died."""
 
+    def open(self, node: int) -> None:
+        """Make ready for ranks on a machine that has just come."""
+
     def begin(self, message: Execute) -> None:
         """Run something on ranks."""
 
@@ -51,6 +54,19 @@ class Invitations(Protocol):
 
     def uninvite(self) -> None:
         """Let nobody in any more who is invited and has not come."""
+
+    def call_for(self, count: int, ranks: int) -> None:
+        """Have more machines come, each of which is to have so many ranks."""
+
+    @property
+    def came(self) -> list[int]:
+        """Those that were called for, once all of them have come."""
+
+    def let_go(self) -> None:
+        """Do without them."""
+
+    def keep(self) -> None:
+        """Count them among the others."""
 
 
 class Newcomers:
@@ -74,7 +90,7 @@ class Newcomers:
         self._patience = patience
         self._store_lost = False
         self._healing: Healing | None = None
-        self._waiting: Heal | None = None  # for machines
+        self._waiting: Heal | Grow | None = None  # for machines
         self._held: dict[int, Execute] = {}  # cells that begin when it is over
 
     @property
@@ -100,6 +116,9 @@ class Newcomers:
     def machine_came(self, now: float) -> None:
         """Begin the replacement that waits for machines, if none is missing."""
         message = self._waiting
+        if isinstance(message, Grow):
+            self._called_came(message, now)
+            return
         if message is None or self._without_machine(message):
             return
         self._stop_waiting()
@@ -110,14 +129,30 @@ class Newcomers:
 
     def machine_lost(self) -> None:
         """Have machines come that the replacement waits for, if any are missing."""
-        if self._waiting is not None and (ranks := self._without_machine(self._waiting)):
+        if isinstance(self._waiting, Heal) and (ranks := self._without_machine(self._waiting)):
             where = self._hosts.where
             lost = {where.node_of(rank) for rank in ranks}
             self._nodes.recall({node: where.shares[node].count for node in lost})
 
-    def _stop_waiting(self) -> None:
+    def _called_came(self, message: Grow, now: float) -> None:
+        """Add ranks on the machines that were called for, if none is missing."""
+        if not self._nodes.came:
+            return
         self._waiting = None
-        self._nodes.uninvite()
+        if why := self._cannot_grow(self._nodes.came, message.count):  # others have died meanwhile
+            self._nodes.let_go()
+            self._tell(HealFailed(why))
+            return
+        for node in self._nodes.came:
+            self._hosts.open(node)
+        self._add(self._nodes.came, message, now)
+
+    def _stop_waiting(self) -> None:
+        called, self._waiting = isinstance(self._waiting, Grow), None
+        if called:
+            self._nodes.let_go()
+        else:
+            self._nodes.uninvite()
 
     def _alive(self, message: Heal) -> list[int]:
         return [rank for rank in message.ranks if not self._hosts.ranks[rank].dead]
@@ -138,10 +173,17 @@ class Newcomers:
     def grow(self, message: Grow, now: float) -> None:
         """Add ranks."""
         where = self._hosts.where
-        nodes = message.nodes or where.working()
+        nodes = [] if message.machines else message.nodes or where.working()
         if why := self._hindrance() or self._cannot_grow(nodes, message.count):
             self._tell(HealFailed(why))
-            return
+        elif message.machines:
+            self._waiting = message
+            self._nodes.call_for(message.machines, message.count)
+        else:
+            self._add(nodes, message, now)
+
+    def _add(self, nodes: Sequence[int], message: Grow, now: float) -> None:
+        where = self._hosts.where
         newcomers = where.expect(dict.fromkeys(nodes, message.count), message.gpus)
         staying = {rank: where.numbers[rank] for rank in sorted(self._hosts.ranks)}
         coming = {rank: where.numbers[rank] for rank in newcomers}
@@ -229,11 +271,16 @@ class Newcomers:
     def tick(self, now: float) -> None:
         """Go on with what is under way, as far as it can."""
         if self._waiting is not None and now >= self._nodes.due_to_come:
-            self.fail("no machine came in time. `%distributed heal` waits again, `%distributed shrink` goes on without")
+            again = "`%distributed heal` waits again, `%distributed shrink` goes on without"
+            self.fail(f"no machine came in time. {again if isinstance(self._waiting, Heal) else 'Try again'}")
         if self._healing is None:
             return
         self._healing.go_on(now)
         if self._healing.over:
+            if self._healing.undone:
+                self._nodes.let_go()
+            else:
+                self._nodes.keep()
             self._healing = None
             held, self._held = self._held, {}
             for message in held.values():

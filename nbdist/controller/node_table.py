@@ -5,6 +5,7 @@ Owns the address where other nodes come in. Knows nothing of ranks.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,6 +97,8 @@ class NodeTable:
         self._needed: dict[int, int] = {}  # by seat, GPUs that whoever comes there must have
         self.starters = NodeStarters()
         self._starter_of: dict[int, int] = {}  # by seat, which of these has started its node last
+        self._called: list[int] = []  # seats of those that were called for
+        self._wanted_before: NodesWanted | None = None  # without them
         self._next = 1
         self._ping_at = float("inf")
         self.due_to_come = float("inf")  # when those who are missing are waited for no longer
@@ -206,6 +209,46 @@ class NodeTable:
         self._needed |= {seat: min(node.gpus, counts[node.number]) for seat, node in lost.items()}
         self.due_to_come = time.monotonic() + self._wanted.patience
         self._invite(sorted(lost), [lost[seat].host for seat in sorted(lost)])
+
+    def call_for(self, count: int, ranks: int) -> None:
+        """Have more machines come than there are.
+
+        Args:
+            count: How many.
+            ranks: How many each of them is to have.
+        """
+        assert self._wanted is not None
+        free = (seat for seat in itertools.count(1) if self._in_seat(seat) is None)
+        self._called, self._wanted_before = list(itertools.islice(free, count)), self._wanted
+        seats = range(max(self._wanted.count, self._called[-1] + 1))
+        shares = [ranks if seat in self._called else self._wanted.ranks_of(seat) for seat in seats]
+        self._wanted = msgspec.structs.replace(self._wanted, count=len(shares), shares=shares)
+        self.due_to_come = time.monotonic() + self._wanted.patience
+        self._invite(self._called)
+        if self._wanted.engine:
+            who = counted(count, "more node")
+            self._tell(Progress("nodes", f"waiting for {self._wanted.engine} to start {who} (Ctrl-C gives up)"))
+
+    @property
+    def came(self) -> list[int]:
+        """The machines that were called for and have come; empty as long as one of them is missing."""
+        found = [node.number for node in self if node.seat in self._called]
+        return found if len(found) == len(self._called) else []
+
+    def let_go(self) -> None:
+        """Do without the machines that were called for."""
+        self.uninvite()
+        for node in [node for node in self if node.seat in self._called]:
+            self.send(node.number, Shutdown())
+            del self._nodes[node.number]
+            self._switchboard.lose(node.number)
+            if node.seat in self._starter_of:
+                self.starters.end(self._starter_of[node.seat])
+        self._called, self._wanted = [], self._wanted_before
+
+    def keep(self) -> None:
+        """Count the machines that were called for among the others."""
+        self._called = []
 
     def heir(self, number: int) -> int | None:
         """Return the node that has come in place of a lost one."""

@@ -36,7 +36,8 @@ class Wires(Protocol):
         slack: Seconds that answers take longer than on one machine.
     """
 
-    names: RankNames
+    @property
+    def names(self) -> RankNames: ...
 
     @property
     def slack(self) -> float: ...

@@ -239,6 +239,11 @@ class Healing:
         self._phase, self.due = "join", now + _ANSWER_LIMIT
         self._places.admit(self._ranks, self._admitted, now)
 
+    @property
+    def undone(self) -> bool:
+        """Whether it is over, and nobody has changed."""
+        return self.over and bool(self._failure) and not self._resized
+
     def go_on(self, now: float) -> None:
         """Do what can be done now."""
         if self.over or self.due is None:

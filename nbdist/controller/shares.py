@@ -35,7 +35,7 @@ def shared_out(
     shares, first = {}, 0
     for number, count in counts.items():
         shares[number] = msgspec.structs.replace(
-            options if number == 0 else _without_surroundings(options),
+            options if number == 0 else without_surroundings(options),
             count=count,
             backend=options.backend or ("cpu:gloo,cuda:nccl" if each_has_its_own else "gloo"),
             place=Place(first, world, working.index(number) if count else 0, len(working)),
@@ -53,6 +53,6 @@ def _count(options: StartOptions, wanted: NodesWanted, node: KnownNode) -> int:
     return count
 
 
-def _without_surroundings(options: StartOptions) -> StartOptions:
+def without_surroundings(options: StartOptions) -> StartOptions:
     """Remove what belongs to the notebook's machine; other nodes have their own."""
     return msgspec.structs.replace(options, environment={}, sys_path=[], gpus=None, open_files=0, umask=0)

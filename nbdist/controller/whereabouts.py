@@ -7,6 +7,7 @@ slots stay, and no two processes have had the same slot and life.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,7 @@ import msgspec
 
 from nbdist.controller.node_table import KnownNode
 from nbdist.controller.rank_order import Rank
+from nbdist.controller.shares import without_surroundings
 from nbdist.ranks import RankNames
 from nbdist.wire.healing import Post
 from nbdist.wire.life import Place, RankInfo, StartOptions
@@ -47,7 +49,7 @@ class Whereabouts:
     Attributes:
         names: How to name ranks.
         shares: By node, what is there: how many ranks, and their place among all.
-        numbers: The numbers that all ranks will have once those have been taken in that are to come, by the ones of now.
+        numbers: The numbers that all ranks will have once those are taken in that are to come, by the ones of now.
     """
 
     def __init__(self, shares: Mapping[int, StartOptions], nodes: Machines) -> None:
@@ -60,6 +62,7 @@ class Whereabouts:
         }
         self.numbers: dict[int, int] = {}
         self._next = max(self._seats, default=-1) + 1  # slot
+        self._processes = Counter(self._seats)  # that each slot has had
         self._coming = range(0)  # ranks that are to come, by the numbers that they have until then
         self._then: Whereabouts | None = None  # how it will be then
         self._note()
@@ -85,6 +88,12 @@ class Whereabouts:
     def rank_in(self, slot: int) -> int | None:
         """Return the rank in a slot; None if there is none any more."""
         return self._rank_in.get(slot)
+
+    def next_life(self, rank: int) -> int:
+        """Return the life of a rank's next process: how many its slot has had before."""
+        slot = self.slot_of(rank)
+        self._processes[slot] += 1
+        return self._processes[slot] - 1
 
     def is_on(self, rank: int, node: int) -> bool:
         """Return whether a rank is on a node."""
@@ -147,6 +156,16 @@ class Whereabouts:
             self._seats[rank] = _Seat(node, self._seats[rank].slot, gpu)
         self._note()
 
+    def open(self, node: int, backend: str) -> None:
+        """Note that a machine has come that is to have ranks.
+
+        Args:
+            backend: Of the default group that there is.
+        """
+        options = without_surroundings(self.shares[0])
+        self.shares[node] = msgspec.structs.replace(options, count=0, backend=options.backend or backend)
+        self._share_out()
+
     def working(self) -> list[int]:
         """Return the machines that ranks can be added to. The notebook's counts if it has ranks."""
         return [node for node in self.shares if node in self._nodes and (node or self.on_node(0))]
@@ -189,6 +208,10 @@ class Whereabouts:
     def _free_gpu(self, node: int, count: int) -> int:
         users = [seat.gpu % count for seat in self._seats.values() if seat.node == node]
         return min(range(count), key=lambda gpu: (users.count(gpu), gpu))
+
+    def share_of(self, node: int) -> StartOptions:
+        """Return what is on a node, or will be."""
+        return (self._then or self).shares[node]
 
     @property
     def growing(self) -> bool:

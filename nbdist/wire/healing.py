@@ -46,12 +46,13 @@ class Grow(Message, frozen=True):
     """Add ranks; all are numbered machine by machine afterwards.
 
     count: on each machine. gpus: of this machine, all that its ranks may use; None: none. nodes: which machines; empty:
-    all.
+    all. machines: instead, on so many that have yet to join.
     """
 
     count: int
     gpus: list[str] | None
     nodes: list[int] = []
+    machines: int = 0
 
 
 class GiveUpHeal(Message, frozen=True):
@@ -80,8 +81,8 @@ class Adopt(Message, frozen=True):
 class Replaced(Message, frozen=True):
     """The newcomers are up, and may be set up before they join their groups: collectives there do nothing yet.
 
-    numbers: if they are more ranks, the numbers of those that were there, by the ones that these had. cells: what has run
-    on the ranks so far, in its order.
+    numbers: if they are more ranks, the numbers of those that were there, by the ones that these had. cells: what has
+    run on the ranks so far, in its order.
     """
 
     ranks: list[RankInfo]

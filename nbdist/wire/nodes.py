@@ -59,16 +59,19 @@ class NodesWanted(msgspec.Struct, frozen=True):
         return sum(own if count is None else count for count in counts)
 
     def with_ranks(self, counts: Sequence[int]) -> NodesWanted:
-        """Return the same nodes with other numbers of ranks.
+        """Return the same nodes, or more, with other numbers of ranks.
 
         Args:
-            counts: Of the nodes that have ranks, in their order. If there are not as many, nothing changes.
+            counts: Of the nodes that have ranks, in their order. If some that are wanted have none, nothing changes.
         """
         seats = [seat for seat in range(self.count) if self.ranks_of(seat) != 0]
-        if len(seats) != len(counts):
+        more = len(counts) - len(seats)
+        if more < 0:
             return self
+        seats += range(self.count, self.count + more)
         shares = dict(zip(seats, counts, strict=True))
-        return msgspec.structs.replace(self, shares=[shares.get(seat, 0) for seat in range(self.count)])
+        every = [shares.get(seat, 0) for seat in range(self.count + more)]
+        return msgspec.structs.replace(self, count=len(every), shares=every)
 
     def same_nodes(self, other: NodesWanted) -> bool:
         """Return whether the same nodes are meant, whatever they have to run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,15 @@ def two_nodes(
         finally:
             if kernel.manager.is_alive():
                 kernel.run("%distributed stop")
+
+
+def lose(kernel: Kernel, node: Node) -> None:
+    """Lose a machine, whose `nbdist join` is asked to leave, under a cell."""
+    cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank > 1: time.sleep(100)")
+    cell.wait_for("[0-3] at it")
+    node.process.send_signal(signal.SIGINT)
+    assert cell.finish().ename == "RankDied"
+    node.end()
 
 
 def kill_node(kernel: Kernel, rank: int) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from testbed.kernel import Kernel
 from tests.conftest import sharing
-from tests.multinode.nodes import SUM, lines_of, two_nodes
+from tests.multinode.nodes import SUM, invitations, joined, lines_of, lose, two_nodes
 
 NAMES = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 NUMBERS = f"import os\nprint(rank, local_rank, world_size, dist.get_rank(), *(os.environ[name] for name in {NAMES}))"
@@ -40,11 +41,14 @@ def kernel() -> Iterator[Kernel]:
 
 def expected(*counts: int) -> dict[int, list[str]]:
     """What SUM and NUMBERS print with so many ranks on each machine."""
-    size, found = sum(counts), {}
+    size, found = sum(counts), dict[int, list[str]]()
     for node, count in enumerate(counts):
         for local in range(count):
             rank = len(found)
-            found[rank] = [f"{size * (size + 1) // 2}", f"{rank} {local} {size} {rank} {rank} {local} {size} {count} {node}"]
+            found[rank] = [
+                f"{size * (size + 1) // 2}",
+                f"{rank} {local} {size} {rank} {rank} {local} {size} {count} {node}",
+            ]
     return found
 
 
@@ -60,8 +64,7 @@ def test_ranks_are_added_on_each_machine_and_numbered_machine_by_machine(kernel:
         assert numbers(kernel) == expected(3, 3)
         assert lines_of(kernel, "print(kept)") == {0: ["0"], 1: ["1"], 2: ["2"], 3: ["2"], 4: ["3"], 5: ["5"]}
         assert lines_of(kernel, "print(os.environ.get('ONLY_THERE'))") == {
-            **dict.fromkeys(range(3), ["None"]),
-            **dict.fromkeys(range(3, 6), ["yes"]),
+            rank: ["None" if rank < 3 else "yes"] for rank in range(6)
         }
         restarted = kernel.ok("%distributed restart").stdout
         assert "NBDIST_TOKEN" not in restarted and "6 ranks on 2 nodes ready" in restarted, restarted
@@ -122,3 +125,86 @@ def test_a_machine_that_is_lost_while_ranks_are_added_is_named_and_the_others_go
         assert numbers(kernel) == expected(2)
         assert "rank 2 added" in kernel.ok("%distributed grow").stdout
         assert numbers(kernel) == expected(3)
+
+
+def test_another_machine_joins_with_ranks_of_its_own(kernel: Kernel) -> None:
+    with ExitStack() as nodes:
+        nodes.enter_context(two_nodes(kernel))
+        kernel.ok(TRAINING)
+        kernel.ok("%%distributed\nstep()")
+        cell = kernel.start("%distributed grow --num-nodes 1 -n 3")
+        address, (token,) = invitations(cell)
+        assert "waiting for 1 more node: run this on the other machine" in cell.outcome.stdout, str(cell.outcome)
+        third = nodes.enter_context(joined(address, token, WHERE="third"))
+        outcome = cell.finish()
+        assert outcome.status == "ok" and "ranks 4-6 added" in outcome.stdout, str(outcome)
+        kernel.ok("%%distributed\nimport torch.distributed as dist\nnbdist.sync()\nstep()\nassert nbdist.check(model)")
+        assert numbers(kernel) == expected(2, 2, 3)
+        assert lines_of(kernel, "import os\nif rank > 3: print(os.environ['WHERE'])") == {
+            rank: ["third"] for rank in (4, 5, 6)
+        }
+        kernel.ok("%distributed grow")
+        assert numbers(kernel) == expected(3, 3, 4)
+        restarted = kernel.ok("%distributed restart").stdout
+        assert "NBDIST_TOKEN" not in restarted and "10 ranks on 3 nodes ready" in restarted, restarted
+        kernel.ok("%distributed stop")
+        assert "the session has ended" in third.end()
+
+
+def test_after_a_lost_machine_was_given_up_another_brings_the_ranks_back(kernel: Kernel) -> None:
+    with ExitStack() as nodes:
+        node = nodes.enter_context(two_nodes(kernel))
+        kernel.ok(SETUP)
+        lose(kernel, node)
+        kernel.ok("%distributed shrink")
+        cell = kernel.start("%distributed grow --num-nodes 1 -n 2")
+        address, (token,) = invitations(cell)
+        nodes.enter_context(joined(address, token))
+        assert "ranks 2-3 added" in cell.finish().stdout
+        assert numbers(kernel) == expected(2, 2)
+        restarted = kernel.ok("%distributed restart").stdout
+        assert "NBDIST_TOKEN" not in restarted and "4 ranks on 2 nodes ready" in restarted, restarted
+
+
+def test_an_interrupt_gives_up_waiting_for_another_machine(kernel: Kernel) -> None:
+    with ExitStack() as nodes:
+        nodes.enter_context(two_nodes(kernel))
+        kernel.ok(SETUP)
+        cell = kernel.start("%distributed grow --num-nodes 2")
+        address, tokens = invitations(cell, 2)
+        one = nodes.enter_context(joined(address, tokens[0]))
+        cell.wait_for("has joined as node")
+        kernel.interrupt()
+        outcome = cell.finish()
+        assert outcome.ename == "KeyboardInterrupt" and "no rank was added" in str(outcome), str(outcome)
+        assert "the session has ended" in one.end()
+        with joined(address, tokens[1]) as late:
+            assert "token is not valid any more" in late.end()
+        assert numbers(kernel) == expected(2, 2)
+        restarted = kernel.ok("%distributed restart").stdout
+        assert "NBDIST_TOKEN" not in restarted and "4 ranks on 2 nodes ready" in restarted, restarted
+
+
+def test_a_machine_whose_ranks_can_not_be_set_up_is_let_go(kernel: Kernel) -> None:
+    with ExitStack() as nodes:
+        nodes.enter_context(two_nodes(kernel))
+        kernel.ok(f"{SETUP}\nimport os\nif os.environ.get('WHERE') == 'third': os._exit(3)")
+        cell = kernel.start("%distributed grow --num-nodes 1")
+        address, (token,) = invitations(cell)
+        third = nodes.enter_context(joined(address, token, WHERE="third"))
+        outcome = cell.finish()
+        assert "rank 4 ended while it took its place: exit code 3" in str(outcome), str(outcome)
+        assert "the session has ended" in third.end()
+        assert numbers(kernel) == expected(2, 2)
+
+
+def test_what_can_not_be_added_is_refused(kernel: Kernel) -> None:
+    with two_nodes(kernel):
+        assert (
+            "'@mars' is not a machine of this session"
+            in kernel.fails("%distributed grow -r @mars", "UsageError").evalue
+        )
+        both = kernel.fails("%distributed grow --num-nodes 1 -r 0", "UsageError").evalue
+        assert "give one of the two" in both
+        assert "invalid number" in kernel.fails("%distributed grow --num-nodes -1", "UsageError").evalue
+        assert numbers(kernel) == expected(2, 2)

@@ -12,7 +12,7 @@ import pytest
 from testbed.kernel import Execution, Kernel
 from tests.conftest import sharing
 from tests.multinode.hosts import two_hosts
-from tests.multinode.nodes import SUM, Node, invitations, joined, two_nodes
+from tests.multinode.nodes import SUM, invitations, joined, lose, two_nodes
 
 KEEP = "import os, torch, torch.distributed as dist\nkept = rank + 10\npair = dist.new_group([1, 2])"
 PLACES = "print(rank, local_rank, world_size, os.environ['GROUP_RANK'], os.environ['LOCAL_WORLD_SIZE'])"
@@ -24,15 +24,6 @@ def kernel() -> Iterator[Kernel]:
     with Kernel() as found, sharing(found):
         found.ok("%load_ext nbdist")
         yield found
-
-
-def lose(kernel: Kernel, node: Node) -> None:
-    """Lose a machine, whose `nbdist join` is asked to leave, under a cell."""
-    cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank > 1: time.sleep(100)")
-    cell.wait_for("[0-3] at it")
-    node.process.send_signal(signal.SIGINT)
-    assert cell.finish().ename == "RankDied"
-    node.end()
 
 
 def asks_for_a_machine(kernel: Kernel) -> tuple[Execution, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nbdist.controller.cell_history import CellHistory
 from nbdist.controller.rank_order import Rank
 from nbdist.controller.recovery import Recovery
 from nbdist.controller.replacement import Healing, MembershipChange
@@ -44,8 +45,8 @@ class Places:
     def newcomer(self, rank: int) -> Rank:
         return Rank(rank, self.told.append, lambda *_: None, lambda _: None, rank, 1)
 
-    def settle(self, rank: Rank) -> RankInfo:
-        return RankInfo(rank.rank, 7, "cpu")
+    def settle(self, newcomers: Sequence[Rank]) -> list[RankInfo]:
+        return [RankInfo(rank.rank, 7, "cpu") for rank in newcomers]
 
     def ask(self) -> Any:
         return lambda ranks, question, handler=None: None
@@ -62,7 +63,7 @@ class Places:
 def begun() -> tuple[Places, Healing]:
     """A replacement whose newcomer is being forked."""
     places = Places()
-    healing = Healing(places, MembershipChange([2], []), 10.0, [], 100.0)
+    healing = Healing(places, MembershipChange([2], []), 10.0, CellHistory(), 100.0)
     healing.go_on(100.0)
     assert places.agent == [Respawn(1, 2, 1, Post(2, 3, Place(), 2))]
     return places, healing
@@ -85,7 +86,7 @@ def test_a_failure_is_told_once_the_newcomer_has_ended() -> None:
 def test_a_rank_that_stays_in_its_cell_is_named_with_what_replaces_it() -> None:
     places = Places()
     places.working = {0, 2}
-    healing = Healing(places, MembershipChange([2], []), 10.0, [], 100.0)
+    healing = Healing(places, MembershipChange([2], []), 10.0, CellHistory(), 100.0)
     healing.go_on(100.0)
     assert places.told == [] and healing.due is not None
     healing.go_on(healing.due)

@@ -43,7 +43,8 @@ def test_without_its_lost_node_a_session_has_one_machine() -> None:
 def test_newcomers_get_slots_of_their_own_on_gpus_that_are_free() -> None:
     where = Whereabouts({0: options(4, 4)}, {0: KnownNode(0, "a")})
     where.renumber({0: 0, 2: 1, 3: 2})
-    assert where.add(2, [str(number) for number in range(5)]) == [3, 4]
+    assert where.expect({0: 2}, [str(number) for number in range(5)]) == [3, 4]
+    where.take_in()
     assert [(where.slot_of(rank), where.post(rank).gpu) for rank in range(5)] == [
         (0, 0),
         (2, 2),
@@ -51,6 +52,22 @@ def test_newcomers_get_slots_of_their_own_on_gpus_that_are_free() -> None:
         (4, 1),
         (5, 4),
     ]
-    where.remove([3, 4])
+
+
+def test_newcomers_are_last_until_they_are_taken_in_and_then_numbered_machine_by_machine() -> None:
+    where, _ = two_nodes()
+    assert where.expect({0: 1, 1: 1}, None) == [4, 5]
+    assert where.numbers == {0: 0, 1: 1, 4: 2, 2: 3, 3: 4, 5: 5}
+    assert [where.post(rank).rank for rank in range(6)] == [0, 1, 2, 3, 2, 5]
+    assert where.names.nodes == {"a": range(2), "b": range(2, 4)} and where.post(0).place.world_size == 4
+    where.take_in()
+    assert where.names.nodes == {"a": range(3), "b": range(3, 6)} and where.post(0).place.world_size == 6
+    assert [where.slot_of(rank) for rank in range(6)] == [0, 1, 4, 2, 3, 5]
+
+
+def test_newcomers_that_are_given_up_leave_no_trace_but_their_slots() -> None:
+    where = Whereabouts({0: options(3, 3)}, {0: KnownNode(0, "a")})
+    where.expect({0: 2}, None)
+    where.renumber({0: 0, 1: 1, 2: 2})
     assert len(where.ranks) == 3 and where.post(0).place.world_size == 3
-    assert where.slot_of(where.add(1, None)[0]) == 6
+    assert where.slot_of(where.expect({0: 1}, None)[0]) == 5

@@ -103,7 +103,7 @@ class DistributedMagics(Magics):
             "interrupt": self._interrupt,
             "heal": self._heal,
             "shrink": self._shrink,
-            "grow": lambda arguments: print(get_session().grow(arguments.n, arguments.ranks)),
+            "grow": self._grow,
             "debug": looking.debug,
             "snapshot": self._costs.snapshot,
             "stacks": looking.stacks,
@@ -364,6 +364,10 @@ class DistributedMagics(Magics):
     def _shrink(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         print(session.shrink(rank_set_of(session).among(arguments.ranks)))
+
+    def _grow(self, arguments: argparse.Namespace) -> None:
+        session, nodes = get_session(), arguments.num_nodes
+        print(session.grow(arguments.n, arguments.ranks, num_nodes=nodes, progress=_show_progress))
 
     def _switch_auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":

@@ -303,6 +303,9 @@ def _grow() -> MagicParser:
     parser.add_argument(
         "-r", "--ranks", metavar="@NODE", help="on this machine, or those of these ranks (default: on all machines)"
     )
+    parser.add_argument(
+        "--num-nodes", type=number, default=0, metavar="K", help="on K other machines instead, which join the session"
+    )
     return parser
 
 

@@ -43,6 +43,26 @@ class WayIn:
     private: bool = False
 
 
+def check_more_nodes(nodes: NodesWanted | None, count: int, ranks: object) -> None:
+    """Check that a session can call for more machines.
+
+    Args:
+        nodes: Which it has; None: this machine only.
+        count: How many more.
+        ranks: What else was named for ranks to be added to.
+
+    Raises:
+        UsageError: It can't.
+    """
+    check_whole("num_nodes", count, 1, "%distributed grow --num-nodes 1 -n 2")
+    if ranks is not None:
+        raise UsageError("-r names machines of this session, and --num-nodes calls for others: give one of the two")
+    if nodes is None:
+        raise UsageError(
+            f"this session has one machine, which others can't join: start it with, for example, `{_EXAMPLE}`"
+        )
+
+
 def nodes_wanted(
     count: int, ranks: int | None, way: WayIn, on: str | Mapping[str, Any] | None = None
 ) -> NodesWanted | None:

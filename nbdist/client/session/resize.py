@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from nbdist.checks import check_whole
 from nbdist.client.session.heal import ALREADY, HealReport, bring_in, describe_moves, refuse_busy, request
 from nbdist.client.session.rank_set import Ranks, RankSet
+from nbdist.client.session.starting import StartLine, removed_afterwards
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.text import counted
@@ -90,6 +91,10 @@ def grow(
     ranks: Ranks,
     gpus: Callable[[int], list[str] | None],
     catch_up: Callable[[Sequence[int]], None],
+    *,
+    machines: int = 0,
+    progress: Callable[[StartLine], None] = lambda line: None,
+    token_file: str = "",
 ) -> HealReport:
     """Add ranks on the machines of a session.
 
@@ -99,6 +104,9 @@ def grow(
         ranks: On the machines of these; None: on all.
         gpus: Returns the GPUs that so many ranks get at a start.
         catch_up: Called with the newcomers before they run any cell.
+        machines: Add them on so many other machines instead, which are waited for.
+        progress: Called with lines of text while these are waited for.
+        token_file: Where their tokens are written; "": they are part of a line.
 
     Raises:
         UsageError: They can't be added; nothing has changed.
@@ -116,10 +124,14 @@ def grow(
         )
     nodes = [] if ranks is None else _nodes_of(rank_set, ranks)
     refuse_busy(rank_set, [])
-    found = _own_gpus(rank_set, count, gpus) if not nodes or 0 in nodes else None
+    found = None if machines or (nodes and 0 not in nodes) else _own_gpus(rank_set, count, gpus)
     everyone = range(sys.maxsize)  # the error says who has ended
-    with rank_set.talk.dialogue(ALREADY) as ask, rank_set.traffic.replacing(everyone):
-        return bring_in(rank_set, ask, Grow(count, found, nodes), catch_up, "added")
+    with (
+        removed_afterwards(token_file if machines else ""),
+        rank_set.talk.dialogue(ALREADY, progress, token_file) as ask,
+        rank_set.traffic.replacing(everyone),
+    ):
+        return bring_in(rank_set, ask, Grow(count, found, nodes, machines), catch_up, "added")
 
 
 def _nodes_of(rank_set: RankSet, ranks: Ranks) -> list[int]:

@@ -23,7 +23,7 @@ from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.session.background import BackgroundCell
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.heal import HealReport, heal
-from nbdist.client.session.node_arguments import WayIn, nodes_wanted
+from nbdist.client.session.node_arguments import WayIn, check_more_nodes, nodes_wanted
 from nbdist.client.session.on_death import ON_DEATH, OnDeath, heal_all, outlive
 from nbdist.client.session.rank_requests import RankRequests
 from nbdist.client.session.rank_set import Ranks, RankSet
@@ -397,12 +397,21 @@ class Session(RankRequests):
         """
         return self._checked(shrink(self._rank_set, ranks))
 
-    def grow(self, num_processes: int, ranks: Ranks = None) -> HealReport:
+    def grow(
+        self,
+        num_processes: int,
+        ranks: Ranks = None,
+        *,
+        num_nodes: int = 0,
+        progress: Callable[[StartLine], None] = print,
+    ) -> HealReport:
         """Add ranks, on free GPUs. They run the setup cells first, as after a `heal`.
 
         Args:
             num_processes: How many on each machine. All ranks are numbered machine by machine afterwards.
             ranks: Which machines, by ranks on them, such as "@node-b"; None: all.
+            num_nodes: Add them on so many other machines instead, in a session that was started over several.
+            progress: Called with lines of text while it waits for these: what to run there.
 
         Returns:
             What was done; it prints as a few lines.
@@ -413,11 +422,21 @@ class Session(RankRequests):
             SessionBroken: They could not be added; the others are as they were.
             RankError: They were added; then a cell that they ran to be set up failed.
         """
+        if num_nodes != 0:
+            check_more_nodes(self._nodes, num_nodes, ranks)
         report = grow(
-            self._rank_set, num_processes, ranks, lambda total: self._arguments.options(total).gpus, self._catch_up
+            self._rank_set,
+            num_processes,
+            ranks,
+            lambda total: self._arguments.options(total).gpus,
+            self._catch_up,
+            machines=num_nodes,
+            progress=progress,
+            token_file=self._nodes.token_file if self._nodes is not None else "",
         )
         if self._nodes is not None:
-            self._nodes = self._nodes.with_ranks([*Counter(info.node for info in self._rank_set.ranks).values()])
+            counts = [*Counter(info.node for info in self._rank_set.ranks).values()]
+            self._nodes = self._nodes.with_ranks(counts)
         return self._checked(report)
 
     def _checked(self, report: R) -> R:

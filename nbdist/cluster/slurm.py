@@ -19,6 +19,7 @@ from nbdist.checks import LONGEST, check_seconds, check_whole
 from nbdist.cluster.engines import JOIN_LIMIT, Layout
 from nbdist.cluster.remote import NO_NBDIST, Remote, ended, join_command
 from nbdist.errors import UsageError
+from nbdist.text import counted
 from nbdist.wire.starter_lines import Invitation, Report, StarterFailed, StarterProgress
 
 _TICK = 1.0  # seconds
@@ -106,6 +107,11 @@ class Slurm:
 
     def _in_job(self, seats: Sequence[int]) -> list[str]:
         nodes = _other_nodes()
+        if max(seats) > len(nodes):
+            raise UsageError(
+                f"the Slurm job {self._job} has {counted(len(nodes), 'other node')}, and no node is left for more: "
+                "`%distributed grow -n 1` adds ranks on those there are"
+            )
         return [f"--jobid={self._job}", "--overlap", f"--nodelist={','.join(nodes[seat - 1] for seat in seats)}"]
 
     def _own_job(self) -> list[str]:

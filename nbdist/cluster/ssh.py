@@ -19,7 +19,7 @@ from nbdist.cluster.remote import CANNOT_JOIN, NO_NBDIST, Remote, ended, join_co
 from nbdist.cluster.sync import Copy, look_at
 from nbdist.errors import UsageError
 from nbdist.processes import describe_exit
-from nbdist.text import split_commas
+from nbdist.text import counted, split_commas
 from nbdist.wire.starter_lines import Invitation, NodeEnded, Report, StarterProgress
 
 _SSH_FAILED = 255  # of ssh itself, not of what it has run
@@ -96,6 +96,11 @@ class Ssh:
 
     def start(self, invitation: Invitation) -> None:
         """Start one ssh for each seat, unless something has to be copied first."""
+        if max(seat.number for seat in invitation.seats) > len(self._hosts):
+            raise UsageError(
+                f"--hosts of this session names {counted(len(self._hosts), 'other host')}, and no host is left for "
+                "more nodes: start the session with all hosts. `%distributed grow -n 1` adds ranks on those there are"
+            )
         self._invitation = invitation
         self._seats = {seat.number: self._hosts[seat.number - 1].name for seat in invitation.seats}
         if not self._options.sync:

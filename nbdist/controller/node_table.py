@@ -39,6 +39,7 @@ from nbdist.wire.output import Notice
 from nbdist.wire.starter_lines import Invitation, Seat, StarterFailed, StarterProgress, StarterSetup
 
 _FIRST_PINGS = 8
+_ENGINES = {"slurm": "Slurm", "ray": "Ray", "kubernetes": "Kubernetes"}  # as they call themselves
 
 
 class NoEntrance(Exception):
@@ -193,10 +194,14 @@ class NodeTable:
             starter = self.starters.begin(StarterSetup(self._wanted.engine, self._wanted.engine_options, invitation))
             self._starter_of |= dict.fromkeys((seat.number for seat in seats), starter)
             if instead_of:
-                who = f"{', '.join(instead_of)} (Ctrl-C gives up)"
-                self._tell(Progress("nodes", f"waiting for {self._wanted.engine} to start a node in place of {who}"))
+                self._tell(self._waits_for(f"a node in place of {', '.join(instead_of)}"))
         else:
             self._tell(Invited(address, [seat.token for seat in seats], list(instead_of)))
+
+    def _waits_for(self, what: str) -> Progress:
+        assert self._wanted is not None
+        engine = _ENGINES.get(self._wanted.engine, self._wanted.engine)
+        return Progress("nodes", f"waiting for {engine} to start {what} (Ctrl-C gives up)")
 
     def recall(self, counts: Mapping[int, int]) -> None:
         """Have other machines come in place of lost nodes.
@@ -226,8 +231,7 @@ class NodeTable:
         self.due_to_come = time.monotonic() + self._wanted.patience
         self._invite(self._called)
         if self._wanted.engine:
-            who = counted(count, "more node")
-            self._tell(Progress("nodes", f"waiting for {self._wanted.engine} to start {who} (Ctrl-C gives up)"))
+            self._tell(self._waits_for(counted(count, "more node")))
 
     @property
     def came(self) -> list[int]:
@@ -236,7 +240,9 @@ class NodeTable:
         return found if len(found) == len(self._called) else []
 
     def let_go(self) -> None:
-        """Do without the machines that were called for."""
+        """Do without the machines that were called for, if any were."""
+        if not self._called:
+            return
         self.uninvite()
         for node in [node for node in self if node.seat in self._called]:
             self.send(node.number, Shutdown())

@@ -62,7 +62,7 @@ class Whereabouts:
         }
         self.numbers: dict[int, int] = {}
         self._next = max(self._seats, default=-1) + 1  # slot
-        self._processes = Counter(self._seats)  # that each slot has had
+        self._processes = Counter(self._seats.keys())  # that each slot has had
         self._coming = range(0)  # ranks that are to come, by the numbers that they have until then
         self._then: Whereabouts | None = None  # how it will be then
         self._note()

@@ -74,7 +74,7 @@ def test_a_lost_pod_is_replaced_by_one_of_another_job_and_both_are_deleted(kerne
     kernel.ok("%%distributed\nkept = rank + 10")
     kill_node(kernel, 1)
     said = kernel.ok("%distributed heal").stdout
-    assert "waiting for kubernetes to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert "waiting for Kubernetes to start a node in place of" in said and "rank 1 replaced in" in said, said
     assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
     assert lines_of(kernel, SUM) == {0: ["0 2 ['0'] False"], 1: ["1 2 ['0'] False"]}
     kernel.ok("%distributed stop")

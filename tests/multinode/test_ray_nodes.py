@@ -88,8 +88,20 @@ def test_a_lost_node_is_replaced_by_one_of_another_actor_and_all_actors_end(kern
     kernel.ok("%%distributed\nkept = rank + 10")
     kill_node(kernel, 1)
     said = kernel.ok("%distributed heal").stdout
-    assert "waiting for ray to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert "waiting for Ray to start a node in place of" in said and "rank 1 replaced in" in said, said
     assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
+    assert lines_of(kernel, SUM) == {0: ["0 2 True"], 1: ["1 2 True"]}
+    assert len(nodes()) == 2
+    kernel.ok("%distributed stop")
+    wait_until(lambda: not nodes(), "the end of the nodes")
+
+
+def test_ray_starts_another_node_for_a_session_that_grows(kernel: Kernel, address: str) -> None:
+    kernel.ok(f"%distributed start --ray {address} --num-nodes 2 -n 1")
+    kill_node(kernel, 1)
+    kernel.ok("%distributed shrink")
+    said = kernel.ok("%distributed grow --num-nodes 1 -n 1").stdout
+    assert "waiting for Ray to start 1 more node" in said and "rank 1 added in" in said, said
     assert lines_of(kernel, SUM) == {0: ["0 2 True"], 1: ["1 2 True"]}
     assert len(nodes()) == 2
     kernel.ok("%distributed stop")

@@ -53,7 +53,7 @@ def test_a_lost_node_is_replaced_by_one_of_another_job_and_all_jobs_end(kernel: 
     kernel.ok("%%distributed\nkept = rank + 10")
     kill_node(kernel, 1)
     said = kernel.ok("%distributed heal").stdout
-    assert "waiting for slurm to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert "waiting for Slurm to start a node in place of" in said and "rank 1 replaced in" in said, said
     assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
     assert {rank: line[:3] for rank, (line,) in lines_of(kernel, SUM).items()} == {0: "0 2", 1: "1 2"}
     kernel.ok("%distributed stop")

@@ -84,6 +84,14 @@ def test_through_a_tunnel_a_node_connects_to_its_own_machine_only(kernel: Kernel
     assert wait_for_end([node]) == []
 
 
+def test_more_nodes_than_there_are_hosts_can_not_be_had(kernel: Kernel, server: SshServer) -> None:
+    assert "2 ranks on 2 nodes ready" in start(kernel, server, "--hosts node-a -n 1")
+    refused = kernel.fails("%distributed grow --num-nodes 1", "SessionBroken").evalue
+    assert "no rank was added: --hosts of this session names 1 other host, and no host is left" in refused, refused
+    assert "ranks 1, 3 added" in kernel.ok("%distributed grow").stdout
+    kernel.ok("%distributed stop")
+
+
 def test_a_profile_is_started_by_its_name_and_this_machine_may_have_no_ranks(kernel: Kernel) -> None:
     assert "3 ranks on 2 nodes ready" in kernel.ok("%distributed start --on pair").stdout
     said = kernel.run(

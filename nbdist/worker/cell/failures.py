@@ -213,7 +213,7 @@ def render(
 
 @contextlib.contextmanager
 def _placed_cells(error: BaseException) -> Iterator[None]:
-    """While the body runs, `inspect` knows where cells belong.
+    """Have `inspect` know where cells belong while the body runs.
 
     Else it goes through all loaded modules three times for each frame: there are thousands, and a recursion has forty.
     """

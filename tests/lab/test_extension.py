@@ -87,6 +87,7 @@ def test_the_form_writes_and_runs_a_cell_and_the_panel_shows_its_ranks(lab: Lab,
     with Notebook(lab, browser, ["x = 1", ""]) as notebook:
         sidebar = show_sidebar(notebook)
         expect(sidebar).to_contain_text("This notebook has no ranks yet.")
+        expect(sidebar).to_contain_text("Ranks are processes that run cells with %%distributed in their first line")
         sidebar.get_by_label("Number of ranks").fill("two")
         expect(sidebar.get_by_role("alert")).to_contain_text("a whole number from 1 to 1024")
         expect(sidebar.get_by_role("button", name="Add and run")).to_be_disabled()

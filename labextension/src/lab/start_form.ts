@@ -12,14 +12,17 @@ import {
   BAD_COUNT,
   BAD_GPUS,
   DEVICES,
+  DEVICES_CAPTION,
   DEVICES_EMPTY,
   PLAN,
   PLAN_NONE,
   PRECISION,
   READ_ONLY,
   START,
+  START_CAPTION,
   START_EMPTY,
   START_LEGEND,
+  START_NOTE,
   WRITE_AND_RUN,
   WRITES,
 } from "./strings";
@@ -44,13 +47,15 @@ export class StartForm {
   constructor(private readonly lab: Modules) {
     this.count.inputMode = "numeric";
     this.count.placeholder = START_EMPTY;
+    this.count.title = START_CAPTION;
     this.gpus.placeholder = DEVICES_EMPTY;
+    this.gpus.title = DEVICES_CAPTION;
     this.plan.append(option("", PLAN_NONE), ...strategies.map((name) => option(name, name)));
     this.precision.append(...precisions.map((name) => option(name, name)));
     this.problem.setAttribute("role", "alert");
     const fields = [field(START_LEGEND, this.count), this.gpusField, field(PLAN, this.plan), field(PRECISION, this.precision)];
     const title = make("h3", "start-title", START);
-    this.element.append(title, ...fields, make("p", "start-note", WRITES), this.preview, this.problem, this.submit);
+    this.element.append(title, make("p", "start-note", START_NOTE), ...fields, make("p", "start-note", WRITES), this.preview, this.problem, this.submit);
     this.element.addEventListener("input", this.check);
     this.element.addEventListener("submit", (event) => {
       event.preventDefault();

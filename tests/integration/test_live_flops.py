@@ -177,6 +177,27 @@ for batch in torch.utils.data.DataLoader(torch.ones(40, 16, 32), batch_size=8):
     assert "ranks 0-1 share their batches" in measured.ok(f"%%distributed\n{cell}").stdout
 
 
+@pytest.mark.torch_private
+def test_a_division_of_sequences_is_forgotten_with_the_default_group_of_then() -> None:
+    train = """
+model = DistributedDataParallel(nn.Linear(32, 32))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for batch in torch.utils.data.DataLoader(torch.ones(40, 16, 32), batch_size=8):
+    with division(batch):
+        model(batch).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()"""
+    with spare_with_ranks(2) as kernel:
+        kernel.ok("%distributed tflops on")
+        kernel.ok(SETUP)
+        divided = """from torch.distributed.tensor.experimental import context_parallel
+def division(batch): return context_parallel(mesh, buffers=[batch], buffer_seq_dims=[1])"""
+        assert "ranks 0-1 share their batches" in kernel.ok(f"%%distributed\n{divided}{train}").stdout
+        kernel.ok("%distributed grow")
+        whole = "from contextlib import nullcontext as division"
+        shown = kernel.ok(f"%%distributed\n{whole}{train}").stdout
+        assert "5 steps" in shown and "share their batches" not in shown, shown
+
+
 def test_why_a_step_is_slow_is_shown_below_the_cell_and_by_rank(measured: Kernel) -> None:
     cell = """
 import time

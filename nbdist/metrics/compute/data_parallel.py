@@ -15,7 +15,9 @@ import torch
 
 from nbdist.metrics.compute import waits
 
-_contexts: set[frozenset[int]] = set()  # ranks, this one among them, that have divided sequences among themselves
+# Ranks, this one among them, that have divided sequences among themselves, and the default group of then: after
+# `%distributed shrink` or `grow` there is another one, in which ranks have other numbers.
+_contexts: set[tuple[str, frozenset[int]]] = set()
 
 
 def watch() -> None:
@@ -27,7 +29,7 @@ def watch() -> None:
 
     @functools.wraps(original)
     def divide(mesh: Any, *args: Any, **kwargs: Any) -> Any:
-        _contexts.add(frozenset(mesh.mesh.flatten().tolist()))
+        _contexts.add((_default_group(), frozenset(mesh.mesh.flatten().tolist())))
         return original(mesh, *args, **kwargs)
 
     divide._nbdist_watches = True  # type: ignore[attr-defined]
@@ -70,9 +72,15 @@ def _place_in(group: Any) -> int:
     own: int = group.rank()
     if not _contexts:
         return own
-    members = torch.distributed.get_process_group_ranks(group)
-    sharing = frozenset[int]().union(*(ranks for ranks in _contexts if members[own] in ranks))
+    members, world = torch.distributed.get_process_group_ranks(group), _default_group()
+    sharing = frozenset[int]().union(*(ranks for of, ranks in _contexts if of == world and members[own] in ranks))
     return min([own, *(place for place, rank in enumerate(members) if rank in sharing)])
+
+
+def _default_group() -> str:
+    """Return the name of the default group, which no other has had."""
+    world = torch.distributed.group.WORLD
+    return "" if world is None else str(world.group_name)
 
 
 def _fsdp_groups() -> Iterator[Any]:

@@ -41,7 +41,7 @@ def started_with(start: Start, choices: Choices) -> StartedWith:
         options.timeout,
         options.exact,
         start.linger,
-        start.nodes,
+        choices.nodes or start.nodes,
         choices,
     )
 

@@ -37,11 +37,13 @@ class AttachRefused(Message, frozen=True):
 class Choices(Message, frozen=True):
     """What the client has chosen for these ranks, which the controller keeps for another one.
 
-    plan: how models are made distributed, as JSON. on_death: what the client does when ranks die.
+    plan: how models are made distributed, as JSON. on_death: what the client does when ranks die. nodes: which another
+    start is to have; None: those of the last one.
     """
 
     plan: str = "{}"
     on_death: Literal["ask", "heal", "stop"] = "ask"
+    nodes: NodesWanted | None = None
 
 
 class StartedWith(msgspec.Struct, frozen=True):

@@ -145,6 +145,7 @@ def test_another_machine_joins_with_ranks_of_its_own(kernel: Kernel) -> None:
         }
         kernel.ok("%distributed grow")
         assert numbers(kernel) == expected(3, 3, 4)
+        kernel.ok("%distributed detach --linger 60\n%distributed attach")
         restarted = kernel.ok("%distributed restart").stdout
         assert "NBDIST_TOKEN" not in restarted and "10 ranks on 3 nodes ready" in restarted, restarted
         kernel.ok("%distributed stop")

@@ -167,7 +167,7 @@ class Session(RankRequests):
 
     def _keep_choices(self) -> None:
         """Give the controller what a client that attaches has to know."""
-        self._rank_set.traffic.send(Choices(self.plan.to_json(), self._on_death))
+        self._rank_set.traffic.send(Choices(self.plan.to_json(), self._on_death, self._nodes))
 
     @classmethod
     def attach(
@@ -437,6 +437,7 @@ class Session(RankRequests):
         if self._nodes is not None:
             counts = [*Counter(info.node for info in self._rank_set.ranks).values()]
             self._nodes = self._nodes.with_ranks(counts)
+            self._keep_choices()
         return self._checked(report)
 
     def _checked(self, report: R) -> R:

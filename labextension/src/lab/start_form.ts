@@ -20,6 +20,7 @@ import {
   READ_ONLY,
   START,
   START_CAPTION,
+  START_CAPTION_CPU,
   START_EMPTY,
   START_LEGEND,
   START_NOTE,
@@ -71,6 +72,7 @@ export class StartForm {
     if (gpus !== undefined && this.known !== `${gpus}`) {
       this.known = `${gpus}`;
       this.count.placeholder = gpus === 0 ? "2" : START_EMPTY;
+      this.count.title = gpus === 0 ? START_CAPTION_CPU : START_CAPTION;
       this.gpusField.hidden = gpus === 0;
     }
     this.check();

@@ -27,6 +27,7 @@ export const START_LEGEND = "Number of ranks";
 export const START_NOTE = "Ranks are processes that run cells with %%distributed in their first line, each on a GPU of its own if there are any.";
 export const START_EMPTY = "1 per GPU";
 export const START_CAPTION = "How many ranks to start; empty: one for each GPU";
+export const START_CAPTION_CPU = "How many ranks to start; empty: 2";
 export const DEVICES = "GPUs";
 export const DEVICES_EMPTY = "all";
 export const DEVICES_CAPTION = "Which GPUs ranks may use, for example 0,2; empty: all";

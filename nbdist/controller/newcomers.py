@@ -58,6 +58,9 @@ class Invitations(Protocol):
     def call_for(self, count: int, ranks: int) -> None:
         """Have more machines come, each of which is to have so many ranks."""
 
+    def call_again(self) -> None:
+        """Have those come once more that are lost."""
+
     @property
     def came(self) -> list[int]:
         """Those that were called for, once all of them have come."""
@@ -129,6 +132,8 @@ class Newcomers:
 
     def machine_lost(self) -> None:
         """Have machines come that the replacement waits for, if any are missing."""
+        if isinstance(self._waiting, Grow):
+            self._nodes.call_again()
         if isinstance(self._waiting, Heal) and (ranks := self._without_machine(self._waiting)):
             where = self._hosts.where
             lost = {where.node_of(rank) for rank in ranks}
@@ -139,6 +144,7 @@ class Newcomers:
         if not self._nodes.came:
             return
         self._waiting = None
+        self._nodes.uninvite()
         if why := self._cannot_grow(self._nodes.came, message.count):  # others have died meanwhile
             self._nodes.let_go()
             self._tell(HealFailed(why))

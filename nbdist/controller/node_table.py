@@ -225,13 +225,21 @@ class NodeTable:
         assert self._wanted is not None
         free = (seat for seat in itertools.count(1) if self._in_seat(seat) is None)
         self._called, self._wanted_before = list(itertools.islice(free, count)), self._wanted
+        for seat in self._called:
+            self._needed.pop(seat, None)
         seats = range(max(self._wanted.count, self._called[-1] + 1))
         shares = [ranks if seat in self._called else self._wanted.ranks_of(seat) for seat in seats]
         self._wanted = msgspec.structs.replace(self._wanted, count=len(shares), shares=shares)
+        self.call_again()
+
+    def call_again(self) -> None:
+        """Invite those of the machines that were called for which are not there and not invited: one may be lost."""
+        assert self._wanted is not None
+        missing = [seat for seat in self._called if self._in_seat(seat) is None]
         self.due_to_come = time.monotonic() + self._wanted.patience
-        self._invite(self._called)
+        self._invite(missing)
         if self._wanted.engine:
-            self._tell(self._waits_for(counted(count, "more node")))
+            self._tell(self._waits_for(counted(len(missing), "more node")))
 
     @property
     def came(self) -> list[int]:
@@ -245,9 +253,7 @@ class NodeTable:
             return
         self.uninvite()
         for node in [node for node in self if node.seat in self._called]:
-            self.send(node.number, Shutdown())
-            del self._nodes[node.number]
-            self._switchboard.lose(node.number)
+            self.lose(node, "nobody waits for it any more")
             if node.seat in self._starter_of:
                 self.starters.end(self._starter_of[node.seat])
         self._called, self._wanted = [], self._wanted_before

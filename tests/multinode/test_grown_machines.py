@@ -186,6 +186,22 @@ def test_an_interrupt_gives_up_waiting_for_another_machine(kernel: Kernel) -> No
         assert "NBDIST_TOKEN" not in restarted and "4 ranks on 2 nodes ready" in restarted, restarted
 
 
+def test_a_machine_that_leaves_while_another_is_waited_for_is_called_again(kernel: Kernel) -> None:
+    with ExitStack() as nodes:
+        nodes.enter_context(two_nodes(kernel))
+        cell = kernel.start("%distributed grow --num-nodes 2")
+        address, (first, second) = invitations(cell, 2)
+        with joined(address, first) as one:
+            cell.wait_for("has joined as node")
+            one.process.send_signal(signal.SIGINT)
+            one.end()
+        *_, third = invitations(cell, 3)[1]
+        nodes.enter_context(joined(address, second))
+        nodes.enter_context(joined(address, third))
+        assert "ranks 4-5 added" in cell.finish().stdout
+        assert numbers(kernel) == expected(2, 2, 1, 1)
+
+
 def test_a_machine_whose_ranks_can_not_be_set_up_is_let_go(kernel: Kernel) -> None:
     with ExitStack() as nodes:
         nodes.enter_context(two_nodes(kernel))

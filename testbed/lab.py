@@ -56,6 +56,12 @@ def _as_it_is(notebook: nbformat.NotebookNode) -> None:
     pass
 
 
+def _is_of_splash(error: Error) -> bool:
+    """Return whether it is JupyterLab's own: when it starts slowly, it removes its splash screen twice."""
+    places = [line for line in (error.stack or "").splitlines() if line.lstrip().startswith("at ")]
+    return "'removeChild' on 'Node'" in str(error) and len(places) == 1 and "/static/lab/jlab_core" in places[0]
+
+
 class Notebook:
     """A notebook that is open in a page of its own."""
 
@@ -83,7 +89,7 @@ class Notebook:
         self.open()
 
     def _note_error(self, error: Error) -> None:
-        if str(error) not in self._lab.own_errors:
+        if str(error) not in self._lab.own_errors and not _is_of_splash(error):
             self._errors.append(error.stack or str(error))
 
     def _note(self, message: ConsoleMessage) -> None:

@@ -127,6 +127,19 @@ def test_the_first_megabytes_do_not_wait(page: Page) -> None:
     assert page.publish_all(publisher) < 1.0
 
 
+def test_items_are_paced_so_that_a_kernel_has_few_that_nobody_has_read(page: Page) -> None:
+    pace = Pace(page.clock)
+    for _ in range(64):
+        assert pace.wait(text=False, hurried=False) == 0.0
+        pace.note(False, 1_000_000)
+    assert pace.wait(text=False, hurried=False) > 3.0 and pace.wait(text=True, hurried=False) == 0.0
+    page.clock.now += 3.3
+    for _ in range(1_500):
+        assert pace.wait(text=False, hurried=False) == 0.0
+        pace.note(False, 100)
+    assert pace.wait(text=False, hurried=False) > 3.0
+
+
 def test_all_cells_of_a_kernel_share_one_pace(page: Page) -> None:
     pace = Pace(page.clock)
     publishers = [page.publisher(number, pace) for number in range(4)]

@@ -26,6 +26,9 @@ _RATE_WINDOW = 3.2
 _RATE_BYTES = 2_400_000
 _RATE_BYTES_HURRIED = 2_800_000
 _RATE_MESSAGES = 1_500
+# A kernel drops what comes while 1,000 messages wait for a front end to read, the end of the cell among them. Where no
+# server is between the two, the front end is as fast as the machine lets it be.
+_RATE_ITEM_BYTES = 64_000_000
 _TEXT_GAP = 0.02
 _CHUNK = 200_000
 _ENVELOPE = 1_000  # bytes of a message besides its text
@@ -45,8 +48,8 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._recent: deque[tuple[float, int]] = deque()
-        self._bytes = 0
+        self._recent: deque[tuple[float, int, int]] = deque()  # when, bytes of text, bytes of items
+        self._bytes = self._item_bytes = 0
         self._last_text = float("-inf")
 
     def wait(self, text: bool, hurried: bool) -> float:
@@ -54,21 +57,26 @@ class Pace:
         with self._lock:
             now = self._clock()
             while self._recent and now - self._recent[0][0] > _RATE_WINDOW:
-                self._bytes -= self._recent.popleft()[1]
+                _, size, item_size = self._recent.popleft()
+                self._bytes -= size
+                self._item_bytes -= item_size
             wait = self._last_text + _TEXT_GAP - now if text else 0.0
             limit = _RATE_BYTES_HURRIED if hurried else _RATE_BYTES
-            if len(self._recent) >= _RATE_MESSAGES or (text and self._recent and self._bytes + _CHUNK > limit):
+            full = self._bytes + _CHUNK > limit if text else self._item_bytes >= _RATE_ITEM_BYTES
+            if self._recent and (full or len(self._recent) >= _RATE_MESSAGES):
                 wait = max(wait, self._recent[0][0] + _RATE_WINDOW - now)
             return max(0.0, wait)
 
     def note(self, text: bool, length: int) -> None:
-        """Count a message that goes out. The server counts only the bytes of text."""
+        """Count a message that goes out. The server's limit counts only the bytes of text."""
         with self._lock:
             now = self._clock()
             if text:
                 self._last_text = now
-            self._recent.append((now, length if text else 0))
-            self._bytes += length if text else 0
+                self._bytes += length
+            else:
+                self._item_bytes += length
+            self._recent.append((now, length, 0) if text else (now, 0, length))
 
 
 _pace = Pace()
@@ -84,12 +92,13 @@ class Publisher:
 
     Args:
         cell: The cell's number, for the line shown where text was folded.
-        pace: How fast it may publish; None for no limit.
+        pace: How fast it may publish; None: as its server allows, or without one as a kernel can.
     """
 
     def __init__(self, cell: int, pace: Pace | None = None) -> None:
         self._cell = cell
         self._pace = pace or _pace_of_server()
+        self._item_pace = self._pace or (_pace if shells.in_kernel() else None)
         # As they are when the cell starts: another cell may have redirected them by the time this one prints late.
         self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
         self._queue: deque[tuple[str, Any]] = deque()
@@ -224,13 +233,15 @@ class Publisher:
 
     def _wait(self) -> float:
         """Return the seconds until the first in the queue may go out."""
-        return 0.0 if self._pace is None else self._pace.wait(self._queue[0][0] != "item", self._hurried)
+        is_text = self._queue[0][0] != "item"
+        pace = self._pace if is_text else self._item_pace
+        return 0.0 if pace is None else pace.wait(is_text, self._hurried)
 
     def _publish_next(self) -> None:
         kind, content = self._queue.popleft()
         if kind == "item":
-            if self._pace is not None:
-                self._pace.note(False, 0)
+            if self._item_pace is not None:
+                self._item_pace.note(False, _item_size(content[1]))
             _publish_item(*content)
             return
         text = self._gather(kind, content)
@@ -266,6 +277,10 @@ class Publisher:
 def _encoded_size(text: str) -> int:
     """Return the size in bytes of the message that carries the text."""
     return len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + _ENVELOPE
+
+
+def _item_size(data: dict[str, Any]) -> int:
+    return sum(len(value) for value in data.values() if isinstance(value, (str, bytes)))
 
 
 def can_update() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nbdist.worker.recovery.exact import ExactState
 
@@ -119,3 +120,15 @@ def test_a_copy_that_does_not_fit_into_memory_costs_the_exactness_and_not_the_ce
     del model.large
     state.begin()
     assert state.restore() != []
+
+
+def test_models_without_data_are_passed_over(model: torch.nn.Module) -> None:
+    with FakeTensorMode():
+        fake = torch.nn.BatchNorm1d(8)
+    meta = torch.nn.BatchNorm1d(8, device="meta")
+    state, expected = ExactState(), buffers(model)
+    state.begin()
+    model(torch.randn(8, 4))
+    assert state.restore() == ["buffers and random state of the lost step restored"]
+    assert all(map(torch.equal, buffers(model), expected))
+    assert fake.running_mean is not None and meta.running_mean is not None  # they were there

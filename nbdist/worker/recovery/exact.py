@@ -126,11 +126,12 @@ class ExactState:
 
 
 def _buffers() -> Iterator[tuple[Any, str, bool]]:
-    """Yield each buffer of each living module: the module, the name, and whether writes to it go uncounted."""
+    """Yield each buffer with data of each living module: the module, the name, whether writes to it go uncounted."""
     norm = loaded("torch.nn.modules.batchnorm", "_NormBase")
+    fake = loaded("torch._subclasses.fake_tensor", "FakeTensor")
     for module in living(loaded("torch.nn", "Module")):
         for name, buffer in module.__dict__.get("_buffers", {}).items():
-            if buffer is not None:
+            if buffer is not None and not buffer.is_meta and (fake is None or not isinstance(buffer, fake)):
                 yield module, name, norm is not None and issubclass(type(module), norm)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from testbed.kernel import Kernel
+from testbed.kernel import Kernel, wait_until
 from tests.conftest import sharing
-from tests.multinode.nodes import SUM, invitations, joined, lines_of, lose, two_nodes
+from tests.multinode.nodes import SUM, Node, invitations, joined, lines_of, lose, two_nodes
 
 NAMES = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 NUMBERS = f"import os\nprint(rank, local_rank, world_size, dist.get_rank(), *(os.environ[name] for name in {NAMES}))"
@@ -37,6 +38,14 @@ def kernel() -> Iterator[Kernel]:
     with Kernel() as found, sharing(found):
         found.ok("%load_ext nbdist")
         yield found
+
+
+def is_connected(node: Node) -> bool:
+    """Whether the agent of a machine has reached the controller, so that it can say why it leaves."""
+    with suppress(IndexError, psutil.Error):  # there is no agent yet
+        ends = psutil.Process(node.agent()).net_connections("tcp")
+        return any(end.status == psutil.CONN_ESTABLISHED for end in ends)
+    return False
 
 
 def expected(*counts: int) -> dict[int, list[str]]:
@@ -192,7 +201,7 @@ def test_a_machine_that_leaves_while_another_is_waited_for_is_called_again(kerne
         cell = kernel.start("%distributed grow --num-nodes 2")
         address, (first, second) = invitations(cell, 2)
         with joined(address, first) as one:
-            cell.wait_for("has joined as node")
+            wait_until(lambda: is_connected(one), "its agent")
             one.process.send_signal(signal.SIGINT)
             one.end()
         *_, third = invitations(cell, 3)[1]

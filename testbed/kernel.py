@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from subprocess import Popen
 from typing import Any
 
 import zmq
@@ -57,9 +58,10 @@ class Outcome:
 class Execution:
     """A cell that is running in a kernel."""
 
-    def __init__(self, client: BlockingKernelClient, message_id: str) -> None:
+    def __init__(self, client: BlockingKernelClient, message_id: str, process: Popen[bytes]) -> None:
         self._client = client
         self._id = message_id
+        self._process = process
         self._began = time.monotonic()
         self._idle = False
         self._display_ids: dict[str, int] = {}
@@ -120,6 +122,8 @@ class Execution:
         try:
             message = self._client.get_iopub_msg(timeout=patience)
         except queue.Empty:
+            code = self._process.poll()
+            assert code is None, f"the kernel ended with exit code {code}, without {what}: {self.outcome}"
             return
         if message["parent_header"].get("msg_id") == self._id:
             self._note(message["msg_type"], message["content"])
@@ -169,11 +173,16 @@ class Kernel:
         except BaseException:
             self.close()
             raise
-        self.pid: int = self.manager.provisioner.process.pid  # type: ignore[union-attr]
+        self.pid: int = self.process.pid
+
+    @property
+    def process(self) -> Popen[bytes]:
+        """The process; another one after a restart by the manager."""
+        return self.manager.provisioner.process  # type: ignore[union-attr]
 
     def start(self, code: str, *, input_allowed: bool = False) -> Execution:
         """Run a cell and don't wait for it. `input_allowed`: whether it may ask for a line, which `enter` gives."""
-        return Execution(self.client, self.client.execute(code, allow_stdin=input_allowed))
+        return Execution(self.client, self.client.execute(code, allow_stdin=input_allowed), self.process)
 
     def run(self, code: str, limit: float = LIMIT) -> Outcome:
         """Run a cell to its end."""

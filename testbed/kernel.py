@@ -7,11 +7,13 @@ import os
 import queue
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
@@ -22,6 +24,8 @@ from jupyter_client.manager import KernelManager
 from nbdist.ranks import parse_ranks
 
 LIMIT = 60.0
+_DUMP_SIGNAL = signal.SIGUSR2
+_DUMP = "__import__('faulthandler').register({signal}, open({path!r}, 'w'))"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _NAMED = re.compile(r"\[([\d,-]+)\] (.*)", re.DOTALL)
 
@@ -58,10 +62,11 @@ class Outcome:
 class Execution:
     """A cell that is running in a kernel."""
 
-    def __init__(self, client: BlockingKernelClient, message_id: str, process: Popen[bytes]) -> None:
-        self._client = client
+    def __init__(self, kernel: Kernel, message_id: str) -> None:
+        self._client = kernel.client
+        self._process = kernel.process
+        self._stacks = kernel.stacks
         self._id = message_id
-        self._process = process
         self._began = time.monotonic()
         self._idle = False
         self._display_ids: dict[str, int] = {}
@@ -108,6 +113,8 @@ class Execution:
         """Until the cell has ended."""
         deadline = time.monotonic() + limit
         while not self._idle:
+            if time.monotonic() >= deadline:
+                raise AssertionError(f"no end in {limit:g} s: {self.outcome}\n{self._stacks()}")
             self._step(deadline, "an end")
         self.outcome.seconds = time.monotonic() - self._began
         while True:
@@ -162,9 +169,12 @@ class Kernel:
         self._context = _unbounded()
         address = f"{self._folder}/socket"
         self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=address, context=self._context)
+        assert self.manager.kernel_spec is not None
         if command:
-            assert self.manager.kernel_spec is not None
             self.manager.kernel_spec.argv[:1] = [*command, sys.executable]
+        self._stacks = Path(self._folder, "stacks")
+        dump = _DUMP.format(signal=int(_DUMP_SIGNAL), path=str(self._stacks))
+        self.manager.kernel_spec.argv.append(f"--IPKernelApp.exec_lines={dump}")
         self.manager.start_kernel(env={**os.environ, **environment})
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
@@ -180,9 +190,17 @@ class Kernel:
         """The process; another one after a restart by the manager."""
         return self.manager.provisioner.process  # type: ignore[union-attr]
 
+    def stacks(self) -> str:
+        """Where its threads are now."""
+        size = self._stacks.stat().st_size
+        self.process.send_signal(_DUMP_SIGNAL)
+        with contextlib.suppress(AssertionError):  # a stopped process does not answer
+            wait_until(lambda: self._stacks.stat().st_size > size, "its stacks")
+        return self._stacks.read_text()[size:]
+
     def start(self, code: str, *, input_allowed: bool = False) -> Execution:
         """Run a cell and don't wait for it. `input_allowed`: whether it may ask for a line, which `enter` gives."""
-        return Execution(self.client, self.client.execute(code, allow_stdin=input_allowed), self.process)
+        return Execution(self, self.client.execute(code, allow_stdin=input_allowed))
 
     def run(self, code: str, limit: float = LIMIT) -> Outcome:
         """Run a cell to its end."""

@@ -38,7 +38,7 @@ def send(kernel: Kernel, comm_id: str, data: dict[str, Any]) -> Execution:
     """A message of the page to a widget; what it causes."""
     message = kernel.client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
     kernel.client.shell_channel.send(message)
-    return Execution(kernel.client, message["header"]["msg_id"], kernel.process)
+    return Execution(kernel, message["header"]["msg_id"])
 
 
 # --- tqdm

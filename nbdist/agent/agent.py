@@ -279,7 +279,7 @@ class Agent:
         try:
             self._set = self._processes(message, ForkChannel.to(message.options.fork_address))
         except OSError as error:  # it has given up meanwhile
-            self._say(SpawnFailed(message.epoch, f"the notebook can't be asked to fork: {error}"))
+            self._report(SpawnFailed(message.epoch, f"the notebook can't be asked to fork: {error}"))
             return
         self._fork_all(self._set)
 
@@ -317,7 +317,7 @@ class Agent:
 
     def _kill(self, message: Kill) -> None:
         if self._set is None or self._set.spawn.epoch != message.epoch:
-            self._say(Gone(message.epoch))
+            self._report(Gone(message.epoch))
             return
         self._set.ending = True
         self._set.kill_at = time.monotonic() + message.grace
@@ -422,9 +422,9 @@ class Agent:
             return
         if rank == STORE:
             group.close_listener()
-            self._say(StoreOpened(group.spawn.epoch, group.store))
+            self._report(StoreOpened(group.spawn.epoch, group.store))
         else:
-            self._say(Spawned(group.spawn.epoch, rank, pid))
+            self._report(Spawned(group.spawn.epoch, rank, pid))
         try:
             group.fork_more()
         except OSError as error:
@@ -434,7 +434,7 @@ class Agent:
     def _check_complete(self, group: ProcessSet) -> None:
         if not group.complete and not group.ending and group.all_forked:
             group.complete = True
-            self._say(Spawning(group.spawn.epoch, self._notes))
+            self._report(Spawning(group.spawn.epoch, self._notes))
 
     def _not_forked(self, text: str) -> None:
         verb = "heal" if self._set is not None and self._set.complete else "start"
@@ -446,11 +446,11 @@ class Agent:
             return
         if group.complete:  # it was about newcomers, and the others live on
             group.unasked.clear()
-            self._say(SpawnFailed(group.spawn.epoch, text, obstacle))
+            self._report(SpawnFailed(group.spawn.epoch, text, obstacle))
             return
         group.ending = True
         group.kill_at = time.monotonic()
-        self._say(SpawnFailed(group.spawn.epoch, text, obstacle))
+        self._report(SpawnFailed(group.spawn.epoch, text, obstacle))
         self._check_gone()
 
     # --- ends
@@ -469,9 +469,8 @@ class Agent:
         if folder := group.folder(rank):
             shutil.rmtree(folder, ignore_errors=True)
         tail = self._pipes.stderr_tail(rank)
-        # Through the output lane: it must not overtake the rank's last output.
         who = None if rank == STORE else rank
-        self._output.send(encode(Exited(group.spawn.epoch, who, pid, code, tail, time.monotonic(), cause)))
+        self._report(Exited(group.spawn.epoch, who, pid, code, tail, time.monotonic(), cause))
         self._check_gone()
 
     def _check_gone(self) -> None:
@@ -485,7 +484,7 @@ class Agent:
         if group.source not in self._sources():
             group.source.close()
         self._end_orphans()
-        self._output.send(encode(Gone(group.spawn.epoch)))
+        self._report(Gone(group.spawn.epoch))
 
     def _end_orphans(self) -> None:
         """End processes that ranks left behind outside of their process groups.
@@ -494,6 +493,10 @@ class Agent:
         """
         own = {self._template.pid} if self._template is not None else set()
         end_descendants(_ORPHANS_LIMIT, keep=own | self._stacks.pids)
+
+    def _report(self, message: Message) -> None:
+        """Report how a set's processes fare, in one order: an end overtakes neither its reason nor the last output."""
+        self._output.send(encode(message))
 
     def _say(self, message: Message) -> None:
         self._control.send(encode(message))

@@ -18,7 +18,7 @@ from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import AGENT_CONTROL, node_lane, whole
 from nbdist.wire.life import Shutdown, StartOptions
 from nbdist.wire.message import Hello, Message
-from nbdist.wire.rank_processes import Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning
+from nbdist.wire.rank_processes import Exited, Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning, StoreOpened
 from nbdist.wire.setup import AgentSetup, encode_line
 
 LIMIT_MS = 30_000
@@ -66,12 +66,17 @@ class Controller:
         self._socket.send_multipart([_CONTROL, encode(message)])
 
     def messages(self) -> Iterator[AnyMessage]:
+        for identity, message in self.heard():
+            if not isinstance(message, Hello) or identity == _CONTROL:
+                yield message
+
+    def heard(self) -> Iterator[tuple[bytes, AnyMessage]]:
+        """Each message, and the lane on which it came."""
         while True:
             assert self._socket.poll(LIMIT_MS), "the agent says nothing"
             identity, *frames = self._socket.recv_multipart()
             for message in map(decode, whole(frames)):
-                if not isinstance(message, Hello) or identity == _CONTROL:
-                    yield message
+                yield identity, message
 
 
 @pytest.fixture
@@ -114,6 +119,23 @@ def test_a_port_that_is_taken_is_reported_as_such_and_not_by_its_text_alone(cont
         controller.send(Spawn(1, _options(2, port)))
         failed = next(message for message in controller.messages() if isinstance(message, SpawnFailed))
     assert failed.obstacle == "port taken" and f"port {port} is taken by process {os.getpid()}" in failed.text
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_end_of_a_set_overtakes_nothing_that_is_reported_of_it(controller: Controller, fails: bool) -> None:
+    # Two lanes have no order between them: a start that failed would be over before its failure is known.
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        controller.send(Spawn(1, _options(1, other.getsockname()[1] if fails else 0)))
+        lanes = {}
+        for lane, message in controller.heard():
+            lanes[type(message)] = lane
+            if isinstance(message, Spawning):
+                controller.send(Kill(1, 0.0))
+            if isinstance(message, Gone):
+                break
+    reports = [SpawnFailed, Gone] if fails else [StoreOpened, Spawned, Spawning, Exited, Gone]
+    assert [kind for kind in lanes if kind in reports] == reports
+    assert len({lanes[kind] for kind in reports}) == 1
 
 
 def _options(count: int, port: int = 0) -> StartOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -92,6 +93,17 @@ def test_fsdp_with_checkpoints_tells_recomputation_apart(measured: Kernel) -> No
     cell = "with torch.utils.checkpoint.set_checkpoint_early_stop(False):\n"
     cell += "    train(sharded(Gpt('manual', 'not reentrant')), 4)"
     assert flops(measured, cell) == [(gpt(B, T), gpt(B, T) + gpt_blocks(B, T))] * 2
+
+
+def test_a_cell_that_recomputes_what_its_last_run_kept_says_what_that_cost(measured: Kernel) -> None:
+    run = "%%distributed\ntrain(model, 6)"
+    measured.ok("%%distributed\nmodel = DistributedDataParallel(Gpt('manual'))")
+    kept = measured.ok(run)
+    before = measured.value("len(In) - 1")
+    measured.ok("%%distributed\nmodel = DistributedDataParallel(Gpt('manual', 'not reentrant'))")
+    again = " ".join(measured.ok(run).stdout.split())
+    assert re.search(rf"more FLOPs besides the model's than in cell {before} .* a typical step takes \d+ %", again)
+    assert "besides the model's" not in kept.stdout + measured.ok(run).stdout
 
 
 @beside_compiled

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist.client.costs.recomputation import Recomputation
 from nbdist.client.session.observers import Observer, subscribe
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.task import Task
@@ -46,6 +47,7 @@ class CellSteps(Observer):
         self.on = self.shown = False
         self.last: dict[int, StepSample] = {}
         self.price: float | None = None
+        self._recomputation = Recomputation()
         events: Any = shell.events
         events.register("pre_run_cell", self._before)
         events.register("post_run_cell", self._after)
@@ -74,11 +76,12 @@ class CellSteps(Observer):
             task.metered = msgspec.structs.replace(task.metered, steps=True)
 
     def below(self, task: Task) -> str:
-        """Return the line below a cell that ran on ranks; empty if it made no steps."""
+        """Return the lines below a cell that ran on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
-        found = _steps_in(task)
-        return render(found, [rank for rank in task.ranks if rank not in task.replies], self.price)
+        figures = render(_steps_in(task), [rank for rank in task.ranks if rank not in task.replies], self.price)
+        change = self._recomputation.compare(task)
+        return "\n".join(filter(None, (figures, *_wrapped(change))))
 
     def cell_ended(self, task: Task) -> None:
         """Keep the steps of the last cell that made some."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, non_torch
+from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, held_at_look, non_torch
 from nbdist.panel.figures import WORKING, Stat, Together, Trend, clip, finite, ratio, seconds_of, stats_of, trend_of
 from nbdist.text import counted, percent, size, span
 
@@ -235,7 +235,8 @@ def _with_gpu(row: Row, rank: RankSample, machine: NodeSample | None) -> Row:
     if gpu.used is None:
         return row
     beyond = non_torch(rank, gpu)
-    return row._replace(non_torch=beyond, others=max(0, gpu.used - (reserved or 0) - (beyond or 0)))
+    held = held_at_look(rank, gpu) or 0
+    return row._replace(non_torch=beyond, others=max(0, gpu.used - held - (beyond or 0)))
 
 
 def _silent(rank: RankSample) -> str:

@@ -12,7 +12,8 @@ import pytest
 
 from nbdist.client.costs.monitor import Monitor
 from nbdist.errors import UsageError
-from nbdist.metrics.node.sample import Sample
+from nbdist.metrics.node.held_lately import HeldLately
+from nbdist.metrics.node.sample import RankSample, Sample
 from testbed.kernel import wait_until
 
 LIMIT = 20.0
@@ -161,3 +162,18 @@ def test_another_rate_counts_at_once(watch: Watch) -> None:
 def test_a_rate_that_makes_no_sense_is_refused(seconds: float, watch: Watch) -> None:
     with pytest.raises(UsageError, match=r"0\.25 to 60 seconds, got"):
         watch.monitor.rate = seconds
+
+
+def test_what_ranks_held_is_remembered_from_the_look_before_the_drivers_last_answer_on() -> None:
+    held = HeldLately()
+
+    def note(reserved: int | None, came: float | None, now: float, pid: int = 7) -> list[int]:
+        (rank,) = held.note([RankSample(0, pid=pid, reserved=reserved)], [came], now)
+        return rank.held
+
+    assert note(10, None, now=1.0) == [10]
+    assert note(20, 1.5, now=2.0) == [10, 20]
+    assert note(30, 2.5, now=3.0) == [20, 30]
+    assert note(40, 2.5, now=4.0) == [20, 30, 40]
+    assert note(5, 4.5, now=5.0, pid=8) == [5], "a new process in the place of the rank"
+    assert note(None, 5.5, now=6.0, pid=8) == [], "without a GPU"

@@ -57,6 +57,17 @@ def test_a_gpus_memory_is_shared_out_among_who_uses_it() -> None:
     assert row.used == 20 * GIB
 
 
+@pytest.mark.parametrize(("seen", "held"), [(56, [54, 14]), (16, [54, 14]), (16, [14, 54]), (56, [14, 54])])
+def test_memory_that_torch_took_or_gave_back_beside_the_drivers_look_is_held_by_nobody_else(
+    seen: int, held: list[int]
+) -> None:
+    row = on_gpu(
+        GpuSample("u", 0, total=80 * GIB, used=(seen + 4) * GIB, by_pid={7: seen * GIB}),
+        held=[each * GIB for each in held],
+    )
+    assert (row.non_torch, row.others) == (2 * GIB, 4 * GIB)
+
+
 def test_what_the_driver_hides_counts_as_others() -> None:
     row = on_gpu(GpuSample("u", 0, total=80 * GIB, used=20 * GIB))
     assert (row.non_torch, row.others) == (None, 6 * GIB)

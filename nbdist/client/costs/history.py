@@ -238,7 +238,7 @@ class _File:
 
 _CELL_COLUMNS = ("at", "cell", "kind", "ranks", "seconds", "status", "code")
 _LOOK_COLUMNS = ("at", "cell", "generation")
-_RANK_COLUMNS = tuple(name for name in RankSample.__struct_fields__ if name != "step")
+_RANK_COLUMNS = tuple(name for name in RankSample.__struct_fields__ if name not in ("step", "held"))
 _GPU_COLUMNS = ("gpu_total", "gpu_used", "non_torch", "utilization", "temperature", "power", "throttled")
 _NODE_COLUMNS = ("node_memory_total", "node_memory_used", "node_cpu")
 _SAMPLE_COLUMNS = (*_LOOK_COLUMNS, *_RANK_COLUMNS, *_GPU_COLUMNS, *_NODE_COLUMNS)

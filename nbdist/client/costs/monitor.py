@@ -27,6 +27,7 @@ from nbdist.client.session.task import Task
 from nbdist.client.session.traffic import Traffic
 from nbdist.errors import UsageError
 from nbdist.metrics.node import device
+from nbdist.metrics.node.held_lately import HeldLately
 from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, gpu_of
 from nbdist.metrics.node.sampler import FASTEST, Sampler
 from nbdist.wire.knowing import GetMetrics, Metrics
@@ -66,6 +67,8 @@ class Monitor(Observer):
         self._thread: threading.Thread | None = None
         self._stop_observing: Callable[[], None] = lambda: None
         self._nodes: dict[str, NodeSample] = {}
+        self._came: dict[str, float] = {}  # when these came, by this process's clock
+        self._held = HeldLately()
         self._places: dict[int, str] = {}  # of ranks: the names of their nodes
         self._stuck: dict[int, float] = {}  # ranks, and since when they have been seen so
         self._node_known = threading.Event()
@@ -174,6 +177,7 @@ class Monitor(Observer):
             return
         self._watched = period, ranks
         self._nodes.clear()
+        self._came.clear()
         self._places.clear()
         self._node_known.clear()
         if rank_set is not None:
@@ -187,7 +191,7 @@ class Monitor(Observer):
         """Handle a sample of a node, of this session or another."""
         session = self._open_session()
         if session is not None and rank_set_of(session).traffic is traffic:
-            self._nodes[look.node.name] = look.node
+            self._note_node(look.node)
             self._node_known.set()
 
     def _look(self) -> None:
@@ -206,9 +210,10 @@ class Monitor(Observer):
     def _look_at_self(self) -> Sample:
         assert self._own_process is not None
         for node in self._own_process.take():
-            self._nodes[node.name] = node
+            self._note_node(node)
         nodes = list(self._nodes.values())
-        return Sample(at=time.time(), ranks=[_named(self._own_process.look(), nodes)], nodes=nodes)
+        ranks = self._with_held([_named(self._own_process.look(), nodes)])
+        return Sample(at=time.time(), ranks=ranks, nodes=nodes)
 
     def _look_at_ranks(self) -> Sample | None:
         session = self._open_session()
@@ -226,7 +231,15 @@ class Monitor(Observer):
         now = time.time()
         ranks = [self._dated(_named(self._placed(rank, nodes), nodes), now) for rank in ranks]
         cell = max((task.number for task in running.values()), default=0)
+        ranks = self._with_held(ranks)
         return Sample(at=now, ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation)
+
+    def _note_node(self, node: NodeSample) -> None:
+        self._nodes[node.name], self._came[node.name] = node, time.monotonic()
+
+    def _with_held(self, ranks: list[RankSample]) -> list[RankSample]:
+        """Return the ranks with what torch held in them when the driver of their node was asked."""
+        return self._held.note(ranks, [self._came.get(rank.node) for rank in ranks], time.monotonic())
 
     def _dated(self, rank: RankSample, now: float) -> RankSample:
         """Return the rank with the time since when it has been stuck, if it is."""

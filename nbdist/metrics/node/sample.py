@@ -144,6 +144,7 @@ class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
         private: Memory of the process, beyond what it was forked with and what files back.
         allocated: Device memory in tensors.
         reserved: Device memory that torch holds.
+        held: What it held at each look since the driver's last answer, and at the one before that; the newest last.
         peak: Largest `allocated`, as torch's own `max_memory_allocated` tells it.
         retries: Allocations that worked only after the cache was emptied.
         ooms: Allocations that failed.
@@ -163,6 +164,7 @@ class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
     private: int | None = None
     allocated: int | None = None
     reserved: int | None = None
+    held: list[int] = []
     peak: int | None = None
     retries: int = 0
     ooms: int = 0
@@ -211,7 +213,22 @@ def non_torch(rank: RankSample, gpu: GpuSample) -> int | None:
         Bytes; None where the driver does not tell by process. In a container it may name processes by the host's
         numbers: one that happens to be this rank's, with less memory than torch alone holds, counts as another's.
     """
-    own = gpu.by_pid.get(rank.pid)
-    if own is None or rank.reserved is None or own < rank.reserved:
-        return None
-    return own - rank.reserved
+    own, held = gpu.by_pid.get(rank.pid), held_at_look(rank, gpu)
+    return None if own is None or held is None or own < held else own - held
+
+
+def held_at_look(rank: RankSample, gpu: GpuSample) -> int | None:
+    """Return what torch held when the driver was asked: the most that fits what the driver saw in use.
+
+    The two are read up to a period apart. Memory taken or given back in between would count as held outside of torch.
+
+    Args:
+        rank: The rank.
+        gpu: Its GPU, as the driver saw it.
+
+    Returns:
+        Bytes; the newest figure where none fits; None if torch does not tell.
+    """
+    seen = gpu.by_pid.get(rank.pid, gpu.used)
+    fitting = [held for held in rank.held if seen is not None and held <= seen]
+    return max(fitting, default=rank.reserved)

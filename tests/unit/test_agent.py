@@ -126,7 +126,7 @@ def test_the_end_of_a_set_overtakes_nothing_that_is_reported_of_it(controller: C
     # Two lanes have no order between them: a start that failed would be over before its failure is known.
     with socket.create_server(("127.0.0.1", 0)) as other:
         controller.send(Spawn(1, _options(1, other.getsockname()[1] if fails else 0)))
-        lanes = {}
+        lanes: dict[type, bytes] = {}
         for lane, message in controller.heard():
             lanes[type(message)] = lane
             if isinstance(message, Spawning):

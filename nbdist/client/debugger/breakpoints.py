@@ -25,6 +25,7 @@ from nbdist.client.debugger.adapter import DapMessage
 from nbdist.client.debugger.all_stopped import AllStopped
 from nbdist.client.debugger.attached_rank import AttachedRank, DebuggedProcess, Numbers
 from nbdist.client.debugger.debug_lines import Dial, dial_elsewhere, dial_here
+from nbdist.client.debugger.last_connection import LastConnection
 from nbdist.client.session import interruption, observers
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.task import Task
@@ -81,6 +82,7 @@ class RankBreakpoints(observers.Observer):
         self._attached: dict[DebuggedProcess, AttachedRank] = {}
         self._chosen: DebuggedProcess | None = None  # the one whose frame was looked at last
         self._all = AllStopped()
+        self._last = LastConnection()
         # Held weakly: ranks that nobody else holds any more end.
         self._sets: weakref.WeakValueDictionary[DebuggedProcess, RankSet] = weakref.WeakValueDictionary()
         self._threads, self._references = Numbers(_THREADS), Numbers(_REFERENCES)
@@ -108,11 +110,11 @@ class RankBreakpoints(observers.Observer):
 
     async def _initialize(self, request: DapMessage) -> DapMessage:
         self._jupyterlab = request.get("arguments", {}).get("clientID") == "jupyterlab"
+        await self._last.wait_for_end()
         try:
             return await asyncio.wait_for(self._kernels(request), _KERNELS)
-        except (
-            asyncio.TimeoutError
-        ):  # the kernel would wait for ever, and hear nothing else meanwhile, no button either
+        # The kernel would wait for ever, and hear nothing else meanwhile, no button either.
+        except asyncio.TimeoutError:
             self._debugger.stop()
             self._debugger.is_started = False
             return _refusal(request, _DEAF)
@@ -173,6 +175,8 @@ class RankBreakpoints(observers.Observer):
         self._breakpoints, self._exceptions = {}, {}
         # They stay attached: debugpy does not survive a client that comes soon after another has gone.
         await self._let_go(self._reachable())
+        if self._debugger.is_started:
+            self._last.ends(str(self._debugger.debugpy_client.debugpy_port))
         return await self._kernels(request)
 
     # --- to one rank

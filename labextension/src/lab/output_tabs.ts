@@ -20,6 +20,7 @@ export class OutputTabs {
   private readonly bar = make("div", "tabs");
   private readonly tabs = make("div", "tab-list");
   private readonly menu = make("select", "tab-menu");
+  private readonly note = make("span", "tab-note");
   private readonly search = make("input", "tab-search");
   private readonly count = make("span", "tab-count");
   private readonly differ = tool(words.DIFFER, words.DIFFER_CAPTION);
@@ -42,7 +43,7 @@ export class OutputTabs {
     private readonly cell: Cell,
     private readonly outputs: Outputs,
     private readonly isOnRanks: () => boolean,
-    link: Link,
+    private readonly link: Link,
   ) {
     this.log = new LogPages(link, this.list, this.redraw);
     this.tabs.setAttribute("role", "tablist");
@@ -76,14 +77,23 @@ export class OutputTabs {
     }
     const tools = make("span", "tab-tools", this.search, this.count, this.differ, this.follow, this.copy, this.download);
     tools.append(this.log.element);
-    this.bar.append(this.tabs, this.menu, tools);
+    this.note.setAttribute("role", "status");
+    this.note.title = words.CUT;
+    this.bar.append(this.tabs, this.menu, this.note, tools);
     outputs.changed.connect(this.later);
+    const unwatch = link.watch(this.drawNote);
     cell.disposed.connect(() => {
+      unwatch();
       window.clearTimeout(this.due);
       this.list.dispose();
     });
     this.later();
   }
+
+  /** Output of a cell that runs is old where the page has lost its server. A cell has a number unless it runs. */
+  private readonly drawNote = (): void => {
+    write(this.note, this.link.cut && this.cell.model.executionCount === null ? words.CUT_OUTPUT : "");
+  };
 
   /** Look again, soon: output may come in thousands of pieces. */
   readonly later = (): void => {

@@ -14,6 +14,7 @@ export const NO_SESSION = "No ranks are running.";
 export const KERNEL_GONE = "The kernel does not answer: it has ended, or nbdist is not loaded in it.";
 export const CUT = "The connection to the Jupyter server is lost. The ranks go on; the page tries to connect again.";
 export const CUT_STATUS = "Ranks: no connection";
+export const CUT_OUTPUT = "No connection: there may be newer lines";
 export const READ_ONLY = "This notebook is read-only, so no cell can be added.";
 
 export function anotherVersion(version: string): string {

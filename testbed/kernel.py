@@ -76,6 +76,17 @@ class Execution:
         """Until the cell has printed this."""
         self.wait_until(lambda outcome: text in outcome.stdout + outcome.stderr, f"the text {text!r}", limit)
 
+    def wait_for_ranks(self, count: int, text: str, limit: float = LIMIT) -> None:
+        """Until so many ranks have printed this line, whether or not they share it on the page."""
+        said = re.compile(rf"^\[([\d,-]+)\] (?:\([^)]*\) )?{re.escape(text)}$", re.MULTILINE)
+        self.wait_until(
+            lambda outcome: (
+                len({rank for ranks in said.findall(outcome.stdout) for rank in parse_ranks(ranks, 1000)}) >= count
+            ),
+            f"{text!r} of {count} ranks",
+            limit,
+        )
+
     def wait_until(self, reached: Callable[[Outcome], bool], what: str = "it", limit: float = LIMIT) -> None:
         deadline = time.monotonic() + limit
         while not reached(self.outcome):

@@ -126,7 +126,7 @@ def test_a_cell_that_goes_on_can_be_interrupted_and_waited_for(notebook: Kernel,
     notebook.start("%%distributed\nimport time\nprint('begun', flush=True)\ntime.sleep(1000)").wait_for("begun")
     kill(notebook)
     attach = other.start("%distributed attach --wait")
-    attach.wait_for("[0-1] begun")
+    attach.wait_for_ranks(2, "begun")
     other.interrupt()
     assert "interrupted" in attach.finish().evalue
     assert other.ok("%%distributed\nprint('free')").lines == both("free")

@@ -28,7 +28,7 @@ def row_of(kernel: Kernel) -> list[str]:
 def test_a_session_is_listed_with_what_it_runs(own_ranks: Kernel) -> None:
     assert row_of(own_ranks)[3] == "2" and row_of(own_ranks)[7] == "nothing"
     cell = own_ranks.start("%%distributed\nimport time\nprint('at it')\ntime.sleep(1000)")
-    cell.wait_for("[0-1] at it")
+    cell.wait_for_ranks(2, "at it")
     assert re.fullmatch(r"cell \d+ for \d+ s", row_of(own_ranks)[7])
     own_ranks.interrupt()
     cell.finish()
@@ -37,7 +37,7 @@ def test_a_session_is_listed_with_what_it_runs(own_ranks: Kernel) -> None:
 def test_a_session_that_is_stopped_says_so_in_its_notebook_and_can_be_started_again(own_ranks: Kernel) -> None:
     ranks = own_ranks.rank_pids()
     cell = own_ranks.start("%%distributed\nimport time\nprint('at it')\ntime.sleep(1000)")
-    cell.wait_for("[0-1] at it")
+    cell.wait_for_ranks(2, "at it")
     name = row_of(own_ranks)[0]
     assert nbdist("stop", name[:6]) == f"session {name} has ended\n"
     outcome = cell.finish()

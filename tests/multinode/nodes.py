@@ -103,7 +103,7 @@ def two_nodes(
 def lose(kernel: Kernel, node: Node) -> None:
     """Lose a machine, whose `nbdist join` is asked to leave, under a cell."""
     cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank > 1: time.sleep(100)")
-    cell.wait_for("[0-3] at it")
+    cell.wait_for_ranks(4, "at it")
     node.process.send_signal(signal.SIGINT)
     assert cell.finish().ename == "RankDied"
     node.end()

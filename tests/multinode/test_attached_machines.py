@@ -40,7 +40,7 @@ def node(other: Kernel) -> Iterator[Node]:
 
 def test_the_cell_goes_on_on_all_machines_and_can_be_interrupted(node: Node, other: Kernel) -> None:
     attach = other.start("%distributed attach --wait")
-    attach.wait_for("[0-3] begun")
+    attach.wait_for_ranks(4, "begun")
     other.interrupt()
     assert "interrupted" in attach.finish().evalue
     assert "4 ranks on cpu" in attach.outcome.stdout

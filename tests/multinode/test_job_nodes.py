@@ -126,7 +126,7 @@ def test_a_job_that_is_ended_is_a_lost_node(kernel: Kernel, tmp_path: Path, mpir
         assert cell.finish().status == "ok"
         children = psutil.Process(process.pid).children(recursive=True)
         cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank: time.sleep(100)")
-        cell.wait_for("[0-1] at it")
+        cell.wait_for_ranks(2, "at it")
         process.send_signal(signal.SIGTERM)
         outcome = cell.finish()
         assert outcome.ename == "RankDied" and "is lost" in str(outcome), str(outcome)

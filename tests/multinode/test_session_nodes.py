@@ -70,7 +70,7 @@ def test_a_failure_on_another_node_is_shown_and_sums_are_right_after_it(session:
 
 def test_an_interrupt_reaches_all_nodes(session: Kernel) -> None:
     cell = session.start("%%distributed\nimport time\nkept = rank\nprint('at it')\ntime.sleep(100)")
-    cell.wait_for("[0-3] at it")
+    cell.wait_for_ranks(4, "at it")
     session.interrupt()
     assert cell.finish().ename == "KeyboardInterrupt"
     assert "[3] 3" in run(session, "print(kept)").stdout
@@ -176,7 +176,7 @@ def test_leaving_is_a_death_with_a_cause_and_the_others_keep_their_variables(ker
     with two_nodes(kernel) as node:
         run(kernel, "kept = rank + 10")
         cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank > 1: time.sleep(100)")
-        cell.wait_for("[0-3] at it")
+        cell.wait_for_ranks(4, "at it")
         node.process.send_signal(signal.SIGINT)
         outcome = cell.finish()
         assert outcome.ename == "RankDied" and "is lost: it was stopped there" in str(outcome), str(outcome)
@@ -189,7 +189,7 @@ def test_leaving_is_a_death_with_a_cause_and_the_others_keep_their_variables(ker
 def test_an_agent_that_dies_is_said_at_once(kernel: Kernel) -> None:
     with two_nodes(kernel) as node:
         cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank > 1: time.sleep(100)")
-        cell.wait_for("[0-3] at it")
+        cell.wait_for_ranks(4, "at it")
         os.kill(node.agent(), signal.SIGKILL)
         outcome = cell.finish(20)
         assert outcome.ename == "RankDied" and "its agent has ended, SIGKILL" in str(outcome), str(outcome)

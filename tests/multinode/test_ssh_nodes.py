@@ -165,7 +165,7 @@ def test_an_ssh_that_ends_is_a_lost_node_and_the_others_keep_their_variables(ker
     nodes = server.nodes()
     kernel.run("%%distributed\nkept = rank + 10")
     cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank: time.sleep(100)")
-    cell.wait_for("[0-1] at it")
+    cell.wait_for_ranks(2, "at it")
     children = psutil.Process(kernel.pid).children(recursive=True)
     (ssh,) = [process for process in children if process.name() == "ssh"]
     ssh.send_signal(signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_a_lost_node_is_started_again_in_its_place(kernel: Kernel, server: SshSe
     before = server.nodes()
     (node,) = {parent.pid for parent in psutil.Process(int(of_rank)).parents()} & set(before)
     cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank == 1: time.sleep(100)")
-    cell.wait_for("[0-2] at it")
+    cell.wait_for_ranks(3, "at it")
     os.kill(node, signal.SIGKILL)
     assert cell.finish().ename == "RankDied"
     said = kernel.ok("%distributed heal").stdout

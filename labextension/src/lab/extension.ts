@@ -20,7 +20,7 @@ interface Loaded {
  */
 export async function load(_: string, scope: Scope): Promise<() => Loaded> {
   const lab = await modules(scope);
-  const links = new Links();
+  const links = new Links(lab);
   const plugins = [ranksPlugin(lab, links), runOnPlugin(lab, links)];
   if (lab.IStatusBar !== null) plugins.push(statusPlugin(lab, links));
   return () => ({ __esModule: true, default: plugins });

@@ -6,7 +6,8 @@
  */
 
 import { usesRanks } from "./cell_line";
-import type { Comm, Kernel, KernelMessage, NotebookPanel } from "./jupyter";
+import { Heartbeat } from "./heartbeat";
+import type { Comm, Kernel, KernelMessage, Modules, NotebookPanel } from "./jupyter";
 import { CONTROL, PROTOCOL, VIEW, type News, type PanelNews, type Reply, type Request, type SessionState } from "./messages";
 import { anotherVersion, KERNEL_GONE } from "./strings";
 import type { Wish } from "../view";
@@ -42,8 +43,13 @@ export class Link {
   private fresh = false; // whether the kernel has restarted and run nothing since
   private listening = false; // whether the kernel knows the view's line
   private wasCut = false; // whether the page has been without its server since the kernel last answered
+  private behind = false; // whether the server answers again, and what the kernel has said meanwhile is still on its way
+  private unbeat: (() => void) | null = null;
 
-  constructor(readonly panel: NotebookPanel) {
+  constructor(
+    readonly panel: NotebookPanel,
+    private readonly heartbeat: Heartbeat,
+  ) {
     const { sessionContext } = panel;
     sessionContext.kernelChanged.connect(this.changeKernel);
     sessionContext.connectionStatusChanged.connect(this.connected);
@@ -65,8 +71,13 @@ export class Link {
     return this.control !== null && this.state === null;
   }
 
-  /** Whether the page has lost its server, as when the network is gone. JupyterLab tries to connect again. */
+  /** Whether the page has lost its server, as when the network is gone: what is shown is old. */
   get cut(): boolean {
+    return this.closed || (this.state !== null && (this.heartbeat.silent || this.behind));
+  }
+
+  /** Whether the page's connection is closed. JupyterLab makes another one, and what came in between may be lost. */
+  get closed(): boolean {
     return this.state !== null && this.kernel?.connectionStatus !== "connected";
   }
 
@@ -135,6 +146,16 @@ export class Link {
     this.wait();
   }
 
+  /**
+   * The server has gone silent, or answers again. The kernel's connection, which carries all in its order, may take a
+   * while longer than a new one: what is on its way has come when the kernel answers.
+   */
+  private readonly heartbeatChanged = (): void => {
+    this.behind = !this.heartbeat.silent && this.threaded;
+    if (this.behind) void this.ask({ do: "state" });
+    this.tell();
+  };
+
   private readonly statusChanged = (_: unknown, status: string): void => {
     if (status === "restarting" || status === "autorestarting" || status === "dead") {
       this.fresh = true;
@@ -144,6 +165,11 @@ export class Link {
 
   /** Each cell may be the one that loads nbdist. */
   private readonly heard = (_: unknown, message: KernelMessage): void => {
+    if (this.unbeat !== null) this.heartbeat.heard();
+    if (this.behind) {
+      this.behind = false;
+      this.tell();
+    }
     const { msg_type: about } = message.parent_header;
     if (about === "execute_request" && message.content.execution_state === "idle") {
       this.fresh = false;
@@ -218,6 +244,7 @@ export class Link {
   private note(state: SessionState): void {
     this.state = state;
     this.told = Date.now();
+    this.unbeat ??= this.heartbeat.watch(this.heartbeatChanged);
     window.clearInterval(this.patience);
     window.clearInterval(this.clock);
     if (state.cells.length > 0) this.clock = window.setInterval(this.tell, TICK);
@@ -237,6 +264,9 @@ export class Link {
     window.clearInterval(this.clock);
     if (this.view?.isDisposed === false) this.view.close();
     this.view = null;
+    this.unbeat?.();
+    this.unbeat = null;
+    this.behind = false;
     this.listening = false;
     this.control = null;
     this.state = null;
@@ -276,7 +306,10 @@ async function openLine(kernel: Kernel, comm: Comm, page: string): Promise<void>
 export class Links {
   private readonly links = new Map<string, Link>();
 
-  constructor() {
+  private readonly heartbeat: Heartbeat;
+
+  constructor(lab: Modules) {
+    this.heartbeat = new Heartbeat(lab);
     window.addEventListener("pagehide", () => {
       for (const link of this.links.values()) link.leave();
     });
@@ -285,7 +318,7 @@ export class Links {
   of(panel: NotebookPanel): Link {
     let link = this.links.get(panel.id);
     if (link === undefined) {
-      link = new Link(panel);
+      link = new Link(panel, this.heartbeat);
       this.links.set(panel.id, link);
       panel.disposed.connect(() => this.links.delete(panel.id));
     }

@@ -38,6 +38,7 @@ export class OutputTabs {
   private chosen: number | null = null;
   private due = 0;
   private changed = false; // since the last look began
+  private gap = false; // whether the connection was closed while the cell ran
 
   constructor(
     private readonly cell: Cell,
@@ -78,9 +79,8 @@ export class OutputTabs {
     const tools = make("span", "tab-tools", this.search, this.count, this.differ, this.follow, this.copy, this.download);
     tools.append(this.log.element);
     this.note.setAttribute("role", "status");
-    this.note.title = words.CUT;
     this.bar.append(this.tabs, this.menu, this.note, tools);
-    outputs.changed.connect(this.later);
+    outputs.changed.connect(this.outputsChanged);
     const unwatch = link.watch(this.drawNote);
     cell.disposed.connect(() => {
       unwatch();
@@ -92,7 +92,17 @@ export class OutputTabs {
 
   /** Output of a cell that runs is old where the page has lost its server. A cell has a number unless it runs. */
   private readonly drawNote = (): void => {
-    write(this.note, this.link.cut && this.cell.model.executionCount === null ? words.CUT_OUTPUT : "");
+    const { cut, closed } = this.link;
+    const runs = this.cell.model.executionCount === null;
+    this.gap ||= runs && closed;
+    const old = runs && cut;
+    write(this.note, old ? words.CUT_OUTPUT : this.gap ? words.GAP : "");
+    this.note.title = old ? words.CUT : this.gap ? words.GAP_CAPTION : "";
+  };
+
+  private readonly outputsChanged = (): void => {
+    if (this.outputs.length === 0) this.gap = false; // the cell runs again
+    this.later();
   };
 
   /** Look again, soon: output may come in thousands of pieces. */

@@ -56,6 +56,7 @@ export class Sidebar {
     });
     this.answer.append(this.text, clear);
     this.answer.hidden = true;
+    this.heading.setAttribute("role", "status");
     this.text.setAttribute("role", "status");
     this.text.tabIndex = 0;
     this.element.append(this.heading, this.cells, this.bar, this.answer, this.place, this.form.element);

@@ -12,9 +12,11 @@ export const NOT_LOADED = "nbdist is not loaded in this notebook's kernel. Run %
 export const ASKING = "Waiting for the kernel. If it runs a cell, it answers when the cell has ended.";
 export const NO_SESSION = "No ranks are running.";
 export const KERNEL_GONE = "The kernel does not answer: it has ended, or nbdist is not loaded in it.";
-export const CUT = "The connection to the Jupyter server is lost. The ranks go on; the page tries to connect again.";
+export const CUT = "The Jupyter server cannot be reached. The ranks go on; the page tries again by itself.";
 export const CUT_STATUS = "Ranks: no connection";
 export const CUT_OUTPUT = "No connection: there may be newer lines";
+export const GAP = "Reconnected: a line may be missing";
+export const GAP_CAPTION = "The Jupyter server may lose a message while the page reconnects. When the cell has ended, Log beside a rank's tab shows every line.";
 export const READ_ONLY = "This notebook is read-only, so no cell can be added.";
 
 export function anotherVersion(version: string): string {

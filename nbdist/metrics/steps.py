@@ -330,6 +330,10 @@ class StepMeter:
         with contextlib.suppress(Exception):  # a batch of somebody's own kind
             self._batch = self._batch or loading.fingerprint(batch)
             found = loading.describe(batch)
+            if self._counts.tells_of_wanted(found.shapes) and not (gathered.batches or gathered.passes):
+                self._read_steps()
+                self._counts.expect(found.shapes)
+                self._is_calm = False
             if found.shapes not in gathered.batches:
                 gathered.batches |= {found.shapes}
             if found.shapes != self._last_shapes:

@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.metrics.compute.counting import bears_compiled_code
 from testbed.closed_forms import gpt, gpt_blocks, gpt_scores_again
-from testbed.kernel import Kernel
+from testbed.kernel import Kernel, Outcome
 from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
@@ -59,10 +59,15 @@ def measured(ranks: Kernel) -> Iterator[Kernel]:
     ranks.ok("unsubscribe()")
 
 
+def unwrapped(outcome: Outcome) -> str:
+    """Return what was printed in one line: where lines end depends on the lengths of figures."""
+    return " ".join(outcome.stdout.split())
+
+
 def flops(kernel: Kernel, cell: str) -> list[tuple[float, float]]:
     """Model and hardware FLOPs of a step by rank, as the line below this cell is made of."""
     outcome = kernel.ok(f"%%distributed\n{cell}")
-    assert "steps" in outcome.stdout and "TFLOPS n/a" not in outcome.stdout, str(outcome)
+    assert "steps" in unwrapped(outcome) and "TFLOPS n/a" not in unwrapped(outcome), str(outcome)
     answers = kernel.value(
         "{rank: (reply.steps.flops, reply.steps.hardware_flops) for rank, reply in laps.replies.items()}"
     )
@@ -101,7 +106,7 @@ def test_a_cell_that_recomputes_what_its_last_run_kept_says_what_that_cost(measu
     kept = measured.ok(run)
     before = measured.value("len(In) - 1")
     measured.ok("%%distributed\nmodel = DistributedDataParallel(Gpt('manual', 'not reentrant'))")
-    again = " ".join(measured.ok(run).stdout.split())
+    again = unwrapped(measured.ok(run))
     assert re.search(rf"more FLOPs besides the model's than in cell {before} .* a typical step takes \d+ %", again)
     assert "besides the model's" not in kept.stdout + measured.ok(run).stdout
 
@@ -186,7 +191,7 @@ for batch in torch.utils.data.DataLoader(torch.ones(40, 16, 32), batch_size=8):
         assert batch.shape == (8, 8, 32), batch.shape
         model(batch).square().mean().backward()
     optimizer.step(); optimizer.zero_grad()"""
-    assert "ranks 0-1 share their batches" in measured.ok(f"%%distributed\n{cell}").stdout
+    assert "ranks 0-1 share their batches" in unwrapped(measured.ok(f"%%distributed\n{cell}"))
 
 
 @pytest.mark.torch_private
@@ -203,10 +208,10 @@ for batch in torch.utils.data.DataLoader(torch.ones(40, 16, 32), batch_size=8):
         kernel.ok(SETUP)
         divided = """from torch.distributed.tensor.experimental import context_parallel
 def division(batch): return context_parallel(mesh, buffers=[batch], buffer_seq_dims=[1])"""
-        assert "ranks 0-1 share their batches" in kernel.ok(f"%%distributed\n{divided}{train}").stdout
+        assert "ranks 0-1 share their batches" in unwrapped(kernel.ok(f"%%distributed\n{divided}{train}"))
         kernel.ok("%distributed grow")
         whole = "from contextlib import nullcontext as division"
-        shown = kernel.ok(f"%%distributed\n{whole}{train}").stdout
+        shown = unwrapped(kernel.ok(f"%%distributed\n{whole}{train}"))
         assert "5 steps" in shown and "share their batches" not in shown, shown
 
 
@@ -221,8 +226,8 @@ for _ in range(12):
     loss_of(model, indices(2, 16)).backward()
     optimizer.step(); optimizer.zero_grad()"""
     outcome = measured.ok(f"%%distributed\n{cell}")
-    assert "waiting for rank 1 (it works" in outcome.stdout, str(outcome)
-    table = measured.ok("%distributed why").stdout
+    assert "waiting for rank 1 (it works" in unwrapped(outcome), str(outcome)
+    table = unwrapped(measured.ok("%distributed why"))
     assert "waiting for rank 1" in table and "waiting for ranks" in table, table
     assert "cell that trains" not in table
 
@@ -255,16 +260,16 @@ def test_a_peak_that_was_measured_gives_mfu_on_a_processor(measured: Kernel) -> 
     outcome = measured.ok("%distributed peak --seconds 0.2")
     assert "the CPU" in outcome.stdout and "in all: " in outcome.stdout
     outcome = measured.ok("%%distributed\ntrain(Gpt(), 5)")
-    assert "(of a peak measured here)" in outcome.stdout and "MFU n/a" not in outcome.stdout
+    assert "(of a peak measured here)" in unwrapped(outcome) and "MFU n/a" not in unwrapped(outcome)
 
 
 def test_the_peak_is_measured_in_the_dtypes_of_the_last_steps(measured: Kernel) -> None:
     outcome = measured.ok("%%distributed\ntrain(Gpt().double(), 5)")
-    assert "no peak is known for the CPU at fp64" in outcome.stdout
+    assert "no peak is known for the CPU at fp64" in unwrapped(outcome)
     outcome = measured.ok("%distributed peak --seconds 0.2")
     assert "fp64" in outcome.stdout and "fp32" not in outcome.stdout
     outcome = measured.ok("%%distributed\ntrain(Gpt().double(), 5)")
-    assert "(of a peak measured here)" in outcome.stdout and "MFU n/a" not in outcome.stdout
+    assert "(of a peak measured here)" in unwrapped(outcome) and "MFU n/a" not in unwrapped(outcome)
 
 
 def test_a_dtype_without_products_is_refused(measured: Kernel) -> None:
@@ -303,7 +308,7 @@ def test_an_interrupted_cell_stops_at_a_step_as_ever_and_has_its_line(measured: 
     measured.interrupt()
     outcome = cell.finish()
     assert outcome.ename == "KeyboardInterrupt" and "all ranks stopped after step" in outcome.evalue, str(outcome)
-    assert "ms a step" in outcome.stdout and "TFLOPS n/a" not in outcome.stdout
+    assert "ms a step" in unwrapped(outcome) and "TFLOPS n/a" not in unwrapped(outcome)
     left = "(torch._C._len_torch_dispatch_stack(), torch._dynamo.eval_frame._stance.stance)"
     assert measured.value(f"nbdist.get_session().pull({left!r})") == [(0, "default")] * 2
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -204,6 +204,47 @@ def test_nor_is_one_behind_a_smaller_last_batch_of_each_epoch(meter: StepMeter, 
             model(indices(8 * B, T))
     flops = meter.lap().flops
     assert flops is not None and gpt(1, T) < flops <= gpt(B, T)
+
+
+def one_ahead(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Take each batch before the one that it follows is used, as Accelerate does: it says which one is the last."""
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+@pytest.mark.parametrize("order", [iter, one_ahead])
+def test_a_smaller_last_batch_of_each_epoch_is_counted_when_it_comes_again(
+    meter: StepMeter, order: Callable[[DataLoader[tuple[Tensor, ...]]], Iterator[tuple[Tensor, ...]]]
+) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    loader = DataLoader(TensorDataset(indices(B * 40 - 1, T)), batch_size=B)
+    counted = 0
+    for _ in range(5):
+        for (ids,) in order(loader):
+            loss_of(model, ids).backward()
+            counted += torch._C._len_torch_dispatch_stack()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = meter.lap()
+    assert found.flops == pytest.approx((39 * gpt(B, T) + gpt(1, T)) / 40, rel=0.005)
+    assert found.uncounted == 0
+    assert counted <= 10
+
+
+def test_a_shape_that_came_once_is_not_waited_for_all_the_time(meter: StepMeter) -> None:
+    model = Gpt(layers=1)
+    optimizer = SGD(model.parameters(), 0.01)
+    train(model, optimizer, *[(B, T)] * 4, (1, T), *[(B, T)] * 150)
+    counted = 0
+    for _ in range(50):
+        counted += torch._C._len_torch_dispatch_stack()
+        train(model, optimizer, (B, T))
+    assert counted == 0
 
 
 def test_a_teachers_forward_pass_is_part_of_each_step(meter: StepMeter) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ _CLOSE = 4  # steps, between two that are to agree on something new
 _AGAIN_AFTER = 10  # steps of a lap, until what is known is looked at once more
 _CONTROL_FLOW = ("cond", "map_impl")
 _PATIENCE = 16  # steps that a shape is waited for; then the next one is counted, whatever it is
+_MISSES = 64  # such counts that a shape is not found by, after which it is waited for no more
+_MISSES_WITH_BATCHES = 2  # the same, where batches are seen: they tell of it before its step does
 _FAILURES = 2  # counts in a row that an exception ended: one may have been the user's own
 
 
@@ -87,6 +89,12 @@ class LiveCounts:
         self._steps = 0
         self._looked_at: set[Shape] = set()  # in this lap
         self._wanted: dict[Shape, int] = {}  # to be counted, since which step
+        self._missed: Counter[Shape] = Counter()  # counts that were to be of a shape, and were of a known one
+        self._rare: set[Shape] = set()  # of these, those that are counted only when they are sure to come
+        self._is_guess = False  # whether the count under way is of a step that may be any
+        self._by_batch: dict[Hashable, Shape] = {}  # shapes to be counted, by a batch that only they have had
+        self._ignored: set[Hashable] = set()  # batches that a known shape has had, or a miscounted one
+        self._expected: Hashable = None  # the batch for which the count under way was begun
         self._following: dict[Shape, Shape] = {}  # what came after a step of a shape, the last time
         self._last: Shape | None = None
         self._counting: Counting | None = None
@@ -116,6 +124,9 @@ class LiveCounts:
         self.leave()
         self._looked_at.clear()
         self._wanted.clear()
+        self._missed.clear()
+        self._rare.clear()
+        self._by_batch.clear()
         self._last = None
         self._has_failed = False
 
@@ -134,6 +145,8 @@ class LiveCounts:
             self._note_failure(counting.failure)
             return
         self._failures = 0
+        if shape in self.known and shape not in self._wanted:
+            self._miss(shape)
         tally = counting.whole()
         count = tally.result("a step as it ran")
         if self._is_confirmed(shape, count, alone=not tally.without_autograd):
@@ -148,17 +161,54 @@ class LiveCounts:
         if self._failures >= _FAILURES:
             self.why = f"steps can't be counted, for an operation raised twice while one was: {failure}"
 
+    def _miss(self, shape: Shape) -> None:
+        """Note that a known shape came instead of one that was waited for."""
+        if self._expected is not None:
+            self._ignore([self._expected])
+        if not (self._is_guess and self._wanted):
+            return
+        longest = min(self._wanted, key=self._wanted.__getitem__)
+        self._missed[longest] += 1
+        if self._missed[longest] >= (_MISSES_WITH_BATCHES if shape.batches else _MISSES):
+            del self._wanted[longest]
+            self._rare.add(longest)
+
+    def _ignore(self, batches: Iterable[Hashable]) -> None:
+        """Expect no shape when one of these batches comes."""
+        if len(self._ignored) >= _SHAPES:
+            self._ignored.clear()
+        for batch in batches:
+            self._ignored.add(batch)
+            self._by_batch.pop(batch, None)
+
     def _learn(self, shape: Shape, found: Known) -> None:
+        self._ignore(shape.batches)
         self.known[shape] = found
         self._looked_at.add(shape)
         self._wanted.pop(shape, None)
+        self._rare.discard(shape)
         while len(self.known) > _SHAPES:
             del self.known[next(iter(self.known))]
 
     def want(self, shape: Shape, steps: int) -> None:
         """Have steps of this shape counted if they should be; arguments as of `consider`."""
-        if shape not in self.known or (shape not in self._looked_at and steps >= _AGAIN_AFTER):
+        if shape in self._rare or len(self._wanted) + len(self._rare) >= _SHAPES:
+            return
+        if shape not in self.known:
             self._wanted.setdefault(shape, self._steps)
+            self._by_batch.update(dict.fromkeys(shape.batches - self._ignored, shape))
+        elif shape not in self._looked_at and steps >= _AGAIN_AFTER:
+            self._wanted.setdefault(shape, self._steps)
+
+    def tells_of_wanted(self, batch: Hashable) -> bool:
+        """Return whether a step that gets this batch, by its shapes, is probably to be counted, and none is."""
+        return batch in self._by_batch and self._counting is None
+
+    def expect(self, batch: Hashable) -> None:
+        """Count the step that has just got this batch, its first, if that is worth it; the last one is finished."""
+        shape = self._by_batch.get(batch)
+        if shape is not None and self._counting is None:
+            self._begin(shape, guess=False, batch=batch)
 
     def consider(self, shape: Shape, steps: int) -> None:
         """Count the next step, if that is worth it. None is under way.
@@ -168,9 +218,25 @@ class LiveCounts:
             steps: That this lap has had.
         """
         self.want(shape, steps)
-        known = shape in self.known
-        if self.why or self._has_failed or not self._wanted or not self._is_expected_after(shape):
+        following = self._following.get(shape)
+        sure = following in self._wanted or following in self._rare
+        if sure or (self._wanted and (following is None or self._has_waited())):
+            self._begin(shape, guess=not sure)
+
+    def _has_waited(self) -> bool:
+        return self._steps - min(self._wanted.values()) >= _PATIENCE
+
+    def _begin(self, shape: Shape, *, guess: bool, batch: Hashable = None) -> None:
+        """Count from here on, if that is worth it.
+
+        Args:
+            shape: Of the step that has just ended, or, if it is known, of the one that begins.
+            guess: Whether that step may be of any shape.
+            batch: That tells of it.
+        """
+        if self.why or self._has_failed:
             return
+        known = shape in self.known
         free = not known and self._made[shape.optimizer] < _FREE
         if not free and self.spent > _FREE_SECONDS + _SHARE * self.trained:
             return
@@ -179,16 +245,10 @@ class LiveCounts:
             return
         self._looked_at |= {shape} if known else set()
         self._made[shape.optimizer] += 1
-        self._overdue = False
+        self._overdue, self._is_guess, self._expected = False, guess, batch
         with _uninterrupted():
             self._counting = Counting(eagerly=False)
             self._counting.enter()
-
-    def _is_expected_after(self, shape: Shape) -> bool:
-        """Return whether the step after one of this shape is probably one that is wanted."""
-        following = self._following.get(shape)
-        has_waited = self._steps - min(self._wanted.values()) >= _PATIENCE
-        return following is None or following in self._wanted or has_waited
 
     def leave(self) -> bool:
         """Count no longer; what was counted of the step is lost, unless it is over.

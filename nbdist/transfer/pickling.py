@@ -10,8 +10,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-
+from nbdist.code_pickler import CodePickler
 from nbdist.errors import TransferError
 from nbdist.transfer.explain import OnGpuError, explain, quoted, short
 from nbdist.transfer.parcels import (
@@ -135,7 +134,7 @@ class _Chunks(list["bytes | bytearray"]):
         return len(data)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(CodePickler):
     """Cloudpickle, protocol 5, with tensor storages kept out of the stream.
 
     Args:

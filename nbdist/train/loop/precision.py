@@ -59,7 +59,7 @@ def autocast_forward(model: nn.Module, plan: Plan, device: torch.device) -> None
         return
     kind = device.type
 
-    def forward(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(kind, dtype):
             result = original(module, *args, **kwargs)
         return in_float32(result)

@@ -70,6 +70,7 @@ def _forward(
     cache: CacheArguments,
     original: Callable[..., Any],
     block: nn.Module,
+    /,  # a block may have arguments of these names, too
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # the first from transformers 5.24 on
 _OFF: dict[str, Any] = {**dict.fromkeys(_CACHES), "use_cache": False}
 _READ_ONLY = "_can_checkpoint_with_cache"  # set by transformers on layers that read the cache of other layers
 

@@ -42,7 +42,7 @@ class Shadow:
         """What a bound method has: torch's schedulers wrap it."""
         replacement, original = self._replacement, self._original
 
-        def function(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def function(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
             return replacement(original, owner, *args, **kwargs)
 
         return functools.update_wrapper(function, self)
@@ -81,7 +81,7 @@ def restore(owner: Any, name: str) -> None:
 def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return an instance's own function, callable with its owner in front as the class's methods are."""
 
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(_: Any, /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     return call

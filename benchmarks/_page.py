@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import _tools
 
 if TYPE_CHECKING:
-    from testbed.lab import Notebook
+    from playwright.sync_api import Browser
+
+    from testbed.lab import Lab, Notebook
 
 
 @contextmanager
-def notebook_in_lab(cells: list[str]) -> Iterator[Notebook]:
-    """Open a notebook in a JupyterLab of its own."""
-    from testbed.lab import Lab, Notebook, browser_without_window
+def lab_and_browser() -> Iterator[tuple[Lab, Browser]]:
+    """Start a JupyterLab, and a browser."""
+    from testbed.lab import Lab, browser_without_window
 
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
         for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "lab"):
@@ -27,10 +29,19 @@ def notebook_in_lab(cells: list[str]) -> Iterator[Notebook]:
             os.environ[name] = str(Path(folder, name))
         lab = Lab(Path(folder, "lab"))
         try:
-            with browser_without_window() as browser, Notebook(lab, browser, cells) as notebook:
-                yield notebook
+            with browser_without_window() as browser:
+                yield lab, browser
         finally:
             lab.close()
+
+
+@contextmanager
+def notebook_in_lab(cells: list[str]) -> Iterator[Notebook]:
+    """Open a notebook in a JupyterLab of its own."""
+    from testbed.lab import Notebook
+
+    with lab_and_browser() as (lab, browser), Notebook(lab, browser, cells) as notebook:
+        yield notebook
 
 
 class Looks:

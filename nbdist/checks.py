@@ -75,7 +75,7 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 def unknown_choice(name: str, value: object, allowed: Sequence[object]) -> UsageError:
     """Return the error for a value that is not among the allowed ones, with the nearest of them."""
     hint = did_you_mean(str(value).lower(), [word for word in allowed if isinstance(word, str)])
-    return UsageError(f"{name} {value!r} is unknown{hint} Allowed are {', '.join(map(repr, allowed))}")
+    return UsageError(f"{name} {value!r} is unknown{hint} Allowed values: {', '.join(map(repr, allowed))}")
 
 
 def is_true(text: str) -> bool:

@@ -28,10 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("nbdist", description="One notebook, every GPU: what is done outside of it.")
+    parser = argparse.ArgumentParser("nbdist", description="One notebook, every GPU. Commands for a terminal.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    join = verbs.add_parser("join", help="let this machine be a node of a session on another one")
-    join.add_argument("address", metavar="HOST:PORT", help="what `%%distributed start --num-nodes` has printed")
+    join = verbs.add_parser("join", help="make this machine a node of a session on another machine")
+    join.add_argument("address", metavar="HOST:PORT", help="the address that `%%distributed start --num-nodes` printed")
     join.add_argument(
         "--token-file",
         metavar="FILE",
@@ -40,21 +40,27 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument("--token-line", type=int, default=0, help=argparse.SUPPRESS)  # Slurm gives all tasks one stdin
     join.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for the session to listen")
     join.set_defaults(run=_join)
-    doctor = verbs.add_parser("doctor", help="look whether this machine can be a node, and what would fail")
-    doctor.add_argument("address", metavar="HOST:PORT", nargs="?", default="", help="try the way to a session, too")
+    doctor = verbs.add_parser("doctor", help="check whether this machine can be a node, and what would fail")
+    doctor.add_argument(
+        "address", metavar="HOST:PORT", nargs="?", default="", help="also test the connection to a session"
+    )
     doctor.set_defaults(run=_examine)
-    list_ = verbs.add_parser("ls", help="show this user's sessions on this machine")
+    list_ = verbs.add_parser("ls", help="show your sessions on this machine")
     list_.set_defaults(run=_list)
     attach = verbs.add_parser("attach", help="take over a session: a prompt whose cells run on its ranks")
-    attach.add_argument("name", metavar="SESSION", nargs="?", help="as `nbdist ls` shows it (default: the only one)")
-    attach.add_argument("--take", action="store_true", help="also from a client that is there, which then loses it")
+    attach.add_argument("name", metavar="SESSION", nargs="?", help="its name in `nbdist ls` (default: the only one)")
+    attach.add_argument(
+        "--take", action="store_true", help="take it even from a notebook that is using it, which then loses it"
+    )
     attach.set_defaults(run=_attach)
-    follow = verbs.add_parser("follow", help="show what a session does, without driving it; Ctrl-C leaves")
-    follow.add_argument("name", metavar="SESSION", nargs="?", help="as `nbdist ls` shows it (default: the only one)")
+    follow = verbs.add_parser("follow", help="watch a session that another notebook is using; Ctrl-C leaves")
+    follow.add_argument("name", metavar="SESSION", nargs="?", help="its name in `nbdist ls` (default: the only one)")
     follow.set_defaults(run=_follow)
-    stop = verbs.add_parser("stop", help="end sessions: all their ranks, on all machines")
-    stop.add_argument("names", metavar="SESSION", nargs="*", help="as `nbdist ls` shows it, or the beginning of it")
-    stop.add_argument("--all", action="store_true", help="all of this user on this machine")
+    stop = verbs.add_parser("stop", help="end sessions, with all their ranks on all machines")
+    stop.add_argument(
+        "names", metavar="SESSION", nargs="*", help="its name in `nbdist ls`, or the beginning of the name"
+    )
+    stop.add_argument("--all", action="store_true", help="end all of your sessions on this machine")
     stop.set_defaults(run=_stop)
     return parser
 
@@ -63,7 +69,7 @@ def _list(parsed: argparse.Namespace) -> int:
     from nbdist.visits import sessions, table
 
     found = sessions()
-    print(table(found) if found else "no sessions of this user run on this machine")
+    print(table(found) if found else "you have no sessions on this machine")
     return 0
 
 
@@ -85,7 +91,7 @@ def _stop(parsed: argparse.Namespace) -> int:
     from nbdist.visits import stop
 
     if bool(parsed.names) == parsed.all:
-        raise UsageError("name the sessions to end, as `nbdist ls` shows them, or give --all")
+        raise UsageError("name the sessions to end, as shown by `nbdist ls`, or pass --all")
     for name in stop(parsed.names):
         print(f"session {name} has ended")
     return 0

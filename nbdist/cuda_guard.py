@@ -120,7 +120,8 @@ def describe() -> str:
         where = f" on GPU {', '.join(map(str, devices))}" if devices else ""
         return (
             f"CUDA was initialized{where} bypassing torch's own initialization, so the caller is unknown: "
-            f"`torch.cuda.is_available()` and `device_count()` do that, and code that calls CUDA itself{_suspects()}."
+            "`torch.cuda.is_available()` and `device_count()` do that, and so does code that calls CUDA "
+            f"directly{_suspects()}."
         )
     if not _can_watch():
         return (
@@ -461,7 +462,7 @@ def _way_out() -> str:
     hint = "" if seen.chain else ". `%load_ext nbdist` in the first cell watches who does it"
     return (
         f"restart the {_kind_of_process()}, and move {what} into the function, or use the default start_method, "
-        f"which does not mind{hint}"
+        f"which works anyway{hint}"
     )
 
 

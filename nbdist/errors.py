@@ -20,9 +20,12 @@ NbdistError
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class NbdistError(Exception):
@@ -150,12 +153,17 @@ class RankError(NbdistError):
     Attributes:
         report: The whole text: the first failure with its traceback, then one line for each other group of ranks.
         failures: What went wrong, by rank, the first cause first.
+        interrupted: Whether the user had asked the cell to stop by then.
     """
+
+    interrupted = False
 
     def __init__(self, report: str, failures: Mapping[int, RankFailure] | None = None) -> None:
         Exception.__init__(self, report)  # not super's: a LaunchError may also be torch's, whose arguments are others
         self.report = report
         self.failures: dict[int, RankFailure] = dict(failures or {})
+        # What Python shows below the message where no notebook renders the report: in scripts, in logs (Python 3.11).
+        self.__notes__ = [_COLORS.sub("", line) for line in report.split("\n")[1:]]
 
     @property
     def first(self) -> RankFailure | None:

@@ -145,7 +145,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 def _refuse(given: Mapping[str, object]) -> None:
     """Raise an error for arguments that don't go with a session whose ranks have been started."""
     if useless := [name for name, value in given.items() if value is not None]:
-        raise UsageError(f"the ranks of the session in `on` have been started: leave out {', '.join(useless)}")
+        raise UsageError(f"the ranks of the session in `on` are already running: leave out {', '.join(useless)}")
 
 
 def _launch(request: Request) -> list[Any]:
@@ -186,13 +186,15 @@ def _pack(request: Request) -> transfer.Packed | None:
         if request.nodes is not None:
             raise
         if request.start_method is not None:
-            error.args = (f"{error}; or launch it with `start_method='fork'`, under which nothing has to travel",)
+            error.args = (f"{error}; or launch it with `start_method='fork'`, which sends nothing between processes",)
             raise
         hindrance = fork_launch.hindrance(request)
         if hindrance:
-            error.args = (f"{error}. Nor can it be forked from here, so that nothing has to travel: {hindrance}",)
+            error.args = (
+                f"{error}. `start_method='fork'`, which would avoid sending it, does not work here: {hindrance}",
+            )
             raise
-        print(f"nbdist: forked from the notebook, since {error.part or error}", flush=True)
+        print(f"nbdist: forked from the notebook, because {error.part or error}", flush=True)
         return None
 
 
@@ -200,7 +202,7 @@ def _check_here() -> None:
     if shells.on_rank():
         raise UsageError(
             f"this is rank {os.environ.get('RANK')}: "
-            "launch from the notebook, not from a function or a cell that ranks run"
+            "launch from the notebook, not from a function or cell that runs on ranks"
         )
 
 

@@ -32,6 +32,8 @@ def parse_ranks(text: str, world_size: int, nodes: Mapping[str, Sequence[int]] =
         return tuple(range(world_size))
     ranks: set[int] = set()
     for piece in map(str.strip, text.split(",")):
+        if not piece:
+            raise UsageError(f"a rank is missing in {text!r}: the session {_allowed(world_size)}")
         ranks.update(_ranks_of(piece[1:], nodes) if piece[:1] == "@" else _parse_piece(piece, world_size))
     return tuple(sorted(ranks))
 
@@ -47,24 +49,23 @@ def _ranks_of(node: str, nodes: Mapping[str, Sequence[int]]) -> Sequence[int]:
 def _parse_piece(piece: str, world_size: int) -> range:
     match = _PIECE.fullmatch(piece)
     if match is None:
-        wrong = f"'{piece}' isn't a rank or a range of ranks" if piece else "a rank is missing"
-        raise UsageError(f"{wrong}: {_allowed(world_size)}")
+        raise UsageError(f"'{piece}' isn't a rank or a range of ranks: the session {_allowed(world_size)}")
     first = match["first"]
     last = match["last"] or first
     for number in (first, last):
         # The length first: int() refuses thousands of digits with advice that is not for our users.
         if len(number.lstrip("0")) > len(str(world_size)) or int(number) >= world_size:
-            raise UsageError(f"rank {number} isn't in this session: {_allowed(world_size)}")
+            raise UsageError(f"rank {number} isn't in this session: it {_allowed(world_size)}")
     if int(last) < int(first):
-        raise UsageError(f"'{piece}' counts down: write {last}-{first}; {_allowed(world_size)}")
+        raise UsageError(f"'{piece}' counts down: write {last}-{first}; the session {_allowed(world_size)}")
     return range(int(first), int(last) + 1)
 
 
 def _allowed(world_size: int) -> str:
     if world_size == 1:
-        return "it has rank 0 only; for example -r 0"
+        return "has rank 0 only; for example -r 0"
     example = "0,2-3" if world_size > 3 else "0-1"
-    return f"it has ranks 0-{world_size - 1}; for example -r {example}"
+    return f"has ranks 0-{world_size - 1}; for example -r {example}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -30,11 +30,44 @@ def in_kernel() -> bool:
     return hasattr(current(), "kernel")
 
 
+def in_cell() -> bool:
+    """Return whether what runs in this kernel is the user's, and not code that a front end runs for itself.
+
+    VS Code reads variables so, for example, and takes all output for its answer. Such a request leaves no history.
+    """
+    content = _request().get("content", {})
+    return not content.get("silent") and content.get("store_history") is not False
+
+
+def cell_id() -> str:
+    """Return the front end's name for the cell that is running, the same in each run; empty: it gives none."""
+    return str(_request().get("metadata", {}).get("cellId") or "")
+
+
+def _request() -> dict[str, Any]:
+    """Return the message that the kernel works on, empty outside of kernels."""
+    kernel: Any = getattr(current(), "kernel", None)
+    return (kernel.get_parent() or {}) if hasattr(kernel, "get_parent") else {}
+
+
 def cell_number() -> int:
     """Return the number of the notebook's cell that is running, 0 outside of notebooks."""
     shell = current()
     # `execution_count` is ahead of the running cell in some versions of IPython, and not in others.
     return int(shell.displayhook.prompt_count) if shell is not None else 0
+
+
+def code_of_cell(number: int) -> str:
+    """Return what has run under a number in this kernel; empty: nothing has."""
+    cells: list[str] = current().history_manager.input_hist_raw
+    return cells[number] if 0 < number < len(cells) else ""
+
+
+def newest_cell(code: str) -> int:
+    """Return the number under which this code has run last in this kernel, or runs; 0: it has not."""
+    cells: list[str] = current().history_manager.input_hist_raw
+    wanted = code.rstrip()
+    return next((number for number in range(len(cells) - 1, 0, -1) if cells[number].rstrip() == wanted), 0)
 
 
 def cell_files() -> Mapping[str, int]:

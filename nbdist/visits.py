@@ -234,7 +234,9 @@ def _by_name(name: str, known: list[Found]) -> Found:
 def _not_one(name: str, meant: list[str], known: list[Found]) -> UsageError:
     names = ", ".join(each.name for each in known) or "none"
     what = f"{name!r} means {counted(len(meant), 'session')}" if meant else f"there is no session {name!r}"
-    return UsageError(f"{what}: this user has {names} here. `nbdist ls` shows them, `nbdist stop --all` ends all")
+    return UsageError(
+        f"{what}: you have {names} on this machine. `nbdist ls` describes them, `nbdist stop --all` ends all"
+    )
 
 
 def _await_end(found: Found) -> None:

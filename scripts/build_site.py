@@ -33,6 +33,7 @@ CHAPTERS = {
         "attach",
         "measures",
         "jupyterlab",
+        "front_ends",
         "cuda_guard",
         "reliability",
         "troubleshooting",

@@ -182,6 +182,7 @@ how_to_install() {
 
 # Kernels, settings and start-up files of the user must not win over the environment's own.
 isolate() {
+    unset VIRTUAL_ENV # of another environment, which IPython would warn of
     unset PYTHONPATH PYTHONHOME JUPYTER_PATH JUPYTER_CONFIG_PATH
     unset PYTHONDONTWRITEBYTECODE # else each of a session's processes compiles nbdist anew
     export PYTHONNOUSERSITE=1 JUPYTER_PREFER_ENV_PATH=1 JUPYTER_NO_CONFIG=1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.kernel import LIMIT, wait_until
+from testbed.ports import free_port
 
 
 class Server:
@@ -31,16 +32,22 @@ class Server:
     ) -> None:
         self.folder = folder
         self.token = secrets.token_hex(8)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", module, "--no-browser", "--allow-root", f"--ServerApp.port={port}"]
         command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}", *options]
         own = {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_NO_CONFIG": "1", **(environment or {})}
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env={**os.environ, **own}, stdout=log, stderr=log)
+        self._command, self._environment = command, {**os.environ, **own}
+        self.start()
+
+    def start(self) -> None:
+        """Start it; also again, at the same address, once it has ended."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, cwd=self.folder, env=self._environment, stdout=log, stderr=log
+            )
         self.pid = self.process.pid
-        wait_until(self._answers, f"{module} to answer", LIMIT)
+        wait_until(self._answers, "Jupyter's server to answer", LIMIT)
 
     @property
     def _log(self) -> Path:
@@ -62,6 +69,6 @@ class Server:
             return False
         return True
 
-    def close(self) -> None:
-        self.process.terminate()
+    def close(self, signum: int = signal.SIGTERM) -> None:
+        self.process.send_signal(signum)
         self.process.wait(LIMIT)

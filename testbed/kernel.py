@@ -78,14 +78,7 @@ class Execution:
 
     def wait_for_ranks(self, count: int, text: str, limit: float = LIMIT) -> None:
         """Until so many ranks have printed this line, whether or not they share it on the page."""
-        said = re.compile(rf"^\[([\d,-]+)\] (?:\([^)]*\) )?{re.escape(text)}$", re.MULTILINE)
-        self.wait_until(
-            lambda outcome: (
-                len({rank for ranks in said.findall(outcome.stdout) for rank in parse_ranks(ranks, 1000)}) >= count
-            ),
-            f"{text!r} of {count} ranks",
-            limit,
-        )
+        self.wait_until(lambda outcome: _has_of(outcome, count, text), f"{text!r} of {count} ranks", limit)
 
     def wait_until(self, reached: Callable[[Outcome], bool], what: str = "it", limit: float = LIMIT) -> None:
         deadline = time.monotonic() + limit
@@ -98,6 +91,12 @@ class Execution:
         deadline = time.monotonic() + limit
         while not any(text in shown for shown in (self.outcome.stdout, self.outcome.stderr, *self.outcome.plain)):
             self._step(deadline, f"text {text!r}")
+
+    def wait_late_for_ranks(self, count: int, text: str, limit: float = LIMIT) -> None:
+        """Until so many ranks have printed this line below the cell, which may have ended."""
+        deadline = time.monotonic() + limit
+        while not _has_of(self.outcome, count, text):
+            self._step(deadline, f"{text!r} of {count} ranks")
 
     def enter(self, line: str, limit: float = LIMIT) -> str:
         """Wait for a prompt, and enter a line there. Returns the prompt."""
@@ -209,9 +208,15 @@ class Kernel:
             wait_until(lambda: self._stacks.stat().st_size > size, "its stacks")
         return self._stacks.read_text()[size:]
 
-    def start(self, code: str, *, input_allowed: bool = False) -> Execution:
-        """Run a cell and don't wait for it. `input_allowed`: whether it may ask for a line, which `enter` gives."""
-        return Execution(self, self.client.execute(code, allow_stdin=input_allowed))
+    def start(self, code: str, *, input_allowed: bool = False, hidden: bool = False) -> Execution:
+        """Run a cell and don't wait for it.
+
+        Args:
+            code: Of the cell.
+            input_allowed: Whether it may ask for a line, which `enter` gives.
+            hidden: Whether it is no cell, but what a front end runs for itself.
+        """
+        return Execution(self, self.client.execute(code, allow_stdin=input_allowed, store_history=not hidden))
 
     def run(self, code: str, limit: float = LIMIT) -> Outcome:
         """Run a cell to its end."""
@@ -289,6 +294,16 @@ def lines_by_rank(text: str) -> dict[int, list[str]]:
         for rank in parse_ranks(named[1], 1000):
             found.setdefault(rank, []).append(named[2])
     return found
+
+
+def ranks_with_line(text: str, line: str) -> list[int]:
+    """The ranks that have printed a line, once for each time, whether or not they share it on the page."""
+    named = re.compile(rf"^\[([\d,-]+)\] (?:\([^)]*\) )?{re.escape(line)}$", re.MULTILINE)
+    return sorted(rank for ranks in named.findall(text) for rank in parse_ranks(ranks, 1000))
+
+
+def _has_of(outcome: Outcome, count: int, line: str) -> bool:
+    return len(set(ranks_with_line(outcome.stdout, line))) >= count
 
 
 def both(*lines: str) -> dict[int, list[str]]:

@@ -21,9 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PREBUILT = ROOT / "labextension" / "prebuilt"  # found before what an older installation has left
 SHOTS = ROOT / "build" / "screenshots"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PLAIN_HOST = "plain.test"  # a name of this machine that browsers do not know as its own
 QUIET = '{"fetchNews": "false", "checkForUpdates": false}'  # JupyterLab asks the network for nothing
 NOTEBOOKS_OWN = ("Cannot read properties of undefined (reading 'schema')",)  # of 7.6, also without any extension
 CURRENT = "jupyterapp.shell.currentWidget"
+LOOP = """\
+%%distributed
+import time
+print("rank", rank, "loops", flush=True)
+while True: time.sleep(0.05)"""
 
 
 class Lab(Server):
@@ -46,6 +52,7 @@ class Lab(Server):
         options = (
             f"--{app}.expose_app_in_browser=True",
             f"--{app}.extra_labextensions_path={PREBUILT}",
+            f"--ServerApp.local_hostnames=['localhost', '{PLAIN_HOST}']",
             f"--ServerApp.jpserver_extensions={{'nbdist.server': {extended}}}",
         )
         self.own_errors = () if module == "jupyterlab" else NOTEBOOKS_OWN
@@ -84,19 +91,27 @@ class Notebook:
         self.page.set_default_timeout(1000 * LIMIT)
         self._errors: list[str] = []
         self._was_restarted = False
+        self._was_without_server = False
         self.page.on("pageerror", self._note_error)
         self.page.on("console", self._note)
         self.open()
 
     def _note_error(self, error: Error) -> None:
-        if str(error) not in self._lab.own_errors and not _is_of_splash(error):
+        # JupyterLab's own, of a thread that a page has asked of a kernel that ends.
+        is_of_thread = self._was_restarted and "Canceled future for create_subshell_request" in str(error)
+        if str(error) not in self._lab.own_errors and not _is_of_splash(error) and not is_of_thread:
             self._errors.append(error.stack or str(error))
 
     def _note(self, message: ConsoleMessage) -> None:
-        """Keep what goes wrong, except what does without us, too: services and widgets that nobody has."""
-        known = ["Failed to load resource", "widget model not found"]
-        if self._was_restarted:  # what JupyterLab has asked the old kernel, and what that has still said
-            known += ["Could not restore the debugger state", "Comm not found for comm id"]
+        """Keep what goes wrong, except what does without us, too: services and widgets that nobody has.
+
+        And JupyterLab's debugger, which asks a kernel that ends meanwhile.
+        """
+        known = ["Failed to load resource", "widget model not found", "Could not restore the debugger state"]
+        if self._was_restarted:  # what the old kernel has still said
+            known.append("Comm not found for comm id")
+        if self._was_without_server:  # JupyterLab's own attempts to reach what is not there
+            known += ["WebSocket connection to", "Kernel does not exist", "Invalid response: 404"]
         if message.type == "error" and not any(words in message.text for words in known):
             self._errors.append(message.text)
 
@@ -135,7 +150,9 @@ class Notebook:
         """Run a cell to its end, and return its value as the page shows it."""
         self.run(index)
         outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
-        return str(outputs[-1]["data"]["text/plain"])
+        values = [output["data"] for output in outputs if "data" in output]  # the kernel may have logged something, too
+        assert values, outputs
+        return str(values[-1]["text/plain"])
 
     def clear(self, index: int) -> None:
         """Take a cell's output away."""
@@ -145,6 +162,12 @@ class Notebook:
     def is_running(self, index: int) -> bool:
         state = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.executionState", index)
         return bool(state == "running")
+
+    def server_status(self) -> str:
+        """How the Jupyter server has the kernel: what it goes by when it ends idle ones."""
+        kernels, own = "jupyterapp.serviceManager.kernels", f"{CURRENT}.sessionContext.session.kernel.id"
+        found = f"[...{kernels}.running()].find(kernel => kernel.id === {own}).execution_state"
+        return str(self.page.evaluate(f"async () => {{ await {kernels}.refreshRunning(); return {found} }}"))
 
     def listen(self) -> None:
         """Note what the kernel tells the page of how it looks at ranks."""
@@ -173,6 +196,27 @@ class Notebook:
         self._was_restarted = True
         self.page.evaluate(f"{CURRENT}.sessionContext.session.kernel.restart()")
         self._wait_for_kernel()
+
+    def restart_server(self, signum: int) -> None:
+        """End the server with a signal, and start it again at the same address once the page has noticed."""
+        self._was_without_server = True
+        self._lab.close(signum)
+        self._wait_for_connection("!== 'connected'")
+        self._lab.start()
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Have JupyterLab give up when its connection is closed in the body, as after seven attempts, in minutes."""
+        self._was_without_server = True
+        attempts = f"{CURRENT}.sessionContext.session.kernel._reconnectLimit"
+        before = self.page.evaluate(attempts)
+        self.page.evaluate(f"{attempts} = 0")
+        yield
+        self._wait_for_connection("=== 'disconnected'")
+        self.page.evaluate(f"{attempts} = {before}")
+
+    def _wait_for_connection(self, wanted: str) -> None:
+        self.page.wait_for_function(f"window.{CURRENT}.sessionContext.session?.kernel?.connectionStatus {wanted}")
 
     def end_kernel(self) -> None:
         self.page.evaluate(f"{CURRENT}.sessionContext.shutdown()")
@@ -215,12 +259,40 @@ class Notebook:
         assert not errors, errors
 
 
+def start_loop(notebook: Notebook, index: int) -> None:
+    """Run LOOP on two ranks, and wait until both are in it."""
+    notebook.start(index)
+    output = notebook.page.locator(".jp-Cell").nth(index).locator(".jp-Cell-outputWrapper")
+    for rank in range(2):
+        expect(output).to_contain_text(f"rank {rank} loops")
+
+
 def show_sidebar(notebook: Notebook) -> Locator:
     """Open the extension's sidebar."""
     notebook.command("nbdist:show-ranks", {})
     sidebar = notebook.page.locator(".nbdist-sidebar")
     expect(sidebar).to_be_visible()
     return sidebar
+
+
+def expect_place(cell: Locator, place: str) -> None:
+    """A cell's badge says this, whether or not it is a picker at the moment."""
+    shown = ("button.nbdist-badge-of-cell", "select.nbdist-badge-of-cell option:checked")
+    expect(cell.locator(", ".join(shown))).to_have_text(place)
+
+
+def move_cell(cell: Locator, place: str) -> None:
+    """Choose where a cell runs with its badge, which is a picker once it has the focus."""
+    badge = cell.locator(".nbdist-badge-of-cell")
+    badge.focus()
+    badge.select_option(place)
+
+
+def search_output(cell: Locator, words: str) -> None:
+    """Search a cell's output, by a field that is one once it has the focus."""
+    search = cell.locator(".nbdist-tab-search")
+    search.focus()
+    search.fill(words)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ export class Details {
   constructor(onSnapshot: () => void, onClose: () => void) {
     const close = make("button", "button", strings.close);
     const buttons = make("span", "buttons", this.snapshot, close);
-    this.element.append(make("header", "bar-of-buttons", this.title, buttons), this.facts);
+    this.element.append(make("div", "bar-of-buttons", this.title, buttons), this.facts);
     this.element.setAttribute("aria-live", "off");
     this.snapshot.addEventListener("click", onSnapshot);
     close.addEventListener("click", onClose);

@@ -20,7 +20,7 @@ export interface Wishes {
 
 /** The header; `element` is in the page. */
 export class Header {
-  readonly element = make("header", "head");
+  readonly element = make("div", "head");
   private readonly live = make("span", "live");
   private readonly title = make("strong", "title");
   private readonly pause = make("button", "button");

@@ -30,13 +30,13 @@ export const kernelRestarted = "■ kernel restarted";
 export const silentFor = (time: string): string => `◌ silent for ${time}`;
 
 export const runAgain = "The kernel was restarted: run the cell again.";
-export const kernelEnded = "The kernel that fills this has ended: run the cell again.";
+export const kernelEnded = "The kernel behind this panel has ended: run the cell again.";
 export const rateLater = "The new rate takes effect when the running cell ends.";
 export const peakRequested = "The peak is being measured on all ranks.";
-export const peakLater = "The peak is measured when the running cell ends.";
+export const peakLater = "The peak will be measured when the running cell ends.";
 export const snapshotOf = (rank: string): string => `Memory snapshot of ${rank}`;
 export const snapshotRequested = (rank: string): string => `A memory snapshot of ${rank} was requested.`;
-export const snapshotLater = " It is written when the running cell ends.";
+export const snapshotLater = " It will be written when the running cell ends.";
 export const moreWorthALook = (count: number): string => `… and ${count} more worth a look`;
 export const sampledEvery = (seconds: number): string => `sampled every ${seconds} s`;
 export const every = (seconds: number): string => (seconds === 1 ? "every second" : `every ${seconds} s`);
@@ -56,7 +56,7 @@ export const headings = {
   rank: "rank",
   device: "device",
   memoryOfDevice: "memory of the device",
-  memoryOfRank: "memory of the rank, beside the largest",
+  memoryOfRank: "memory of the rank, compared to the largest",
   usedOfTotal: "used / total",
   memory: "memory",
   utilizationLately: "utilization",
@@ -81,7 +81,7 @@ export const facts = {
   temperature: "temperature",
   power: "power",
   cpu: "CPU, of one core",
-  own: "memory of its own",
+  own: "its own memory",
   step: "step",
   work: "of it without collectives",
   speed: "speed",

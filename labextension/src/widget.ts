@@ -2,6 +2,7 @@
  * The panel as an anywidget: connects `view` with the kernel, and hides the copy that the notebook keeps.
  */
 
+import { KernelLine, type LineKernel } from "./kernel_line";
 import * as strings from "./strings";
 import { createView, type Frame, type Message, type Wish } from "./view";
 
@@ -16,10 +17,8 @@ interface Model {
 }
 
 /** What JupyterLab has of a kernel; other front ends have less. */
-interface Kernel {
-  supportsSubshells?: boolean;
+interface Kernel extends Partial<LineKernel> {
   statusChanged?: Signal;
-  createComm?(target: string): Comm;
 }
 
 /** One of Lumino's, as far as it is used here. */
@@ -28,27 +27,22 @@ interface Signal {
   disconnect(slot: (sender: unknown, status: string) => void): unknown;
 }
 
-interface Comm {
-  open(data: { id: string }): unknown;
-  send(wish: Wish): unknown;
-  close(): unknown;
-  readonly isDisposed: boolean;
-}
-
 const TARGET = "nbdist.panel";
-// By the widget's own comm: two need the kernel's main thread; the thread of the line may end before it hears the last.
-const WAIT: readonly string[] = ["snapshot", "peak", "closed"];
+const WAIT: readonly string[] = ["snapshot", "peak"]; // by the widget's own comm: they need the kernel's main thread
 const GONE: readonly string[] = ["restarting", "autorestarting", "dead"]; // states of a kernel that has lost the panel
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
-  const line = directLine(model);
+  let line = directLine(model);
+  line?.open(TARGET, { id: model.get("frame").id }).then(
+    (heard) => {
+      if (!heard) line = null; // it is another kernel
+    },
+    () => undefined, // the kernel ends
+  );
   const send = (wish: Wish): boolean => {
-    const direct = line?.isDisposed === false && !WAIT.includes(wish.type);
-    try {
-      (direct ? line : model).send(wish);
-    } catch {
-      view.receive({ type: "note", text: strings.kernelEnded });
-    }
+    const direct = line !== null && !WAIT.includes(wish.type);
+    const heard = line !== null && direct ? line.send(wish) : sendBy(model, wish);
+    if (!heard) view.receive({ type: "note", text: strings.kernelEnded });
     return direct;
   };
   const view = createView(el, send);
@@ -78,22 +72,26 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
     model.off("change:frame", load);
     model.off("msg:custom", receive);
     leave();
-    if (line?.isDisposed === false) line.close();
+    line?.close();
     view.dispose();
     showCopy();
   };
 }
 
-/**
- * What the kernel hears while a cell runs, too: a comm that the page opens and the kernel does not send on.
- * The widget's own is answered when the cell has ended.
- */
-function directLine(model: Model): Comm | null {
+/** Send by the widget's own comm. Returns whether there is a kernel to hear it. */
+function sendBy(model: Model, wish: Wish): boolean {
+  try {
+    model.send(wish);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** What the kernel hears while a cell runs, too; null: the front end has none, and what it sends waits for the cell's end. */
+function directLine(model: Model): KernelLine | null {
   const kernel = model.widget_manager?.kernel;
-  if (kernel?.supportsSubshells !== true || kernel.createComm === undefined) return null;
-  const comm = kernel.createComm(TARGET);
-  comm.open({ id: model.get("frame").id });
-  return comm;
+  return kernel?.sendControlMessage === undefined ? null : new KernelLine(kernel as LineKernel);
 }
 
 /** Hide the copy without JavaScript as long as this view lives. Returns what shows it again. */

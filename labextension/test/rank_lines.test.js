@@ -12,6 +12,8 @@ const lines = [
   ["2 ranks ready\n[0] \n", [["", "2 ranks ready"], ["0", ""]]],
   ["[0]  1%\r[0]  50%\r[0] 100%\r\n", [["0", "100%"]]],
   ["[1] \u001b[31mred\u001b[0m", [["1", "red"]]],
+  ["[0-9999999] x\n[70000] y\n", [["", "[0-9999999] x"], ["", "[70000] y"]]],
+  ["[5-2] x\n[1,0] y\n[0-3,2] z\n[,] a\n[1-] b\n[-] c\n[0-1-2] d\n", [["", "[5-2] x"], ["", "[1,0] y"], ["", "[0-3,2] z"], ["", "[,] a"], ["", "[1-] b"], ["", "[-] c"], ["", "[0-1-2] d"]]],
   ["", []],
 ];
 for (const [text, found] of lines) {
@@ -19,6 +21,9 @@ for (const [text, found] of lines) {
 }
 
 test("a label names ranks", () => assert.deepEqual(ranksOf("0,2-4,7"), [0, 2, 3, 4, 7]));
+
+const none = ["", "70000", "0-9999999", "0-999999999999", "5-2", "1,0", "0-3,2", "0,0", "1-", "-1", ",", "0-1-2"];
+for (const label of none) test(`"${label}" names no ranks`, () => assert.deepEqual(ranksOf(label), []));
 
 test("lines differ that not all ranks print equally often", () => {
   const tally = new Tally();

@@ -35,7 +35,7 @@ from nbdist.wire.healing import EndRanks, Respawn
 from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
-from nbdist.wire.nodes import Ping, Pong
+from nbdist.wire.nodes import SILENT, Ping, Pong
 from nbdist.wire.output import Credit
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import Answer, Ask, Look, WatchNodes
@@ -49,26 +49,29 @@ _REPORT_PERIOD = 1.0  # seconds between two looks at whether an import gets on
 _ORPHANS_LIMIT = 0.5  # seconds that the end of a rank's orphans may take until its own end is reported
 
 
-def run(template: WarmTemplate, controller: int) -> None:
+def run(template: WarmTemplate, controller: int) -> int:
     """Run the agent.
 
     Args:
         template: Its template, which has just started.
         controller: Process id of its parent: the controller, or on other nodes whoever has joined with it.
+
+    Returns:
+        Its exit code: SILENT if the controller was given up because nothing came from it.
     """
     try:
         line = sys.stdin.buffer.readline()
         if not line:
-            return
+            return 0
         setup = msgspec.json.decode(line, type=AgentSetup)
         try:
             end = os.pidfd_open(controller)
         except ProcessLookupError:
             end = -1
         if os.getppid() == controller:  # else it is gone, and its pid may belong to another process
-            Agent(setup, template, end).run()
-        else:
-            _remove(setup.leftovers)
+            return Agent(setup, template, end).run()
+        _remove(setup.leftovers)
+        return 0
     finally:
         end_descendants()
 
@@ -104,8 +107,8 @@ class Agent:
         self._notes: list[str] = []
         self._report_at = 0.0
 
-    def run(self) -> None:
-        """Serve until the controller is gone or asks to stop."""
+    def run(self) -> int:
+        """Serve until the controller is gone or asks to stop. Returns the exit code."""
         poller = zmq.Poller()
         for source in (self._control, self._controller, self._pipes, self._sampler.wake, self._stacks.wake):
             poller.register(source, zmq.POLLIN)
@@ -117,10 +120,10 @@ class Agent:
             ready = dict(poller.poll(self._patience()))
             if self._controller in ready:
                 self._end(remove=True)
-                return
+                return 0
             if self._control in ready and not self._handle_messages():
                 self._end(remove=False)
-                return
+                return 0
             for output in self._pipes.read():
                 if output.rank != STORE:
                     self._outputs.add(output)
@@ -139,7 +142,7 @@ class Agent:
                 self._take_freight()
             if self._link is not None and self._link.is_lost(self._link.events in ready):
                 self._end(remove=True)
-                return
+                return SILENT if self._link.is_silent else 0
             self._kill_overdue()
             self._report_progress()
 
@@ -374,7 +377,7 @@ class Agent:
             cause = f"{what} ended: {describe_exit(template.reap())}"
             codes = {pid: reap_group(pid) for pid in pids}
         else:
-            cause = "the notebook, which ranks are forked from, has let go of them"
+            cause = "the connection to the notebook, which ranks are forked from, was closed"
             codes = dict.fromkeys(pids, -signal.SIGKILL)
             source.close()
         if group is not None:
@@ -403,12 +406,12 @@ class Agent:
     def _refused(self, error: OSError, options: StartOptions) -> None:
         """Report that the system denies what the ranks need."""
         if error.errno == errno.EADDRINUSE:
-            text = f"port {options.port} is taken{describe_owner(options.port)}: name another, or none"
+            text = f"port {options.port} is taken{describe_owner(options.port)}: choose another port, or leave it out"
             self._spawn_failed(text, "port taken")
         elif error.errno in (errno.EMFILE, errno.ENFILE):
             self._spawn_failed(
-                f"too few file handles for {options.count} ranks: this system allows a process {allow_many_files()}. "
-                "Type `ulimit -n 4096` in the shell before you start Jupyter, or ask for fewer ranks (`-n 2`)."
+                f"not enough file descriptors for {options.count} ranks: this system allows {allow_many_files()} per "
+                "process. Type `ulimit -n 4096` in the shell before you start Jupyter, or ask for fewer ranks (`-n 2`)."
             )
         else:
             self._not_forked(f"the ranks could not be forked: {error}")

@@ -20,4 +20,4 @@ def main() -> None:
 
     from nbdist.agent import agent
 
-    agent.run(template, int(sys.argv[2]))
+    sys.exit(agent.run(template, int(sys.argv[2])))

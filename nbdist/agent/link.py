@@ -27,6 +27,7 @@ class Link:
 
     Attributes:
         events: To be polled: something has happened to the connection.
+        is_silent: Whether it was given up because nothing came: the session may go on without this machine.
     """
 
     def __init__(self, control: zmq.Socket[bytes], url: str, timeout: float) -> None:
@@ -36,6 +37,7 @@ class Link:
         self._heard = time.monotonic()
         self._probe: socket.socket | None = None  # connects, to see whether anybody listens there
         self._probe_at = 0.0
+        self.is_silent = False
         self.events = control.get_monitor_socket()
 
     def heard(self) -> None:
@@ -54,6 +56,7 @@ class Link:
             return True
         quiet = time.monotonic() - self._heard
         if quiet > self._timeout:
+            self.is_silent = True
             return True
         return quiet > limits.silence(self._timeout) and self._is_refused()
 

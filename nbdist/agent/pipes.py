@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from nbdist.agent.live_region import LiveOutput
 from nbdist.wire.output import END, OUTPUT_WINDOW, STDERR, Output
 
 _READ = 1 << 17
 _COALESCE = 0.05  # seconds between messages of a stream that keeps printing
+_HOLD = 1.0  # seconds for which lines are held that may be drawn again
 _LINE_END = 0.005  # seconds that the start of a line waits for its end: print writes them one after the other
 _STDERR_TAIL = 1 << 14
 _MARK_LENGTH = 128  # maximum length of a mark in bytes
@@ -31,7 +33,9 @@ class _Pipe:
     rest: bytes = b""  # read but not sent yet
     free: float = 0.0  # when the next message may be sent
     due: float = 0.0  # when `rest` is sent
+    held_until: float | None = None  # when lines come out that `live` holds
     open: bool = True
+    live: LiveOutput = field(default_factory=LiveOutput)
 
 
 @dataclass
@@ -76,9 +80,9 @@ class PipeReader:
 
     def due(self) -> float | None:
         """Return the seconds until `read` has something to send even if nothing is printed; None if nothing waits."""
-        if not self._waiting:
-            return None
-        return max(0.0, min(pipe.due for pipe in self._waiting.values()) - time.monotonic())
+        dues = [pipe.due for pipe in self._waiting.values()]
+        dues += [pipe.held_until for pipe in self._pipes.values() if pipe.held_until is not None]
+        return max(0.0, min(dues) - time.monotonic()) if dues else None
 
     def credit(self, rank: int, size: int) -> None:
         """Note that the notebook has taken `size` bytes from this rank."""
@@ -103,7 +107,7 @@ class PipeReader:
             yield from self._finish(pipe)
 
     def stderr_tail(self, rank: int) -> str:
-        """Return the last lines that the rank wrote to stderr, without marks."""
+        """Return the last lines that the rank wrote to stderr since its last cell ended, without marks."""
         return self._tails.get(rank, b"").decode(errors="replace")
 
     def close(self) -> None:
@@ -123,8 +127,8 @@ class PipeReader:
     def _finish(self, pipe: _Pipe) -> Iterator[Output]:
         """Yield what is left of a pipe that has ended, once."""
         rest, pipe.rest = pipe.rest, b""
-        if rest:
-            yield self._message(pipe, rest, None)
+        if rest or pipe.live.is_drawing:
+            yield self._message(pipe, rest, None, ends=True)
         self._close(pipe)
 
     def _take(self, pipe: _Pipe, data: bytes) -> Iterator[Output]:
@@ -138,7 +142,8 @@ class PipeReader:
             serial, sequence = map(int, found.groups())
             if sequence <= END:
                 yield from self._sweep_stderr(pipe.rank)
-            yield self._message(pipe, rest[:start], (serial, sequence))
+                self._tails.pop(pipe.rank, None)
+            yield self._message(pipe, rest[:start], (serial, sequence), ends=sequence <= END)
             rest = rest[end + 1 :]
             pipe.free = seen = 0  # what follows starts a new burst
         pipe.rest = rest
@@ -146,7 +151,7 @@ class PipeReader:
             self._waiting.pop(pipe.descriptor, None)
             return
         now = time.monotonic()
-        if rest.endswith(b"\n"):
+        if rest.endswith(b"\n") and not pipe.live.may_go_on_below(rest):
             pipe.due = pipe.free
         elif pipe.descriptor not in self._waiting:
             pipe.due = max(pipe.free, now + _LINE_END)
@@ -163,16 +168,19 @@ class PipeReader:
             while size < _PIPE_SIZE and (data := _read(pipe.descriptor)):
                 size += len(data)
                 yield from self._take(pipe, data)
-            if pipe.rest:
+            if pipe.rest or pipe.live.is_drawing:
                 self._waiting.pop(pipe.descriptor, None)
                 data, pipe.rest, pipe.free = pipe.rest, b"", 0.0
-                yield self._message(pipe, data, None)
+                yield self._message(pipe, data, None, ends=True)
 
     def _send_due(self) -> Iterator[Output]:
         now = time.monotonic()
         for pipe in list(self._waiting.values()):
             if now >= pipe.due:
                 yield self._send(pipe, now)
+        for pipe in self._pipes.values():
+            if pipe.held_until is not None and now >= pipe.held_until:
+                yield self._output(pipe, pipe.live.release(), None)
 
     def _send(self, pipe: _Pipe, now: float) -> Output:
         """Return what was read, except an incomplete mark, or the start of a line after complete ones.
@@ -183,7 +191,7 @@ class PipeReader:
         pipe.free = now + _COALESCE
         size = self._whole(pipe.rest)
         lines = pipe.rest.rfind(b"\n", 0, size) + 1
-        if 0 < lines < size:
+        if 0 < lines < size and not pipe.live.is_drawn_by(pipe.rest[lines:size]):
             size, pipe.due = lines, pipe.free
             self._waiting[pipe.descriptor] = pipe
         data, pipe.rest = pipe.rest[:size], pipe.rest[size:]
@@ -198,7 +206,18 @@ class PipeReader:
             start = data.find(b"\x1b", start + 1)
         return len(data)
 
-    def _message(self, pipe: _Pipe, data: bytes, mark: tuple[int, int] | None) -> Output:
+    def _message(self, pipe: _Pipe, data: bytes, mark: tuple[int, int] | None, *, ends: bool = False) -> Output:
+        data = pipe.live.feed(data)
+        if ends:
+            data += pipe.live.end()
+        return self._output(pipe, data, mark)
+
+    def _output(self, pipe: _Pipe, data: bytes, mark: tuple[int, int] | None) -> Output:
+        """Return what goes to the notebook, and note it."""
+        if not pipe.live.holds_lines:
+            pipe.held_until = None
+        elif pipe.held_until is None:
+            pipe.held_until = time.monotonic() + _HOLD
         if pipe.stream == STDERR and data:
             self._tails[pipe.rank] = (self._tails.get(pipe.rank, b"") + data)[-_STDERR_TAIL:]
         account = self._accounts.get(pipe.rank)

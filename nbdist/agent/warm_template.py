@@ -110,7 +110,8 @@ class WarmTemplate:
         reasons = []
         if changed := changed_variables(self.environment, options.environment):
             reasons.append(
-                f"{', '.join(changed)} changed since torch was imported for the ranks, which is when libraries read it"
+                f"{', '.join(changed)} changed after torch was imported for the ranks, and libraries read it only at "
+                "import"
             )
         now = installed_versions()
         for name, version in self.versions.items():

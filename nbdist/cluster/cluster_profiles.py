@@ -46,5 +46,5 @@ def profile(name: str) -> dict[str, Any]:
         raise UsageError(f"{file} can't be read: {error}") from None
     if not isinstance(found := known.get(name), dict):
         hint = did_you_mean(name, known)
-        raise UsageError(f"{file} has no profile {name!r}{hint} It has {', '.join(known) or 'none'}")
+        raise UsageError(f"{file} has no profile {name!r}{hint} Available profiles: {', '.join(known) or 'none'}")
     return found

@@ -144,7 +144,9 @@ def _way_to(target: str) -> Finding:
             socket.create_connection((host, port), timeout=_CONNECT_LIMIT).close()
         except OSError as error:
             return Finding(
-                "problem", "session", f"{target} cannot be reached: {error}. A firewall, or the session has ended"
+                "problem",
+                "session",
+                f"{target} cannot be reached: {error}. A firewall may block it, or the session has ended",
             )
         times.append(time.perf_counter() - began)
     way = network.interface_of(network.address_towards(host))

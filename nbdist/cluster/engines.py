@@ -93,7 +93,9 @@ def load(name: str) -> type[Engine]:
         return engine
     if name not in others:
         known = sorted({*_OWN, *others})
-        raise UsageError(f"unknown cluster engine {name!r}{did_you_mean(name, known)} There are {', '.join(known)}")
+        raise UsageError(
+            f"unknown cluster engine {name!r}{did_you_mean(name, known)} Available engines: {', '.join(known)}"
+        )
     try:
         engine = others[name].load()
     except Exception as error:  # somebody else's code
@@ -118,7 +120,7 @@ def options_of(engine: type[Engine], name: str, given: Mapping[str, object], whe
         if option not in known:
             hint = did_you_mean(option, known)
             raise UsageError(
-                f"{where}: the engine {name} has no option {option!r}{hint} Its options are {', '.join(known)}"
+                f"{where}: the engine {name} has no option {option!r}{hint} Available options: {', '.join(known)}"
             )
     try:
         return msgspec.convert(given, engine.Options)

@@ -30,13 +30,13 @@ from nbdist.wire.frames import decode, encode
 from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import AGENT_END, GUEST, connect, node_lane
 from nbdist.wire.message import VERSION
-from nbdist.wire.nodes import TOKEN_VARIABLE, Join, NodeLeft, Refused, Token, Versions, Welcome
+from nbdist.wire.nodes import SILENT, TOKEN_VARIABLE, Join, NodeLeft, Refused, Token, Versions, Welcome
 from nbdist.wire.setup import AgentSetup, encode_line
 
 _CONNECT_LIMIT = 5.0  # seconds for one attempt
 _ANSWER_LIMIT = 20.0  # seconds for the controller to answer; it may be busy
 _LAST_WORDS = 1.0  # seconds
-_LET_GO = "the connection that had started it has ended"
+_LET_GO = "the connection that started it has ended"
 _AGAIN = "Paste the line that `%distributed start` prints in the notebook"
 
 
@@ -67,7 +67,7 @@ def join(target: str, tokens: Sequence[str], patience: float, leash: int | None 
     try:
         parsed = [Token.parse(token) for token in tokens]
     except ValueError:
-        raise CannotJoin(f"{TOKEN_VARIABLE} does not hold a token of nbdist. {_AGAIN}") from None
+        raise CannotJoin(f"{TOKEN_VARIABLE} does not contain an nbdist token. {_AGAIN}") from None
     address = _reach(host, port, patience)
     welcome = _introduce_with_any(parsed, f"tcp://{network.endpoint(address, port)}")
     return _serve(welcome, target, leash)
@@ -94,8 +94,9 @@ def _reach(host: str, port: int, patience: float) -> str:
             if time.monotonic() > deadline:
                 where = network.endpoint(host, port)
                 raise CannotJoin(
-                    f"{where} can't be reached: {why}. Has `%distributed start` printed this address, and does a "
-                    f"firewall let this machine through? `nc -vz {host} {port}` tries it; `--wait 600` waits for it"
+                    f"{where} can't be reached: {why}. Check that `%distributed start` printed this address and that "
+                    f"no firewall blocks this machine. `nc -vz {host} {port}` tests the connection; `--wait 600` "
+                    "waits until it works"
                 ) from None
             time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
 
@@ -119,7 +120,7 @@ def _introduce(token: Token, url: str) -> Welcome:
             f"this machine ({socket.gethostname()}) can't join: {answer.text}"
         )
     if not isinstance(answer, Welcome):
-        raise CannotJoin(f"the session at {url} answered something unexpected; is it another version of nbdist?")
+        raise CannotJoin(f"the session at {url} sent an unexpected answer; does it run another version of nbdist?")
     # By the way that has just worked, which may be a tunnel.
     return msgspec.structs.replace(answer, keys=msgspec.structs.replace(answer.keys, url=url))
 
@@ -135,8 +136,8 @@ def _answer(guest: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> object:
             return decode(guest.recv())
         if events in ready:
             recv_monitor_message(events)
-            raise TokenUsed(f"this token is not valid any more, or belongs to another session. {_AGAIN}")
-    raise CannotJoin(f"the session did not answer within {_ANSWER_LIMIT:g} s; is it still there? {_AGAIN}")
+            raise TokenUsed(f"this token is no longer valid, or belongs to another session. {_AGAIN}")
+    raise CannotJoin(f"the session did not answer within {_ANSWER_LIMIT:g} s; is it still running? {_AGAIN}")
 
 
 def _serve(welcome: Welcome, target: str, leash: int | None) -> int:
@@ -160,8 +161,16 @@ def _serve(welcome: Welcome, target: str, leash: int | None) -> int:
         print(f"joined the session of {welcome.host} at {target} as node {welcome.node}; Ctrl-C leaves", flush=True)
         code, let_go = _await_end(agent, asked, leash)
     if asked or let_go:
-        _say_last(welcome, _LET_GO if let_go else "it was stopped there, by Ctrl-C or a signal")
+        _say_last(welcome, _LET_GO if let_go else "it was stopped on that machine, by Ctrl-C or a signal")
         print("left the session", flush=True)
+        return 0
+    if code == SILENT:
+        _say_last(welcome, f"nothing from the session has reached it for {welcome.timeout:g} s")
+        print(
+            f"{welcome.host}, where the session runs, has not answered for {welcome.timeout:g} s: that machine or the "
+            "network may have failed. This node has left, and its ranks have ended",
+            flush=True,
+        )
         return 0
     if code:
         how = describe_exit(code)

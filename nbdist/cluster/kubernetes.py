@@ -99,7 +99,7 @@ class Kubernetes:
                     return
                 running = sum(pod.status.phase == "Running" for pod in pods)
                 waiting = running < len(self._seats)
-                state = f"{running} of {counted(len(self._seats), 'pod')} of Job {self._name} run"
+                state = f"{running} of {counted(len(self._seats), 'pod')} of Job {self._name} are running"
                 state += "".join(f"; {text}" for _, text in sorted(reasons))
                 if waiting and state != said:
                     said = state
@@ -108,7 +108,7 @@ class Kubernetes:
                     yield StarterProgress("", JOIN_LIMIT)
                 elif time.monotonic() > gave_up_at:
                     yield StarterFailed(
-                        f"Kubernetes has not started the pods in {self._options.wait:g} s ({said}): the Job is "
+                        f"Kubernetes did not start the pods within {self._options.wait:g} s ({said}): the Job is "
                         "deleted. Ask for fewer nodes or GPUs, or wait longer"
                     )
                     return
@@ -199,7 +199,7 @@ def _connect(options: KubernetesOptions) -> tuple[Any, str]:
                 namespace = file.read().strip()
     except config.ConfigException as error:
         raise UsageError(
-            f"no Kubernetes cluster is known here ({error}): `kubectl get pods` in a terminal has to work"
+            f"no Kubernetes cluster is configured here ({error}): first make `kubectl get pods` work in a terminal"
         ) from None
     configuration.retries = 0  # the starter asks again itself
     return client.ApiClient(configuration), options.namespace or namespace or "default"

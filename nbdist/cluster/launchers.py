@@ -120,8 +120,8 @@ def tokens_to_try(tokens: Sequence[str], place: JobPlace | None) -> list[str]:
     if place.node >= len(tokens):
         there = counted(len(tokens), "node")
         raise UsageError(
-            f"this is node {place.node} of its job, counted from 0, and there are tokens for {there}: start the job on "
-            f"{len(tokens)}, or the session with `--num-nodes {place.node + 2}`"
+            f"this is node {place.node} of its job (counting from 0), but there are tokens for only {there}: start "
+            f"the job on {there}, or the session with `--num-nodes {place.node + 2}`"
         )
     return [tokens[place.node]]
 

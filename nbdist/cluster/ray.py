@@ -98,14 +98,14 @@ class Ray:
         while not self._group.wait(_TICK):
             if time.monotonic() > gave_up_at:
                 yield StarterFailed(
-                    f"Ray has not given the nodes in {self._options.wait:g} s: {_listed(self._bundle)} on each are in "
-                    "use. `ray status` shows by what; ask for fewer nodes, or wait longer"
+                    f"Ray did not provide the nodes within {self._options.wait:g} s: {_listed(self._bundle)} on each "
+                    "are in use. `ray status` shows what uses them; ask for fewer nodes, or wait longer"
                 )
                 return
             if not said:
                 said = True
                 yield StarterProgress(f"waiting for Ray: {_listed(self._bundle)} on each node; Ctrl-C cancels")
-        yield StarterProgress("Ray has given the nodes" if said else "", JOIN_LIMIT)
+        yield StarterProgress("Ray has provided the nodes" if said else "", JOIN_LIMIT)
         self._run_actors()
         while self._seats:
             for ended in ray.wait(list(self._seats), timeout=_TICK)[0]:
@@ -143,7 +143,7 @@ class Ray:
         except ray.exceptions.RayError as error:
             return f"the Ray actor of a node has ended: {str(error).strip().splitlines()[0]}"
         if code is None:
-            return f"node {host} of Ray has no Python at {python}: name the one that has nbdist with `--python PATH`"
+            return f"node {host} of Ray has no Python at {python}: give one that has nbdist, `--python PATH`"
         if code == NO_NBDIST:
             return f"{python} of node {host} of Ray has no nbdist ({said}): type `{python} -m pip install nbdist` there"
         if code == CANNOT_JOIN:
@@ -200,8 +200,8 @@ def _bundle(nodes: Sequence[dict[str, float]], count: int, options: RayOptions) 
         there = f"{counted(len(enough), 'node')} with {_listed(bundle)}" if nodes else "no nodes"
         have = "; ".join(_listed({name: node.get(name, 0) for name in ("CPU", "GPU")}) for node in nodes)
         raise UsageError(
-            f"the Ray cluster has {there}, and {count} are wanted (its nodes have {have}): ask for fewer with "
-            "--num-nodes, or for less with --gpus-per-node; `ray status` shows what there is"
+            f"the Ray cluster has {there}, but {count} were requested (its nodes have {have}): ask for fewer with "
+            "--num-nodes, or for less with --gpus-per-node; `ray status` shows what is available"
         )
     return bundle
 

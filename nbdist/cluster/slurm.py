@@ -64,8 +64,8 @@ class Slurm:
         """Return the nodes; nothing is asked for yet."""
         if shutil.which("srun") is None:
             raise UsageError(
-                "there is no `srun` here: --slurm is for machines of a Slurm cluster. If this is one, its programs are "
-                "not in PATH; for other machines: `--hosts node-a,node-b`"
+                "there is no `srun` here: --slurm is for machines of a Slurm cluster. If this is one, add its "
+                "programs to PATH; for other machines, use `--hosts node-a,node-b`"
             )
         check_seconds("wait", options.wait)  # `watch` sees to it
         if "SLURM_JOB_ID" not in os.environ:
@@ -79,12 +79,12 @@ class Slurm:
         given = [f"--{'num-nodes' if name == 'nodes' else name}" for name in _OF_REQUEST if getattr(options, name)]
         if given:
             job = os.environ["SLURM_JOB_ID"]
-            raise UsageError(
-                f"the notebook runs in job {job} of Slurm, whose nodes are used: leave out {', '.join(given)}"
-            )
+            raise UsageError(f"the notebook runs in Slurm job {job} and uses its nodes: leave out {', '.join(given)}")
         others = _other_nodes()
         if not others:
-            raise UsageError("this job of Slurm has no other node: `%distributed start` alone uses this one")
+            raise UsageError(
+                "this Slurm job has no other node: to use only this one, type `%distributed start` without --slurm"
+            )
         where = _address_of(f"--nodes={others[0]}", f"node {others[0]!r}")
         return Layout([None] * len(others), 0 if _own_node() not in _nodes_of_job() else None, where)
 
@@ -109,8 +109,8 @@ class Slurm:
         nodes = _other_nodes()
         if max(seats) > len(nodes):
             raise UsageError(
-                f"the Slurm job {self._job} has {counted(len(nodes), 'other node')}, and no node is left for more: "
-                "`%distributed grow -n 1` adds ranks on those there are"
+                f"the Slurm job {self._job} has {counted(len(nodes), 'other node')}, and no node is left unused: "
+                "`%distributed grow -n 1` adds ranks on the present ones"
             )
         return [f"--jobid={self._job}", "--overlap", f"--nodelist={','.join(nodes[seat - 1] for seat in seats)}"]
 
@@ -135,7 +135,7 @@ class Slurm:
                 pause, ask_at = min(2 * pause, _LONGEST_PAUSE), now + pause
                 state = _state_of(self._name)
                 if state == "RUNNING":
-                    yield StarterProgress("Slurm has given the nodes" if said else "", JOIN_LIMIT)
+                    yield StarterProgress("Slurm has provided the nodes" if said else "", JOIN_LIMIT)
                     waiting = False
                     break
                 if state and state != said:
@@ -143,7 +143,7 @@ class Slurm:
                     yield StarterProgress(f"waiting for Slurm: {state}; Ctrl-C cancels")
                 if now > gave_up_at:
                     yield StarterFailed(
-                        f"Slurm has not given the nodes within {self._options.wait:g} s ({said or 'no answer'}): the "
+                        f"Slurm did not provide the nodes within {self._options.wait:g} s ({said or 'no answer'}): the "
                         "request is canceled. Ask for fewer nodes or less time, or wait longer"
                     )
                     return

@@ -98,8 +98,9 @@ class Ssh:
         """Start one ssh for each seat, unless something has to be copied first."""
         if max(seat.number for seat in invitation.seats) > len(self._hosts):
             raise UsageError(
-                f"--hosts of this session names {counted(len(self._hosts), 'other host')}, and no host is left for "
-                "more nodes: start the session with all hosts. `%distributed grow -n 1` adds ranks on those there are"
+                f"--hosts of this session names {counted(len(self._hosts), 'other host')}, and no host is left "
+                "unused. To use more, start the session with all hosts; `%distributed grow -n 1` adds ranks on the "
+                "present ones"
             )
         self._invitation = invitation
         self._seats = {seat.number: self._hosts[seat.number - 1].name for seat in invitation.seats}
@@ -157,9 +158,9 @@ class Ssh:
         if code == _SSH_FAILED:
             what = f"ssh to host {host!r} failed: {said or 'no reason was given'}".rstrip(".")
             trial = shlex.join([*_ssh(self._options, ()), host, "true"])
-            return f"{what}. `{trial}` in a terminal has to work without a question"
+            return f"{what}. `{trial}` must work in a terminal without asking anything"
         if code in _NO_SUCH_COMMAND:
-            return f"host {host!r} has no Python at {self._python}: name the one that has nbdist with `--python PATH`"
+            return f"host {host!r} has no Python at {self._python}: give one that has nbdist, `--python PATH`"
         if code == NO_NBDIST:
             return (
                 f"{self._python} of host {host!r} has no nbdist ({said}): type `{self._python} -m pip install nbdist` "

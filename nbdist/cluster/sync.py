@@ -56,9 +56,9 @@ def look_at(paths: Sequence[str]) -> list[Tree]:
     trees: list[Tree] = []
     for path in paths:
         if not os.path.isabs(path):
-            raise UsageError(f"sync: {path!r} is not a whole path: in profiles and in Python, write it from / on")
+            raise UsageError(f"sync: {path!r} is not an absolute path: profiles and Python need one that begins with /")
         if not os.path.isdir(path):
-            raise UsageError(f"sync: there is no folder {path}")
+            raise UsageError(f"sync: folder {path} does not exist")
         left = LIMIT - sum(tree.size for tree in trees), _MOST_FILES - sum(tree.files for tree in trees)
         trees.append(_look_at(os.path.normpath(path), *left))
     return trees

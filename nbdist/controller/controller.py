@@ -34,6 +34,7 @@ from nbdist.controller.visitors import Visitors
 from nbdist.processes import describe_exit, end_descendants
 from nbdist.wire.bundle import unbundled
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
+from nbdist.wire.debug_bytes import TellDebugger
 from nbdist.wire.frames import sequence_of
 from nbdist.wire.handover import Attach, AttachRefused, Choices, Ending, Leave
 from nbdist.wire.healing import GiveUpHeal, Grow, Heal, Rejoin, Shrink
@@ -298,11 +299,13 @@ class Controller:
         self._drop_what_it_wanted()
 
     def _drop_what_it_wanted(self) -> None:
-        """Stop what only the last client wanted: samples, newcomers that it was about to set up, values."""
+        """Stop what only the last client wanted: samples, newcomers that it was about to set up, values, debuggers."""
         self._nodes.broadcast(WatchNodes(0.0))
         if self._members is not None:
             self._members.newcomers.give_up()
             self._members.cells.prompts.refuse_all()
+            everyone = self._members.everyone()
+            self._members.to_ranks(RANK_CONTROL, everyone, ask(0, [], TellDebugger(b"")))  # those it has stopped go on
             for serial, ranks in self._side.unseen.take_lent().items():
                 self._members.cargo.release(serial)
                 self._members.to_ranks(RANK_CONTROL, sorted(ranks), ask(0, [], Release(serial)))
@@ -315,7 +318,8 @@ class Controller:
                 was_alone, away = self._side.alone, self._side.away
                 self._side.take(number, message)
             except OSError as error:
-                why = f"process {message.pid} is out of sight here ({error.strerror}): attach from the same container"
+                seen = f"process {message.pid} can't be seen from here ({error.strerror})"
+                why = f"{seen}: attach from the same container"
         if why or members is None or self._sets.started is None:
             self._switchboard.send(node_lane(CLIENT_EVENTS, number), AttachRefused(why))
             return

@@ -17,7 +17,8 @@ from nbdist.wire.stopping import Aim, Arm, Cut, Disarm, Meet, StepsMade
 ARM, AIM, MEET, RAISE, CUT = "arm", "aim", "meet", "raise", "cut"
 
 _STEPS = 3  # ... and how many median steps
-_SPARE_STEPS = 2  # extra steps allowed to a rank that is behind
+_SLOWER = 1.5  # times the median that the steps of a rank may take that is behind
+_SPARE_STEPS = 2  # extra steps allowed to it
 _LONG = 1.0  # seconds: a wait this long is worth a line
 _CUT_EVERY = 0.5
 
@@ -39,6 +40,7 @@ class Ladder:
     Attributes:
         due: Time of the next `tick`; None if there is nothing to wait for.
         rung: The current rung.
+        forced: Whether the user does not want to wait.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Ladder:
         self._began = now
         self._grace = grace + slack
         self._slack = slack
-        self._forced = False
+        self.forced = False
         self._together = together
         self._behind: set[int] = set()
         self._steps: dict[int, StepsMade | NoAnswer] = {}
@@ -77,7 +79,7 @@ class Ladder:
 
     def force(self, now: float) -> None:
         """Free stuck ranks at once: the user does not want to wait."""
-        self._forced = True
+        self.forced = True
         if self.rung in (ARM, AIM):
             self._interrupt(now)
         else:
@@ -147,7 +149,7 @@ class Ladder:
             return
         self.rung = MEET
         self._steps = {}
-        self.due = now + (limits.HURRIED_ARM if self._forced else limits.ARM) + self._slack
+        self.due = now + (limits.HURRIED_ARM if self.forced else limits.ARM) + self._slack
         self._arm()
 
     def _meet(self, now: float) -> None:
@@ -156,7 +158,7 @@ class Ladder:
         target = max((answer.count + answer.stepping for answer in steps.values()), default=0)
         self._behind = {rank for rank, answer in steps.items() if answer.count < target}  # in that step, or before it
         self._ask(sorted(self.left), Meet(self.serial, target))
-        if self._behind or self._forced:
+        if self._behind or self.forced:
             self.due = now + (limits.FINISH_STEP if self._behind else limits.FORCED) + self._slack
         else:
             self._wait(now)
@@ -165,7 +167,7 @@ class Ladder:
         if self._together:
             self._ask(sorted(self.left), Disarm(self.serial))
         self._raise_on(sorted(self.left))
-        if self._forced:
+        if self.forced:
             self._cut(now)
         else:
             self._wait(now)
@@ -178,7 +180,7 @@ class Ladder:
     def _cut(self, now: float) -> None:
         self.rung = CUT
         self.due = now + _CUT_EVERY + self._slack
-        self._ask(sorted(self.left), Cut(self.serial, self._forced))
+        self._ask(sorted(self.left), Cut(self.serial, self.forced))
 
     def _arm(self) -> None:
         self._ask(sorted(self.left), Arm(self.serial), self.armed)
@@ -198,7 +200,7 @@ def _stepping(steps: Sequence[StepsMade]) -> bool:
 def _limit(answer: StepsMade, left: int) -> float:
     """Return the seconds a rank gets to make `left` steps: the slowest rank decides, up to a limit."""
     median = answer.median or 0.0
-    behind = min(limits.CATCH_UP, (left + _SPARE_STEPS) * median)
+    behind = min(limits.CATCH_UP, (_SLOWER * left + _SPARE_STEPS) * median)
     return max(limits.REACH_STEP, _STEPS * median, behind)
 
 

@@ -289,7 +289,7 @@ class Members:
                 return
             self._bring_up.note_forked(node, notes)
             if self._bring_up.forked:
-                self._get_on(Progress("join", "ranks join their group"))
+                self._get_on(Progress("join", "ranks are joining their process group"))
         elif isinstance(message, SpawnFailed):
             if self.up:
                 self.newcomers.fail(self.where.name_node(node, message.text))
@@ -480,7 +480,7 @@ class Members:
         self.newcomers.fail("the ranks are ending")
         for rank in self.ranks.values():
             if rank.serial:
-                self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank]))
+                self.to_rank(RANK_CONTROL, rank.rank, Interrupt(rank.serial, [rank.rank], now=True))
             if rank.ready:
                 self.to_rank(RANK_CELL, rank.rank, Quit())
         for node in self.where.shares:

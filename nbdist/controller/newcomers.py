@@ -202,7 +202,7 @@ class Newcomers:
     def _hindrance(self) -> str:
         """Return why nobody can come or go now; "" if they can."""
         if self._healing is not None or self._waiting is not None:
-            return "ranks are being replaced, added or given up already: wait for that to end"
+            return "ranks are already being replaced, added, or removed: wait until that is done"
         if not self._hosts.up or self._hosts.ending:
             return "the ranks are about to start or end. Try again afterwards"
         return _NO_STORE if self._store_lost else ""
@@ -211,20 +211,20 @@ class Newcomers:
         """Return why ranks can't be replaced; "" if they can."""
         alive, gone = self._alive(message), self._without_machine(message)
         if alive and not message.kill:
-            return f"{describe_ranks(alive)} lives: `%distributed heal --kill` ends a rank before it is replaced"
+            return f"{describe_ranks(alive)} must end before being replaced: `%distributed heal --kill` does both"
         if not set(self._hosts.ranks) - set(message.ranks) - set(self._hosts.dead()):
-            return "no other rank lives, from which process groups could be taken: `%distributed restart`"
+            return "no other rank is left to restore the process groups from: `%distributed restart` starts fresh ranks"
         if gone and not message.machines:
             return (
-                f"the machine is lost that {describe_ranks(gone)} ran on: `%distributed heal` in a cell waits for "
-                "another, `%distributed shrink` goes on without"
+                f"the machine that {describe_ranks(gone)} ran on is lost: `%distributed heal` in a cell waits for "
+                "another machine, `%distributed shrink` continues with the other ranks"
             )
         return ""
 
     def _cannot_grow(self, nodes: Sequence[int], count: int) -> str:
         """Return why so many ranks can't be added to each of these machines; "" if they can."""
         if self._hosts.dead():
-            return "ranks have died: `%distributed heal` or `shrink` first"
+            return "some ranks have died: use `%distributed heal` or `%distributed shrink` first"
         where = self._hosts.where
         for node in nodes if "nccl" in self._hosts.backend else ():
             free = where.gpus_of(node) - len(where.on_node(node))
@@ -277,8 +277,8 @@ class Newcomers:
     def tick(self, now: float) -> None:
         """Go on with what is under way, as far as it can."""
         if self._waiting is not None and now >= self._nodes.due_to_come:
-            again = "`%distributed heal` waits again, `%distributed shrink` goes on without"
-            self.fail(f"no machine came in time. {again if isinstance(self._waiting, Heal) else 'Try again'}")
+            again = "`%distributed heal` waits again, `%distributed shrink` continues with the other ranks"
+            self.fail(f"no machine joined in time. {again if isinstance(self._waiting, Heal) else 'Try again'}")
         if self._healing is None:
             return
         self._healing.go_on(now)
@@ -331,7 +331,7 @@ class Newcomers:
         self.fail(f"{_NO_STORE} ({what})")
         self._tell(
             Notice(
-                f"the rendezvous store of this session (pid {pid}) has ended, {what}: groups that exist go on, but no "
-                "new group can be made. `%distributed restart` starts fresh ranks."
+                f"the rendezvous store of this session (pid {pid}) has ended, {what}: existing groups keep working, "
+                "but no new group can be created. `%distributed restart` starts fresh ranks."
             )
         )

@@ -163,8 +163,8 @@ class NodeTable:
             where = endpoint(wanted.address, wanted.port)
             if error.errno == zmq.EADDRINUSE:
                 raise NoEntrance(
-                    f"port {wanted.port} of {wanted.address} is taken{describe_owner(wanted.port)}: "
-                    "name another with --master-port, or none"
+                    f"port {wanted.port} of {wanted.address} is taken{describe_owner(wanted.port)}: choose another "
+                    "for --master-port, or leave it out"
                 ) from None
             raise NoEntrance(
                 f"this machine can't listen at {where}: {error.strerror}. --master-addr must be an address of the "
@@ -194,14 +194,14 @@ class NodeTable:
             starter = self.starters.begin(StarterSetup(self._wanted.engine, self._wanted.engine_options, invitation))
             self._starter_of |= dict.fromkeys((seat.number for seat in seats), starter)
             if instead_of:
-                self._tell(self._waits_for(f"a node in place of {', '.join(instead_of)}"))
+                self._tell(self._waits_for(f"a node to replace {', '.join(instead_of)}"))
         else:
             self._tell(Invited(address, [seat.token for seat in seats], list(instead_of)))
 
     def _waits_for(self, what: str) -> Progress:
         assert self._wanted is not None
         engine = _ENGINES.get(self._wanted.engine, self._wanted.engine)
-        return Progress("nodes", f"waiting for {engine} to start {what} (Ctrl-C gives up)")
+        return Progress("nodes", f"waiting for {engine} to start {what} (Ctrl-C cancels)")
 
     def recall(self, counts: Mapping[int, int]) -> None:
         """Have other machines come in place of lost nodes.
@@ -253,7 +253,7 @@ class NodeTable:
             return
         self.uninvite()
         for node in [node for node in self if node.seat in self._called]:
-            self.lose(node, "nobody waits for it any more")
+            self.lose(node, "the session no longer waits for it")
             if node.seat in self._starter_of:
                 self.starters.end(self._starter_of[node.seat])
         self._called, self._wanted = [], self._wanted_before
@@ -340,7 +340,7 @@ class NodeTable:
     def _objection(self, key: bytes, message: Join) -> str:
         """Return why a guest can't be a node; "" if it can."""
         if key not in self._guests:
-            return "its token was used by another node; each node needs one of its own"
+            return "another node has used this token; each node needs its own"
         if message.version != VERSION:
             return f"it speaks version {message.version} of nbdist's protocol, and this session {VERSION}"
         ours, theirs = (msgspec.structs.asdict(versions) for versions in (Versions.here(), message.versions))
@@ -351,7 +351,7 @@ class NodeTable:
             return f"all nodes need the same versions, and it has {', '.join(different)}"
         if message.gpus < (needed := self._needed.get(self._guests[key], 0)):
             has = counted(message.gpus, "GPU") if message.gpus else "none"
-            return f"the node in whose place it comes had ranks on {counted(needed, 'GPU')}, and it has {has}"
+            return f"the node that it would replace had ranks on {counted(needed, 'GPU')}, but it has {has}"
         return ""
 
     def dismiss(self) -> None:
@@ -407,8 +407,8 @@ class NodeTable:
                 node.silent = True
                 self._tell(
                     Notice(
-                        f"node {node.number} ({node.host}) has not answered for {quiet:.0f} s: the network to it, or "
-                        f"the machine. Its ranks count as lost after {timeout:g} s"
+                        f"node {node.number} ({node.host}) has not answered for {quiet:.0f} s: the network or the "
+                        f"machine may have failed. Its ranks count as lost after {timeout:g} s"
                     )
                 )
 

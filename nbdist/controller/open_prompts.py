@@ -11,7 +11,7 @@ from nbdist.controller.inquiries import AskRanks
 from nbdist.wire.output import Prompt
 from nbdist.wire.stopping import Enter, Rest
 
-_NOBODY = "the notebook that ran this cell is gone, so nobody can enter anything"
+_NOBODY = "the notebook that ran this cell is gone, so input is not available"
 
 
 class OpenPrompts:

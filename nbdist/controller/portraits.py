@@ -11,6 +11,7 @@ from nbdist.controller.members import Members
 from nbdist.controller.switchboard import Switchboard
 from nbdist.processes import describe_exit
 from nbdist.wire.knowing import GetMemory, ProcessMemory
+from nbdist.wire.life import Died
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import RankStatus, Status
 from nbdist.wire.visitor_messages import Description, RunningCell
@@ -99,11 +100,13 @@ def status_of(members: Members | None, request: int) -> Status:
     """Return what is known of each rank, as the answer to a request."""
     if members is None:
         return Status(request, [])
-    ranks = [
-        RankStatus(r.rank, r.pid, r.device, r.serial, describe_exit(r.dead.code) if r.dead is not None else "")
-        for r in members.ranks.values()
-    ]
+    ranks = [RankStatus(r.rank, r.pid, r.device, r.serial, _how_it_ended(r.dead)) for r in members.ranks.values()]
     return Status(request, ranks, members.newcomers.history.marked)
+
+
+def _how_it_ended(died: Died | None) -> str:
+    """Return the cause, if it ended with another process: its own end says nothing then."""
+    return "" if died is None else died.cause or describe_exit(died.code)
 
 
 def _describe(portrait: _Portrait, side: ClientSide, now: float) -> Description:

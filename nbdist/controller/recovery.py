@@ -375,7 +375,7 @@ class Recovery:
         ahead = by_count[max(by_count)][0]
         return (
             f"ranks have made different numbers of steps ({words}): "
-            f"`nbdist.sync(model, optimizer, src={ahead})` on all ranks brings them together"
+            f"`nbdist.sync(model, optimizer, src={ahead})` on all ranks gives them the same state"
         )
 
     def _between_schedules(self, states: Mapping[int, RankState]) -> str:
@@ -386,5 +386,5 @@ class Recovery:
         others = describe_ranks(sorted(states.keys() - set(done)))
         return (
             f"the learning rate of the next step is set on {describe_ranks(done)}, not on {others}: "
-            f"`nbdist.sync(optimizer, scheduler, src={done[0]})` on all ranks brings them together"
+            f"`nbdist.sync(optimizer, scheduler, src={done[0]})` on all ranks gives them the same state"
         )

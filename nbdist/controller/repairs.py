@@ -207,7 +207,7 @@ class Repairs:
             del self._waiting[message.serial]
         who = self._wires.names.describe(self._awaited(waiting))
         if waiting.said and not rest:
-            text = f"waited {now - waiting.since:.0f} s for {who}, then was dropped"
+            text = f"waited {now - waiting.since:.0f} s for {who}, then was canceled"
             self._wires.to_notebook(Remark(message.serial, text, "watch"))
         text = f"the cell had not started: it was waiting for {who}"
         failure = Failure("KeyboardInterrupt", text, "", now, kind="interrupted")
@@ -408,8 +408,7 @@ class Repairs:
         has = "has" if len(who) == 1 else "have"
         text = (
             f"waiting for {self._wires.names.describe(who)}, which {has} not answered for "
-            f"{now - waiting.since:.0f} s: stopped, or in a call that blocks Python. Interrupt this cell to "
-            "drop it."
+            f"{now - waiting.since:.0f} s: stopped, or in a call that blocks Python. Interrupt this cell to cancel it."
         )
         self._wires.to_notebook(Remark(waiting.message.serial, text, "watch", same=waiting.said))
         waiting.said = True

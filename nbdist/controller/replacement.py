@@ -338,7 +338,7 @@ class Healing:
     def _describe_busy(self) -> str:
         busy = sorted(self._places.busy() - set(self._ranks))
         if not busy:
-            return f"the other ranks are still being put in order. {_AGAIN}"
+            return f"the other ranks are still being restored. {_AGAIN}"
         all_of_them = format_ranks(sorted({*busy, *self._ranks}))
         verb, it, its = ("runs", "it", "its") if len(busy) == 1 else ("run", "them", "their")
         return (

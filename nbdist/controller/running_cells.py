@@ -246,8 +246,9 @@ class Cells:
         ask = self._asking_about(serial)
 
         def raise_on(who: Sequence[int]) -> None:
+            now = cell.ladder is not None and cell.ladder.forced
             for rank in who:
-                self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
+                self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank], now))
 
         def say(text: str) -> None:
             self._wires.to_notebook(Remark(serial, text, "stop"))

@@ -123,9 +123,9 @@ class Succession:
         self._nodes.dismiss()
         self._tell(
             StartFailed(
-                f"{came} of {message.nodes.count} nodes came; {counted(missing, 'node')} did not come within "
-                f"{message.nodes.patience:g} s. Is {message.nodes.address} an address that the others reach, and does "
-                "a firewall let them through? `%distributed start` tries again, with new lines to paste"
+                f"{came} of {message.nodes.count} nodes joined; {counted(missing, 'node')} did not join within "
+                f"{message.nodes.patience:g} s. Check that the others can reach {message.nodes.address} and that no "
+                "firewall blocks them. `%distributed start` tries again, with new lines to paste"
             )
         )
 

@@ -27,7 +27,7 @@ def hindrance(side: ClientSide, members: Members | None, message: Attach, *, end
     if not members.up:
         return "the ranks of this session are still starting. Try again when `nbdist ls` shows them"
     if not side.alone and not message.take:
-        return f"this session belongs to {side.client}, which is still there: `attach --take` takes it"
+        return f"this session belongs to {side.client}, which is still connected: `attach --take` takes it over"
     return ""
 
 

@@ -61,5 +61,5 @@ class Visitors:
         self._switchboard.disconnect(visitor)
         if not isinstance(message, Shutdown):
             return False
-        self._side.send(Broken(_STOPPED))
+        self._side.send(Broken(_STOPPED, wanted=True))
         return True

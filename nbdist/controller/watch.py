@@ -390,7 +390,7 @@ class Watch:
         look = self._looks.get(rank)
         if rank in self._stopped:
             found = self._states[rank]
-            how = "by a debugger" if found.state == "t" else f"by a signal: `kill -CONT {found.pid}` lets it go on"
+            how = "by a debugger" if found.state == "t" else f"by a signal: `kill -CONT {found.pid}` lets it continue"
             return f"is stopped {how}"
         if look is None:
             return "is in a call that blocks Python"

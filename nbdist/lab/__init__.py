@@ -3,9 +3,11 @@
 page_messages.py    what goes over the lines
 deeds.py            what buttons do, also while a cell runs
 variable_rows.py    variables of ranks for a page
+cells_seen.py       where cells ran, and what failed there
 cell_steps_seen.py  the step of a running cell's loop
 state_watch.py      the session's state, told when it changes
 lines.py            the comms that pages open
+kernel_status.py    "busy" while a cell runs, also when these comms are answered meanwhile
 
-Nothing here runs unless a page opens a line.
+Apart from the note of each cell on ranks, nothing here runs unless a page asks for something.
 """

@@ -1,26 +1,27 @@
 """What the buttons of a page do: the verbs of `%distributed` that may come while a cell runs.
 
-They run in the thread of the page's line, not in the main one, and return text instead of printing it.
+They run in the thread of the page, not in the main one, and return text instead of printing it.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from nbdist._version import __version__
-from nbdist.client.session import observers, stack_report
+from nbdist.client.session import observers, report, stack_report
 from nbdist.client.session.current import current_session, get_session
 from nbdist.client.session.logs import CellLog
+from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import rank_set_of
 from nbdist.client.session.status import look_at_stacks
 from nbdist.client.session.task import Task
 from nbdist.devices import visible_gpus
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.lab.cell_steps_seen import CellStepsSeen
+from nbdist.lab.cells_seen import CellsSeen
 from nbdist.lab.page_messages import (
-    PROTOCOL,
     CellOnRanks,
     Deed,
     LogPage,
@@ -30,7 +31,9 @@ from nbdist.lab.page_messages import (
     PlanField,
     SessionState,
 )
-from nbdist.lab.variable_rows import figure_rows, gap, variable_rows
+from nbdist.lab.variable_rows import entry_rows, figure_rows, gap, variable_rows
+
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 Brought: TypeAlias = str | dict[str, Any]  # text to read, or other attributes of a PageReply
 
@@ -74,10 +77,12 @@ class Deeds:
 
     Args:
         notebook: The notebook's magics.
+        cells: The notebook's cells that ran on ranks.
     """
 
-    def __init__(self, notebook: NotebookVerbs) -> None:
+    def __init__(self, notebook: NotebookVerbs, cells: CellsSeen) -> None:
         self._notebook = notebook
+        self._cells = cells
         self._gpus = len(visible_gpus())
         self._steps = CellStepsSeen()
         observers.subscribe(self._steps)
@@ -90,8 +95,9 @@ class Deeds:
             "heal": lambda request: _heal(request.ranks or None),
             "restart": lambda request: notebook.restart(),
             "stop": lambda request: notebook.stop(),
-            "log": _log,
+            "log": self._log,
             "variables": lambda request: {"variables": variable_rows(request.name)},
+            "entries": _entries,
             "figures": lambda request: {"figures": figure_rows(request.name)},
             "difference": lambda request: gap(request.name, request.ranks),
             "plan": lambda request: {"plan": notebook.plan_form.fields()},
@@ -114,15 +120,15 @@ class Deeds:
         session = current_session()
         if session is None or session.closed:
             broken = "" if session is None else session.broken
-            return SessionState(PROTOCOL, __version__, 0, [], [], broken, [], self._notebook.auto, self._gpus)
+            stopped = session is not None and rank_set_of(session).stopped
+            auto = self._notebook.auto
+            return SessionState(0, [], [], broken, [], auto, self._gpus, "", stopped)
         rank_set = rank_set_of(session)
         running = rank_set.traffic.running(info.rank for info in session.ranks)
         cells = [
             self._cell(task, [rank for rank in running if running[rank] is task]) for task in set(running.values())
         ]
         return SessionState(
-            PROTOCOL,
-            __version__,
             len(session.ranks),
             sorted({info.device for info in session.ranks}),
             sorted(rank_set.traffic.dead),
@@ -130,7 +136,20 @@ class Deeds:
             sorted(cells, key=lambda cell: cell.number),
             self._notebook.auto,
             self._gpus,
+            session.name,
         )
+
+    def _log(self, request: PageRequest) -> dict[str, Any]:
+        rank_set = rank_set_of(get_session())
+        (rank,) = rank_set.choose(request.ranks, living=False)
+        cell, doubt = self._cells.find(request.id_of_cell, request.cell, request.code)
+        failure = self._cells.failure(cell, rank)
+        text, following = _printed(rank_set, cell, rank, request, failed=failure is not None)
+        if doubt and request.position == 0 and not request.words:
+            text = f"{doubt} Its log:\n{text}"
+        if failure is not None and following is None:
+            text = _joined(text, _lines_with(request.words, report.of_rank(failure, rank_set.traffic.places)))
+        return {"log": LogPage(text, following)}
 
     def _cell(self, task: Task, busy: list[int]) -> CellOnRanks:
         count, seconds = len(task.ranks), time.monotonic() - task.started
@@ -151,10 +170,29 @@ def _heal(ranks: str | None) -> str:
     return str(get_session().heal(ranks, progress=None))
 
 
-def _log(request: PageRequest) -> dict[str, Any]:
-    rank_set = rank_set_of(get_session())
-    (rank,) = rank_set.choose(request.ranks, living=False)
-    log = CellLog(rank_set.traffic.read_log, request.cell)
+def _entries(request: PageRequest) -> dict[str, Any]:
+    rows, left_out = entry_rows(request.name)
+    return {"variables": rows, "text": left_out}
+
+
+def _printed(rank_set: RankSet, cell: int, rank: int, request: PageRequest, *, failed: bool) -> tuple[str, int | None]:
+    """Return a part of what a rank has printed, or the lines with what is searched, and where the next one begins."""
+    try:
+        log = CellLog(rank_set.traffic.read_log, cell)
+    except UsageError:
+        if not failed:
+            raise
+        return "", None  # nobody printed anything before it failed
     if request.words:
-        return {"log": LogPage(*log.search(rank, request.words, request.position))}
-    return {"log": LogPage(*log.page(rank, request.position))}
+        return log.search(rank, request.words, request.position)
+    return log.page(rank, request.position)
+
+
+def _lines_with(words: str, text: str) -> str:
+    lines = (line for line in text.splitlines() if words.lower() in _COLORS.sub("", line).lower())
+    return "\n".join(lines)
+
+
+def _joined(printed: str, text: str) -> str:
+    """Return both, the second on lines of its own."""
+    return printed + ("\n" if printed and text and not printed.endswith("\n") else "") + text

@@ -1,126 +1,201 @@
-"""The lines between a page and this kernel: two comms, both opened by the page.
+"""The lines between pages and this kernel: a page asks and is answered, also while a cell runs, and hears what changes.
 
-Over `nbdist.control` a page asks and is answered, also while a cell runs: ipykernel then hears each such comm in a
-thread of its own. It would hear it in the main thread from the moment that another thread has sent something over it;
-so what the kernel says by itself, the session's state and the panel's news, goes over `nbdist.view`.
+Each page is heard in a thread of its own: what a button does may take seconds, and the control channel, over which its
+line goes, also carries what debuggers ask, and the kernel's end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import logging
 import threading
 from collections.abc import Callable
 from functools import cached_property
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import comm
-import comm.base_comm
 import msgspec
 
-from nbdist import shells
+from nbdist import control_comms, shells
+from nbdist._version import __version__
+from nbdist.client.session import observers
+from nbdist.lab.cells_seen import CellSeen, CellsSeen
+from nbdist.ranks import format_ranks
 
 if TYPE_CHECKING:
     from nbdist.lab.deeds import Deeds, NotebookVerbs
-    from nbdist.lab.page_messages import PageRequest
+    from nbdist.lab.page_messages import News, PageCall, PageOpening, PageRequest, PageWish, SessionState
     from nbdist.lab.state_watch import StateWatch
-    from nbdist.panel.panel_feed import Feed
 
-CONTROL = "nbdist.control"
-VIEW = "nbdist.view"
+TARGET = "nbdist.page"
 
-Line = comm.base_comm.BaseComm
+_log = logging.getLogger(__name__)
 
 
 def offer(notebook: NotebookVerbs) -> None:
     """Let pages open lines to this kernel."""
-    lines = _Lines(notebook)
-    manager = comm.get_comm_manager()
-    manager.register_target(CONTROL, lines.open_control)
-    manager.register_target(VIEW, lines.open_view)
+    cells = CellsSeen()
+    observers.subscribe(cells)
+    control_comms.offer(TARGET, _Lines(notebook, cells).open)
 
 
 class _Lines:
-    """The lines of all pages."""
+    """The lines of all pages.
 
-    def __init__(self, notebook: NotebookVerbs) -> None:
+    Args:
+        notebook: The notebook's magics.
+        cells: The notebook's cells that ran on ranks.
+
+    Attributes:
+        cells: As given.
+    """
+
+    def __init__(self, notebook: NotebookVerbs, cells: CellsSeen) -> None:
+        self.cells = cells
         self._notebook = notebook
-        self._feeds: dict[str, Feed] = {}  # by page
+        self._open: dict[str, _PageLine] = {}  # by page
 
     @cached_property
-    def _deeds(self) -> Deeds:
+    def deeds(self) -> Deeds:
+        """What buttons do."""
         from nbdist.lab.deeds import Deeds  # a session without pages need not wait for it
 
-        return Deeds(self._notebook)
+        return Deeds(self._notebook, self.cells)
 
     @cached_property
-    def _watch(self) -> StateWatch:
+    def watch(self) -> StateWatch:
+        """What reports changes of the session."""
         from nbdist.lab.state_watch import StateWatch
 
-        return StateWatch(self._deeds.state)
+        return StateWatch(self.deeds.state)
 
-    def open_control(self, line: Line, opening: dict[str, Any]) -> None:
-        from nbdist.lab.page_messages import SLOW, PageCall, PageOpening
+    def open(self, line: control_comms.ControlLine, opening: Any) -> control_comms.Hearer | None:
+        """Greet a page, and hear it from now on."""
+        from nbdist.lab.page_messages import PROTOCOL, Greeting, PageOpening
 
         page = _read(opening, PageOpening)
         if page is None:
-            line.close()
-            return
+            return None
+        line.send(msgspec.to_builtins(Greeting(PROTOCOL, __version__)))
+        if page.protocol != PROTOCOL:
+            return lambda _: None  # it says so, and asks nothing
+        for name in (page.page, *page.left):
+            if (gone := self._open.pop(name, None)) is not None:
+                gone.end()
+        opened = self._open[page.page] = _PageLine(self, line, page)
+        return opened.hear
 
-        def answer(request: PageRequest) -> None:
-            reply = self._deeds.answer(request)
-            line.send(msgspec.to_builtins(reply))
-            self._watch.told(page.page, reply.state)
 
-        def hear(message: dict[str, Any]) -> None:
-            call = _read(message, PageCall)
-            if call is not None and call.request is not None:
-                if call.request.do in SLOW:
-                    _in_thread(answer, call.request)
-                else:
-                    answer(call.request)
-            elif call is not None and call.wish is not None and (feed := self._feeds.get(page.page)) is not None:
-                # What is sent in this thread's context would take the other line here, too.
-                contextvars.Context().run(feed.hear, msgspec.to_builtins(call.wish))
+class _PageLine:
+    """One page's line.
 
-        line.on_msg(hear)  # and nothing is sent here, perhaps in the main thread: the page asks first
+    Args:
+        lines: Those of all pages.
+        line: This one.
+        page: The page.
+    """
 
-    def open_view(self, line: Line, opening: dict[str, Any]) -> None:
-        from nbdist.lab.page_messages import PageOpening
+    def __init__(self, lines: _Lines, line: control_comms.ControlLine, page: PageOpening) -> None:
+        self._lines = lines
+        self._line = line
+        self._page = page.page
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._run, name="nbdist-page", daemon=True).start()
+
+    def hear(self, message: Any) -> None:
+        """Take what the page has sent; None: it has closed its line."""
+        self._calls.put(message)
+
+    def end(self) -> None:
+        """End as if the page had closed its line, as it could not."""
+        self._line.forget()
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        from nbdist.lab.page_messages import FrameNews, PageCall, StateNews
         from nbdist.panel.panel_feed import Feed
 
-        page = _read(opening, PageOpening)
-        if page is None:
-            line.close()
-            return
-        feed = self._feeds[page.page] = Feed(line.send, lambda: line.send({"type": "frame", "frame": feed.state()}))
-        stop_following = _after_each_cell(feed.follow)
-        stop_watching = self._watch.subscribe(
-            page.page, lambda state: line.send({"type": "state", "state": msgspec.to_builtins(state)})
-        )
+        feed = Feed(self._line.send, lambda: self._send(FrameNews(feed.state())))
 
-        def close(_: object) -> None:
-            stop_watching()
-            stop_following()
-            feed.rest()
-            if self._feeds.get(page.page) is feed:
-                del self._feeds[page.page]
+        def tell(state: SessionState) -> None:
+            self._send(StateNews(state))
 
-        line.on_close(close)
+        with contextlib.ExitStack() as followed:
+            followed.callback(feed.rest)
+            followed.callback(_after_each_cell(feed.follow))
+            followed.callback(self._lines.watch.subscribe(self._page, tell))
+            followed.callback(self._lines.cells.subscribe(self._page, _Reader(self._send)))
+            while (message := self._calls.get()) is not None:
+                call = _read(message, PageCall)
+                if call is None:
+                    continue
+                try:
+                    self._do(call, feed)
+                except Exception:  # a mistake of ours, and the page goes on
+                    _log.exception("nbdist could not handle a page's message")
+
+    def _do(self, call: PageCall, feed: Any) -> None:
+        from nbdist.lab.page_messages import SLOW
+
+        if call.request is not None and call.request.do in SLOW:  # meanwhile, buttons still act
+            threading.Thread(target=self._answer, args=(call.request,), name="nbdist-page", daemon=True).start()
+        elif call.request is not None:
+            self._answer(call.request)
+        elif call.wish is not None:
+            _hear_wish(feed, call.wish)
+        elif call.look is not None:
+            self._lines.cells.look(self._page, call.look.id, call.look.rank)
+
+    def _answer(self, request: PageRequest) -> None:
+        from nbdist.lab.page_messages import PageReply
+
+        deeds = self._lines.deeds
+        try:
+            reply = deeds.answer(request)
+        except Exception as error:  # a mistake of ours: the page must not wait
+            _log.exception("nbdist could not do %s", request.do)
+            reply = PageReply(request.id, deeds.state(), f"{type(error).__name__}: {error}", failed=True)
+        self._send(reply)
+        self._lines.watch.told(self._page, reply.state)
+
+    def _send(self, news: News) -> None:
+        self._line.send(msgspec.to_builtins(news))
 
 
-def _read(message: dict[str, Any], kind: type[Any]) -> Any:
+class _Reader:
+    """A page, as the cells know it.
+
+    Args:
+        send: Sends it something.
+    """
+
+    def __init__(self, send: Callable[[News], None]) -> None:
+        self._send = send
+
+    def cells(self, cells: list[CellSeen]) -> None:
+        from nbdist.lab.page_messages import CellRan, CellsNews
+
+        ran = [CellRan(each.id, each.number, format_ranks(each.ranks), format_ranks(each.failed)) for each in cells]
+        self._send(CellsNews(ran))
+
+    def bars(self, name: str, rank: int, bars: dict[str, str], whole: bool) -> None:
+        from nbdist.lab.page_messages import BarsNews
+
+        self._send(BarsNews(name, rank, bars, whole))
+
+
+def _hear_wish(feed: Any, wish: PageWish) -> None:
+    if wish.type == "opened" and feed.view is not None:
+        feed.send_all()  # the page shows it in a new element, which knows nothing of what was sent before
+    feed.hear(msgspec.to_builtins(wish))
+
+
+def _read(data: Any, kind: type[Any]) -> Any:
     """Return what a page has sent; None: it is of another version, or no page of ours."""
     try:
-        return msgspec.convert(message["content"]["data"], kind)
+        return msgspec.convert(data, kind)
     except msgspec.ValidationError:
         return None
-
-
-def _in_thread(call: Callable[[PageRequest], None], request: PageRequest) -> None:
-    """Answer meanwhile, so that buttons still act; in this context, so that the line stays in its own thread."""
-    run = contextvars.copy_context().run
-    threading.Thread(target=run, args=(call, request), name="nbdist-page", daemon=True).start()
 
 
 def _after_each_cell(call: Callable[[], None]) -> Callable[[], None]:

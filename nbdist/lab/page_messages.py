@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL = 4
+PROTOCOL = 6
 
 Deed = Literal[
     "state",
@@ -19,6 +19,7 @@ Deed = Literal[
     "stop",
     "log",
     "variables",
+    "entries",
     "figures",
     "difference",
     "plan",
@@ -36,7 +37,9 @@ class PageRequest(msgspec.Struct, frozen=True):
         id: Its number, which the reply repeats.
         do: What.
         ranks: The ranks, as in `%%distributed -r`; empty: all.
-        cell: Whose log: its number in the notebook.
+        cell: Whose log: its number in the notebook; 0: the page does not know it.
+        id_of_cell: Its id, as the page runs it with.
+        code: Its text as the page has it.
         position: Where in it to begin: `next` of the page before.
         words: Which lines of the log; empty: all.
         name: Of a variable.
@@ -49,6 +52,8 @@ class PageRequest(msgspec.Struct, frozen=True):
     do: Deed
     ranks: str = ""
     cell: int = 0
+    id_of_cell: str = ""
+    code: str = ""
     position: int = 0
     words: str = ""
     name: str = ""
@@ -64,23 +69,38 @@ class PageWish(msgspec.Struct, frozen=True):
     value: Any = None
 
 
+class PageLook(msgspec.Struct, frozen=True):
+    """A page shows the lines of a rank.
+
+    Attributes:
+        id: Of the cell, as the page runs it with.
+        rank: Which; None: no longer.
+    """
+
+    id: str
+    rank: int | None
+
+
 class PageCall(msgspec.Struct, frozen=True):
-    """A message of a page: a request, or a wish."""
+    """A message of a page: a request, a wish, or what it looks at."""
 
     request: PageRequest | None = None
     wish: PageWish | None = None
+    look: PageLook | None = None
 
 
 class PageOpening(msgspec.Struct, frozen=True):
-    """What a page opens a line with.
+    """What a page opens its line with.
 
     Attributes:
-        page: Names the page; its lines belong together.
+        page: Names the page.
         protocol: What it speaks.
+        left: Pages that were in its place before, and are gone.
     """
 
     page: str
     protocol: int
+    left: list[str] = []
 
 
 class CellOnRanks(msgspec.Struct, frozen=True):
@@ -101,12 +121,26 @@ class CellOnRanks(msgspec.Struct, frozen=True):
     step: int = 0
 
 
+class CellRan(msgspec.Struct, frozen=True):
+    """A cell of the notebook that runs or has run on ranks.
+
+    Attributes:
+        id: As the page ran it with.
+        number: In the notebook.
+        ranks: Where: "0-7".
+        failed: Those that failed by themselves.
+    """
+
+    id: str
+    number: int
+    ranks: str
+    failed: str
+
+
 class SessionState(msgspec.Struct, frozen=True):
     """The notebook's session.
 
     Attributes:
-        protocol: What this kernel speaks.
-        version: Of nbdist.
         ranks: How many the session has; 0: there is none.
         devices: Of its ranks, each once.
         dead: Ranks that have died.
@@ -114,10 +148,10 @@ class SessionState(msgspec.Struct, frozen=True):
         cells: What its ranks run.
         auto: Whether every cell runs on all ranks.
         gpus: How many GPUs this machine has.
+        session: By which name the Jupyter server lists it; empty: there is none.
+        stopped: Whether it is broken only because somebody has stopped it from outside.
     """
 
-    protocol: int
-    version: str
     ranks: int
     devices: list[str]
     dead: list[int]
@@ -125,6 +159,8 @@ class SessionState(msgspec.Struct, frozen=True):
     cells: list[CellOnRanks]
     auto: bool
     gpus: int
+    session: str
+    stopped: bool = False
 
 
 class LogPage(msgspec.Struct, frozen=True):
@@ -144,25 +180,27 @@ class VariableRow(msgspec.Struct, frozen=True):
 
     Attributes:
         name: Its name.
-        kind: Its type.
-        form: Shape and dtype; empty if it has none.
-        device: Where its bytes are.
-        size: Bytes of its values; None: not known.
+        kind: Its type; where ranks differ, all with their ranks.
+        form: Shape and dtype, likewise; empty if it has none.
+        device: Where its bytes are, likewise.
+        memory: How much its values take; empty if that is not known.
         agreement: Whether ranks agree.
         odd: The ranks that differ from most others.
         agree: Whether ranks agree; None: not known.
         figures: Whether it has any.
+        inside: Whether there may be entries that differ: "entries".
     """
 
     name: str
     kind: str
     form: str
     device: str
-    size: int | None
+    memory: str
     agreement: str
     odd: list[int]
     agree: bool | None
     figures: bool
+    inside: bool
 
 
 class FigureRow(msgspec.Struct, frozen=True):
@@ -215,7 +253,19 @@ class PlanDraft(msgspec.Struct, frozen=True):
     changes: list[str]
 
 
-class PageReply(msgspec.Struct, frozen=True):
+class Greeting(msgspec.Struct, frozen=True, tag_field="type", tag="greeting"):
+    """What a page hears first.
+
+    Attributes:
+        protocol: What this kernel speaks.
+        version: Of nbdist.
+    """
+
+    protocol: int
+    version: str
+
+
+class PageReply(msgspec.Struct, frozen=True, tag_field="type", tag="reply"):
     """The answer to a request.
 
     Attributes:
@@ -224,7 +274,7 @@ class PageReply(msgspec.Struct, frozen=True):
         text: What there is to read; empty: nothing.
         failed: Whether the text is an error.
         log: What a "log" has brought.
-        variables: What "variables" has brought.
+        variables: What "variables" or "entries" has brought.
         figures: What "figures" has brought, by rank.
         plan: What "plan" has brought: all settings.
         draft: What "plan-draft" has brought.
@@ -239,3 +289,40 @@ class PageReply(msgspec.Struct, frozen=True):
     figures: list[FigureRow] | None = None
     plan: list[PlanField] | None = None
     draft: PlanDraft | None = None
+
+
+class StateNews(msgspec.Struct, frozen=True, tag_field="type", tag="state"):
+    """The session has changed, or the page is new."""
+
+    state: SessionState
+
+
+class CellsNews(msgspec.Struct, frozen=True, tag_field="type", tag="cells"):
+    """Cells have begun or ended, or the page is new."""
+
+    cells: list[CellRan]
+
+
+class BarsNews(msgspec.Struct, frozen=True, tag_field="type", tag="bars"):
+    """A rank's own progress bars in a cell that a page looks at.
+
+    Attributes:
+        id: Of the cell, as the page runs it with.
+        rank: Whose they are.
+        bars: By the lines that stand for those of several ranks; "": the bar is shown again further below.
+        whole: Whether these are all.
+    """
+
+    id: str
+    rank: int
+    bars: dict[str, str]
+    whole: bool
+
+
+class FrameNews(msgspec.Struct, frozen=True, tag_field="type", tag="frame"):
+    """All that a panel shows; its changes are messages of the panel's own (`nbdist.panel.updates`)."""
+
+    frame: dict[str, Any]
+
+
+News: TypeAlias = Greeting | PageReply | StateNews | CellsNews | BarsNews | FrameNews

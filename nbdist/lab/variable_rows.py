@@ -5,7 +5,6 @@ from __future__ import annotations
 from nbdist.client.session.compared_variables import (
     Variable,
     difference,
-    form_of,
     has_figures,
     look_at_statistics,
     look_at_variables,
@@ -13,8 +12,10 @@ from nbdist.client.session.compared_variables import (
 from nbdist.client.session.current import get_session
 from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import rank_set_of
+from nbdist.client.session.variable_entries import look_inside
 from nbdist.errors import UsageError
 from nbdist.lab.page_messages import FigureRow, VariableRow
+from nbdist.panel.figures import finite
 
 
 def variable_rows(name: str) -> list[VariableRow]:
@@ -23,12 +24,22 @@ def variable_rows(name: str) -> list[VariableRow]:
     return [_row(each) for each in look_at_variables(rank_set, rank_set.living(), [name] if name else [])]
 
 
+def entry_rows(name: str) -> tuple[list[VariableRow], str]:
+    """Return what differs in a variable, and what is left out."""
+    rank_set = rank_set_of(get_session())
+    (variable,) = look_at_variables(rank_set, rank_set.living(), [name])
+    inside = look_inside(rank_set, variable)
+    return [_row(each) for each in inside.differing], "; ".join(inside.notes)
+
+
 def figure_rows(name: str) -> list[FigureRow]:
     """Return the figures of a tensor on each rank."""
     rank_set = rank_set_of(get_session())
     figures = look_at_statistics(rank_set, rank_set.living(), name)
     return [
-        FigureRow(rank, f.low, f.mean, f.high, f.std, f.zeros, f.nans, f.infinite, f.bins)
+        FigureRow(
+            rank, finite(f.low), finite(f.mean), finite(f.high), finite(f.std), f.zeros, f.nans, f.infinite, f.bins
+        )
         for rank, f in figures.items()
     ]
 
@@ -49,16 +60,15 @@ def _pair(rank_set: RankSet, ranks: str) -> list[int]:
 
 
 def _row(variable: Variable) -> VariableRow:
-    held = variable.held
-    known = variable.known and not held.part
     return VariableRow(
         variable.name,
-        held.kind,
-        form_of(held),
-        held.device,
-        held.size,
+        variable.kind,
+        variable.form,
+        variable.device,
+        variable.memory,
         variable.agreement,
         variable.odd,
-        len(variable.groups) == 1 if known else None,
+        variable.agree,
         has_figures(variable),
+        variable.inside,
     )

@@ -21,7 +21,7 @@ def launch(request: Request) -> list[Any]:
     """
     print(
         f"nbdist: {request.name} runs in the notebook's own process, because it is the only one "
-        "(`start_method='warm'`: on a rank)",
+        "(`start_method='warm'` runs it on a rank)",
         flush=True,
     )
     variables = {"ACCELERATE_MIXED_PRECISION": request.mixed_precision}

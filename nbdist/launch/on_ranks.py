@@ -160,7 +160,7 @@ def values(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
     found = rank_set.collect(task, calls.value_or_reason)
     for value in found:
         if isinstance(value, transfer.Unsent):
-            print(f"nbdist: {value.why}; its place in the results is None", flush=True)
+            print(f"nbdist: {value.why}; its result is None", flush=True)
     found = [None if isinstance(value, transfer.Unsent) else value for value in found]
     return found if request.all_results else found[:1]
 

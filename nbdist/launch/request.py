@@ -92,7 +92,7 @@ class Request:
 
         if self.nodes is not None and (self.elastic or self.start_method == "fork"):
             raise UsageError(
-                "on starts the other nodes itself, and no ranks again: leave out num_nodes, rdzv_backend, "
+                "`on` starts the other nodes itself and never restarts ranks: leave out num_nodes, rdzv_backend, "
                 "rdzv_endpoint, max_restarts and start_method='fork'"
             )
 
@@ -191,7 +191,7 @@ def _check_gpus(gpus: object) -> None:
         raise UsageError(f"gpus must be a list of GPUs, not {_a_type(gpus)}: `gpus=[0, 1]`; `gpus=[]` for none")
     wrong = [gpu for gpu in gpus if not isinstance(gpu, str) and not is_whole(gpu)]
     if wrong:
-        raise UsageError(f"gpus must be a list of GPUs, by number or by name, and holds {wrong[0]!r}: `gpus=[0, 1]`")
+        raise UsageError(f"gpus must be a list of GPUs, by number or by name, but contains {wrong[0]!r}: `gpus=[0, 1]`")
 
 
 def _precision(value: object) -> str:

@@ -9,11 +9,10 @@ A step's shape is what its backward passes and batches look like, and whose para
 from __future__ import annotations
 
 import contextlib
-import statistics
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from nbdist.metrics.compute import data_parallel, graphs, loading, passes, peaks, step_events
+from nbdist.metrics.compute import data_parallel, evaluation, graphs, loading, passes, step_events
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
-from nbdist.metrics.compute.listening import is_compiler_at_work
-from nbdist.metrics.compute.live import Known, LiveCounts, Shape
+from nbdist.metrics.compute.listening import compiler
+from nbdist.metrics.compute.live import LiveCounts, Shape
 from nbdist.metrics.compute.passes import PassReader
 from nbdist.metrics.compute.products import Multiplication
+from nbdist.metrics.compute.step_totals import (
+    UNKNOWN,
+    StepPart,
+    TimedStep,
+    Totals,
+    middle,
+    seconds_of,
+    training_of,
+)
 from nbdist.metrics.compute.waits import CollectiveWaits
 from nbdist.metrics.node.active_meter import current, measures, set_meter
 from nbdist.metrics.node.energy import Spending
@@ -37,34 +45,18 @@ if TYPE_CHECKING:
 
 _WINDOW = 512  # steps, at most
 _WINDOW_STEPS, _WINDOW_SECONDS = 10, 5.0  # of a sample: whichever is more
-_LAP = 4096  # steps that a lap's figures are of, the newest
+_LAP = 4096  # steps of a lap that are kept; of those before there are sums
 
 _PASSES = 1000  # of one step, at most
 _SHAPES = 1024  # whose usual time is remembered
 _CHANGED = 0.2  # share of a shape's usual time, by which a step differs that is looked at more closely
-_UNKNOWN = Shape(0, (), frozenset())
 
 # Steps are read in batches where nothing new is to be seen: code that runs once in each step finds the processor's
 # caches full of the step's own data, and costs ten times what it costs when it runs often.
 _AT_ONCE = 16  # steps of a lap, each of which is read as it ends
 _BATCH, _BATCH_SECONDS = 16, 0.1  # steps that wait to be read at most, and how long
+_PARTS = 256  # parts of a step that wait to be read at most: an evaluation may have one for each batch
 _READING_FREE, _READING = 0.02, 0.001  # seconds, and share of the time, that reading whole graphs may take
-
-
-class _Step:
-    """One step: first what is seen while it is under way, then what it was. Values of the class are where all begin."""
-
-    passes: tuple[Hashable, ...] = ()
-    batches: frozenset[Hashable] = frozenset()
-    waiting: float | None = None
-    waited: float = 0.0  # in collectives, as far as Python has heard of it
-    units: int = 0
-    optimizer: int = 0
-    counted: bool = False  # which takes time of its own
-    communication: float | None = None
-    shape: Shape = _UNKNOWN
-    seconds: float = 0.0
-    at: float = 0.0
 
 
 @dataclass
@@ -107,21 +99,26 @@ class StepMeter:
 
     def __init__(self) -> None:
         self._counts = LiveCounts()
-        self._clock: Clock[_Step] = HostClock()
+        self._clock: Clock[TimedStep] = HostClock()
         self._device = torch.device("cpu")
         self._on_gpu = False
-        self._window: deque[_Step] = deque(maxlen=_WINDOW)
-        self._since_lap: deque[_Step] = deque(maxlen=_LAP)
+        self._window: deque[TimedStep] = deque(maxlen=_WINDOW)
+        self._since_lap: deque[TimedStep] = deque()
+        self._earlier = Totals()  # of the lap's steps before these
         self._steps = self._lap_steps = 0
         self._serials: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._last_optimizer: Callable[[], object] = lambda: None  # a weak reference
         self._last_serial = 0
-        self._gathered = _Step()
-        self._unread: list[_Step] = []  # that have ended
+        self._gathered = TimedStep()
+        self._unread: list[TimedStep] = []  # that have ended
         self._read_by = self._ended_at = 0.0  # when they are read at the latest, and when the last one ended
         self._is_calm = False  # nothing new has been seen lately, so that steps may wait to be read
         self._reader = PassReader()
         self._waits = CollectiveWaits()
+        self._evaluations = evaluation.Evaluations(self._end_part)
+        self._waited_within = 0.0  # for batches of what may be one
+        self._parts = 0  # of steps, that have been timed apart
+        self._events = step_events.of_this_thread()
         self._is_idle: Callable[[], bool] = lambda: True  # the device, when a batch is there
         self._unit = self._batch = ""
         self._last_shapes: Hashable = None  # of a batch
@@ -132,7 +129,7 @@ class StepMeter:
         self._ends: list[Callable[[], None]] = []
         self._spending = Spending()
         self._loaders = loading.LoaderUses()
-        self._last: tuple[list[_Step], StepSample, loading.LoaderUses] | None = None  # of the last lap with steps
+        self._last: tuple[list[TimedStep], StepSample, loading.LoaderUses] | None = None  # of the last lap with steps
 
     def __enter__(self) -> StepMeter:
         self.start()
@@ -151,8 +148,10 @@ class StepMeter:
         graphs.watch()
         self._waits.start()
         self._thread = threading.get_ident()
-        steps = step_events.of_this_thread().listen(before=self._counts.enter_optimizer, after=self._see_end)
+        self._events = step_events.of_this_thread()
+        steps = self._events.listen(before=self._counts.enter_optimizer, after=self._see_end)
         self._ends = [steps, passes.listen(self._see_pass), loading.listen(self._see_batch)]
+        self._ends.append(evaluation.listen(self._see_sign))
 
     def begin_cell(self) -> None:
         """Note that what the next lap spends begins here."""
@@ -173,7 +172,7 @@ class StepMeter:
         """Return the last steps. From any thread, at any time, in less than a millisecond."""
         if threading.get_ident() == self._thread:
             self._read_steps()
-        recent: list[_Step] = []
+        recent: list[TimedStep] = []
         now = time.monotonic()
         for step in reversed(list(self._window)):
             if len(recent) >= _WINDOW_STEPS and now - step.at > _WINDOW_SECONDS:
@@ -192,20 +191,22 @@ class StepMeter:
         self._read_steps()
         self._counts.end_lap()
         self._note(self._clock.restart())
-        found = self._summary(self._lap_steps, list(self._since_lap))
+        found = self._summary(self._lap_steps, list(self._since_lap), earlier=self._earlier)
         found = msgspec.structs.replace(found, spent=self._spending.end() if found.steps else None)
         if self._since_lap:
             self._last = list(self._since_lap), found, self._loaders
         self._loaders = loading.LoaderUses()
         self._batch = ""
         self._since_lap.clear()
+        self._earlier = Totals()
         self._lap_steps = 0
         self._usual.clear()
         self._clock_is_off = False
         self._is_lap_over = True
         self._is_calm = False
-        step_events.of_this_thread().forget()
-        self._gathered = _Step()
+        self._events.forget()
+        self._evaluations.cancel()
+        self._gathered = TimedStep()
         self._reader.restart()
         self._waits.restart()
         return found
@@ -231,43 +232,36 @@ class StepMeter:
             device=known[-1].device if known else self._device,
         )
 
-    def _trained_in(self, steps: Sequence[_Step]) -> list[torch.Tensor]:
+    def _trained_in(self, steps: Sequence[TimedStep]) -> list[torch.Tensor]:
         """Return the parameters that the optimizers of these steps move."""
         made_by = {step.shape.optimizer for step in steps}
         optimizers = [optimizer for optimizer, serial in list(self._serials.items()) if serial in made_by]
         return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
 
-    def _summary(self, made: int, steps: Sequence[_Step], stalled: float = 0.0) -> StepSample:
+    def _summary(
+        self, made: int, steps: Sequence[TimedStep], stalled: float = 0.0, earlier: Totals | None = None
+    ) -> StepSample:
         """Return what steps took: sums over all their time.
 
         Args:
             made: How many there have been.
             steps: The last of them.
             stalled: Seconds since the last one ended. They count if they are more than any of these steps took.
+            earlier: Sums over those before.
         """
         if not steps:
             return StepSample(steps=made, why=self._why_nothing(made))
-        known = [(step, found) for step in steps if (found := self._counts.known.get(step.shape)) is not None]
-        waited = [step.waiting for step in steps if step.waiting is not None]
-        talked = [step.communication for step in steps if step.communication is not None]
-        units = _middle(steps, _units)
-        whole = sum(map(_seconds, steps))
-        whole += stalled if stalled > max(map(_seconds, steps)) else 0.0
-        sample = StepSample(
-            steps=made,
-            seconds=whole / len(steps),
-            typical=_middle(steps, _seconds),
-            uncounted=1 - len(known) / len(steps),
-            waiting=min(1.0, sum(waited) / whole) if waited else None,
-            communication=min(1.0, statistics.fmean(talked) * len(steps) / whole) if talked else None,
-            units=units or None,
-            unit=self._unit if units else "",
-            batch=self._batch,
-            why=self._counts.why or self._counts.hindrance or "no step of this shape has been counted yet",
+        totals = (earlier or Totals()).with_steps(steps, self._counts.known)
+        found = totals.sample(made, stalled, evaluates=self._evaluations.seems_under_way)
+        batch = self._batch or found.batch
+        unknown = self._counts.why or self._counts.hindrance or "no step of this shape has been counted yet"
+        return msgspec.structs.replace(
+            found,
+            typical=middle(steps, seconds_of),
+            unit=self._unit if totals.units else found.unit,
+            batch=data_parallel.shared_batch(batch, self._trained_in(steps)) if batch else "",
+            why=found.why if totals.works else unknown,
         )
-        sample = _with_flops(sample, [found for _, found in known]) if known else sample
-        shared = data_parallel.shared_batch(sample.batch, self._trained_in(steps)) if sample.batch else ""
-        return msgspec.structs.replace(sample, batch=shared)
 
     def _why_nothing(self, made: int) -> str:
         if self._counts.why:
@@ -283,7 +277,7 @@ class StepMeter:
     # --- in the user's loop, so nothing may be raised
 
     def _see_end(self, optimizer: Optimizer) -> None:
-        if is_compiler_at_work():
+        if compiler() not in (None, False):
             return  # it runs within a compiled region, where nothing can be counted
         try:
             if self._on_gpu and torch.cuda.is_current_stream_capturing():
@@ -299,17 +293,28 @@ class StepMeter:
             return
         gathered, reader = self._gathered, self._reader
         passes = gathered.passes
+        if self._evaluations.has_signs:
+            self._go_on_training()
         if len(passes) > _PASSES:
             return  # nobody steps
         try:
             if not self._is_calm:
                 self._counts.leave_failed()
+                self._counts.give_up_postponed()
             gathered.passes = (*passes, reader.read(outputs))
+            if self._loaders.used:
+                self._loaders.see_pass(reader.oldest)
             if reader.suspects:
                 self._read_steps()
                 self._distrust(reader.suspects)
         except Exception as error:
             self._fail("a backward pass could not be read", error)
+
+    def _go_on_training(self) -> None:
+        """Have what looked like the beginning of an evaluation, and did not end, count as part of the training."""
+        if self._evaluations.cancel() and self._waited_within:
+            self._gathered.waiting = (self._gathered.waiting or 0.0) + self._waited_within
+        self._waited_within = 0.0
 
     def _see_batch(self, seconds: float | None, batch: Any) -> None:
         """Note a batch; what a device still did all the time that the loop waited for it was no waiting."""
@@ -318,6 +323,10 @@ class StepMeter:
         if seconds is None:
             with contextlib.suppress(Exception):  # an iterator of somebody's own kind
                 self._loaders.ask(batch)  # the iterator, as there is no batch yet
+                if self._loaders.is_training:
+                    self._evaluations.end(trains=True)
+                elif self._lap_steps and self._loaders.is_evaluating and not self._evaluations.under_way:
+                    self._evaluations.begin(sure=True)
             with contextlib.suppress(Exception):  # no event can be made: nothing is hidden then
                 self._is_idle = self._clock.mark()
             return
@@ -326,21 +335,66 @@ class StepMeter:
         self._loaders.take(max(0.0, seconds))
         self._counts.leave_failed()
         gathered = self._gathered
-        gathered.waiting = (gathered.waiting or 0.0) + max(0.0, seconds)
+        if not self._loaders.is_training and self._evaluations.under_way:
+            self._waited_within += max(0.0, seconds)
+        else:
+            gathered.waiting = (gathered.waiting or 0.0) + max(0.0, seconds)
         with contextlib.suppress(Exception):  # a batch of somebody's own kind
+            if self._lap_steps and not self._loaders.is_training:
+                self._evaluations.begin(sure=True)
             self._batch = self._batch or loading.fingerprint(batch)
             found = loading.describe(batch)
-            if self._counts.tells_of_wanted(found.shapes) and not (gathered.batches or gathered.passes):
+            is_first = self._loaders.is_training and not (gathered.is_fed or gathered.passes)
+            if is_first and self._counts.tells_of_wanted(found.shapes):
                 self._read_steps()
-                self._counts.expect(found.shapes)
+                self._begin_count(lambda: self._counts.expect(found.shapes))
                 self._is_calm = False
-            if found.shapes not in gathered.batches:
-                gathered.batches |= {found.shapes}
+            elif self._loaders.is_training and self._counts.is_postponed:
+                self._begin_count(self._counts.begin_postponed)
+            gathered.is_fed = gathered.is_fed or self._loaders.is_training
             if found.shapes != self._last_shapes:
                 self._reader.look_closely()
             self._last_shapes = found.shapes
-            gathered.units += found.units
+            self._loaders.hold(found)
             self._unit = found.unit or self._unit
+
+    def _begin_count(self, begin: Callable[[], None]) -> None:
+        """Begin to count within a step, if that is worth it: its time so far is no part of what counting takes."""
+        begin()
+        if self._counts.under_way:
+            self._clock.tick(StepPart(self._gathered, evaluates=False, beside=True), time.monotonic())
+
+    def _see_sign(self, sign: evaluation.Sign, model: Any) -> None:
+        """Note that gradients or a model are switched to what evaluations use, or back."""
+        if threading.get_ident() != self._thread or not self._lap_steps or self._events.frame is not None:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return
+        try:
+            if sign == "off":
+                self._evaluations.begin()
+            elif sign == "eval" and self._is_trained(model):
+                self._evaluations.begin(sure=True)
+            elif sign in ("on", "train"):
+                self._evaluations.end(trains=sign == "train")
+        except Exception as error:
+            self._fail("an evaluation could not be timed", error)
+
+    def _end_part(self, evaluates: bool) -> None:
+        """End a part of the step that is under way."""
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            return
+        part = StepPart(self._gathered, evaluates=evaluates, beside=evaluates or not self._counts.under_way)
+        self._clock.tick(part, time.monotonic())
+        self._parts += 1
+        if self._parts % _PARTS == 0:
+            self._read_steps()
+
+    def _is_trained(self, model: torch.nn.Module) -> bool:
+        """Return whether an optimizer that has stepped moves parameters of this model."""
+        groups = (group for optimizer in list(self._serials) for group in optimizer.param_groups)
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        return any(id(parameter) in trained for parameter in model.parameters())
 
     def _fail(self, what: str, error: Exception) -> None:
         self._counts.leave()
@@ -348,11 +402,18 @@ class StepMeter:
         self._counts.why = f"{what}: {type(error).__name__}: {error}"
 
     def _end_step(self) -> None:
-        step, self._gathered = self._gathered, _Step()
+        step, self._gathered = self._gathered, TimedStep()
+        if self._evaluations.has_signs:
+            self._evaluations.cancel()
         step.optimizer = self._last_serial
+        if self._loaders.used:
+            step.units, step.batches = self._loaders.end_step(len(step.passes), self._lap_steps + 1)
         if self._waits.waited:
             step.waited, self._waits.waited = self._waits.waited, 0.0
         now = self._ended_at = time.monotonic()
+        if not self._on_gpu:
+            counted = self._counts.under_way
+            step.communication, step.stands_for = self._waits.of_step(step.waited, now, counted=counted)
         self._clock.tick(step, now)
         unread = self._unread
         unread.append(step)
@@ -364,17 +425,18 @@ class StepMeter:
         step.counted = self._counts.under_way
         self._read_steps()
         if not self._counts.under_way:
-            self._counts.consider(step.shape, self._lap_steps)
-        self._is_calm = self._lap_steps > _AT_ONCE and self._counts.is_calm and not self._counts.under_way
+            self._counts.consider(step.shape, self._lap_steps, has_batches=self._loaders.is_training)
+        is_quiet = self._counts.is_calm and not (self._counts.under_way or self._counts.is_postponed)
+        self._is_calm = self._lap_steps > _AT_ONCE and is_quiet
 
     def _read_steps(self) -> None:
         """Read the steps that wait for it."""
         unread, self._unread = self._unread, []
         self._read_by = self._ended_at + _BATCH_SECONDS
-        self._waits.look(self._ended_at, on_gpu=self._on_gpu)
+        on_gpu = self._waits.on_gpu(self._ended_at) if self._on_gpu else None
         data_parallel.watch()
         for step in unread:
-            step.communication = self._waits.of_step(step.waited, on_gpu=self._on_gpu)
+            step.communication = on_gpu if self._on_gpu else step.communication
             step.shape = Shape(step.optimizer, step.passes, step.batches)
             self._counts.finish(step.shape)
             self._counts.want(step.shape, self._lap_steps)
@@ -386,23 +448,45 @@ class StepMeter:
             if passes <= 0:
                 break
             passes -= max(1, len(step.shape.passes))
-            step.shape = _UNKNOWN
+            step.shape = UNKNOWN
 
-    def _note(self, ended: Sequence[tuple[_Step, float]]) -> None:
+    def _note(self, ended: Sequence[tuple[TimedStep, float]]) -> None:
         for step, seconds in ended:
-            if step.counted:
-                self._counts.spent += max(0.0, seconds - _middle(self._window, _seconds)) if self._window else 0.0
-                continue
-            if seconds <= 0:
+            if isinstance(step, StepPart):
+                step.note(seconds)
+            elif step.counted:
+                self._keep(step, self._without_counting(step, seconds + step.parts - step.beside))
+            elif seconds > 0:
+                self._keep(step, seconds + step.parts)
+                self._counts.trained += step.seconds
+                self._look_again_if_changed(step.shape, training_of(step))
+            else:
                 self._clock_is_off = True
-                continue
-            self._counts.trained += seconds
-            self._look_again_if_changed(step.shape, seconds)
-            step.seconds, step.at = seconds, self._ended_at
-            if not self._since_lap:
-                self._window.clear()  # of the lap before: kept so far for those who look at what ran last
-            self._window.append(step)
-            self._since_lap.append(step)
+
+    def _keep(self, step: TimedStep, seconds: float) -> None:
+        """Have a step among those that figures are of, unless it is to be left out."""
+        if not seconds:
+            return
+        step.seconds, step.at = seconds, self._ended_at
+        if not self._since_lap:
+            self._window.clear()  # of the lap before: kept so far for those who look at what ran last
+        self._window.append(step)
+        self._since_lap.append(step)
+        if len(self._since_lap) > _LAP:
+            oldest = self._since_lap.popleft()
+            self._earlier.add(oldest, self._counts.known.get(oldest.shape))
+
+    def _without_counting(self, step: TimedStep, seconds: float) -> float:
+        """Return what a counted step would have taken, if much of it was no part of the count; 0: it is left out.
+
+        Args:
+            step: The step.
+            seconds: Of what was counted.
+        """
+        usual = middle(self._window, training_of) if self._window else seconds
+        self._counts.spent += max(0.0, seconds - usual)
+        usual = self._usual.get(step.shape, usual)
+        return step.beside + usual if step.evaluation or step.beside > max(0.0, usual) else 0.0
 
     def _look_again_if_changed(self, shape: Shape, seconds: float) -> None:
         usual = self._usual.get(shape, seconds)
@@ -435,52 +519,6 @@ def _recorded_event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _with_flops(sample: StepSample, known: Sequence[Known]) -> StepSample:
-    """Return what each step of a sample takes, and what the device could do at most."""
-    work: defaultdict[str, int] = defaultdict(int)
-    for each in known:
-        for dtype, amount in each.work.items():
-            work[dtype] += amount
-    device = known[-1].device
-    figures = {dtype: peaks.known(device, dtype) for dtype in work}
-    peak = peaks.mixed(work, figures)
-    tokens = [each.count.tokens for each in known if each.count.tokens]
-    missing = [dtype for dtype in sorted(work, key=lambda each: -work[each]) if figures[dtype] is None]
-    return msgspec.structs.replace(
-        sample,
-        flops=statistics.fmean(each.count.model_flops for each in known),
-        hardware_flops=statistics.fmean(each.count.hardware_flops for each in known),
-        units=sample.units or (statistics.fmean(tokens) if tokens else None),
-        unit=sample.unit or ("tokens" if tokens else ""),
-        batch=sample.batch or known[0].batch,
-        peak=None if peak is None else peak.tflops * 1e12,
-        peak_source="" if peak is None else peak.source,
-        without_peak=missing,
-        not_counted=sorted({name for each in known for name in each.count.uncounted}),
-        why=_no_peak(device, missing) if missing else "",
-    )
-
-
-def _no_peak(device: torch.device, dtypes: Sequence[str]) -> str:
-    return f"no peak is known for {peaks.name_of(device)} at {', '.join(dtypes)}; `%distributed peak` measures it"
-
-
-def _seconds(step: _Step) -> float:
-    return step.seconds
-
-
-def _units(step: _Step) -> float:
-    return step.units
-
-
-def _middle(steps: Sequence[_Step], figure: Callable[[_Step], float]) -> float:
-    """Return a figure of a step in the middle: of each shape the median, weighed by how often it came."""
-    by_shape: defaultdict[Shape, list[float]] = defaultdict(list)
-    for step in steps:
-        by_shape[step.shape].append(figure(step))
-    return sum(len(each) * statistics.median(each) for each in by_shape.values()) / len(steps)
 
 
 def start() -> None:

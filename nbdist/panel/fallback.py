@@ -136,7 +136,7 @@ def html(view: View, identity: str = "", *, ended: bool = False) -> str:
         parts += [f"<p>{words}</p>" for words in _beyond(chosen)]
     return (
         f'{_style(identity)}<div class="nbdist-static" data-nbdist-panel="{escape(identity)}">'
-        f'<p><b>{escape(title)}</b> <span style="{_QUIET}">as of {when}</span></p>'
+        f'<p><b>{escape(title)}</b> <span style="{_QUIET}">saved copy, as of {when}</span></p>'
         f'{_html_alert(view)}<table style="border:0">{stats}</table>{"".join(parts)}{_html_legend(view)}</div>'
     )
 

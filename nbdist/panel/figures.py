@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from nbdist.metrics.node.sample import STALLING, RankSample, StepSample
+from nbdist.metrics.node.sample import EVALUATING, STALLING, RankSample, StepSample
 from nbdist.text import duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
 
 UNEVEN = 1.05  # times the mean memory
@@ -139,7 +139,8 @@ def _step(ranks: Together, late: Mapping[int, float]) -> Stat:
     if late:
         worst = max(late, key=lambda rank: late[rank])
         return Stat("step", "step", duration(ranks.slowest), f"rank {worst} is late: +{percent(late[worst])}", "warn")
-    notes = [f"typically {duration(typical)}"] if (typical := _without_stalls(ranks)) else []
+    notes = [_evaluation(ranks)] if max(step.evaluation for step in ranks.steps) >= EVALUATING else []
+    notes += [f"typically {duration(typical)}"] if (typical := _without_stalls(ranks)) else []
     if len(ranks.steps) > 1:
         known = all(finite(step.communication) is not None for step in ranks.steps)
         notes.append("no straggler" if known else "straggler n/a: time in collectives is not known")
@@ -149,7 +150,17 @@ def _step(ranks: Together, late: Mapping[int, float]) -> Stat:
 def _without_stalls(ranks: Together) -> float | None:
     """Return the seconds of a typical step; None where the mean is about that."""
     typical = max((finite(step.typical) or 0.0 for step in ranks.steps), default=0.0)
-    return typical if 0 < STALLING * typical < ranks.slowest else None
+    return typical if 0 < STALLING * typical < max(map(_training, ranks.steps)) else None
+
+
+def _training(step: StepSample) -> float:
+    """Return the seconds of a step without evaluations."""
+    return (seconds_of(step) or 0.0) * (1 - step.evaluation)
+
+
+def _evaluation(ranks: Together) -> str:
+    share = max(step.evaluation for step in ranks.steps)
+    return f"evaluation {percent(share)}, without it {duration(max(map(_training, ranks.steps)))}"
 
 
 def _tflops(ranks: Together) -> Stat:

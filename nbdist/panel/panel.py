@@ -6,17 +6,14 @@ Knows nothing of where values come from (`panel_feed`) or what they mean (`model
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anywidget
-import comm
-import comm.base_comm
 import traitlets
 
-from nbdist import shells
+from nbdist import control_comms, shells
 from nbdist.client.costs.history import history
 from nbdist.client.session.session import Session
 from nbdist.panel import fallback
@@ -64,7 +61,7 @@ class Panel(anywidget.AnyWidget):
         self._feed.follow()
         self._watch_cells()
         self._all[self._feed.identity] = self
-        comm.get_comm_manager().register_target(_TARGET, self._on_line)
+        control_comms.offer(_TARGET, self._on_line)
 
     # --- what a user calls
 
@@ -159,6 +156,8 @@ class Panel(anywidget.AnyWidget):
 
     def _on_cell_end(self, result: object) -> None:
         """Bring up to date what the notebook keeps."""
+        if not shells.in_cell():
+            return
         feed = self._feed
         feed.follow()
         if not feed.shown or not feed.stale or feed.view is None:
@@ -172,23 +171,19 @@ class Panel(anywidget.AnyWidget):
     # --- the page
 
     @classmethod
-    def _on_line(cls, line: comm.base_comm.BaseComm, opening: dict[str, Any]) -> None:
-        """Open a line for a page that must be heard while a cell runs: then in a thread of ipykernel.
-
-        That thread's context says whose messages it answers. What is sent in it takes the widget's own messages there;
-        in an empty context they stay with the main thread.
-        """
-        panel = cls._all.get(str(opening["content"]["data"].get("id")))
+    def _on_line(cls, line: control_comms.ControlLine, opening: Any) -> control_comms.Hearer | None:
+        """Hear a page on a line of its own, also while a cell runs; the answers go over the widget's."""
+        panel = cls._all.get(str(opening.get("id")) if isinstance(opening, dict) else "")
         if panel is None:
-            line.close()
-            return
+            return None
         heard = weakref.WeakMethod(panel._on_message)
+        line.send({"type": "greeting"})
 
-        def hear(message: dict[str, Any]) -> None:
-            if (on_message := heard()) is not None:
-                contextvars.Context().run(on_message, None, message["content"]["data"], [])
+        def hear(message: Any) -> None:
+            if message is not None and (on_message := heard()) is not None:
+                on_message(None, message, [])
 
-        line.on_msg(hear)
+        return hear
 
     def _on_message(self, _: object, content: Any, __: object) -> None:
         """Handle a reader's action on a page. Without its own line it arrives when the running cell has ended."""

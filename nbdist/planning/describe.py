@@ -15,7 +15,7 @@ def table(plan: Settings, world_size: int | None, device: object) -> str:
     rows = list(_rows(plan, world_size, kind))
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"{name:<{first}}  {value:<{second}}  {text}" for name, value, text in rows]
-    return "\n".join([*lines, "All else is as PyTorch does it by itself."])
+    return "\n".join([*lines, "Everything else is PyTorch's default."])
 
 
 def _rows(plan: Settings, world_size: int | None, kind: str) -> Iterator[Row]:
@@ -30,11 +30,15 @@ def _rows(plan: Settings, world_size: int | None, kind: str) -> Iterator[Row]:
 def _strategy(plan: Settings, world_size: int | None) -> str:
     ranks = "all ranks" if world_size is None else f"{world_size} ranks"
     if plan.strategy == "none":
-        return "one process: nothing to exchange" if world_size == 1 else "each rank trains by itself: nothing is sent"
+        return (
+            "one process: nothing to exchange"
+            if world_size == 1
+            else "each rank trains on its own: nothing is exchanged"
+        )
     if world_size == 1:
         return "one rank only: nothing to exchange"
     if plan.strategy == "ddp" and plan.local_sgd_steps:
-        return "each rank holds the whole model, and steps alone"
+        return "each rank holds the whole model and makes its own steps"
     if plan.strategy == "ddp":
         return (
             f"each rank holds the whole model; gradients are averaged over {ranks} during backward, "
@@ -56,7 +60,7 @@ def _precision(plan: Settings) -> str:
         slow = "" if plan.compile else "; without compile that is slower than bf16"
         return (
             f"the products of large linear layers are computed in float8 (torchao, {plan.fp8_recipe}), the output "
-            f"layer and all else in bfloat16{slow}"
+            f"layer and everything else in bfloat16{slow}"
         )
     kind = TYPES[plan.precision]
     scaled = "; the loss is scaled, and a step with an overflow is skipped" if plan.precision == "fp16" else ""

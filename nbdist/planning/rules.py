@@ -32,7 +32,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
     for name in names:
         if name not in SETTINGS:
             hint = did_you_mean(str(name), SETTINGS)
-            raise UsageError(f"a plan has no setting {name!r}{hint} It has {', '.join(SETTINGS)}")
+            raise UsageError(f"a plan has no setting {name!r}{hint} Available settings: {', '.join(SETTINGS)}")
 
 
 # --- combinations
@@ -87,7 +87,7 @@ def refuse_contradictions(plan: Settings) -> None:
             "set comm_hook to 'none', or local_sgd_steps to 0"
         )
     if plan.seed_per_rank and plan.seed is None:
-        raise UsageError("seed_per_rank adds the rank to the seed, and there is none: set seed, for example to 0")
+        raise UsageError("seed_per_rank adds the rank to the seed, but no seed is set: set seed, for example to 0")
 
 
 def _refuse_compilation(plan: Settings) -> None:
@@ -196,8 +196,8 @@ def refuse_impossible(
         )
     if plan.comm_hook == "bf16" and backend and "nccl" not in backend:
         raise UsageError(
-            f"comm_hook 'bf16' needs NCCL, and the ranks' backend is {backend}: PyTorch refuses it. Set comm_hook to "
-            "'fp16' or 'powersgd', which go everywhere"
+            f"comm_hook 'bf16' needs NCCL, and the ranks' backend is {backend}: PyTorch does not allow it. "
+            "Set comm_hook to 'fp16' or 'powersgd', which work with every backend"
         )
     if plan.sync_batchnorm and on_cpu and world_size > 1:
         raise UsageError(

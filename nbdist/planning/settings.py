@@ -88,7 +88,7 @@ def _compile(plan: Settings, kind: str) -> str:
 
 
 _MODES: Mapping[bool | str, str] = {
-    "reduce-overhead": "; CUDA graphs spare the launching of kernels, for more memory",
+    "reduce-overhead": "; CUDA graphs avoid kernel launches, but take more memory",
     "max-autotune": "; kernels are timed against each other, which takes minutes, and CUDA graphs launch them",
     "max-autotune-no-cudagraphs": "; kernels are timed against each other, which takes minutes",
 }
@@ -96,8 +96,8 @@ _MODES: Mapping[bool | str, str] = {
 
 def _dynamic(plan: Settings, kind: str) -> str:
     if plan.compile_dynamic:
-        return "sizes are symbols from the first step on: one code for all of them, a slower one"
-    return "each new size of inputs is compiled by itself"
+        return "sizes are symbolic from the first step: one compiled version for all of them, but a slower one"
+    return "each new input size is compiled separately"
 
 
 def _checkpointing(plan: Settings, kind: str) -> str:
@@ -130,7 +130,7 @@ def _hook(plan: Settings, kind: str) -> str:
     if plan.comm_hook in ("fp16", "bf16"):
         return f"gradients travel as {TYPES[plan.comm_hook]}: half the bytes of float32"
     options = plan.comm_hook_options
-    what = "each bucket as one matrix" if plan.comm_hook.startswith("batched") else "each parameter by itself"
+    what = "each bucket as one matrix" if plan.comm_hook.startswith("batched") else "each parameter separately"
     rank, start = options.get("matrix_approximation_rank", 1), options.get("start_powerSGD_iter", 1000)
     return f"from step {start} on gradients travel as factors of rank {rank}, {what}"
 
@@ -161,7 +161,7 @@ def _tf32(plan: Settings, kind: str) -> str:
 
 def _numa(plan: Settings, kind: str) -> str:
     if plan.numa == "exclusive":
-        return "each rank is bound to cores of its own next to its GPU, and to the memory there"
+        return "each rank is bound to its own cores next to its GPU, and to the memory there"
     return "each rank is bound to the cores and the memory next to its GPU"
 
 
@@ -268,7 +268,7 @@ class Settings:
     )
     clip_grad_norm: float | None = _setting(
         None,
-        Number("of more than 0", lambda norm: norm > 0),
+        Number("greater than 0", lambda norm: norm > 0),
         _EVERY,
         "largest norm of the gradients, or none",
         metavar="NORM",
@@ -291,17 +291,17 @@ class Settings:
         tell=_compile,
     )
     compile_dynamic: bool | None = _setting(
-        None, OptionalSwitch(), _EVERY, "sizes of inputs are symbols", part_of="compile", tell=_dynamic
+        None, OptionalSwitch(), _EVERY, "input sizes are symbolic", part_of="compile", tell=_dynamic
     )
     compile_fullgraph: bool = _setting(
         False,
         Switch(),
         _EVERY,
-        "a break of the graph is an error",
+        "a graph break is an error",
         owners=("none", *SHARDED),
         why="torch.compile can't trace DDP's own forward: it breaks the graph",
         part_of="compile",
-        tell="what would break the graph in two is an error",
+        tell="a graph break is an error",
     )
     activation_checkpointing: Literal["none", "full", "selective", "selective-half"] = _setting(
         "none",
@@ -333,7 +333,7 @@ class Settings:
         dict,
         Options("comm_hook", "{'matrix_approximation_rank': 2}", _HOOK_OPTIONS),
         _DDP,
-        "as torch names them: matrix_approximation_rank=2",
+        "options of the hook, named as in torch: matrix_approximation_rank=2",
         metavar="NAME=VALUE",
         why="only DDP has communication hooks",
         part_of="comm_hook",
@@ -341,7 +341,7 @@ class Settings:
     )
     bucket_mb: float = _setting(
         25.0,
-        Number("of more than 0", lambda size: size > 0, optional=False),
+        Number("greater than 0", lambda size: size > 0, optional=False),
         _DDP,
         "size of the buckets",
         metavar="MIB",
@@ -351,7 +351,7 @@ class Settings:
         False,
         Switch(),
         _DDP,
-        "for models that don't use all in each step",
+        "for models that don't use all parameters in each step",
         why="only DDP waits for the gradient of every parameter",
         tell="each backward looks for parameters without a gradient, which takes time",
     )
@@ -384,7 +384,7 @@ class Settings:
         None,
         Blocks(),
         _FSDP,
-        "what a block is: Block or Block,Head, or none: found",
+        "classes that are blocks: Block or Block,Head; none: automatic",
         metavar="CLASS",
         why="nothing is split into blocks otherwise",
         tell=_shard_by,
@@ -426,7 +426,7 @@ class Settings:
         None,
         Count(1, optional=True),
         _FSDP,
-        "hsdp: groups that hold the whole model, or none: nodes",
+        "hsdp: number of groups that each hold the whole model; none: one per node",
         metavar="N",
         owners=("hsdp",),
         why="only hsdp has groups of ranks that hold the whole model",
@@ -435,13 +435,13 @@ class Settings:
         0,
         Count(),
         _DDP,
-        "average parameters every N steps, not gradients; 0: no",
+        "average parameters every N steps instead of gradients; 0: off",
         metavar="N",
         why="a rank steps alone only if it holds the whole model",
         tell=lambda plan, kind: f"parameters are averaged every {plan.local_sgd_steps} steps, gradients never",
     )
     seed: int | None = _setting(
-        None, Count(0, _SEEDS, optional=True), _RANK, "of all random generators, or none", metavar="N", tell=_seed
+        None, Count(0, _SEEDS, optional=True), _RANK, "seed of all random generators, or none", metavar="N", tell=_seed
     )
     seed_per_rank: bool = _setting(False, Switch(), _RANK, "add the rank to the seed")
     deterministic: bool = _setting(
@@ -456,7 +456,7 @@ class Settings:
         False,
         Way("exclusive"),
         _RANK,
-        "bind to the cores and memory next to the GPU; exclusive: each rank to cores of its own",
+        "bind to the cores and memory next to the GPU; exclusive: each rank to its own cores",
         metavar="MODE",
         tell=_on_gpus(_numa),
     )
@@ -464,16 +464,16 @@ class Settings:
         0,
         Count(),
         _RANK,
-        "collect garbage every N steps; 0: as Python does",
+        "collect garbage every N steps; 0: when Python does",
         metavar="N",
-        tell=lambda plan, kind: f"garbage is collected every {plan.gc_interval} steps, on all ranks at once",
+        tell=lambda plan, kind: f"garbage is collected every {plan.gc_interval} steps, on all ranks at the same time",
     )
     dispatch: bool = _setting(
         False,
         Switch(),
         _DATA,
         "rank 0 alone reads the data",
-        tell="rank 0 alone reads the data, and hands each rank its part",
+        tell="only rank 0 reads the data, and sends each rank its part",
     )
     even_batches: bool = _setting(
         True,

@@ -18,7 +18,7 @@ class Training:
     abandon_window: Callable[[], None]
     is_begun: Callable[[], bool]
     replace: Callable[[Any], Any]
-    forget: Callable[[], None]
+    follow_plan: Callable[[], None]
     resized: Callable[[], list[str]]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 from nbdist.planning.variables import NAMES
 from nbdist.train import active_training
@@ -18,6 +21,30 @@ def follow(environment: Mapping[str, str]) -> None:
     for name in NAMES:
         os.environ.pop(name, None)
     os.environ.update(environment)
+    _let_accelerate_read_again()
     training = active_training.training
     if training is not None and not training.is_begun():
-        training.forget()  # the next one begins with this plan
+        training.follow_plan()
+
+
+def _let_accelerate_read_again() -> None:
+    """Have the next `Accelerator()` read the plan's variables: the first one of a process does it for all later ones.
+
+    Those that exist keep the state that they share, and so does what they have prepared.
+    """
+    kind: Any = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if kind is None or hasattr(kind.__init__, "_nbdist_reads_again"):
+        return
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        kind.__init__ = make
+        for name in ("AcceleratorState", "PartialState"):
+            state: Any = getattr(sys.modules.get("accelerate.state"), name, None)
+            if type(getattr(state, "_shared_state", None)) is dict:  # on TPUs it is something else
+                state._shared_state = {}
+        make(self, *args, **options)
+
+    __init__._nbdist_reads_again = True  # type: ignore[attr-defined]
+    kind.__init__ = __init__

@@ -132,6 +132,7 @@ class State:
         saved_in: The folder of the last checkpoint that this process took part in; empty: there is none.
         neighbor_copies: What `replicate` keeps.
         copies: The tensors of the last asynchronous save, in CPU memory that the next one uses again.
+        begun: Whether something was prepared, which it may have outlived.
     """
 
     plan: Plan
@@ -162,6 +163,7 @@ class State:
     saved_in: str = ""
     neighbor_copies: Any = None
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    begun: bool = False
 
     def __post_init__(self) -> None:
         self.models, self.optimizers = Living(self.models), Living(self.optimizers)
@@ -243,10 +245,23 @@ def is_begun() -> bool:
 
 
 def begin(plan: Plan) -> State:
-    """Make a new state the current one, with nothing prepared yet."""
+    """Make a new state the current one. It has what was registered before anything was prepared."""
     global _current
-    _current = State(plan, default_device())
+    _current = State(plan, default_device(), registered=_registered_early(), begun=True)
     return _current
+
+
+def follow_plan() -> None:
+    """Have what is prepared next follow the plan in the environment. Only to be called before anything is prepared."""
+    global _current
+    early = _registered_early()
+    _current = None
+    if early:
+        current().registered = early
+
+
+def _registered_early() -> list[Any]:
+    return [] if _current is None or _current.begun else list(_current.registered)
 
 
 def replace(state: State | None) -> State | None:
@@ -304,4 +319,4 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-active_training.training = active_training.Training(after_cell, abandon_window, is_begun, replace, forget, resized)
+active_training.training = active_training.Training(after_cell, abandon_window, is_begun, replace, follow_plan, resized)

@@ -72,8 +72,9 @@ def find_on_gpu(obj: object, name: str) -> str:
 def _why(culprit: object, error: Exception) -> str:
     if isinstance(error, OnGpuError):
         return "a GPU of this process; send its `.cpu()`"
-    lives_here = isinstance(culprit, io.IOBase) or "pickle" in str(error) or "inheritance" in str(error)
-    if lives_here and not isinstance(culprit, (type, types.FunctionType)):
+    # What Python's own types say about themselves helps nobody; other authors may have written what to do instead.
+    is_pythons = type(culprit).__module__.partition(".")[0] in sys.stdlib_module_names
+    if (is_pythons or isinstance(culprit, io.IOBase)) and not isinstance(culprit, (type, types.FunctionType)):
         return "which lives in one process only; send what it is made from, or create it on the ranks"
     return f"which does not pickle ({short(error)}); send what it is made from, or create it on the ranks"
 

@@ -55,7 +55,8 @@ class Execute(Message, frozen=True):
 class Interrupt(Message, frozen=True):
     """Stop ranks that still run the cell `serial`. When sent to a rank: raise KeyboardInterrupt there.
 
-    now: don't wait for the end of a step, or for a rank to leave a collective by itself.
+    now: don't wait for the end of a step, for a rank to leave a collective by itself, or for what its code does about
+    an earlier one.
     patience: seconds after which a rank that still runs counts as stuck; None for the default of cells.
     """
 
@@ -96,7 +97,8 @@ class Reply(Message, frozen=True):
     """A rank has finished an Execute.
 
     parcel: the value that it sends. payload: the summary of a profile, what was freed, or debugpy's port.
-    grouped: whether it has its default process group, where the session is to have one.
+    grouped: whether it has its default process group, where the session is to have one. caught: whether it was
+    interrupted, and its code has caught that.
     """
 
     serial: int
@@ -110,6 +112,7 @@ class Reply(Message, frozen=True):
     memory: MemoryUsage | None = None
     steps: StepSample | None = None
     grouped: bool = True
+    caught: bool = False
 
 
 class Remark(Message, frozen=True):

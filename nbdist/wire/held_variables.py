@@ -11,7 +11,7 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
     """A variable as one rank holds it.
 
     Attributes:
-        name: Its name.
+        name: Its name, or how it is written as an entry of another one: "state['layer.weight']".
         kind: Its type.
         shape: Of a tensor or array; None for anything else.
         dtype: Of a tensor or array; "" for anything else.
@@ -19,7 +19,8 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
         size: Bytes of its values; None: not known without running the code of its type.
         digest: A hash of its values, equal on ranks where they are equal to the bit; "": not hashed.
         why: Why it is not hashed; "" if it is.
-        part: Whether it is this rank's part of a sharded tensor, which differs from others by design.
+        part: Whether it is, or holds, this rank's part of a sharded tensor, which differs from others by design.
+        inside: Whether it can be looked into: `GetEntries`.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
     digest: str = ""
     why: str = ""
     part: bool = False
+    inside: bool = False
 
 
 class Variables(AnswerBody, frozen=True):
@@ -44,6 +46,19 @@ class GetVariables(Question[Variables], frozen=True):
     """Which variables does this rank have? `names`: only these, which are hashed however large they are; empty: all."""
 
     names: list[str]
+
+
+class Entries(AnswerBody, frozen=True):
+    """Entries, in their order: a container before its own, with a hash of its keys. `more`: whether that is not all."""
+
+    held: list[Held]
+    more: bool
+
+
+class GetEntries(Question[Entries], frozen=True):
+    """What is in this variable, at any depth?"""
+
+    name: str
 
 
 class Figures(AnswerBody, frozen=True):

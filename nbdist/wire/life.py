@@ -184,6 +184,7 @@ class Died(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """The session is over: every rank is gone, and why."""
+    """The session is over: every rank is gone, and why. wanted: whether somebody has ended it, and nothing broke."""
 
     text: str
+    wanted: bool = False

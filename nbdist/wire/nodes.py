@@ -17,6 +17,7 @@ from nbdist.wire.keys import Keys
 from nbdist.wire.message import Count, Message, Seconds
 
 TOKEN_VARIABLE = "NBDIST_TOKEN"  # holds what a node joins with
+SILENT = 75  # EX_TEMPFAIL; exit code of an agent that has given the controller up because nothing came from it
 _KEY = 32  # bytes
 
 

@@ -9,7 +9,18 @@ import msgspec
 
 from nbdist.metrics.node.sample import NodeSample
 from nbdist.wire.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
-from nbdist.wire.held_variables import Elements, Figures, Gap, GetElements, GetFigures, GetGap, GetVariables, Variables
+from nbdist.wire.held_variables import (
+    Elements,
+    Entries,
+    Figures,
+    Gap,
+    GetElements,
+    GetEntries,
+    GetFigures,
+    GetGap,
+    GetVariables,
+    Variables,
+)
 from nbdist.wire.knowing import (
     Complete,
     Completions,
@@ -62,6 +73,7 @@ AnyQuestion = (
     | Enter
     | Forbid
     | GetElements
+    | GetEntries
     | GetFailure
     | GetFlight
     | GetGap
@@ -88,6 +100,7 @@ AnyAnswer = (
     | DebugBytes
     | Done
     | Elements
+    | Entries
     | Flight
     | Forbidden
     | Gap

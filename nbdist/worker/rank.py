@@ -165,6 +165,7 @@ class RankProcess:
         self._recovery.adopted = self._group.adopted
         self._parcels: dict[int, transfer.Packed] = {}
         self._names: list[str] = []
+        self._company = 1  # ranks that run what runs now
         self._work: dict[str, Callable[[Execute], Reply]] = {
             "cell": self._run_cell,
             "call": self._call,
@@ -194,7 +195,7 @@ class RankProcess:
             self._control.questions.shell = self._shell
             self._control.answers |= dict([GetFailure.by(lambda question: self._shell.known_failure)])
             self._names = self._current_names()
-            spawning.refuse(self._shell.is_main)
+            spawning.install(self._shell.is_main, join.own_store, lambda: self._company)
             backend = self._group.make()
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))
@@ -272,6 +273,7 @@ class RankProcess:
                 self._shell.keep_failure()
             else:
                 self._shell.forget_failure()
+            self._company = len(task.ranks)
             alone = self._recovery.collectives.stand_ins
             participants.begin(None if task.kind == "launch" or alone else task.ranks, alone=alone)
             self._recovery.begin(task.serial)
@@ -357,6 +359,8 @@ class RankProcess:
             failure = self._shell.failure  # what IPython has shown instead of raising it
             if failure is not None and reply.status == "ok":
                 reply = self._failed(task, failure)
+            elif self._control.gate.was_given(task.serial):
+                reply = msgspec.structs.replace(reply, caught=True)
         except BaseException as error:
             reply = self._failed(task, self._shell.fail(error))
         self._end_if_forked(reply.failure)
@@ -440,9 +444,7 @@ class RankProcess:
 
     def _rest(self, order: Rest) -> Done:
         """Wait for other ranks without a limit, until the cell has ended. In the control thread."""
-        if self._control.gate.running == order.serial:
-            participants.wait_without_limit()
-            self._recovery.collectives.timeouts.suspend()
+        self._recovery.collectives.timeouts.suspend(order.serial)
         return Done()
 
     def _failed(self, task: Execute, failure: Failure) -> Reply:

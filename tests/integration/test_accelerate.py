@@ -95,7 +95,7 @@ def test_its_test_of_restarts_passes_forked_as_its_queue_can_not_travel(notebook
     notebook_script.ok(ONE_CRACKS_THE_NUT)
     outcome = notebook_script.ok("test_fault_tolerant()", LIMIT)
     notebook_script.ok("from accelerate import PartialState")
-    assert "forked from the notebook, since args[0] is a multiprocessing.queues.Queue" in outcome.stdout
+    assert "forked from the notebook, because args[0] is a multiprocessing.queues.Queue" in outcome.stdout
     assert "all ranks start again (3 of 3)" in outcome.stdout
 
 

@@ -307,4 +307,4 @@ def test_statistics_of_a_lost_step_are_told_of_where_there_was_one(ranks: Kernel
     outcome = ranks.fails(
         f"%%distributed\n{work}\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse: 1 / 0", "RankError"
     )
-    assert ("BatchNorm statistics of the lost step stay" in str(outcome)) == said, str(outcome)
+    assert ("BatchNorm statistics of the lost step are kept" in str(outcome)) == said, str(outcome)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from nbdist.visits import of_this_machine
-from testbed.kernel import Kernel, both, kernel_with_ranks, wait_until
+from testbed.kernel import LIMIT, Kernel, both, kernel_with_ranks, wait_until
 from tests.conftest import sharing
 from tests.support.roles import alive, await_end, family, find
 
@@ -76,17 +76,17 @@ def test_what_runs_when_the_kernel_dies_goes_on_in_another_with_all_that_it_has_
 ) -> None:
     notebook.ok("%%distributed --setup\nkept = rank * 10")
     notebook.ok("%distributed plan ddp --precision bf16")
-    notebook.start(gated(tmp_path, "print('done')")).wait_for("begun")
+    notebook.start(gated(tmp_path, "print('done')")).wait_for_ranks(2, "begun")
     kill(notebook)
     attach = other.start("%distributed attach")
     outcome = attach.finish()
     assert outcome.status == "ok", str(outcome)
-    assert "2 ranks on cpu; process group gloo" in outcome.stdout and "runs on ranks 0-1" in outcome.stdout
-    assert "widgets of the previous notebook" in outcome.stdout
-    attach.wait_late("[0-1] begun")
+    assert "2 ranks on cpu; process group gloo" in outcome.stdout and "running on ranks 0-1" in outcome.stdout
+    assert "the previous notebook's widgets" in outcome.stdout
+    attach.wait_late_for_ranks(2, "begun")
     assert "gated" not in other.fails("%%distributed\n1", "SessionBusy").evalue
     (tmp_path / "go").touch()
-    attach.wait_late("[0-1] done")
+    attach.wait_late_for_ranks(2, "done")
     other.ok("__import__('nbdist').get_session().cells[0].wait()")
     assert other.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["10"]}
     assert "bf16" in other.ok("%distributed plan").stdout
@@ -99,9 +99,11 @@ def test_what_has_ended_meanwhile_is_shown_with_its_error(notebook: Kernel, othe
     notebook.start(gated(tmp_path, "for i in range(99_999): print(i)\nif rank: 1 / 0")).wait_for("begun")
     kill(notebook)
     (tmp_path / "go").touch()
-    wait_until(lambda: [each for each in of_this_machine() if each.description and not each.description.running], "it")
+    wait_until(
+        lambda: [each for each in of_this_machine() if each.description and not each.description.running], "it", LIMIT
+    )
     shown = other.ok("%distributed attach")
-    assert "has ended while no client was there" in shown.stdout
+    assert "ended while no notebook was attached" in shown.stdout
     assert "rank 1 raised ZeroDivisionError" in shown.stdout and "----> " in shown.stdout, shown.stdout[-2000:]
     assert "] 99998\n" in shown.stdout and "] 9998\n" not in shown.stdout  # of a rank that was slower perhaps
     assert "of earlier output are not shown here; `%distributed logs --cell" in shown.stderr
@@ -132,6 +134,38 @@ def test_a_cell_that_goes_on_can_be_interrupted_and_waited_for(notebook: Kernel,
     assert other.ok("%%distributed\nprint('free')").lines == both("free")
 
 
+def test_a_notebook_that_has_attached_may_decide_to_wait_later(notebook: Kernel, other: Kernel, tmp_path: Path) -> None:
+    code = (
+        f"import pathlib, time\nprint('begun', flush=True)\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists():"
+    )
+    notebook.start(f"%%distributed\n{code} time.sleep(0.05)").wait_for("begun")
+    kill(notebook)
+    other.ok("%distributed attach")
+    cell = other.start("print('here')\n%distributed attach --wait")
+    cell.wait_for("here")
+    (tmp_path / "go").touch()
+    assert cell.finish().status == "ok", str(cell.outcome)
+    assert other.value("__import__('nbdist').get_session().cells[0].done")
+    assert "already has session" in other.fails("%distributed attach", "UsageError").evalue
+
+
+def test_a_ctrl_c_just_before_the_wait_for_a_cell_that_goes_on_is_not_missed(notebook: Kernel, other: Kernel) -> None:
+    """Where another thread gets the signal, it ends no wait of the main one: as if it had come just before."""
+    notebook.start("%%distributed\nimport time\nprint('begun', flush=True)\ntime.sleep(1000)").wait_for("begun")
+    kill(notebook)
+    elsewhere = (
+        "import signal, sys, threading\nmain = threading.main_thread().ident\ndef at_the_wait():\n"
+        "    frame = sys._current_frames()[main]\n    names = set()\n"
+        "    while frame: names.add(frame.f_code.co_name); frame = frame.f_back\n"
+        "    return {'wait_all', 'wait'} <= names\n"
+        "def interrupt():\n    while not at_the_wait(): pass\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt).start()\n"
+    )
+    attach = "get_ipython().run_line_magic('distributed', 'attach --wait')"
+    assert "interrupted" in other.fails(elsewhere + attach, "KeyboardInterrupt", HANG).evalue
+
+
 def test_a_session_that_has_a_client_is_taken_only_from_it_on_request(notebook: Kernel, other: Kernel) -> None:
     refused = other.fails("%distributed attach", "UsageError").evalue
     assert f"pid {notebook.pid}" in refused and "--take" in refused
@@ -152,11 +186,11 @@ def test_a_session_that_has_a_client_is_taken_only_from_it_on_request(notebook: 
 def test_a_notebook_leaves_its_ranks_and_comes_back(notebook: Kernel) -> None:
     notebook.ok("%%distributed\nkept = rank")
     left = notebook.ok("%distributed detach --linger 40s").stdout
-    assert "left alone for 40 s" in left
+    assert "left running for 40 s" in left
     name = left.split("attach ")[1].split("`")[0]
-    assert "has left its session" in notebook.fails("%%distributed\n1", "SessionClosed").evalue
+    assert "is detached from its session" in notebook.fails("%%distributed\n1", "SessionClosed").evalue
     assert f"{name}  {notebook.pid}" in nbdist("ls") and "detached, ends in" in nbdist("ls")
-    assert "name one of" not in notebook.ok(f"%distributed attach {name[:5]}").stdout
+    assert "give the name of one" not in notebook.ok(f"%distributed attach {name[:5]}").stdout
     assert notebook.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["1"]}
 
 
@@ -196,7 +230,7 @@ def test_a_prompt_in_a_terminal_runs_cells_on_the_ranks_and_leaves_them(notebook
     assert f"belongs to pid {notebook.pid}" in nbdist("attach", code=2)
     shown = nbdist("attach", "--take", typed="print(kept, 'typed')\n%distributed status\n1 / 0\nexit\n")
     assert "[0] 0 typed" in shown and "[1] 1 typed" in shown and "generation" in shown and "ZeroDivisionError" in shown
-    assert "left alone for 60 s: `nbdist attach" in shown
+    assert "keep running for 60 s: `nbdist attach" in shown
     assert "taken over" in notebook.fails("%%distributed\n1", "SessionClosed").evalue
     other.ok("%distributed attach")
     assert other.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["1"]}
@@ -210,7 +244,7 @@ def test_a_start_names_what_a_crash_has_left_and_ends_what_a_restart_has_left_an
         kernel.ok("%distributed attach")
         ranks = kernel.rank_pids()
         _restart(kernel, now=False)
-        assert "was ended" in kernel.ok("%distributed start -n 1 --linger 60", HANG).stdout
+        assert "was stopped" in kernel.ok("%distributed start -n 1 --linger 60", HANG).stdout
         await_end(ranks)
         everyone = family(kernel.pid)
         stubborn = "import time\nprint('begun', flush=True)\nwhile True:\n    try: time.sleep(60)\n    except: pass"

@@ -137,7 +137,7 @@ def test_averages_of_shards_load_into_one_process(ranks: Kernel, tmp_path: Path,
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model, optimizer = nbdist.prepare(model, optimizer, plan=Plan(strategy="none", ema=0.5))
-    with pytest.warns(UserWarning, match="the plan was another"):
+    with pytest.warns(UserWarning, match="the plan was different"):
         nbdist.load_state(tmp_path / "a")
     with nbdist.averaged(model):
         assert values(model).tolist() == expected

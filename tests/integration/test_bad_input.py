@@ -29,12 +29,13 @@ def refuses(kernel: Kernel, cell: str, ename: str = "UsageError") -> str:
         ("start --timeout never", "invalid duration 'never'", "for example 60"),
         ("start -n 'two", "No closing quotation", "`%distributed start --help`"),
         ("strt -n 2", "%distributed has no verb 'strt'", "did you mean `%distributed start`?"),
-        ("xyzzy", "%distributed has no verb 'xyzzy'", "Verbs are advise, attach, auto, "),
+        ("xyzzy", "%distributed has no verb 'xyzzy'", "Available verbs: advise, attach, auto, "),
         ("restart -n 0", "invalid number of ranks '0'", "-n 2"),
         ("auto", "on|off", "`%distributed auto --help`"),
         ("auto maybe", "'maybe'", "on|off"),
         ("push", "NAME", "`%distributed push --help`"),
-        ("push x -r 7", "the notebook has no 'x'", "define it in a local cell"),
+        ("push x=5", "'x=5' is not a variable name", "`%distributed push --help`"),
+        ("push x -r 7", "can't push 'x': not defined in the notebook", "Define it in a local cell"),
         ("pull", "NAME", "`%distributed pull --help`"),
         ("pull x y --as z", "--as names one variable", "`%distributed pull loss --as first`"),
         ("pull rank --as 3x", "'3x' is not a variable name", "`%distributed pull --help`"),
@@ -68,7 +69,7 @@ def test_a_wrong_line_gets_one_message_that_says_what_to_type(
         ("%%distributed 0", "'0' is an unexpected argument", "did you mean `%%distributed -r 0`?"),
         ("%%distributed --timeout 0", "invalid duration '0'", "for example 60"),
         ("%%distributed --capture 3x", "'3x' is not a variable name", "--help"),
-        ("%%distributed --tee", "--tee shows what --capture keeps", "`%%distributed --capture NAME --tee`"),
+        ("%%distributed --tee", "--tee needs --capture", "`%%distributed --capture NAME --tee`"),
         ("%%local now", "%%local takes no arguments", "`%%local` alone"),
     ],
 )
@@ -107,7 +108,7 @@ def test_a_start_that_can_not_be_leaves_the_next_one_possible(kernel: Kernel) ->
     kernel.ok("import resource\nlimits = resource.getrlimit(resource.RLIMIT_NOFILE)")
     kernel.ok("resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))")
     message = refuses(kernel, "%distributed start -n 100")
-    assert "100 ranks need about 640 file handles" in message and "`ulimit -n 4096`" in message
+    assert "100 ranks need about 640 file descriptors" in message and "`ulimit -n 4096`" in message
     kernel.ok("%distributed start -n 2")
     assert kernel.ok("%%distributed\nrank").plain == ["[0] 0\n[1] 1"]
 

@@ -256,3 +256,22 @@ def test_cells_of_the_kernel_stop_as_they_did(kernel: Kernel) -> None:
         assert [frame["line"] for frame in page.stack(stopped)][:1] == [2]
         page.ask("continue", threadId=stopped)
         assert cell.finish().status == "ok"
+
+
+def test_stopped_ranks_go_on_when_another_notebook_takes_them_and_stop_at_its_breakpoints(kernel: Kernel) -> None:
+    with Kernel(NBDIST_PREWARM="0") as other, page_debugger(kernel) as page:
+        other.ok("%load_ext nbdist")
+        page.break_at(CELL, 4)
+        cell = kernel.start(CELL)
+        page.stops(2)
+        other.ok("%distributed attach --take --wait")
+        assert cell.finish().ename == "SessionBroken"
+        assert page.ask("debugInfo")["stoppedThreads"] == []
+        others = PageDebugger(other)  # which ends with its kernel
+        others.break_at(CELL, 4)
+        cell = other.start(CELL)
+        for thread in others.stops(2).values():
+            others.ask("continue", threadId=thread)
+        assert cell.finish().lines == {0: ["10"], 1: ["20"]}
+        kernel.ok("%distributed attach --take")
+        others.close()

@@ -110,6 +110,15 @@ def test_prepared_wrappers_do_not_show_in_names(two: Kernel, tmp_path: Path) -> 
     assert on_ranks(two, "equal(run.kept(), expected)") == "[0-1] True"
 
 
+@pytest.mark.parametrize("plan", ["", "%distributed plan --clip-grad-norm 1"], ids=["same plan", "plan set between"])
+def test_what_is_registered_before_anything_is_prepared_is_kept(two: Kernel, plan: str, tmp_path: Path) -> None:
+    on_ranks(two, "_ = nbdist.free_memory(); early = Counter(); register_for_checkpointing(early)")
+    two.ok(plan)
+    on_ranks(two, f"model = nbdist.prepare(Net()); early.count = 3; save_state('{tmp_path}/a'); early.count = 0")
+    two.ok("%distributed plan --reset")
+    assert on_ranks(two, f"_ = load_state('{tmp_path}/a'); early.count") == "[0-1] 3"
+
+
 def test_a_registered_module_is_sharded_and_kept_like_a_model(two: Kernel, tmp_path: Path) -> None:
     on_ranks(two, "run = Training('fsdp'); average = wrapped(Net(), 'fsdp'); register_for_checkpointing(average)")
     on_ranks(
@@ -210,7 +219,7 @@ def test_for_another_number_of_ranks_seeds_are_derived_and_that_is_said(
     assert on_ranks(two, "values[0] != values[1]") == "[0-1] True"
     assert on_ranks(two, f"before = first\n{load}; first == before") == "[0-1] True"
     notes = on_ranks(two, "report")
-    assert "saved by 4 ranks; 2 ranks now: random generators have new seeds (numpy, torch)" in notes
+    assert "saved by 4 ranks; there are 2 ranks now: random generators have new seeds (numpy, torch)" in notes
     # What was equal on all ranks goes on.
     assert on_ranks(two, "random.random()") == f"[0-1] {random.Random(5).random()!r}"
 
@@ -383,7 +392,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(two: Kernel,
     on_ranks(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
     on_ranks(two, "run = Training('fsdp', width=9); before = run.exact()")
     text = refused(two, f"load_state('{tmp_path}/a')")
-    assert "of another model: embed.weight is [6, 8] there and [6, 9] here; head.weight is [8, 6] there" in text
+    assert "for another model: embed.weight is [6, 8] there and [6, 9] here; head.weight is [8, 6] there" in text
     more = "state.current().models[0].module.spare = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))\n"
     text = refused(two, f"run = Training('ddp')\n{more}load_state('{tmp_path}/a')")
     assert "spare.0.weight is missing in the checkpoint;" in text and "; and 3 more. Nothing was loaded" in text
@@ -403,6 +412,12 @@ def test_a_checkpoint_with_other_optimizers_is_refused(two: Kernel, tmp_path: Pa
     assert "the checkpoint holds 1 optimizer, and 2 are prepared here" in text
 
 
+def test_loading_before_anything_is_prepared_is_refused(two: Kernel, tmp_path: Path) -> None:
+    on_ranks(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
+    text = refused(two, f"state.forget()\nload_state('{tmp_path}/a')")
+    assert "nothing is prepared, so there is nothing to load into: call nbdist.prepare(model, ...) first" in text
+
+
 def test_a_position_that_does_not_fit_is_an_error_that_says_that_the_rest_was_loaded(tmp_path: Path) -> None:
     run = Training()
     data: Any = [torch.ones(8)] * 6
@@ -411,7 +426,7 @@ def test_a_position_that_does_not_fit_is_an_error_that_says_that_the_rest_was_lo
     save_state(tmp_path / "a")
     plain = prepare_loader(DataLoader(data))
     state.current().loaders[:] = [plain]
-    with pytest.raises(CheckpointError, match=r"it belongs to one with another sampler.* may hold a part of .*a$"):
+    with pytest.raises(CheckpointError, match=r"it belongs to one with another sampler.* may now hold a part of .*a$"):
         load_state(tmp_path)
     assert run.counter.count == 0
 
@@ -426,7 +441,7 @@ def test_a_missing_file_is_named_before_anything_is_loaded(two: Kernel, tmp_path
         two, f"load_state('{tmp_path}/a')", "CheckpointError"
     )
     shard.unlink()
-    assert f"a is not whole: {shard.name} is missing. Nothing was loaded" in refused(
+    assert f"a is incomplete: {shard.name} is missing. Nothing was loaded" in refused(
         two, f"load_state('{tmp_path}')", "CheckpointError"
     )
     assert on_ranks(two, "equal(run.exact(), before)") == "[0-1] True"

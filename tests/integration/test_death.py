@@ -57,12 +57,20 @@ def test_the_error_can_be_caught_and_asked(own: Kernel) -> None:
     assert own.value("(first.rank, first.kind, 'exit code 3' in first.text, ranks)") == (1, "died", True, [1])
 
 
-def test_survivors_are_interrupted_in_sleep(own: Kernel) -> None:
-    outcome = own.fails(
-        "%%distributed\nif rank == 0: os._exit(3)\ntry:\n    time.sleep(60)\nfinally:\n    ended = 'here'",
-        "RankDied",
-        HANG,
-    )
+def test_survivors_are_interrupted_in_sleep(own: Kernel, tmp_path: Path) -> None:
+    gate = str(tmp_path / "gate")
+    code = f"""
+from tests.support.gates import await_gate, open_inside
+if rank == 0:
+    await_gate({gate!r})
+    os._exit(3)
+def stay(): time.sleep(60)
+open_inside("stay", {gate!r})
+try:
+    stay()
+finally:
+    ended = 'here'"""
+    outcome = own.fails(f"%%distributed{code}", "RankDied", HANG)
     assert outcome.seconds < HANG / 2
     assert own.value("__import__('nbdist').get_session().pull('ended', ranks=1)") == "here"
 

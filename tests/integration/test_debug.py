@@ -35,6 +35,12 @@ def test_the_debugger_opens_at_the_rank_that_failed_and_the_next_cell_frees_its_
     assert on_ranks(ranks, "watched() if rank else None") == []
 
 
+def test_the_debugger_of_ipython_on_a_rank_names_the_one_that_works(ranks: Kernel) -> None:
+    ranks.fails(FAILS_ON_1, "RankError")
+    refused = ranks.fails("%%distributed -r 1\n%debug", "RankError").evalue
+    assert "UsageError: %debug does not work on ranks" in refused and "`%distributed debug`" in refused
+
+
 def test_an_interrupt_leaves_the_debugger_and_nothing_else(ranks: Kernel) -> None:
     ranks.fails(FAILS_ON_1, "RankError")
     for _ in range(2):
@@ -46,7 +52,7 @@ def test_an_interrupt_leaves_the_debugger_and_nothing_else(ranks: Kernel) -> Non
 
 def test_without_anything_to_debug_it_says_what_there_is(ranks: Kernel) -> None:
     ranks.fails(FAILS_ON_1, "RankError")
-    assert "nobody can enter anything" in ranks.fails("%distributed debug", "InteractionError").evalue
+    assert "input is not available" in ranks.fails("%distributed debug", "InteractionError").evalue
     on_ranks(ranks, "1")
     assert "the frames of ZeroDivisionError" in ranks.fails("%distributed debug", "UsageError").evalue
     assert "nothing has failed on rank 0" in ranks.fails("%distributed debug -r 0", "UsageError").evalue

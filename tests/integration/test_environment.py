@@ -147,7 +147,7 @@ def test_a_hash_seed_gives_a_cold_start_that_says_why(notebook: Kernel) -> None:
     template = find(notebook.pid, "template")
     notebook.ok("os.environ['PYTHONHASHSEED'] = '5'")
     printed = restart(notebook)
-    assert "cold start: PYTHONHASHSEED changed since" in printed
+    assert "cold start: PYTHONHASHSEED changed after" in printed
     environment = {**os.environ, "PYTHONHASHSEED": "5"}
     command = [sys.executable, "-c", "print(hash('nbdist'))"]
     expected = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

@@ -141,7 +141,7 @@ def test_the_magic_shows_what_is_held_and_what_checkpoints_give_back(training: K
         "largest other",
         "at the peak of a step, estimated",
         "blocks.*.down",
-        "checkpointing each block gives",
+        "checkpointing each block would save",
     ):
         assert words in shown, shown
     more = re.search(r"(\d+) % more FLOPs", shown)
@@ -335,7 +335,7 @@ ALIEN = torch.optim.SGD([torch.zeros(2)])
         (lambda: estimate(Looks(), (8, 8)), r'_local_scalar_dense.* \(in forward, ".*", line \d+: .*x\.sum\(\)\.item'),
         (lambda: estimate(nn.DataParallel(Mlp(8)), (8, 8)), "wrapped in DataParallel already"),
         (lambda: estimate(locked(), (8, 8)), "give a function that makes the model"),
-        (lambda: estimate(Mlp, (8, 8), optimizer=ALIEN), "give a class, as optimizer=torch.optim.SGD"),
+        (lambda: estimate(Mlp, (8, 8), optimizer=ALIEN), "pass a class, for example optimizer=torch.optim.SGD"),
         (lambda: estimate(Mlp(8), (8, 8), plan=cast(Any, "fsdp")), "plan='fsdp' is not a plan"),
         (lambda: estimate(Mlp(8), (8, 8), world_size=0), "world_size=0 must be a number of ranks"),
         (lambda: estimate(Mlp(8), (8, 8), optimizer="sgd"), "optimizer is a str: give a class"),

@@ -13,7 +13,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 from papermill.exceptions import PapermillExecutionError
 
-from testbed.kernel import both, lines_by_rank
+from testbed.kernel import Kernel, both, lines_by_rank
 
 BEFORE = ["%load_ext nbdist\n%distributed start -n 2", "%%distributed\nprint('seen'); rank"]
 FAILING = "%%distributed\nprint('last words'); raise ValueError('why')"
@@ -139,6 +139,17 @@ def test_a_terminal_ipython_works_with_the_same_magics(terminal: Terminal) -> No
     terminal.exit()
 
 
+def test_what_a_front_end_runs_for_itself_stays_in_the_kernel_and_is_no_cell(own_ranks: Kernel) -> None:
+    """As VS Code does to list variables: it takes all output for its answer."""
+    own_ranks.ok("%distributed auto on")
+    own_ranks.ok("%distributed memory on")
+    asked = own_ranks.start("asked = 'by the front end'\nprint(asked)", hidden=True).finish()
+    assert (asked.stdout, asked.plain) == ("by the front end\n", [])
+    cell = own_ranks.ok("print('asked' in globals())")
+    assert cell.lines == both("False")
+    assert len(cell.plain) == 1  # what it cost
+
+
 def run_script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(code)
@@ -182,3 +193,5 @@ def test_a_script_that_forgets_its_session_or_fails_leaves_no_rank(tmp_path: Pat
     done = run_script(tmp_path, "import nbdist\nsession = nbdist.Session(2)\nsession.run('1/0')\n")
     assert done.returncode == 1
     assert "nbdist.errors.RankError" in done.stderr and "ZeroDivisionError" in done.stderr
+    if sys.version_info >= (3, 11):
+        assert "----> 1 1/0" in done.stderr.splitlines()  # where the rank failed, without colors

@@ -111,7 +111,7 @@ def test_shapes_that_differ_are_told_on_all_ranks(ranks: Kernel, function: str) 
             "reduce(torch.ones(1), ['sum', 'mean'][rank])",
             "reduce with different arguments: rank 0 with reduction='sum', scale=1.0",
         ),
-        ("reduce(torch.ones(1), ['sum', 'max'][rank])", 'is unknown: allowed are "mean", "sum" and "none"'),
+        ("reduce(torch.ones(1), ['sum', 'max'][rank])", 'is unknown: allowed values: "mean", "sum" and "none"'),
         (
             "broadcast_object_list([0] * (1 + rank))",
             "rank 0 with 1 objects, from_process=0; rank 1 with 2 objects",
@@ -127,7 +127,7 @@ def test_other_arguments_on_a_rank_are_told_on_all(ranks: Kernel, call: str, tol
 )
 def test_ranks_that_call_different_functions_are_told_so(ranks: Kernel, call: str, name: str) -> None:
     text = refused(ranks, f"nbdist.prepare(Net(), plan=Plan()) if rank == 0 else nbdist.{call}")
-    assert f"rank 0 called prepare, rank 1 {name}: call the same on all ranks" in text
+    assert f"rank 0 called prepare, rank 1 {name}: call the same function on all ranks" in text
 
 
 def test_an_exchange_of_the_users_own_is_not_taken_for_an_answer(own_ranks: Kernel) -> None:
@@ -161,6 +161,14 @@ seen == list(range(11)), objects == [str(number) for number in range(11)]"""
     assert value(ranks, code) == "(True, True)"
 
 
+def test_metrics_of_ranks_with_different_numbers_of_batches_are_refused_on_all(ranks: Kernel) -> None:
+    code = """
+for part in nbdist.prepare(DataLoader(torch.arange(6), 2), plan=Plan(even_batches=False)):
+    nbdist.gather_for_metrics(part)"""
+    text = refused(ranks, code)
+    assert "different numbers of batches left: rank 0 with some; rank 1 with none. Plan even_batches=True" in text
+
+
 def test_metrics_of_ranks_that_train_alone_are_all_kept(ranks: Kernel) -> None:
     code = """
 loader = nbdist.prepare(DataLoader(torch.arange(3), 2), plan=Plan(strategy="none"))
@@ -186,5 +194,5 @@ flags = nbdist.reduce(torch.tensor([rank == 1, True])).tolist(), nbdist.reduce(t
 nbdist.broadcast(mine, from_process=1)
 told, flags, mine.item(), nbdist.broadcast_object_list([rank, "a"], from_process=1)"""
     assert value(ranks, code) == "((2.0, 0.5, True), ([1, 2], 0.5), 1.0, [1, 'a'])"
-    assert "is unknown: allowed are" in refused(ranks, "nbdist.reduce(torch.ones(1), 'max')")
+    assert "is unknown: allowed values" in refused(ranks, "nbdist.reduce(torch.ones(1), 'max')")
     assert "from_process=2 is not a rank: there are ranks 0-1" in refused(ranks, "nbdist.broadcast(torch.ones(1), 2)")

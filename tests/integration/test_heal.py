@@ -98,7 +98,7 @@ def test_a_newcomer_runs_imports_and_definitions(three: Kernel) -> None:
 def test_marked_cells_run_whole_and_nothing_else_does(three: Kernel) -> None:
     three.ok("%%distributed --setup\nimport math\ncount = 3")
     three.ok("%%distributed\ndef area(r):\n    return r")
-    assert "setup cells, which ranks run that replace dead ones: " in three.ok("%distributed status").stdout
+    assert "setup cells, which new ranks run first: " in three.ok("%distributed status").stdout
     kill(three, 1)
     said = three.ok("%distributed heal", HANG).stdout
     assert "it ran the setup cell" in said
@@ -119,7 +119,7 @@ def test_a_setup_cell_that_fails_is_shown_and_the_rank_is_there(three: Kernel, t
     three.ok(f"%%distributed --setup\nopen(f'{tmp_path}/{{rank}}', 'x').close()")
     kill(three, 1)
     failed = three.fails("%distributed heal", "RankError", HANG)
-    assert failed.evalue.startswith("rank 1 was replaced; then cell ") and "FileExistsError" in failed.traceback
+    assert failed.evalue.startswith("rank 1 was replaced; then setup cell ") and "FileExistsError" in failed.traceback
     assert printed(three, SUM) == ALL_SUMS
 
 
@@ -271,7 +271,7 @@ def test_so_do_shards_of_an_optimizer_that_counts_no_steps() -> None:
 
 def test_it_is_refused_when_it_can_t_help(three: Kernel) -> None:
     assert three.fails("%distributed heal", "UsageError").evalue.startswith("no rank has died")
-    named = "--kill ends ranks that live, so name them: `%distributed heal -r 1 --kill`"
+    named = "--kill ends living ranks, so say which: `%distributed heal -r 1 --kill`"
     assert three.fails("%distributed heal --kill", "UsageError").evalue == named
     assert "no other rank would be left" in three.fails("%distributed heal -r 0-2 --kill", "UsageError").evalue
     kill(three, 1)

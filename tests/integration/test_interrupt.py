@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from testbed.kernel import Kernel, Outcome, both, wait_until
@@ -75,6 +77,58 @@ def test_an_interrupt_ends_a_loop_over_a_data_loader_and_its_workers(ranks: Kern
     assert outcome.lines == both("0")
 
 
+PROGRAM = f"{sys.executable} -c 'import time; print(\"go\", flush=True); time.sleep(604)'"
+# Ways to wait for a program that is no child of the rank itself, or in C.
+PROGRAMS = {
+    "a_pipe_of_a_shell_command": f"!{PROGRAM} | cat",
+    "a_pipe_of_a_subprocess": f"import subprocess\nsubprocess.run({PROGRAM + ' | cat'!r}, shell=True)",
+    "system": f"import os, time\nos.system({PROGRAM!r})\ntime.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_an_interrupt_ends_the_programs_of_the_cell_in(what: str, ranks: Kernel) -> None:
+    outcome = interrupted(ranks, f"%%distributed\n{PROGRAMS[what]}")
+    assert outcome.ename == "KeyboardInterrupt", str(outcome)
+    wait_until(lambda: not _programs_below(ranks), lambda: str(_programs_below(ranks)))
+
+
+def _programs_below(kernel: Kernel) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(kernel.pid).children(recursive=True):
+        try:
+            if "sleep(604)" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def test_an_interrupt_leaves_programs_of_earlier_cells_and_workers_of_this_one(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nimport subprocess\nserver = subprocess.Popen(['sleep', '600'])")
+    code = (
+        "%%distributed\nimport multiprocessing, time\npool = multiprocessing.get_context('spawn').Pool(1)\n"
+        "pool.map(abs, [1])\nprint('go')\ntime.sleep(60)"
+    )
+    assert interrupted(ranks, code).ename == "KeyboardInterrupt"
+    outcome = ranks.ok("%%distributed\nprint(server.poll(), pool.map(abs, [-2]))")
+    assert outcome.lines == both("None [2]")
+    ranks.ok("%%distributed\nserver.kill()\nserver.wait()\npool.terminate()\npool.join()")
+
+
+@pytest.mark.torch_private
+def test_an_interrupt_leaves_the_compiler_of_torch_that_is_starting(ranks: Kernel) -> None:
+    """It ignores interrupts from the moment when it has imported torch."""
+    code = (
+        "%%distributed\nimport time\nfrom torch._inductor import config\n"
+        "from torch._inductor.async_compile import AsyncCompile\n"
+        "config.compile_threads = 2\ncompiler = AsyncCompile.process_pool()\nprint('go')\ntime.sleep(60)"
+    )
+    assert interrupted(ranks, code).ename == "KeyboardInterrupt"
+    assert ranks.ok("%%distributed\nprint(compiler.submit(abs, -1).result())").lines == both("1")
+    ranks.ok("%%distributed\ncompiler.shutdown()\nconfig.compile_threads = 1")
+
+
 def test_an_interrupted_await_does_not_go_on_in_the_next_cell(ranks: Kernel) -> None:
     code = "%%distributed\nimport asyncio\nzombie = False\nprint('go')\nawait asyncio.sleep(0.3)\nzombie = True"
     assert interrupted(ranks, code).ename == "KeyboardInterrupt"
@@ -90,8 +144,46 @@ def test_an_interrupt_swallowed_by_a_finalizer_is_sent_again(ranks: Kernel) -> N
 
 
 def test_an_interrupt_that_user_code_swallows_once_is_sent_again(ranks: Kernel) -> None:
-    code = "%%distributed\nimport time\nprint('go')\ntry: time.sleep(60)\nexcept BaseException: pass\ntime.sleep(60)"
+    code = "%%distributed\nimport time\ntry: print('go'); time.sleep(60)\nexcept BaseException: pass\ntime.sleep(60)"
     assert interrupted(ranks, code).ename == "KeyboardInterrupt"
+
+
+# What a program does about an interrupt, which takes longer than any wait after which one is sent again.
+SAVE = """%%distributed
+import time
+def save():
+    for _ in range(35): time.sleep(0.1)
+    print('saved')
+def stay():
+    print('go')
+    time.sleep(60)
+"""
+CATCHES = {
+    "an_except_clause": "try: stay()\nexcept KeyboardInterrupt: save()",
+    "what_follows_one": "try: stay()\nexcept (ValueError, KeyboardInterrupt): pass\nsave()",
+    "a_function": "def train():\n    try: stay()\n    except KeyboardInterrupt: save()\ntrain()",
+}
+
+
+@pytest.mark.parametrize("what", CATCHES)
+def test_a_cell_that_catches_the_interrupt_takes_its_time_and_ends_well(what: str, ranks: Kernel) -> None:
+    outcome = interrupted(ranks, SAVE + CATCHES[what])
+    assert outcome.status == "ok", str(outcome)
+    assert outcome.lines == {0: ["go", "saved"], 1: ["go", "saved"]}
+
+
+def test_a_finally_clause_that_the_interrupt_has_begun_is_not_interrupted(ranks: Kernel) -> None:
+    outcome = interrupted(ranks, SAVE + "try: stay()\nfinally: save()")
+    assert outcome.ename == "KeyboardInterrupt" and outcome.lines == {0: ["go", "saved"], 1: ["go", "saved"]}
+
+
+def test_a_second_interrupt_ends_what_the_first_has_begun(ranks: Kernel) -> None:
+    code = SAVE + "try: stay()\nexcept KeyboardInterrupt:\n    print('saving')\n    time.sleep(60)"
+    cell = ranks.start(code)
+    for text in ("go", "saving"):
+        cell.wait_for_ranks(2, text)
+        ranks.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
 
 
 def test_what_was_printed_before_the_interrupt_is_shown(ranks: Kernel) -> None:
@@ -187,7 +279,7 @@ def test_an_interrupt_while_the_page_catches_up_stops_run_all(ranks: Kernel) -> 
 def test_a_rank_that_has_finished_is_not_hit(ranks: Kernel) -> None:
     code = "%%distributed\nimport time\nfinished = True\nprint('go')\nif rank == 1: time.sleep(60)"
     outcome = interrupted(ranks, code)
-    assert outcome.evalue.startswith("rank 1 interrupted")
+    assert outcome.evalue == "rank 1 interrupted; its variables are kept"
     assert "rank 0: finished" in outcome.traceback
 
 
@@ -252,6 +344,29 @@ def test_an_interrupt_during_a_start_leaves_no_ranks(kernel: Kernel) -> None:
     kernel.fails("%%distributed\n1", "SessionClosed")
     kernel.ok("%distributed start -n 2")
     kernel.ok("%%distributed\n1")
+
+
+# Presses Ctrl-C when a module is imported: that of the GPUs' management library is, as a start begins.
+PRESS_AT_IMPORT = """
+import os, signal, sys
+class Press:
+    def find_spec(self, name, *_):
+        if name == "pynvml":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Press())
+"""
+
+
+def test_an_interrupt_before_a_start_has_begun_is_one_line() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext nbdist")
+        kernel.ok(PRESS_AT_IMPORT)
+        outcome = kernel.fails("%distributed start -n 1", "KeyboardInterrupt")
+        assert (
+            outcome.traceback == "KeyboardInterrupt: `%distributed start` was interrupted before its end: type it again"
+        )
+        kernel.ok("%distributed start -n 1")
 
 
 def test_an_interrupt_in_the_notebook_itself_does_not_reach_the_ranks(ranks: Kernel) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
 
 from testbed.kernel import Kernel, lines_by_rank, wait_until
+from testbed.ports import free_port
 from tests.support.roles import children, find
 
 pytestmark = pytest.mark.torch_private  # torch's elastic agent is young
@@ -52,8 +52,7 @@ def kernel(notebook: Kernel) -> Iterator[Kernel]:
 @pytest.fixture
 def port() -> int:
     """A port that nobody uses."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    return free_port()
 
 
 # --- restarts

@@ -111,7 +111,7 @@ def test_large_tensors_come_back(kernel: Kernel) -> None:
 def test_what_cannot_travel_is_forked_by_default_and_said(kernel: Kernel) -> None:
     shown = kernel.ok(fork("with lock:\n    return os.getppid()", "num_processes=2"))
     assert (
-        "nbdist: forked from the notebook, since function 'train' → global 'lock' is a _thread.lock\n" in shown.stdout
+        "nbdist: forked from the notebook, because function 'train' → global 'lock' is a _thread.lock\n" in shown.stdout
     )
     assert kernel.value("result") == [kernel.pid, kernel.pid]
 
@@ -197,8 +197,8 @@ def test_an_accelerator_of_the_notebook_is_refused_as_in_accelerate(kernel: Kern
         refused = kernel.fails(fork("pass"), "UsageError")
         by_itself = kernel.fails(fork("with lock: pass", "num_processes=2"), "TransferError")
         kernel.ok("accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)")
-    assert "this notebook has made an `Accelerator`" in refused.evalue and "leave out start_method" in refused.evalue
-    assert "Nor can it be forked from here" in by_itself.evalue and "an `Accelerator`" in by_itself.evalue
+    assert "this notebook has created an `Accelerator`" in refused.evalue and "leave out start_method" in refused.evalue
+    assert "would avoid sending it, does not work here" in by_itself.evalue and "an `Accelerator`" in by_itself.evalue
 
 
 # --- output
@@ -317,7 +317,7 @@ def test_a_launch_on_a_forked_rank_is_refused(kernel: Kernel) -> None:
 
 
 def test_input_says_that_nobody_can_answer(kernel: Kernel) -> None:
-    assert "nobody can enter anything here" in kernel.fails(fork("input()"), "LaunchError").evalue
+    assert "input is not available here" in kernel.fails(fork("input()"), "LaunchError").evalue
 
 
 def test_nothing_is_left_of_ranks_whose_agent_is_killed() -> None:
@@ -387,8 +387,8 @@ def test_a_rank_is_freed_from_a_collective_so_that_it_can_save(kernel: Kernel) -
         fork("""
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-print("up")
 try:
+    print("up")
     if dist.get_rank() == 0:
         dist.recv(torch.ones(1), 1)
     time.sleep(60)
@@ -406,9 +406,9 @@ finally:
 def test_a_function_that_swallows_the_interrupt_ends_with_the_next(kernel: Kernel) -> None:
     running = kernel.start(
         fork("""
-print("up")
 while True:
     try:
+        print("up")
         time.sleep(60)
     except KeyboardInterrupt:
         print("swallowed")
@@ -515,9 +515,12 @@ def test_who_initialized_cuda_is_named_instead_of_forking(kernel_with_cuda: Kern
     kernel_with_cuda.ok("import peft")
     refused = kernel_with_cuda.fails(fork("pass"), "UsageError")
     assert "CUDA was initialized by bitsandbytes/cextension.py:5 (probe), imported by peft in cell 3" in refused.evalue
-    assert "use the default start_method, which does not mind" in refused.evalue
+    assert "use the default start_method, which works anyway" in refused.evalue
     refused = kernel_with_cuda.fails(fork("with lock: pass", "num_processes=2"), "TransferError")
-    assert "Nor can it be forked from here" in refused.evalue and "bitsandbytes/cextension.py:5" in refused.evalue
+    assert (
+        "would avoid sending it, does not work here" in refused.evalue
+        and "bitsandbytes/cextension.py:5" in refused.evalue
+    )
 
 
 def test_a_preflight_says_what_it_has_checked(kernel_with_cuda: Kernel) -> None:
@@ -550,7 +553,7 @@ def test_one_process_is_the_notebooks_own(kernel: Kernel) -> None:
     shown = kernel.ok(fork("print('hello')\nreturn os.getpid()", "num_processes=1"))
     assert shown.stdout == (
         "nbdist: train runs in the notebook's own process, because it is the only one "
-        "(`start_method='warm'`: on a rank)\n"
+        "(`start_method='warm'` runs it on a rank)\n"
         "hello\n"
     )
     assert kernel.value("result") == [kernel.pid]

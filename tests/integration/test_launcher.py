@@ -137,7 +137,7 @@ def test_large_tensors_are_shared_by_the_ranks_not_copied(kernel: Kernel) -> Non
 def test_a_value_that_can_not_come_back_is_said_and_the_others_arrive(kernel: Kernel) -> None:
     outcome = kernel.ok(launch('return threading.Lock() if os.environ["RANK"] == "1" else "fine"'))
     assert "the value that rank 1 returned: it is a _thread.lock" in outcome.stdout
-    assert "its place in the results is None" in outcome.stdout
+    assert "its result is None" in outcome.stdout
     assert kernel.value("result") == ["fine", None]
 
 
@@ -149,7 +149,7 @@ def test_a_value_that_can_not_be_rebuilt_here_is_said_and_the_others_arrive(kern
     )
     outcome = kernel.ok(launch('return Bound() if os.environ["RANK"] == "0" else "fine"'))
     assert "the value that rank 0 returned has arrived, but can't be rebuilt" in outcome.stdout
-    assert "(ValueError: lives elsewhere)" in outcome.stdout and "its place in the results is None" in outcome.stdout
+    assert "(ValueError: lives elsewhere)" in outcome.stdout and "its result is None" in outcome.stdout
     assert kernel.value("result") == [None, "fine"]
 
 
@@ -396,7 +396,7 @@ def test_what_can_not_travel_is_named_and_nothing_is_started(kernel: Kernel) -> 
         ("notebook_launcher(print)", "give the number of ranks: `notebook_launcher(train, num_processes=2)`"),
         ("notebook_launcher(5, num_processes=2)", "must be callable, not an int"),
         ("notebook_launcher(print, 5, num_processes=2)", "args must be a tuple, not an int: `args=(value,)`"),
-        ("notebook_launcher(print, (), 2, 'bf61')", "did you mean 'bf16'? Allowed are 'no', 'fp16', 'bf16', 'fp8'"),
+        ("notebook_launcher(print, (), 2, 'bf61')", "did you mean 'bf16'? Allowed values: 'no', 'fp16', 'bf16', 'fp8'"),
     ],
 )
 def test_wrong_arguments_are_one_clear_error_without_frames_of_ours(kernel: Kernel, call: str, said: str) -> None:
@@ -432,7 +432,7 @@ def test_an_interrupt_leaves_nothing(kernel: Kernel, how: str) -> None:
 
 def test_a_function_that_catches_the_interrupt_has_its_time_until_the_next(kernel: Kernel) -> None:
     cell = kernel.start(
-        launch('print("up")\nwhile True:\n    try: time.sleep(600)\n    except BaseException: print("saved")')
+        launch('while True:\n    try: print("up"); time.sleep(600)\n    except BaseException: print("saved")')
     )
     cell.wait_until(lambda seen: sum(map(len, seen_by_rank(seen.stdout).values())) == 2, "a word of both ranks")
     kernel.interrupt()
@@ -551,7 +551,7 @@ def test_beside_a_session_the_ranks_are_extra_ones_and_this_is_said(own_ranks: K
 
 @pytest.mark.parametrize("name", ["notebook_launcher", "debug_launcher"])
 def test_a_launch_on_a_rank_is_refused(kernel: Kernel, name: str) -> None:
-    refused = ": launch from the notebook, not from a function or a cell that ranks run"
+    refused = ": launch from the notebook, not from a function or cell that runs on ranks"
     body = f"import nbdist\nnbdist.{name}(print, num_processes=2)"
     outcome = kernel.fails(launch(body), "LaunchError")
     assert outcome.evalue.startswith("rank 0 raised UsageError: this is rank 0" + refused) or (
@@ -574,7 +574,7 @@ def test_an_interrupted_start_is_one_line_and_leaves_nothing() -> None:
         wait_until(lambda: find(kernel.pid, "template"), "a template")
         kernel.interrupt()
         outcome = cell.finish()
-        assert outcome.traceback == "KeyboardInterrupt: the start was interrupted, and no rank is left"
+        assert outcome.traceback == "KeyboardInterrupt: the start was interrupted; no ranks are running"
         wait_until(lambda: not family(kernel), "an end of what was started")
         kernel.ok(launch("return 0"))
 

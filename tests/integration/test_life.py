@@ -65,7 +65,7 @@ def test_a_start_that_is_interrupted_once_or_twice_says_so_in_one_line_and_the_n
         for _ in range(times):
             kernel.interrupt()
         outcome = start.finish()
-        assert outcome.traceback == "KeyboardInterrupt: the start was interrupted, and no rank is left"
+        assert outcome.traceback == "KeyboardInterrupt: the start was interrupted; no ranks are running"
         await_nothing(started)
     kernel.ok("%distributed start -n 2", HANG)
 

@@ -195,6 +195,29 @@ for batch in torch.utils.data.DataLoader(torch.ones(40, 16, 32), batch_size=8):
 
 
 @pytest.mark.torch_private
+def test_a_batch_whose_sequences_and_products_are_divided_counts_once() -> None:
+    """Two ranks have each half of the sequences, and two each half of the weights."""
+    cell = """
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+both = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
+net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+parallelize_module(net, both["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+model = fully_shard(net, mesh=both["context"])
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for batch in torch.utils.data.DataLoader(torch.ones(40, 16, 32), batch_size=8):
+    with context_parallel(both["context"], buffers=[batch], buffer_seq_dims=[1]):
+        assert batch.shape == (8, 8, 32), batch.shape
+        model(batch).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()"""
+    with spare_with_ranks(4) as kernel:
+        kernel.ok("%distributed tflops on")
+        kernel.ok(SETUP)
+        assert "ranks 0-3 share their batches" in unwrapped(kernel.ok(f"%%distributed\n{cell}"))
+
+
+@pytest.mark.torch_private
 def test_a_division_of_sequences_is_forgotten_with_the_default_group_of_then() -> None:
     train = """
 model = DistributedDataParallel(nn.Linear(32, 32))
@@ -230,6 +253,29 @@ for _ in range(12):
     table = unwrapped(measured.ok("%distributed why"))
     assert "waiting for rank 1" in table and "waiting for ranks" in table, table
     assert "cell that trains" not in table
+
+
+def test_evaluations_between_steps_are_named_below_the_cell_and_by_rank(measured: Kernel) -> None:
+    cell = """
+import time
+model = DistributedDataParallel(Gpt())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(31):
+    loss_of(model, indices(2, 16)).backward()
+    optimizer.step(); optimizer.zero_grad()
+    if step % 10 == 9:
+        model.eval()
+        with torch.inference_mode():
+            loss_of(model, indices(2, 16)).item()
+            time.sleep(0.5)
+        model.train()"""
+    shown = unwrapped(measured.ok(f"%%distributed\n{cell}"))
+    assert "31 steps, 29 timed" in shown, shown
+    assert re.search(r"evaluation took [2-9]\d % of the time; without it a step takes .*, [\d,]+ tokens/s", shown), (
+        shown
+    )
+    why = unwrapped(measured.ok("%distributed why"))
+    assert "% evaluation" in why and "rank step work evaluation waiting for data" in why, why
 
 
 def test_a_cell_that_fails_leaves_nothing_of_a_count_behind(measured: Kernel) -> None:

@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from testbed.kernel import Kernel, Outcome, kernel_with_ranks, wait_until
+from tests.support.roles import find
 
 
 def number_of(outcome: Outcome) -> int:
@@ -93,9 +93,10 @@ def test_a_cell_that_printed_nothing_is_said(ranks: Kernel) -> None:
 @pytest.fixture
 def full_disk(own_ranks: Kernel) -> Iterator[Kernel]:
     """A kernel whose controller can write files of 100 kB at most."""
-    for process in psutil.Process(own_ranks.pid).children(recursive=True):
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    controller = find(own_ranks.pid, "controller")
+    before = resource.prlimit(controller, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     yield own_ranks
+    resource.prlimit(controller, resource.RLIMIT_FSIZE, before)  # other tests may get this kernel
 
 
 def test_with_no_space_left_cells_run_on_show_their_output_and_say_so_once(full_disk: Kernel) -> None:

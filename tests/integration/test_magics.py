@@ -133,6 +133,41 @@ def test_with_auto_on_magics_and_commands_run_on_the_ranks_as_well(auto: Kernel)
     assert auto.ok("%time rank").stdout.count("Wall time") >= 1
 
 
+@pytest.mark.parametrize(
+    "around", ["%%time", "%%timeit -n 1 -r 1", "%%capture kept", "%%prun -q", "%%time\n%%capture kept"]
+)
+def test_with_auto_on_a_magic_may_stand_above_the_line_that_says_where_a_cell_runs(auto: Kernel, around: str) -> None:
+    auto.ok(f"{around}\n%%distributed -r 1\nwhere = 'named'")
+    auto.ok("%distributed pull where -r 1 --as first")
+    assert auto.value("first") == "named"
+    auto.ok(f"{around}\n%%rank 0\nwhere = 'short'")
+    auto.ok("%distributed pull where -r 0 --as second")
+    assert auto.value("second") == "short"
+    auto.ok(f"{around}\n%%local\nassert 'rank' not in globals()")
+    auto.ok(f"{around}\n%distributed status")
+
+
+def test_a_magic_above_keeps_what_ranks_print_and_one_below_works_on_each_rank(ranks: Kernel) -> None:
+    ranks.ok("%%capture kept\n%%distributed\nprint('shared')")
+    assert ranks.value("kept.stdout") == "[0-1] shared\n"
+    ranks.ok("%%distributed\n%%capture kept\nprint(rank)")
+    ranks.ok("%distributed pull kept")
+    assert ranks.value("[each.stdout for each in kept]") == ["0\n", "1\n"]
+    assert ranks.ok("%%time\n%%distributed\npass").stdout.count("Wall time") == 1
+    timed = ranks.ok("%%distributed\n%%time\npass").lines
+    assert all(any(line.startswith("Wall time") for line in timed[rank]) for rank in (0, 1)), timed
+
+
+@pytest.mark.parametrize(
+    ("magic", "advice"),
+    [("%%memory", "put it above `%%distributed`"), ("%%rank 0", "remove one of the two lines")],
+)
+def test_a_cell_magic_of_the_notebook_below_that_of_the_ranks_says_where_it_belongs(
+    ranks: Kernel, magic: str, advice: str
+) -> None:
+    assert advice in ranks.fails(f"%%distributed -r 0\n{magic}\nx = 1", "RankError").evalue
+
+
 def test_with_auto_on_the_session_s_own_magics_stay_in_the_notebook(auto: Kernel) -> None:
     assert auto.ok("%%distributed -r 1\nrank").plain == ["[1] 1"]
     assert auto.ok("%%rank 0\nrank").plain == ["[0] 0"]
@@ -147,6 +182,18 @@ def test_local_runs_a_cell_in_the_notebook_while_auto_is_on(auto: Kernel) -> Non
 
 def test_local_may_have_a_comment(auto: Kernel) -> None:
     assert auto.ok("%%local  # not on ranks\n'rank' in globals()").plain == ["False"]
+
+
+@pytest.mark.parametrize("mark", ["", "%%memory\n"])
+def test_another_magic_may_stand_below_local(auto: Kernel, mark: str) -> None:
+    outcome = auto.ok(f"{mark}%%local\n%%time\n'rank' in globals()")
+    assert outcome.plain[0] == "False"
+    assert "Wall time" in outcome.stdout
+
+
+def test_a_program_of_another_language_may_stand_below_local(auto: Kernel) -> None:
+    outcome = auto.fails("%%local\n%%bash\nexit 3", "CalledProcessError")
+    assert "exit status 3" in outcome.traceback
 
 
 def test_nothing_inside_a_local_cell_goes_to_the_ranks(auto: Kernel) -> None:

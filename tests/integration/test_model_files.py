@@ -144,7 +144,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     [
         ({"max_shard_size": "much"}, 'give bytes, or a text such as "5GB"'),
         ({"max_shard_size": 0}, "max_shard_size=0"),
-        ({"metadata": {"step": 3}}, r"metadata\['step'\] is int: the files hold texts only"),
+        ({"metadata": {"step": 3}}, r"metadata\['step'\] is int: these files can hold only strings"),
     ],
 )
 def test_bad_input_is_refused(tmp_path: Path, arguments: dict[str, object], advice: str) -> None:

@@ -13,9 +13,10 @@ from tests.support.spare import spare_with_ranks
 pytestmark = pytest.mark.torch_private
 
 HANG = 60.0
-# At each of `deaths`, (step, rank, whether in the optimizer's step), a rank dies once.
+# At each of `deaths`, (step, rank, whether in the optimizer's step), a rank dies once, when the other one has ended the
+# last step that both can end: it may be slower.
 TRAINING = """%%distributed --setup
-import os, random, signal, torch, nbdist
+import os, random, signal, time, torch, nbdist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,6 +34,8 @@ def may_die(in_step):
     mark = f'{{folder}}/{{scheduler.last_epoch}}'
     if (scheduler.last_epoch, rank, in_step) in deaths and not os.path.exists(mark):
         open(mark, 'x').close()
+        while not os.path.exists(f'{{folder}}/{{1 - rank}} at {{scheduler.last_epoch + in_step}}'):
+            time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
 optimizer.register_step_pre_hook(lambda *_: may_die(True))
 def train():
@@ -43,6 +46,7 @@ def train():
         loss.backward()
         optimizer.step()
         scheduler.step()
+        open(f'{{folder}}/{{rank}} at {{scheduler.last_epoch}}', 'w').close()
         if keeps == 'save' and scheduler.last_epoch == 4:
             nbdist.save_state(f'{{folder}}/states/step-4')
         if keeps == 'replicate' and scheduler.last_epoch % 5 == 0:
@@ -78,7 +82,7 @@ def test_a_training_goes_on_by_itself_and_ends_as_if_no_rank_had_died(
         kernel.ok(f"%distributed plan {plan}")
         kernel.ok(TRAINING.format(deaths=deaths, folder=str(tmp_path), keeps=keeps))
         said = kernel.ok("%%distributed\ntrain()", HANG).stdout
-        went_on = [line.partition("training goes on from ")[2] for line in said.splitlines() if " goes on " in line]
+        went_on = [line.partition("training continues from ")[2] for line in said.splitlines() if " continues " in line]
         assert len(went_on) == len(goes_on)
         assert all(line.startswith(words) for line, words in zip(went_on, goes_on, strict=True)), went_on
         healed = result(kernel)
@@ -102,7 +106,23 @@ def test_a_cell_that_kills_its_rank_at_the_same_step_each_time_is_given_up(tmp_p
         code = "%%distributed\nif rank == 1: os._exit(3)\ntrain()"
         failed = kernel.fails(code, "RankDied", HANG)
         assert failed.evalue.startswith("rank 1 died: exit code 3")
-        assert failed.stdout.count("training goes on from step 0") == 3
+        assert failed.stdout.count("training continues from step 0") == 3
+
+
+def test_a_cell_that_was_interrupted_is_not_run_again(tmp_path: Path) -> None:
+    with spare_with_ranks(2, "--on-death heal") as kernel:
+        kernel.ok(TRAINING.format(deaths=[], folder=str(tmp_path), keeps=""))
+        cell = kernel.start(
+            "%%distributed\ntry:\n    while True:\n        train()\n        print('go')\n"
+            "except KeyboardInterrupt:\n    if rank == 1: os._exit(3)"
+        )
+        cell.wait_for("] go")
+        kernel.interrupt()
+        outcome = cell.finish(HANG)
+        assert "rank 1 replaced in " in outcome.stdout, str(outcome)
+        assert outcome.ename == "KeyboardInterrupt" and "run the cell again to continue" in outcome.evalue, str(outcome)
+        agree = kernel.ok("%%distributed\nprint(nbdist.check(model))").stdout
+        assert "ranks 0-1 agree" in agree, agree
 
 
 def test_a_rank_that_stays_in_the_cell_for_good_is_replaced_too(tmp_path: Path) -> None:
@@ -117,23 +137,23 @@ def test_a_rank_that_stays_in_the_cell_for_good_is_replaced_too(tmp_path: Path) 
             "train()"
         )
         said = kernel.ok(f"%%distributed\n{code}", HANG).stdout
-        assert "rank 1 does not leave the cell, and is replaced, too" in said
+        assert "rank 1 does not leave the cell, so is replaced, too" in said
         assert "ranks 0-1 replaced in " in said
-        assert "training goes on from step 0, with the state of rank 2" in said
+        assert "training continues from step 0, with the state of rank 2" in said
 
 
 def test_a_newcomer_that_has_prepared_nothing_is_named() -> None:
     with spare_with_ranks(2, "--on-death heal") as kernel:
         kernel.ok("%%distributed\nimport os, torch, nbdist\nmodel = nbdist.prepare(torch.nn.Linear(2, 2))")
         failed = kernel.fails("%%distributed\nif rank == 1: os._exit(3)", "RankError", HANG)
-        assert "rank 1 has prepared nothing, so the training can't go on there" in failed.evalue
+        assert "rank 1 has prepared nothing, so the training can't continue there" in failed.evalue
         assert failed.stdout.startswith("rank 1 died: exit code 3")
 
 
 def test_the_session_ends_if_it_is_to() -> None:
     with spare_with_ranks(2, "--on-death stop") as kernel:
         failed = kernel.fails("%%distributed\nimport os\nif rank == 1: os._exit(3)", "RankDied", HANG)
-        assert "the session was stopped, as `--on-death stop` says" in failed.stdout
+        assert "the session was stopped because of `--on-death stop`" in failed.stdout
         (report,) = re.findall(r"^report, to send with an issue: (.*)$", failed.traceback, re.MULTILINE)
         assert re.search(r"rank 0: [0-9.]+ MiB private", Path(report).read_text(encoding="utf-8"))
         assert "no session is running" in kernel.fails("%%distributed\nprint(1)", "SessionClosed").evalue
@@ -145,11 +165,11 @@ def test_without_a_source_the_ranks_that_have_trained_give_their_state(tmp_path:
         kernel.fails("%%distributed\ntrain()", "RankDied", HANG)
         kernel.ok("%distributed heal", HANG)
         refused = kernel.fails("%%distributed\nnbdist.sync(model, src=0)", "RankError", HANG).evalue
-        assert "rank 0 has just replaced one that died, so what it has is new: pass src=1" in refused
+        assert "rank 0 has just replaced one that died, so its state is new: pass src=1" in refused
         synced = lines_by_rank(kernel.ok("%%distributed\nprint(nbdist.sync(model, optimizer, scheduler).src)").stdout)
         assert synced == {0: ["1"], 1: ["1"]}
 
 
 def test_an_unknown_policy_is_refused(kernel: Kernel) -> None:
     refused = kernel.fails("import nbdist\nnbdist.Session(2, on_death='pray')", "UsageError").evalue
-    assert refused == "on_death 'pray' is unknown. Allowed are 'ask', 'heal', 'stop'"
+    assert refused == "on_death 'pray' is unknown. Allowed values: 'ask', 'heal', 'stop'"

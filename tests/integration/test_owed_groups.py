@@ -133,7 +133,7 @@ def test_a_cell_waits_for_a_rank_that_does_not_answer_and_says_so(kernel: Kernel
         cell = kernel.start("%%distributed\ntotal()")
         cell.wait_until(lambda seen: bool(line_of(cell)), "a line that says so")
         assert "waiting for rank 1, which has not answered for" in line_of(cell)
-        assert line_of(cell).endswith("Interrupt this cell to drop it.")
+        assert line_of(cell).endswith("Interrupt this cell to cancel it.")
     outcome = cell.finish()
     assert outcome.status == "ok", str(outcome)
     assert "[0-2] 3" in outcome.plain and any("rebuilt" in text for text in outcome.plain)
@@ -148,7 +148,7 @@ def test_an_interrupt_of_a_cell_that_waits_drops_it(kernel: Kernel, tmp_path: Pa
         kernel.interrupt()
         outcome = cell.finish(10)
         assert outcome.ename == "KeyboardInterrupt", str(outcome)
-        assert any("for rank 1, then was dropped" in text for text in outcome.plain)
+        assert any("for rank 1, then was canceled" in text for text in outcome.plain)
     assert "[0-2] False" in kernel.ok("%%distributed\n'ran' in globals()").plain
 
 

@@ -57,19 +57,18 @@ def press(kernel: Kernel, type_: str, value: object) -> list[dict[str, Any]]:
     return send(kernel, "comm_msg", {"comm_id": kernel.value("panel.model_id"), "data": wish})
 
 
-def send(kernel: Kernel, type_: str, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Send a message as a page does. Returns what comes back by comms."""
+def send(kernel: Kernel, type_: str, content: dict[str, Any], *, at_once: bool = False) -> list[dict[str, Any]]:
+    """Send a message as a page does, perhaps by the channel that is heard at once. Returns what comes back by comms."""
     message = kernel.client.session.msg(type_, content)
-    kernel.client.shell_channel.send(message)
+    (kernel.client.control_channel if at_once else kernel.client.shell_channel).send(message)
     found = []
     while True:
         answer = kernel.client.get_iopub_msg(timeout=PATIENCE)
-        if answer["parent_header"].get("msg_id") != message["header"]["msg_id"]:
+        if answer["parent_header"].get("msg_id") not in (message["header"]["msg_id"], None):
             continue
         if answer["msg_type"] == "comm_msg":
-            found.append(answer["content"]["data"]["content"])
-        elif answer["msg_type"] == "comm_close":
-            found.append({"type": "closed"})
+            data = answer["content"]["data"]
+            found.append(data["content"] if data.get("method") == "custom" else data)
         if answer["content"].get("execution_state") == "idle":
             return found
 
@@ -230,21 +229,34 @@ def test_pause_and_resume_inside_another_widget(ranks: Kernel) -> None:
     ranks.ok("panel.close()")
 
 
-def test_a_page_may_have_a_line_of_its_own(panel_kernel: Kernel) -> None:
-    opening = {
-        "comm_id": "line",
-        "target_name": "nbdist.panel",
-        "data": {"id": panel_kernel.value("panel.state()['id']")},
-    }
-    assert send(panel_kernel, "comm_open", opening) == []
+def test_a_page_is_heard_while_a_cell_runs_and_the_cell_does_not_notice(panel_kernel: Kernel, tmp_path: Path) -> None:
+    panel = {"id": panel_kernel.value("panel.state()['id']")}
+    opening = {"comm_id": "line", "target_name": "nbdist.panel", "data": panel}
+    end = tmp_path / "end"
+    cell = panel_kernel.start(
+        "import pathlib, time\n"
+        "executed = []\n"
+        "get_ipython().events.register('post_execute', note := lambda: executed.append(1))  # as matplotlib does\n"
+        "print('begun')\n"
+        f"while not pathlib.Path({str(end)!r}).exists(): time.sleep(0.01)\n"
+        "get_ipython().events.unregister('post_execute', note)"
+    )
+    cell.wait_for("begun")
+    assert send(panel_kernel, "comm_open", opening, at_once=True) == [{"type": "greeting"}]
     wish = {"comm_id": "line", "data": {"type": "pause", "value": True}}
-    (answer,) = send(panel_kernel, "comm_msg", wish)
+    (answer,) = send(panel_kernel, "comm_msg", wish, at_once=True)
+    end.touch()
+    assert cell.finish().status == "ok"
     assert answer["head"]["live"] == "paused" and not panel_kernel.value("source.watched")
+    assert panel_kernel.value("executed") == []
 
 
-def test_a_line_to_a_panel_that_is_gone_is_closed(panel_kernel: Kernel) -> None:
+def test_nobody_hears_a_line_to_a_panel_that_is_gone(panel_kernel: Kernel) -> None:
     opening = {"comm_id": "lost", "target_name": "nbdist.panel", "data": {"id": "gone"}}
-    assert send(panel_kernel, "comm_open", opening) == [{"type": "closed"}]
+    assert send(panel_kernel, "comm_open", opening, at_once=True) == []
+    wish = {"comm_id": "lost", "data": {"type": "pause", "value": True}}
+    assert send(panel_kernel, "comm_msg", wish, at_once=True) == []
+    assert panel_kernel.value("source.watched")
 
 
 def test_rate(panel_kernel: Kernel) -> None:

@@ -57,7 +57,7 @@ def imported(ranks: Kernel) -> None:
 def test_the_plan_is_shown_as_a_table(plain: Kernel) -> None:
     first, second, last = plain.ok("%distributed plan").stdout.splitlines()
     assert first.startswith("strategy   ddp   each rank holds the whole model") and "over 2 ranks" in first
-    assert second.startswith("precision  fp32") and last.startswith("All else")
+    assert second.startswith("precision  fp32") and last.startswith("Everything else")
 
 
 def test_a_change_is_told_and_reaches_all_ranks(plain: Kernel) -> None:
@@ -101,6 +101,7 @@ def test_options_of_a_hook_go_with_it(plain: Kernel) -> None:
         ("--comm-hook fp16 fsdp", "excludes comm_hook ('fp16')"),
         ("hsdp --replicas 3", "replicas (3) must divide the number of ranks, which is 2: set replicas to 1 or 2"),
         ("--sync-batchnorm", "sync_batchnorm is for GPUs"),
+        ("fsdp --bucket-mb 50", "Set bucket_mb to 25.0, or strategy to 'ddp'"),
         ("--model m --batch b", "--model and --batch belong to `%distributed plan auto`, which needs both"),
         ("auto", "--model model --batch batch"),
         ("--seed 3 --nonsense", "unknown option --nonsense"),
@@ -112,6 +113,17 @@ def test_what_is_refused_changes_nothing_anywhere(plain: Kernel, line: str, mess
     assert message in plain.fails(f"%distributed plan {line}", "UsageError").evalue
     assert (plan_of_ranks(plain), variables_of_ranks(plain)) == before
     assert plain.value("nbdist.get_session().plan == Plan(accumulate=2)")
+
+
+def test_a_strategy_that_settings_of_the_last_one_stand_against_comes_with_the_line_that_drops_them(
+    plain: Kernel,
+) -> None:
+    plain.ok("%distributed plan ddp --bucket-mb 50 --accumulate 2")
+    refused = plain.fails("%distributed plan fsdp", "UsageError").evalue
+    line = "%distributed plan fsdp --bucket-mb 25.0"
+    assert refused.endswith(f": `{line}`")
+    plain.ok(line)
+    assert plan_of_ranks(plain)["strategy"] == "fsdp" and plan_of_ranks(plain)["accumulate"] == 2
 
 
 def test_ranks_that_are_busy_keep_their_plan_and_so_does_the_session(plain: Kernel) -> None:
@@ -197,6 +209,13 @@ def test_an_accelerator_follows_precision_accumulation_and_compilation(plain: Ke
     assert call(plain, ACCELERATE, "told") == (2, "no", 1, "NO")
     plain.ok("%distributed plan --precision bf16 --accumulate 4 --compile")
     assert call(plain, ACCELERATE, "told") == (2, "bf16", 4, "INDUCTOR")
+
+
+def test_an_accelerator_follows_a_plan_that_is_newer_than_the_first_accelerator(plain: Kernel) -> None:
+    first, second = f"{ACCELERATE}\nearlier = accelerator", ACCELERATE.replace("AcceleratorState._reset", "# ")
+    assert call(plain, first, "told") == (2, "no", 1, "NO")
+    plain.ok("%distributed plan --precision bf16 --accumulate 4")
+    assert call(plain, second, "told, earlier.mixed_precision") == ((2, "bf16", 4, "NO"), "no")
 
 
 def test_an_accelerator_of_the_default_plan_takes_its_arguments(plain: Kernel) -> None:

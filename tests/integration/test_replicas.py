@@ -128,7 +128,7 @@ def test_ranks_that_agree_are_left_alone(ranks: Kernel) -> None:
     ("call", "advice"),
     [
         ("nbdist.sync(model, src=7)", "src=7 is not one of ranks 0-1: pass src=0"),
-        ("nbdist.sync(model, src=rank)", "rank 0 with src=0; rank 1 with src=1. Pass the same on all ranks"),
+        ("nbdist.sync(model, src=rank)", "rank 0 with src=0; rank 1 with src=1. Pass the same values on all ranks"),
         ("nbdist.sync()", "write nbdist.sync(model, optimizer)"),
         ("nbdist.check('model')", "check can't handle 'str' objects"),
         ("nbdist.check(*[model, optimizer][:rank + 1])", "ranks called check with different arguments"),
@@ -148,7 +148,7 @@ def test_outside_of_a_distributed_cell_it_says_where_to_type_it(ranks: Kernel) -
 
 def test_shards_without_replicas_are_not_compared(ranks: Kernel) -> None:
     (text,) = on_ranks(ranks, "shape = (2,)" + FSDP + "nbdist.check(model)")
-    assert text == "[0-1] 4 shards can't be compared, as no two ranks hold the same"
+    assert text == "[0-1] 4 shards can't be compared: no two ranks hold the same"
 
 
 def test_shards_of_different_steps_are_refused_with_what_can_be_done(ranks: Kernel) -> None:

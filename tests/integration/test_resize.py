@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_the_living_go_on_as_fewer_ranks_with_their_variables(three: Kernel, ran
     three.ok("%%distributed\nkept = rank")
     kill(three, rank)
     said = three.ok("%distributed shrink", HANG).stdout
-    assert f"rank {rank} given up" in said and "2 ranks left, 1 process group rebuilt (generation 2)" in said
+    assert f"rank {rank} removed" in said and "2 ranks left, 1 process group rebuilt (generation 2)" in said
     assert printed(three, NUMBERS) == numbers(2)
     left = [other for other in range(3) if other != rank]
     assert printed(three, "%%distributed\nprint(kept)") == {now: [str(before)] for now, before in enumerate(left)}
@@ -87,7 +88,7 @@ def test_groups_of_ranks_that_stay_go_on_and_the_others_are_named(three: Kernel)
         rank: ["2 [0, 1]"] for rank in range(2)
     }
     failed = three.fails("%%distributed -r 0\ndist.all_reduce(torch.ones(1), group=lost)", "RankError", HANG)
-    assert "is of the time before the number of ranks changed" in failed.traceback
+    assert "was created before the number of ranks changed" in failed.traceback
     assert printed(three, NUMBERS) == numbers(2)
 
 
@@ -161,3 +162,18 @@ def test_newcomers_whose_setup_ends_them_leave_the_others_as_they_were(three: Ke
     assert "no rank was added" in failed.evalue
     assert printed(three, NUMBERS) == numbers(3)
     assert "number of ranks" not in three.ok("%distributed status").stdout
+
+
+def test_a_thread_of_a_cell_goes_on_printing_below_it_under_the_new_number(three: Kernel, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    three.ok(
+        "%%distributed\nimport threading\n"
+        f"def print_later():\n    while not os.path.exists({str(go)!r}): time.sleep(0.01)\n    print('late')"
+    )
+    cell = three.start("%%distributed -r 1 --capture kept --tee\nthreading.Thread(target=print_later).start()")
+    assert cell.finish(HANG).status == "ok"
+    three.ok("%distributed shrink -r 0", HANG)
+    go.touch()
+    cell.wait_late("late")
+    assert cell.outcome.stdout == "[0] late\n"
+    assert three.value("kept[1].stdout") == "late\n"

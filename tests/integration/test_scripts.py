@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from testbed.kernel import Kernel, both
+from testbed.ports import free_port
 from tests.conftest import shared_kernel
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
@@ -43,8 +43,7 @@ def own_group() -> Iterator[Kernel]:
 @pytest.fixture(scope="module")
 def port() -> int:
     """A port on which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 @pytest.mark.parametrize(
@@ -139,6 +138,26 @@ def test_a_program_that_spawns_its_own_function_runs_as_it_is(ranks: Kernel, tmp
     assert ranks.ok(f"%%distributed -r 0\n%run {tmp_path}/spawning.py").lines == {0: ["started 0"]}
 
 
+def test_a_program_that_spawns_the_ranks_of_the_tutorial_runs_on_one_rank(
+    ranks: Kernel, port: int, tmp_path: Path
+) -> None:
+    spawn = "def run(rank):\n    print(f'sum {train(rank, 2)}\\n', end='', flush=True)\n"  # each line in one write
+    spawn += "if __name__ == '__main__':\n    import torch.multiprocessing as mp\n    mp.spawn(run, nprocs=2)\n"
+    (tmp_path / "tutorial.py").write_text(TUTORIAL.format(port=port) + spawn)
+    before = ranks.ok("%%distributed -r 0\nimport os\nprint(dict(os.environ))").stdout
+    assert ranks.ok(f"%%distributed -r 0\n%run {tmp_path}/tutorial.py").lines == {0: ["sum 2.0", "sum 2.0"]}
+    assert ranks.ok("%%distributed -r 0\nprint(dict(os.environ))").stdout == before
+
+
+def test_a_program_that_spawns_on_several_ranks_says_that_they_are_ranks_already(ranks: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(SPAWNING)
+    line = "nbdist: mp.spawn starts 1 process on each rank"
+    lines = ranks.ok(f"%%distributed\n%run {tmp_path}/twice.py").lines
+    assert all(
+        of[0].startswith(line) and "`train(rank, ...)`" in of[0] and of[1] == "started 0" for of in lines.values()
+    )
+
+
 def test_spawning_a_function_of_a_program_that_has_ended_says_where_it_is_from(ranks: Kernel, tmp_path: Path) -> None:
     (tmp_path / "spawned.py").write_text(SPAWNING)
     ranks.ok(f"%%distributed -r 0\n%run {tmp_path}/spawned.py")
@@ -152,10 +171,19 @@ def test_forking_a_function_of_a_cell_works(ranks: Kernel) -> None:
     assert outcome.lines == {0: ["started 0"]}
 
 
-def test_live_displays_of_rich_leave_their_last_state(ranks: Kernel) -> None:
-    code = "from rich.progress import track\nfor step in track(range(3), total=3):\n    pass"
-    shown = ranks.ok(f"%%distributed -r 0\n{code}").stdout
-    assert shown.count("100%") == 1 and "\x1b[2K" not in shown and "\x1b[1A" not in shown
+def test_bars_of_rich_move_and_leave_their_last_state(ranks: Kernel, tmp_path: Path) -> None:
+    code = (
+        "import pathlib, time\nfrom rich.progress import track\n"
+        "for step in track(range(4), description=f'rank {rank}', auto_refresh=False):\n"
+        f"    while step == 2 and not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+    )
+    running = ranks.start(f"%%distributed -r 0\n{code}")
+    running.wait_until(lambda outcome: " 50%" in outcome.stdout, "the bar to move")
+    (tmp_path / "go").touch()
+    shown = running.finish().stdout
+    assert "\x1b[2K" not in shown and "\x1b[?25" not in shown
+    [line] = [line.rpartition("\r")[2] for line in shown.split("\n") if line]
+    assert line.startswith("[0] rank 0") and "100%" in line
 
 
 SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(total.item())"

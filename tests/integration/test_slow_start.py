@@ -77,7 +77,7 @@ def test_an_interrupt_is_heard_while_the_controller_comes_up(held: Held, go: Pat
     kernel.ok("import os, signal, threading")
     kernel.ok("threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()")
     interrupted = kernel.fails("%distributed start -n 1", "KeyboardInterrupt", HANG)
-    assert interrupted.evalue == "the start was interrupted, and no rank is left"
+    assert interrupted.evalue == "the start was interrupted; no ranks are running"
 
 
 def test_a_patience_that_is_no_number_is_refused(notebook: Kernel) -> None:

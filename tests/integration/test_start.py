@@ -278,7 +278,7 @@ def test_ranks_start_where_the_notebook_may_open_few_files_but_the_system_allows
 def test_too_few_file_handles_for_that_many_ranks_is_said_before_anything_starts(frugal: Kernel) -> None:
     frugal.ok("%distributed stop\nresource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")
     outcome = frugal.fails("%distributed start -n 60", "UsageError")
-    assert "60 ranks need about 400 file handles" in outcome.evalue and "`ulimit -n 4096`" in outcome.evalue
+    assert "60 ranks need about 400 file descriptors" in outcome.evalue and "`ulimit -n 4096`" in outcome.evalue
     frugal.ok("%distributed start -n 2", HANG)
 
 

@@ -53,7 +53,7 @@ def test_all_ranks_stop_after_the_same_step_with_the_body_of_the_loop_done(ranks
         outcome = interrupted(ranks, LOOP)
         (first, second), epochs = counts(ranks)
         assert first == second and epochs == [first, second]
-        assert outcome.evalue == f"all ranks stopped after step {first - steps:,}; run the cell again to go on"
+        assert outcome.evalue == f"all ranks stopped after step {first - steps:,}; run the cell again to continue"
         assert "nbdist:" not in outcome.traceback
         steps = first
     ranks.ok("%%distributed\nreport = nbdist.check(model)\nassert report.equal, report")
@@ -113,3 +113,15 @@ def test_ranks_of_different_speed_stop_after_the_same_step_too(ranks: Kernel) ->
     first, second = counts(ranks)[0]
     assert first == second and outcome.evalue.startswith(f"all ranks stopped after step {first}"), str(outcome)
     assert any("nbdist: rank 1 had" in text and "steps to go before all could stop" in text for text in outcome.plain)
+
+
+def test_a_loop_that_catches_the_stop_takes_its_time_and_may_train_on(ranks: Kernel) -> None:
+    ranks.ok(SETUP)
+    loop = LOOP.removeprefix("%%distributed\n").replace("\n", "\n    ").rstrip()
+    save = "    for _ in range(35): time.sleep(0.1); dist.barrier()\n"
+    more = "for _ in range(3): model(torch.randn(8, 4)).square().mean().backward(); optimizer.step()\n"
+    cell = ranks.start(f"%%distributed\ntry:\n    {loop}\nexcept KeyboardInterrupt:\n{save}{more}print('saved')")
+    cell.wait_for_ranks(2, "five more")
+    ranks.interrupt()
+    outcome = cell.finish()
+    assert outcome.status == "ok" and outcome.lines[0][-1] == outcome.lines[1][-1] == "saved", str(outcome)

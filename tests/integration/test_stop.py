@@ -152,3 +152,19 @@ def test_signals_to_the_kernels_process_group_do_not_reach_the_session(own: Kern
     pids = [find(own.pid, role) for role in ("controller", "agent", "template")] + own.rank_pids()
     sessions = [os.getsid(pid) for pid in pids]
     assert len(set(sessions)) == len(pids) and os.getsid(own.pid) not in sessions
+
+
+def test_a_cell_whose_session_is_stopped_meanwhile_does_not_promise_variables(notebook: Kernel, tmp_path: Path) -> None:
+    begun = str(tmp_path / "begun")
+    code = f"import pathlib, time\npathlib.Path({begun!r} + str(rank)).touch()\nwhile True: time.sleep(0.01)"
+    outcome = notebook.ok(
+        "import nbdist, pathlib, threading, time\n"
+        "session = nbdist.Session(2)\n"
+        "def run():\n"
+        f"    try: session.run({code!r})\n"
+        "    except KeyboardInterrupt as error: print(error)\n"
+        "thread = threading.Thread(target=run); thread.start()\n"
+        f"while not all(pathlib.Path({begun!r} + str(rank)).exists() for rank in (0, 1)): time.sleep(0.01)\n"
+        "session.close(grace=30); thread.join()"
+    )
+    assert outcome.stdout == "ranks 0-1 interrupted; their session was stopped\n"

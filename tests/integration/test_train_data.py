@@ -224,6 +224,10 @@ def test_dispatch_with_data_that_shares_itself_out_is_refused(loading: Kernel) -
     ("code", "text"),
     [
         ("prepared(Numbers(8 + 4 * rank))", "4 on rank 0, 6 on rank 1. Give all ranks the same data"),
+        (
+            "prepare_loader(DataLoader(Numbers(8 - rank), batch_size=2))",
+            "datasets of different lengths: 8 on rank 0, 7 on rank 1. Give all ranks the same data",
+        ),
         ("prepared(Numbers(8) if rank else Stream(8))", "an unknown number of on rank 0, 4 on rank 1"),
         (
             "prepare_loader(DataLoader(Numbers(8 + rank)), sharded=True)",

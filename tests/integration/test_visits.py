@@ -54,5 +54,5 @@ def test_a_notebook_that_has_no_ranks_yet_is_not_listed(own_ranks: Kernel) -> No
 
 def test_what_can_not_be_stopped_is_refused(own_ranks: Kernel) -> None:
     assert "there is no session 'nowhere'" in nbdist("stop", "nowhere", code=2)
-    assert "or give --all" in nbdist("stop", code=2)
+    assert "or pass --all" in nbdist("stop", code=2)
     assert row_of(own_ranks)

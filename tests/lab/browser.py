@@ -19,14 +19,14 @@ from tests.support.leftovers import MARK
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
-    """A browser without a window."""
+def chromium(*options: str) -> Iterator[Browser]:
+    """A browser without a window; with options of its command line."""
     before = {child.pid for child in psutil.Process().children()}
     # The browser's helpers are nobody's children, and end on their own.
     unmarked = {name: value for name, value in os.environ.items() if name != MARK}
     with ExitStack() as stack:
         try:
-            browser = stack.enter_context(browser_without_window(environment=unmarked))
+            browser = stack.enter_context(browser_without_window(*options, environment=unmarked))
         except FileNotFoundError as error:
             pytest.skip(str(error))
         driver = next(child for child in psutil.Process().children() if child.pid not in before)

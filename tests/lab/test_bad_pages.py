@@ -28,22 +28,28 @@ class Missing:
     def find_spec(name, *more):
         if name == "nbdist": raise ModuleNotFoundError("No module named 'nbdist'", name="nbdist")
 sys.meta_path.insert(0, Missing)"""
-# A kernel of another version, as far as a page gets with it: it hears the page and answers.
+# A kernel of another version, as far as a page gets with it: it hears the page and greets.
 OTHER = """\
-import comm
-state = {{"protocol": {protocol}, "version": "{version}", "ranks": 0, "cells": []}}
-reply = {{"id": 0, "state": state, "text": "", "failed": False}}
-comm.get_comm_manager().register_target(
-    "nbdist.control", lambda line, opening: line.on_msg(lambda message: line.send(reply))
-)
+kernel = get_ipython().kernel
+greeting = {{"type": "greeting", "protocol": {protocol}, "version": "{version}", "more": 1}}
+def greet(stream, identity, message):
+    content = {{"comm_id": message["content"]["comm_id"], "data": greeting}}
+    kernel.session.send(kernel.iopub_socket, "comm_msg", content)
+kernel.control_handlers["comm_open"] = greet
 # nbdist"""
-# The page of another version, as far as a kernel gets with it; its line is the page's that is tested.
+# The page of another version, as far as a kernel gets with it.
 PAGE = """\
-([target, protocol]) => new Promise(resolve => {{
-  const line = {kernel}.createComm(target);
-  line.onMsg = message => resolve(message.content.data.state);
-  const request = {{ id: 1, do: "state", more: 1 }};
-  line.open({{ page: "another", protocol, more: 1 }}).done.then(() => line.send({{ request }}));
+protocol => new Promise(resolve => {{
+  const kernel = {kernel};
+  kernel.iopubMessage.connect((_, message) => {{
+    if (message.content.comm_id === "another") resolve(message.content.data);
+  }});
+  const {{ username, clientId: session }} = kernel;
+  const header = {{ msg_id: "opening", msg_type: "comm_open", username, session, date: "", version: "5.3" }};
+  const opening = {{ page: "another", protocol, more: 1 }};
+  const content = {{ comm_id: "another", target_name: "nbdist.page", data: opening }};
+  const message = {{ header, parent_header: {{}}, metadata: {{}}, content, channel: "control", buffers: [] }};
+  kernel.sendControlMessage(message, false);
 }})"""
 
 
@@ -141,7 +147,7 @@ def test_a_kernel_of_another_version_is_named(lab: Lab, browser: Browser, protoc
     with Notebook(lab, browser, [OTHER.format(protocol=protocol, version=version)]) as notebook:
         sidebar = show_sidebar(notebook)
         notebook.run(0)
-        expect(sidebar).to_contain_text(f"The kernel runs nbdist {version}, which this page cannot talk to.")
+        expect(sidebar).to_contain_text(f"The kernel runs nbdist {version}, which does not match this page's version.")
         expect(sidebar.get_by_role("button", name="Stop")).to_be_hidden()
         expect(sidebar.get_by_role("button", name="Add and run").first).to_be_hidden()
 
@@ -154,8 +160,8 @@ def test_a_page_of_another_version_learns_which_one_the_kernel_has(lab: Lab, bro
     with Notebook(lab, browser, ["%load_ext nbdist"]) as notebook:
         notebook.run(0)
         script = PAGE.format(kernel=f"{CURRENT}.sessionContext.session.kernel")
-        state = notebook.page.evaluate(script, ["nbdist.control", protocol])
-        assert (state["protocol"], state["version"]) == (PROTOCOL, __version__)
+        greeting = notebook.page.evaluate(script, protocol)
+        assert greeting == {"type": "greeting", "protocol": PROTOCOL, "version": __version__}
 
 
 def test_a_server_of_another_version_is_named(lab: Lab, browser: Browser) -> None:

@@ -11,11 +11,27 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, expect
 
-from testbed.lab import CURRENT, Lab, Notebook, number, show_sidebar
+from testbed.lab import (
+    CURRENT,
+    LOOP,
+    Lab,
+    Notebook,
+    expect_place,
+    move_cell,
+    number,
+    search_output,
+    show_sidebar,
+    start_loop,
+)
 
 pytestmark = pytest.mark.lab
 
-LOOP = "%%distributed\nimport time\nwhile True: time.sleep(0.05)"
+COUNT = """\
+%%distributed
+import itertools, time
+for line in itertools.count():
+    print("rank", rank, "line", line, flush=True)
+    time.sleep(0.05)"""
 PRINT = """\
 %%distributed
 print("both")
@@ -40,7 +56,10 @@ DRIFT = """\
 %%distributed
 import torch
 w = torch.arange(6.0) + rank
-same = 0.25"""
+mixed = ["text", 1][rank]
+shapes = torch.ones(2 + rank, dtype=torch.int16)
+same = 0.25
+state = {"layers": [{"bias": w}, {"bias": same}]}"""
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +79,7 @@ def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
         "%distributed tflops off",
         LONG_AND_WRITTEN_OVER,
         LONG_LINE,
+        COUNT,
     ]
     with Notebook(lab, browser, cells) as notebook:
         show_sidebar(notebook)
@@ -92,7 +112,9 @@ def test_the_form_writes_and_runs_a_cell_and_the_panel_shows_its_ranks(lab: Lab,
         expect(sidebar.get_by_role("alert")).to_contain_text("a whole number from 1 to 1024")
         expect(sidebar.get_by_role("button", name="Add and run")).to_be_disabled()
         sidebar.get_by_label("Number of ranks").fill("2")
-        sidebar.get_by_label("Plan").select_option("ddp")
+        plan = sidebar.get_by_label("Plan")
+        expect(plan.get_by_role("option")).to_have_text(["not set here", "ddp", "fsdp", "hsdp"])
+        plan.select_option("ddp")
         sidebar.get_by_label("Precision").select_option("bf16")
         notebook.shoot("sidebar-start-form")
         sidebar.get_by_role("button", name="Add and run").click()
@@ -105,16 +127,32 @@ def test_the_form_writes_and_runs_a_cell_and_the_panel_shows_its_ranks(lab: Lab,
 
         # What the buttons end, the kernel has ended.
         sidebar.get_by_role("button", name="Stop").click()
-        notebook.page.locator(".jp-Dialog").get_by_role("button", name="Stop").click()
+        dialog = notebook.page.locator(".jp-Dialog")
+        expect(dialog).to_contain_text("The variables of all ranks are lost.")  # and no GPUs are free, as it has none
+        dialog.get_by_role("button", name="Stop").click()
         expect(sidebar.locator(".nbdist-sidebar-text")).to_have_text("2 ranks stopped")
         expect(sidebar.locator(".nbdist-start")).to_be_visible()
+
+
+def test_a_double_click_on_the_form_adds_one_cell(lab: Lab, browser: Browser) -> None:
+    with Notebook(lab, browser, [""]) as notebook:
+        sidebar = show_sidebar(notebook)
+        sidebar.get_by_label("Number of ranks").fill("2")
+        sidebar.get_by_role("button", name="Add and run").dblclick()
+        expect(notebook.page.locator(".nbdist-status")).to_have_text("2 ranks: idle")
+        added = notebook.page.evaluate(f"{CURRENT}.content.widgets.map(cell => cell.model.sharedModel.getSource())")
+        assert [source for source in added if source] == ["%load_ext nbdist\n%distributed start -n 2"]
+
+        sidebar.get_by_role("button", name="Stop").click()
+        notebook.page.locator(".jp-Dialog").get_by_role("button", name="Stop").click()
+        expect(sidebar.get_by_role("button", name="Add and run")).to_be_enabled()
 
 
 def test_buttons_act_while_a_cell_runs(two: Notebook) -> None:
     sidebar = two.page.locator(".nbdist-sidebar")
     text = sidebar.locator(".nbdist-sidebar-text")
     expect(sidebar.get_by_role("button", name="Interrupt now")).to_be_disabled()
-    two.start(1)
+    start_loop(two, 1)
     expect(sidebar.locator(".nbdist-sidebar-cell")).to_contain_text("0 of 2 done")
     expect(two.page.locator(".nbdist-status")).to_have_text("2 ranks: [0 of 2 done]")
     sidebar.get_by_role("button", name="Stacks").click()
@@ -125,6 +163,28 @@ def test_buttons_act_while_a_cell_runs(two: Notebook) -> None:
     expect(two.page.locator(".nbdist-status")).to_have_text("2 ranks: idle")
     sidebar.get_by_role("button", name="Why").click()
     expect(text).not_to_contain_text("time.sleep")
+
+
+def test_jupyterlab_and_its_server_know_that_the_kernel_is_busy_while_a_cell_runs(two: Notebook) -> None:
+    sidebar = two.page.locator(".nbdist-sidebar")
+    shown = two.page.locator("#jp-bottom-panel").get_by_text("Python 3")
+    start_loop(two, 1)
+    sidebar.get_by_role("button", name="Stacks").click()
+    expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("while True: time.sleep(0.05)")
+    expect(shown).to_have_text(re.compile("Busy"))
+    assert two.server_status() == "busy"
+    two.interrupt()
+    expect(shown).to_have_text(re.compile("Idle"))
+    two.wait_until(lambda: two.server_status() == "idle", "the server to know of the end")
+
+
+def test_a_sidebar_that_was_hidden_shows_its_ranks_again(two: Notebook) -> None:
+    rows = two.page.locator(".nbdist-sidebar .nbdist-row")
+    expect(rows).to_have_count(2)
+    two.command("application:toggle-right-area", {})
+    expect(rows).to_have_count(0)
+    two.command("application:toggle-right-area", {})
+    expect(rows).to_have_count(2)
 
 
 def test_the_step_of_a_training_loop_is_shown_while_it_runs(two: Notebook) -> None:
@@ -140,44 +200,85 @@ def test_the_step_of_a_training_loop_is_shown_while_it_runs(two: Notebook) -> No
     two.run(10)
 
 
-def test_after_a_reload_while_a_cell_runs_the_buttons_act_from_the_next_cell_on(two: Notebook) -> None:
-    two.start(1)
+def test_after_a_reload_while_a_cell_runs_the_sidebar_shows_it_and_its_buttons_act(two: Notebook) -> None:
+    two.start(13)
     status = two.page.locator(".nbdist-status")
+    cell = two.page.locator(".jp-Cell").nth(13)
     expect(status).to_have_text("2 ranks: [0 of 2 done]")
+    expect(cell.get_by_role("tab")).to_have_count(3)
     two.save()
     two.reload()
     sidebar = show_sidebar(two)
-    expect(sidebar).to_contain_text("Waiting for the kernel.")  # JupyterLab does not know yet that it has threads
-    two.interrupt()
-    expect(sidebar.get_by_role("option").locator(".nbdist-memory")).to_have_count(2)
-    two.start(1)
     expect(status).to_have_text("2 ranks: [0 of 2 done]")
+    expect(sidebar.get_by_role("option").locator(".nbdist-memory")).to_have_count(2)
+    sidebar.get_by_role("button", name="Stacks").click()
+    expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("time.sleep")
+    # JupyterLab shows nothing of what a cell prints after a reload.
+    expect(cell.get_by_role("status")).to_have_text("Newer lines are in the log: choose a rank and click Log")
+    cell.get_by_role("tab", name="1").click()
+    count = cell.locator(".nbdist-tab-count").first
+    expect(count).to_have_text(re.compile(r"\d+ lines?"))
+    shown = number(count.inner_text())
+    cell.get_by_role("button", name="Log").click()
+    two.wait_until(lambda: number(count.inner_text()) > shown, "newer lines")
     sidebar.get_by_role("button", name="Interrupt now").click()
     expect(status).to_have_text("2 ranks: idle")
+    two.run(3)  # in the kernel's main thread, as ever
+
+
+LISTEN = f"""() => {{
+  const kernel = {CURRENT}.sessionContext.session.kernel;
+  [lines, news] = [new Set(), 0];
+  kernel.iopubMessage.connect((_, {{ header, content }}) => {{
+    if (header.msg_type !== "comm_msg") return;
+    lines.add(content.comm_id);
+    if (content.data.type === "update") news++;
+  }});
+}}"""
+
+
+@pytest.mark.parametrize("farewell", ["heard", "lost"])
+def test_after_a_reload_while_a_cell_runs_the_kernel_sends_nothing_to_the_page_before(
+    two: Notebook, farewell: str
+) -> None:
+    show_sidebar(two)
+    two.start(1)
+    expect(two.page.locator(".nbdist-status")).to_have_text("2 ranks: [0 of 2 done]")
+    two.save()
+    if farewell == "lost":
+        two.page.evaluate("() => { WebSocket.prototype.send = () => undefined }")
+    two.reload()
+    sidebar = show_sidebar(two)
+    expect(sidebar.get_by_role("option").locator(".nbdist-memory")).to_have_count(2)
+    two.page.evaluate(LISTEN)
+    two.wait_until(lambda: two.page.evaluate("news") >= 3, "the panel's news")
+    assert two.page.evaluate("lines.size") == 1
+    sidebar.get_by_role("button", name="Interrupt now").click()
+    expect(two.page.locator(".nbdist-status")).to_have_text("2 ranks: idle")
 
 
 def test_picker_badge_and_keys_write_the_line_that_says_where_a_cell_runs(two: Notebook) -> None:
     page = two.page
     two.choose(3)
     picker = page.locator(".nbdist-run-on")
-    badge = page.locator(".jp-Cell").nth(3).locator(".nbdist-badge-of-cell")
+    cell = page.locator(".jp-Cell").nth(3)
     expect(picker).to_have_value("kernel")
     picker.select_option("all")
     assert two.source(3) == "%%distributed\nkept = 1"
-    expect(badge).to_have_value("all")
-    badge.select_option("choose")
+    expect_place(cell, "all ranks")
+    move_cell(cell, "choose")
     dialog = page.locator(".jp-Dialog")
     dialog.get_by_role("textbox").fill("0;1")
     page.keyboard.press("Enter")
-    expect(dialog).to_contain_text("'0;1' does not name ranks")
+    expect(dialog).to_contain_text("'0;1' is not a list of ranks")
     dialog.get_by_role("textbox").fill("1")
     page.keyboard.press("Enter")
-    expect(badge.locator("option:checked")).to_have_text("rank 1")
+    expect_place(cell, "rank 1")
     assert two.source(3) == "%%distributed -r 1\nkept = 1"
     two.shoot("badges")
     two.choose(3)
     expect(picker.locator("option:checked")).to_have_text("rank 1")
-    page.locator(".jp-Cell").nth(3).focus()
+    cell.focus()
     page.keyboard.press("Control+Alt+r")
     expect(picker).to_have_value("kernel")
     assert two.source(3) == "kept = 1"
@@ -197,6 +298,21 @@ def test_the_badge_leaves_the_end_of_a_long_line_to_be_read(two: Notebook) -> No
     assert cell.locator(".cm-line").last.evaluate(end) <= badge["x"]
 
 
+def test_the_badge_of_a_cell_of_one_line_leaves_the_active_cells_own_buttons_alone(two: Notebook) -> None:
+    two.choose(3)
+    badge = two.page.locator(".jp-Cell").nth(3).locator(".nbdist-badge-of-cell")
+    expect(badge).to_have_css("opacity", "0")
+    badge.focus()
+    two.page.keyboard.press("Shift")  # what has the focus by keys is shown
+    expect(badge).to_have_css("opacity", "1")
+
+
+def test_the_tiles_of_the_narrow_panel_are_equally_wide(two: Notebook) -> None:
+    tiles = two.page.locator(".nbdist-sidebar .nbdist-stat:visible")
+    expect(tiles.nth(1)).to_be_visible()
+    assert len({tile.bounding_box()["width"] for tile in tiles.all()}) == 1  # type: ignore[index]
+
+
 def test_the_sidebars_parts_begin_at_the_same_edge(two: Notebook) -> None:
     titles = two.page.locator(".nbdist-sidebar .nbdist-machine-title")
     assert len({title.bounding_box()["x"] for title in titles.all() if title.is_visible()}) == 1  # type: ignore[index]
@@ -212,7 +328,7 @@ def test_output_has_a_tab_for_each_rank(two: Notebook) -> None:
     expect(output).to_be_hidden()
     expect(view).to_have_text("both <b>rank 1</b> 'value 1'")
     two.shoot("output-by-rank")
-    cell.get_by_role("searchbox").fill("RANK")
+    search_output(cell, "RANK")
     expect(view).to_have_text("<b>rank 1</b>")
     two.page.keyboard.press("Escape")
     cell.get_by_role("tab", name="1").press("ArrowLeft")
@@ -254,7 +370,7 @@ def test_of_much_output_the_page_holds_what_is_in_view_and_the_log_has_every_lin
     expect(cell.locator(".nbdist-tab-view")).to_contain_text("1 0\n1 1\n")
     expect(cell.locator(".nbdist-log-pages")).to_contain_text("page 1, the last")
     two.shoot("log-of-a-rank")
-    cell.get_by_role("searchbox").fill("1 1999")
+    search_output(cell, "1 1999")
     expect(count).to_have_text("11 lines")
     two.clear(5)
     expect(cell.get_by_role("tab")).to_have_count(0)
@@ -282,6 +398,45 @@ def test_variables_show_which_differ_and_by_how_much(two: Notebook) -> None:
     row.get_by_role("button", name="Compare").click()
     expect(row).to_contain_text("w differs on ranks 0 and 1: 6 elements of 6, by up to 1")
     two.shoot("variables")
+    other = variables.get_by_role("listitem").filter(has=two.page.get_by_role("button", name="mixed", exact=True))
+    expect(other).to_contain_text("str (rank 0), int (rank 1)")
+    other = variables.get_by_role("listitem").filter(has=two.page.get_by_role("button", name="shapes", exact=True))
+    expect(other).to_contain_text("Tensor, int16 [2] (rank 0), int16 [3] (rank 1), cpu, 4 B to 6 B")
+
+    # A cell that ends keeps the choice, and the answer as one from before.
+    answer = row.locator(".nbdist-variable-comparison [role=status]")
+    one, another = row.get_by_label("First rank"), row.get_by_label("Second rank")
+    one.select_option("1")
+    another.select_option("0")
+    row.get_by_role("button", name="Compare").click()
+    expect(answer).to_have_text("w differs on ranks 0 and 1: 6 elements of 6, by up to 1; the first at flat index 0")
+    two.run(6)
+    expect(answer).to_have_text(re.compile("^Before the table was refreshed: w differs on ranks 0 and 1"))
+    expect(one).to_have_value("1")
+    expect(another).to_have_value("0")
+    row.get_by_role("button", name="Compare").click()
+    expect(answer).to_have_text(re.compile("^w differs on ranks 0 and 1"))
+
+
+def test_what_differs_in_a_dict_is_opened_by_a_click(two: Notebook) -> None:
+    variables = two.page.locator(".nbdist-variables")
+    if variables.get_attribute("open") is None:
+        variables.get_by_text("Variables").click()
+    two.run(6)
+    variables.get_by_role("button", name="state", exact=True).click()
+    entries = variables.get_by_role("list", name="Entries that differ").get_by_role("listitem")
+    expect(entries).to_have_count(1)
+    expect(entries).to_contain_text("state['layers'][0]['bias']")
+    expect(entries).to_contain_text("Tensor, float32 [6], cpu, 24 B")
+    entries.get_by_role("button", name="state['layers'][0]['bias']").click()
+    expect(entries.get_by_role("img")).to_have_count(2)
+    two.run(6)  # what is open stays so
+    expect(entries.get_by_role("img")).to_have_count(2)
+    entries.get_by_role("button", name="Compare").click()
+    expect(entries).to_contain_text("state['layers'][0]['bias'] differs on ranks 0 and 1: 6 elements of 6, by up to 1")
+    two.shoot("variables-inside")
+    variables.get_by_role("button", name="state", exact=True).click()
+    expect(entries).to_have_count(0)
 
 
 def test_heal_replaces_a_rank_that_died_and_restart_all_of_them(two: Notebook) -> None:
@@ -295,10 +450,13 @@ def test_heal_replaces_a_rank_that_died_and_restart_all_of_them(two: Notebook) -
     expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("rank 1")
     two.shoot("healed")
     two.run(6)
+    same = two.page.locator(".nbdist-variables").get_by_role("button", name="same")
+    expect(same).to_have_count(1)
     sidebar.get_by_role("button", name="Restart").click()
     two.page.locator(".jp-Dialog").get_by_role("button", name="Restart").click()
     expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("2 ranks ready")
     expect(heal).to_be_disabled()
+    expect(same).to_have_count(0)
 
 
 def test_a_restarted_kernel_has_no_ranks_and_can_start_them_again(lab: Lab, browser: Browser) -> None:
@@ -311,3 +469,26 @@ def test_a_restarted_kernel_has_no_ranks_and_can_start_them_again(lab: Lab, brow
         expect(notebook.page.locator(".nbdist-status")).to_be_hidden()
         notebook.run(0)
         expect(sidebar.get_by_role("option").locator(".nbdist-memory")).to_have_count(2)
+
+
+def test_after_a_restart_the_log_says_that_a_number_is_another_cells(lab: Lab, browser: Browser) -> None:
+    cells = [
+        "%load_ext nbdist\n%distributed start -n 2",
+        "%%distributed\nprint('one')",
+        "%%distributed\nprint('other')",
+    ]
+    with Notebook(lab, browser, cells) as notebook:
+        notebook.run(0)
+        notebook.run(1)
+        notebook.restart_kernel()
+        notebook.run(0)
+        notebook.run(2)
+        for index, begin in (
+            (1, "cell 2 ran different code in this kernel than the code above. Its log:\nother"),
+            (2, "other"),
+        ):
+            cell = notebook.page.locator(".jp-Cell").nth(index)
+            cell.get_by_role("tab", name="0").click()
+            cell.get_by_role("button", name="Log").click()
+            expect(cell.locator(".nbdist-log-pages")).to_contain_text("page 1, the last")
+            expect(cell.locator(".nbdist-tab-view .nbdist-lines")).to_have_text(begin)

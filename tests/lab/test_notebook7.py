@@ -11,7 +11,7 @@ pytest.importorskip("notebook", reason="pip install notebook")
 
 from playwright.sync_api import Browser, expect
 
-from testbed.lab import Lab, Notebook, show_sidebar
+from testbed.lab import LOOP, Lab, Notebook, expect_place, show_sidebar, start_loop
 from tests.lab.browser import jupyterlab
 
 pytestmark = pytest.mark.lab
@@ -20,7 +20,7 @@ CELLS = [
     "%load_ext nbdist",
     "",
     "%%distributed\nprint('both')\nprint(f'rank {rank}')\nonly_on_ranks = 1",
-    "%%distributed\nimport time\nwhile True: time.sleep(0.05)",
+    LOOP,
     "kept = 1",
 ]
 
@@ -52,7 +52,7 @@ def test_the_form_has_added_its_cell_and_the_sidebar_says_what_runs(two: Noteboo
 
 def test_buttons_act_while_a_cell_runs(two: Notebook) -> None:
     sidebar = two.page.locator(".nbdist-sidebar")
-    two.start(3)
+    start_loop(two, 3)
     expect(sidebar.locator(".nbdist-sidebar-cell")).to_contain_text("0 of 2 done")
     sidebar.get_by_role("button", name="Stacks").click()
     expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("while True: time.sleep(0.05)")
@@ -69,8 +69,14 @@ def test_output_has_tabs_and_cells_have_badges(two: Notebook) -> None:
     two.choose(4)
     two.page.locator(".nbdist-run-on").select_option("all")
     assert two.source(4) == "%%distributed\nkept = 1"
-    expect(two.page.locator(".jp-Cell").nth(4).locator(".nbdist-badge-of-cell")).to_have_value("all")
+    expect_place(two.page.locator(".jp-Cell").nth(4), "all ranks")
     two.shoot("notebook-7")
+
+
+def test_nothing_of_the_sidebar_is_cut_off(two: Notebook) -> None:
+    box = show_sidebar(two).bounding_box()
+    width = two.page.viewport_size
+    assert box and width and box["x"] + box["width"] <= width["width"]
 
 
 def test_there_is_no_status_bar_and_nothing_misses_it(two: Notebook) -> None:

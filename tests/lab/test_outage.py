@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from playwright.sync_api import Browser, Locator, expect
 from testbed.kernel import wait_until
 from testbed.lab import CURRENT, Lab, Notebook, show_sidebar
 from testbed.slow_network import SlowNetwork, slow_network
+from tests.lab.browser import jupyterlab
 
 pytestmark = pytest.mark.lab
 
@@ -69,7 +71,7 @@ def test_a_network_that_was_gone_is_reported_and_what_ranks_printed_meanwhile_is
         expect(note).to_have_text("")
         with network.silent():
             network.cut()
-            expect(sidebar).to_contain_text("The Jupyter server cannot be reached. The ranks go on")
+            expect(sidebar).to_contain_text("The Jupyter server cannot be reached. The ranks keep running unless")
             expect(status).to_have_text("Ranks: no connection")
             expect(note).to_have_text("No connection: there may be newer lines")
             expect(sidebar.get_by_role("button", name="Stacks")).to_be_disabled()
@@ -110,3 +112,37 @@ def test_a_network_that_drops_everything_is_noticed_though_no_connection_is_clos
         expect(status).to_have_text("2 ranks: idle")
         for rank, last in enumerate(counted(tmp_path)):
             assert shown_numbers(notebook, rank) == list(range(1, last + 1))
+
+
+def test_a_page_that_has_given_up_connects_again_when_its_server_answers(
+    lab: Lab, browser: Browser, tmp_path: Path
+) -> None:
+    with counting(lab, browser, tmp_path) as (notebook, network, sidebar):
+        with network.silent():
+            with notebook.giving_up():
+                network.cut()
+            expect(sidebar).to_contain_text("the page reconnects automatically")
+        expect(notebook.page.locator(".nbdist-status")).to_have_text(re.compile(r"0 of 2 done"))
+        expect(sidebar).to_contain_text("2 ranks on cpu")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_was_restarted_has_no_kernel_for_the_page_and_the_page_says_so(
+    browser: Browser, tmp_path: Path, signum: int
+) -> None:
+    with jupyterlab(tmp_path) as lab, Notebook(lab, browser, [START, COUNT.format(here="x", end="y")]) as notebook:
+        sidebar = show_sidebar(notebook)
+        notebook.run(0)
+        notebook.start(1)
+        expect(notebook.page.locator(".nbdist-status")).to_have_text(re.compile(r"0 of 2 done"))
+        note = notebook.page.locator(".nbdist-tabs").get_by_role("status")
+        expect(note).to_have_count(1)
+        notebook.restart_server(signum)
+        expect(sidebar).to_contain_text("This notebook has no running kernel. To start one, reload the page")
+        # A server that ends in good order interrupts the cell first, and the page may hear of that in time.
+        ends = ["The kernel has ended: a line may be missing", "KeyboardInterrupt: ranks 0-1 interrupted"]
+        expect(notebook.page.get_by_text(re.compile("|".join(ends))).first).to_be_visible()
+        expect(notebook.page.locator(".nbdist-status")).to_be_hidden()
+        expect(sidebar.get_by_role("button", name="Stacks")).to_be_hidden()
+        notebook.reload()
+        expect(show_sidebar(notebook)).to_contain_text("nbdist is not loaded in this notebook's kernel")

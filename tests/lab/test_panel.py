@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -61,7 +62,7 @@ def test_rows_appear_and_numbers_move_while_a_cell_runs(lab: Lab, browser: Brows
 
         # A page that is opened anew gets its widgets when the cell has ended; until then the copy stands there.
         notebook.reload()
-        expect(notebook.copy).to_contain_text("2 ranks: all idle")
+        expect(notebook.copy).to_contain_text(re.compile(r"2 ranks: all idle saved copy, as of 20\d\d-"))
         notebook.interrupt()
         expect(memory.nth(1)).to_contain_text("MiB")
         expect(notebook.panel.locator(".nbdist-machine > .nbdist-segment")).to_have_count(2)
@@ -81,8 +82,11 @@ def test_eight_gpus_in_light_and_dark(eight: Notebook) -> None:
     eight.wait_until(lambda: eight.brightness(eight.panel) < 0.2, "a dark ground")
     assert eight.contrast(eight.panel.locator(".nbdist-title")) > 7
     assert eight.contrast(eight.panel.locator(".nbdist-node-facts")) > 4.5
+    expect(eight.page.locator("#jupyterlab-splash")).to_have_count(0)
     eight.shoot("eight-gpus-dark")
     eight.command("apputils:change-theme", {"theme": "JupyterLab Light"})
+    eight.wait_until(lambda: eight.brightness(eight.panel) > 0.9, "a light ground again")
+    expect(eight.page.locator("#jupyterlab-splash")).to_have_count(0)  # which takes the focus
 
 
 def test_a_rank_is_chosen_by_keys(eight: Notebook) -> None:
@@ -202,7 +206,7 @@ def test_a_saved_notebook_shows_the_last_values_without_its_kernel(lab: Lab, bro
         notebook.save()
         notebook.end_kernel()
         notebook.panel.get_by_role("button", name="Pause").click()
-        expect(notebook.panel).to_contain_text("The kernel that fills this has ended: run the cell again.")
+        expect(notebook.panel).to_contain_text("The kernel behind this panel has ended: run the cell again.")
         notebook.open()  # with a new kernel, which knows nothing of the panel
         expect(notebook.copy).to_be_visible()
         expect(notebook.copy).to_contain_text("4 ranks")

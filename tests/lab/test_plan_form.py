@@ -11,7 +11,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, Locator, expect
 
-from testbed.lab import Lab, Notebook, show_sidebar
+from testbed.lab import LOOP, Lab, Notebook, show_sidebar, start_loop
 
 pytestmark = pytest.mark.lab
 
@@ -23,7 +23,6 @@ import pathlib, time
 def held(path):
     while not pathlib.Path(path).exists(): time.sleep(0.05)
     return model"""
-LOOP = "%%distributed\nimport time\nwhile True: time.sleep(0.05)"
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def test_settings_become_a_line_that_is_added_and_run(two: Notebook) -> None:
     two.shoot("plan-form")
     two.choose(3)
     add.click()
-    expect(plan.locator(".nbdist-start-preview").first).to_have_text("This is the plan now.")
+    expect(plan.locator(".nbdist-start-preview").first).to_have_text("This is already the plan.")
     assert two.source(3) == line
     expect(page.locator(".jp-Cell").nth(3)).to_contain_text("accumulate: 1 -> 4")
     two.run(4)  # what a cell changes, the form shows
@@ -83,7 +82,7 @@ def test_what_the_magic_refuses_the_form_refuses_in_its_words(two: Notebook) -> 
     plan.get_by_label("bucket mb").fill("25.0")
     expect(problem).to_be_empty()
     plan.get_by_label("strategy", exact=True).select_option("ddp")
-    expect(plan.locator(".nbdist-start-preview").first).to_have_text("This is the plan now.")
+    expect(plan.locator(".nbdist-start-preview").first).to_have_text("This is already the plan.")
 
 
 def test_memory_is_estimated_for_what_is_entered(two: Notebook) -> None:
@@ -106,7 +105,7 @@ def test_memory_is_estimated_for_what_is_entered(two: Notebook) -> None:
     two.shoot("plan-estimate")
     plan.get_by_label("strategy", exact=True).select_option("ddp")
 
-    two.start(2)
+    start_loop(two, 2)
     expect(two.page.locator(".nbdist-status")).to_have_text("2 ranks: [0 of 2 done]")
     estimate.click()
     expect(found).to_contain_text("rank 0 is still running")

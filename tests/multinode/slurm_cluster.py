@@ -1,4 +1,4 @@
-"""A Slurm cluster on this machine: its controller, and a daemon for each of two nodes."""
+"""A Slurm cluster on this machine: its controller, and a daemon for each of three nodes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from testbed.ports import free_port
 
 _UP_LIMIT = 30.0  # seconds
 
@@ -60,7 +62,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     key.chmod(0o600)
     for name in ("state", "spool-slurm-a", "spool-slurm-b", "spool-slurm-c"):
         (folder / name).mkdir()
-    ports = _free_ports(4)
+    ports = [free_port() for _ in range(4)]
     config = folder / "slurm.conf"
     config.write_text(
         f"""ClusterName=nbdist
@@ -112,12 +114,6 @@ def _idle_nodes(cluster: SlurmCluster) -> int:
         return len(cluster.ask("sinfo", "--noheader", "--Node", "--partition=main", "--states=idle").splitlines())
     except subprocess.CalledProcessError:
         return 0
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as ends:
-        found = [ends.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in found]
 
 
 def _run(ends: contextlib.ExitStack, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from testbed.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,8 +55,7 @@ def ssh_server(folder: Path, elsewhere: Path | None = None) -> Iterator[SshServe
     for name in ("host", "user", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     (folder / "authorized_keys").write_text((folder / "user.pub").read_text())
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
     (folder / "sshd_config").write_text(
         f"""ListenAddress 127.0.0.1:{port}

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import psutil
 import pytest
 
 from testbed.kernel import Execution, Kernel
+from testbed.ports import free_port
 from tests.conftest import sharing
 from tests.multinode.slurm_cluster import slurm_cluster
 
@@ -78,11 +78,6 @@ def job(command: list[str], **environment: str) -> Iterator[subprocess.Popen[str
 def said_by(process: subprocess.Popen[str]) -> str:
     """What a program has printed, once it has ended by itself."""
     return process.communicate(timeout=60)[0]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def torchrun(join: list[str], node: int, nodes: int, port: int, processes: int = 2) -> list[str]:
@@ -160,7 +155,7 @@ def test_a_job_with_more_nodes_than_tokens_is_refused(kernel: Kernel, tmp_path: 
     with job([sys.executable, "-m", "nbdist", *join], **place) as process:
         said = said_by(process)
     assert process.returncode == 2
-    assert "this is node 2 of its job, counted from 0, and there are tokens for 2 nodes" in said, said
+    assert "this is node 2 of its job (counting from 0), but there are tokens for only 2 nodes" in said, said
     kernel.interrupt()
     assert cell.finish().ename == "KeyboardInterrupt"
     assert not (tmp_path / "tokens").exists()
@@ -175,7 +170,7 @@ def test_a_refusal_is_said_once_and_is_the_exit_code_of_all(kernel: Kernel, tmp_
         again = [*join[:-1], str(used)]
         with job([*mpirun, "-np", "1", sys.executable, "-m", "nbdist", *again]) as process:
             said = said_by(process)
-        assert "token is not valid any more" in said, said
+        assert "token is no longer valid" in said, said
         assert process.returncode == 2
         kernel.ok("%distributed stop")
 
@@ -196,7 +191,7 @@ def test_srun_with_two_tasks_a_node_is_a_node_each(
 ) -> None:
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:  # a short path: sockets lie there
         cell, join = start(kernel, tmp_path / "tokens", 3)
-        command = ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--mpi=none"]
+        command = ["srun", "--nodes=2", "--nodelist=slurm-a,slurm-b", "--ntasks=4", "--ntasks-per-node=2", "--mpi=none"]
         with job([*command, sys.executable, "-m", "nbdist", *join], **cluster.environment) as process:
             outcome = cell.finish()
             assert "3 ranks on 3 nodes ready" in outcome.stdout, str(outcome)
@@ -211,9 +206,9 @@ def test_srun_with_two_tasks_a_node_is_a_node_each(
     ("arguments", "words"),
     [
         ("--num-nodes 2 --master-addr 127.0.0.1 --token-file /etc/passwd", "/etc/passwd already exists"),
-        ("--num-nodes 2 --master-addr 127.0.0.1 --token-file /nowhere/tokens", "no file can be written to /nowhere"),
+        ("--num-nodes 2 --master-addr 127.0.0.1 --token-file /nowhere/tokens", "can't write to /nowhere"),
         ("--token-file /tmp/tokens", "add `--num-nodes 2`"),
-        ("--hosts localhost:0,nowhere --token-file /tmp/tokens", "token_file is for nodes that join by themselves"),
+        ("--hosts localhost:0,nowhere --token-file /tmp/tokens", "token_file is for nodes that you start yourself"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_before_anything_starts(kernel: Kernel, arguments: str, words: str) -> None:

@@ -74,7 +74,7 @@ def test_a_lost_pod_is_replaced_by_one_of_another_job_and_both_are_deleted(kerne
     kernel.ok("%%distributed\nkept = rank + 10")
     kill_node(kernel, 1)
     said = kernel.ok("%distributed heal").stdout
-    assert "waiting for Kubernetes to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert "waiting for Kubernetes to start a node to replace" in said and "rank 1 replaced in" in said, said
     assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
     assert lines_of(kernel, SUM) == {0: ["0 2 ['0'] False"], 1: ["1 2 ['0'] False"]}
     kernel.ok("%distributed stop")
@@ -99,7 +99,7 @@ def test_what_pods_wait_for_is_shown_and_an_interrupt_deletes_them(kernel: Kerne
 def test_pods_that_do_not_run_in_time_are_given_up(kernel: Kernel, server: ApiServer) -> None:
     on = "{'engine': 'kubernetes', 'image': 'any', 'nodes': 2, 'gpus_per_node': 8, 'wait': 1}"
     outcome = kernel.fails(f"import nbdist\nnbdist.Session(1, on={on})", "SessionBroken")
-    assert "Kubernetes has not started the pods in 1 s" in outcome.evalue, str(outcome)
+    assert "Kubernetes did not start the pods within 1 s" in outcome.evalue, str(outcome)
 
 
 @pytest.mark.parametrize(
@@ -142,4 +142,4 @@ def test_what_cannot_be_is_refused_before_anything_starts(kernel: Kernel, argume
 def test_without_a_configuration_it_is_said_what_has_to_work(kernel: Kernel) -> None:
     with Kernel(KUBECONFIG="/nowhere", PYTHONPATH=str(ROOT)) as lost:
         outcome = lost.fails("%load_ext nbdist\n" + start("--num-nodes 2"), "UsageError")
-    assert "`kubectl get pods` in a terminal has to work" in outcome.evalue, str(outcome)
+    assert "make `kubectl get pods` work in a terminal" in outcome.evalue, str(outcome)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from testbed.kernel import Execution, Kernel, Outcome, lines_by_rank, wait_until
+from testbed.ports import free_port
 from tests.conftest import sharing
 from tests.multinode.hosts import Host, two_hosts
 
@@ -93,8 +94,7 @@ def nodes(shared: list[Kernel], port: int) -> Iterator[list[Kernel]]:
 @pytest.fixture
 def port() -> int:
     """A port that nobody uses."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    return free_port()
 
 
 def is_free(port: int) -> bool:

@@ -88,7 +88,7 @@ def test_a_lost_node_is_replaced_by_one_of_another_actor_and_all_actors_end(kern
     kernel.ok("%%distributed\nkept = rank + 10")
     kill_node(kernel, 1)
     said = kernel.ok("%distributed heal").stdout
-    assert "waiting for Ray to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert "waiting for Ray to start a node to replace" in said and "rank 1 replaced in" in said, said
     assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
     assert lines_of(kernel, SUM) == {0: ["0 2 True"], 1: ["1 2 True"]}
     assert len(nodes()) == 2
@@ -125,15 +125,15 @@ def test_what_is_in_use_is_waited_for_and_an_interrupt_gives_up(kernel: Kernel, 
         assert cell.finish().ename == "KeyboardInterrupt"
         on = f"{{'engine': 'ray', 'address': '{address}', 'nodes': 1, 'gpus_per_node': 1, 'wait': 1}}"
         outcome = kernel.fails(f"import nbdist\nnbdist.Session(1, on={on})", "SessionBroken")
-        assert "Ray has not given the nodes in 1 s" in outcome.evalue, str(outcome)
+        assert "Ray did not provide the nodes within 1 s" in outcome.evalue, str(outcome)
         other.ok("%distributed stop")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--num-nodes 3", "the Ray cluster has 2 nodes with 1 CPU, and 3 are wanted"),
-        ("--num-nodes 2 --gpus-per-node 1", "the Ray cluster has 1 node with 1 CPU, 1 GPU, and 2 are wanted"),
+        ("--num-nodes 3", "the Ray cluster has 2 nodes with 1 CPU, but 3 were requested"),
+        ("--num-nodes 2 --gpus-per-node 1", "the Ray cluster has 1 node with 1 CPU, 1 GPU, but 2 were requested"),
         ("--num-nodes 1 --python /no/python", "has no Python at /no/python"),
     ],
 )

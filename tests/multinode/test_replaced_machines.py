@@ -30,7 +30,7 @@ def asks_for_a_machine(kernel: Kernel) -> tuple[Execution, str, str]:
     """A heal that waits for a machine; where that is to join, and with which token."""
     cell = kernel.start("%distributed heal")
     address, (token,) = invitations(cell)
-    assert "waiting for 1 machine in place of " in cell.outcome.stdout, str(cell.outcome)
+    assert "waiting for 1 machine to replace " in cell.outcome.stdout, str(cell.outcome)
     return cell, address, token
 
 
@@ -113,7 +113,7 @@ def test_an_interrupt_gives_up_waiting_and_leaves_the_session_as_it_was(kernel: 
         outcome = cell.finish()
         assert outcome.ename == "KeyboardInterrupt" and "ranks 2-3 were not replaced" in str(outcome), str(outcome)
         with joined(address, token) as late:
-            assert "token is not valid any more" in late.end()
+            assert "token is no longer valid" in late.end()
         assert kernel.ok("%%distributed -r 0-1\nprint(kept)").lines == {0: ["0"], 1: ["1"]}
         cell, address, token = asks_for_a_machine(kernel)
         with joined(address, token):
@@ -125,8 +125,8 @@ def test_a_page_does_not_wait_for_a_machine(kernel: Kernel) -> None:
     with two_nodes(kernel) as node:
         lose(kernel, node)
         refused = kernel.fails("__import__('nbdist').get_session().heal(progress=None)", "SessionBroken").evalue
-        assert "the machine is lost that ranks 2-3 ran on: `%distributed heal` in a cell waits for another" in refused
-        assert "ranks 2-3 given up" in kernel.ok("%distributed shrink").stdout
+        assert "the machine that ranks 2-3 ran on is lost: `%distributed heal` in a cell waits for another" in refused
+        assert "ranks 2-3 removed" in kernel.ok("%distributed shrink").stdout
 
 
 def test_a_machine_that_is_lost_while_its_ranks_are_set_up_can_be_replaced(kernel: Kernel) -> None:
@@ -139,7 +139,7 @@ def test_a_machine_that_is_lost_while_its_ranks_are_set_up_can_be_replaced(kerne
             cell.wait_for("at it")
             doomed.process.send_signal(signal.SIGINT)
             outcome = cell.finish()
-            assert outcome.status == "error" and "is lost: it was stopped there" in str(outcome), str(outcome)
+            assert outcome.status == "error" and "is lost: it was stopped on that machine" in str(outcome), str(outcome)
         cell, address, token = asks_for_a_machine(kernel)
         with joined(address, token):
             assert cell.finish().status == "ok"
@@ -155,7 +155,7 @@ def test_tokens_for_a_replacement_go_to_the_file_that_the_start_had_named(kernel
         assert cell.finish().status == "ok"
         lose(kernel, node)
     cell = kernel.start("%distributed heal")
-    cell.wait_for("in place of")
+    cell.wait_for("to replace")
     cell.wait_for("--token-file")
     assert "NBDIST_TOKEN" not in cell.outcome.stdout
     with joined(address, tokens.read_text().strip()):
@@ -178,7 +178,8 @@ def test_a_machine_that_comes_back_after_another_has_its_place_has_ended_its_ran
                     assert cell.finish().status == "ok"
                     kept = ends.pop_all()
             with kept:
-                assert "the session has ended" in node.end()
+                end = node.end()  # it has given up by itself, or is refused when it comes back
+                assert "has not answered for 4 s" in end or "the session has ended" in end
                 assert not [pid for (pid,) in pids.values() if Path(f"/proc/{pid}").exists()]
                 assert kernel.ok("%%distributed\n" + SUM).lines == {rank: ["10"] for rank in range(4)}
                 kernel.ok("%distributed stop")

@@ -116,7 +116,7 @@ def test_silence_longer_than_the_timeout_loses_the_node_on_both_sides(kernel: Ke
         with network.silent():
             outcome = cell.finish()
             assert outcome.ename == "RankDied" and "has not answered for" in str(outcome), str(outcome)
-            assert "the session has ended" in node.end()
+            assert "where the session runs, has not answered for" in node.end()
         assert " 10" in kernel.run("%%distributed -r 0\nprint(kept)").stdout
 
 

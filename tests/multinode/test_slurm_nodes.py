@@ -53,7 +53,7 @@ def test_a_lost_node_is_replaced_by_one_of_another_job_and_all_jobs_end(kernel: 
     kernel.ok("%%distributed\nkept = rank + 10")
     kill_node(kernel, 1)
     said = kernel.ok("%distributed heal").stdout
-    assert "waiting for Slurm to start a node in place of" in said and "rank 1 replaced in" in said, said
+    assert "waiting for Slurm to start a node to replace" in said and "rank 1 replaced in" in said, said
     assert lines_of(kernel, "print(globals().get('kept'))") == {0: ["10"], 1: ["None"]}
     assert {rank: line[:3] for rank, (line,) in lines_of(kernel, SUM).items()} == {0: "0 2", 1: "1 2"}
     kernel.ok("%distributed stop")
@@ -72,7 +72,7 @@ def test_the_queue_is_shown_and_an_interrupt_cancels_the_request(kernel: Kernel,
 def test_an_allocation_that_does_not_come_in_time_is_given_up(kernel: Kernel, cluster: SlurmCluster) -> None:
     on = "{'engine': 'slurm', 'nodes': 2, 'partition': 'closed', 'wait': 1}"
     outcome = kernel.fails(f"import nbdist\nnbdist.Session(1, on={on})", "SessionBroken")
-    assert "Slurm has not given the nodes within 1 s (job" in outcome.evalue, str(outcome)
+    assert "Slurm did not provide the nodes within 1 s (job" in outcome.evalue, str(outcome)
     assert cluster.await_no_jobs()
 
 
@@ -104,7 +104,7 @@ def test_what_slurm_refuses_is_said_in_its_words(
 
 
 def test_inside_a_job_its_nodes_are_used(cluster: SlurmCluster) -> None:
-    command = ["salloc", "--nodes=2", "--quiet"]
+    command = ["salloc", "--nodes=2", "--nodelist=slurm-a,slurm-b", "--quiet"]
     with Kernel(command, **cluster.environment, PYTHONPATH=str(ROOT)) as kernel:
         kernel.ok("%load_ext nbdist")
         assert "leave out --time" in kernel.fails("%distributed start --slurm --time 5 -n 1", "UsageError").evalue
@@ -116,7 +116,8 @@ def test_inside_a_job_its_nodes_are_used(cluster: SlurmCluster) -> None:
 
 
 def test_on_a_node_of_the_job_the_notebook_has_ranks_too(cluster: SlurmCluster) -> None:
-    command = ["salloc", "--nodes=2", "--quiet", "srun", "--nodes=1", "--ntasks=1", "--nodelist=slurm-a"]
+    allocation = ["salloc", "--nodes=2", "--nodelist=slurm-a,slurm-b", "--quiet"]
+    command = [*allocation, "srun", "--nodes=1", "--ntasks=1", "--nodelist=slurm-a"]
     with Kernel(command, **cluster.environment, PYTHONPATH=str(ROOT)) as kernel:
         kernel.ok("%load_ext nbdist")
         assert "2 ranks on 2 nodes ready" in kernel.ok("%distributed start --slurm -n 1").stdout

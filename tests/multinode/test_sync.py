@@ -84,7 +84,7 @@ def test_a_copy_that_fails_is_one_message(kernel: Kernel, server: SshServer) -> 
     ("arguments", "words"),
     [
         ("--hosts node-a --sync data", "--sync is for source code: 64.0 MiB and 20,000 files at most"),
-        ("--hosts node-a --sync nowhere", "there is no folder"),
+        ("--hosts node-a --sync nowhere", "does not exist"),
         ("--slurm --num-nodes 2 --sync src", "--sync copies by ssh, so it is for --hosts: with --slurm"),
         ("--sync src", "--sync is for machines that nbdist starts: add `--hosts node-a`"),
     ],

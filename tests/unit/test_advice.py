@@ -24,7 +24,7 @@ from nbdist.metrics.compute import loading
 from nbdist.metrics.compute.products import Attention, Product
 from nbdist.metrics.node import active_meter
 
-pytestmark = pytest.mark.torch_private
+pytestmark = [pytest.mark.torch_private, pytest.mark.usefixtures("one_thread")]
 
 CPU = torch.device("cpu")
 WIDE, ROWS_OF_A_BATCH = 250, 96
@@ -34,15 +34,6 @@ H100 = 132  # SMs
 def linear(rows: int, inner: int, columns: int, dtype: str = "bfloat16") -> Product:
     """The forward pass of a layer."""
     return Product(1, rows, inner, columns, False, True, dtype)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small products on several threads mostly wait for each other while the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -98,9 +98,9 @@ def test_what_may_come_next_is_suggested(parser: MagicParser, typed: str, offere
 
 def test_an_unknown_verb_suggests_the_nearest_and_lists_all() -> None:
     assert suggest_verb("stats", ["start", "status"]) == (
-        "%distributed has no verb 'stats': did you mean `%distributed status`? Verbs are start, status."
+        "%distributed has no verb 'stats': did you mean `%distributed status`? Available verbs: start, status."
     )
-    assert suggest_verb("xyzzy", ["start"]) == "%distributed has no verb 'xyzzy'. Verbs are start."
+    assert suggest_verb("xyzzy", ["start"]) == "%distributed has no verb 'xyzzy'. Available verbs: start."
 
 
 def test_ranks_may_be_told_not_to_outlive_the_kernel() -> None:
@@ -108,5 +108,5 @@ def test_ranks_may_be_told_not_to_outlive_the_kernel() -> None:
     assert start.read("-n 2 --linger 0").linger == 0
     assert start.read("-n 2 --linger 12h").linger == 12 * 3600
     for wrong in ("-1", "x", "12w", "1e3", "99999999d"):
-        with pytest.raises(UsageError, match=f"invalid duration '{wrong}': use 0, 90, 15m or 12h"):
+        with pytest.raises(UsageError, match=f"invalid duration '{wrong}': use, for example, 0, 90, 15m, or 12h"):
             start.read(f"-n 2 --linger={wrong}")

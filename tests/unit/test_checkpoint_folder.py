@@ -82,9 +82,15 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_partial_one_is_not_taken(tmp_path: Path) -> None:
     writing = Draft(tmp_path / "a")
-    with pytest.raises(UsageError, match=r"holds partial ones only \(a\.partial\)"):
+    with pytest.raises(UsageError, match=r"holds only incomplete ones \(a\.partial\)"):
         find(tmp_path)
     with pytest.raises(UsageError, match="is a save that did not finish"):
         find(tmp_path / "a.partial")
     writing.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_where_nothing_is_is_named_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"there is no file or folder 'last' in {tmp_path}: "):
+        find(Path("last"))

@@ -37,7 +37,7 @@ def test_a_choice_is_refused_with_the_nearest() -> None:
     checks.check_choice("strategy", "ddp", ("ddp", "fsdp"))
     with pytest.raises(UsageError) as refused:
         checks.check_choice("strategy", "FDSP", ("ddp", "fsdp"))
-    assert str(refused.value) == "strategy 'FDSP' is unknown: did you mean 'fsdp'? Allowed are 'ddp', 'fsdp'"
+    assert str(refused.value) == "strategy 'FDSP' is unknown: did you mean 'fsdp'? Allowed values: 'ddp', 'fsdp'"
 
 
 @pytest.mark.parametrize(

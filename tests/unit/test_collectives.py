@@ -138,11 +138,11 @@ def test_a_group_that_could_not_be_renewed_says_why(
     group: Group, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "_register_backend", None)
-    with pytest.raises(RuntimeError, match="can't give a living group a new backend"):
+    with pytest.raises(RuntimeError, match="can't give an existing group a new backend"):
         collectives.renew(2, ["0"], [], 1)
     collectives.forbid(["0"])
     explained = collectives.explain(from_native_code("NCCL communicator was aborted on rank 0"))
-    assert "this torch can't give a living group a new backend" in str(explained)
+    assert "this version of torch can't give an existing group a new backend" in str(explained)
     assert "%distributed restart" in str(explained)
 
 

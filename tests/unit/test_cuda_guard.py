@@ -224,7 +224,7 @@ def test_a_refused_fork_names_the_import_and_the_way_out(packages: Path) -> None
     )
     assert says.endswith(
         "and processes forked from here can't use it: restart the process, and move the import into the function, "
-        "or use the default start_method, which does not mind"
+        "or use the default start_method, which works anyway"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -99,3 +101,20 @@ def test_cores_that_work_are_seen() -> None:
     while os.times().user < end:
         pass
     assert 0 < host.busy_cores() <= 1
+
+
+def test_a_process_that_was_forked_counts_no_processor_time_of_the_one_it_comes_from() -> None:
+    program = (
+        "import os, time\n"
+        "from nbdist.metrics.node.host import ProcessorUse\n"
+        "while time.process_time() < 0.2: pass\n"  # a difference to it would be negative
+        "use = ProcessorUse()\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    first = use.look()\n"
+        "    while (second := use.look()) is None: pass\n"
+        "    print(first, second >= 0, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert child.stdout == "None True\n"

@@ -75,7 +75,7 @@ def test_the_slowest_rank_decides_how_long_ranks_of_different_speed_run_on() -> 
     slow = replace(TRAINING, count=135, median=0.1)
     rungs.arm(replace(TRAINING, count=174), replace(TRAINING, count=174), slow)
     assert rungs.new()[-1] == ("aim", [0, 1, 2], 175)
-    assert rungs.ladder.due == pytest.approx(100.01 + (175 - 135 + 2) * 0.1)
+    assert rungs.ladder.due == pytest.approx(100.01 + (1.5 * (175 - 135) + 2) * 0.1)
     assert rungs.lines == [
         "all ranks will stop after step 175: rank 2 has 40 steps to go, about 4 s. Interrupt again to stop now."
     ]

@@ -28,7 +28,7 @@ def error_of(*failures: RankFailure) -> LaunchError:
 
 def test_it_is_caught_by_each_of_its_names() -> None:
     for kind in (LaunchError, RankError, ChildFailedError):
-        with pytest.raises(kind, match=r"^rank 1 raised ValueError: first$"):
+        with pytest.raises(kind, match=r"(?m)^rank 1 raised ValueError: first$"):
             raise error_of(raised(0, 2.0, "second"), raised(1, 1.0, "first"))
 
 

@@ -50,7 +50,7 @@ def test_one_token_is_for_whoever_has_it() -> None:
 
 
 def test_a_node_without_a_token_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"node 2 of its job, .* start the job on 2, or .* `--num-nodes 4`"):
+    with pytest.raises(UsageError, match=r"node 2 of its job .* start the job on 2 nodes, or .* `--num-nodes 4`"):
         tokens_to_try(["a", "b"], job_place(SRUN))
 
 

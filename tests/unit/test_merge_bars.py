@@ -57,6 +57,45 @@ def test_a_shown_text_is_overwritten_by_the_line_that_replaces_it() -> None:
     assert page.text == ["[0] done"]
 
 
+def test_each_ranks_own_bar_is_known_by_the_line_that_is_shown() -> None:
+    merger = Merger(range(2))
+    start_bars(merger, 10, 30)
+    assert text_of(merger.poll(WINDOW)).strip() in merger.bars
+    assert list(merger.bars.values()) == [{0: bar(10, 10), 1: bar(30, 11)}]
+    start_bars(merger, 20, 40)
+    merger.poll(1.0)
+    assert list(merger.bars.values()) == [{0: bar(20, 10), 1: bar(40, 11)}]  # in the place of the one before
+    start_bars(merger, 100, 100)
+    for rank in range(2):
+        merger.feed(rank, "stderr", "\n", 2.0)
+    shown = text_of(merger.poll(2.0)).splitlines()[-1].strip()
+    assert merger.bars == {shown: {0: bar(100, 10), 1: bar(100, 11)}}
+
+
+def test_of_a_bar_that_is_shown_again_below_other_output_only_the_last_line_counts() -> None:
+    merger = Merger(range(2))
+    start_bars(merger, 10, 30)
+    first = text_of(merger.poll(WINDOW)).strip()
+    merger.feed(0, "stdout", "text\n", 1.0)
+    merger.feed(1, "stdout", "text\n", 1.0)
+    merger.poll(1.0)
+    start_bars(merger, 20, 40)
+    merger.poll(2.0)
+    left, last = merger.bars.values()
+    assert merger.bars[first] == left == {0: "", 1: ""}
+    assert last == {0: bar(20, 10), 1: bar(40, 11)}
+
+
+def test_a_rank_that_has_begun_its_next_bar_has_that_one() -> None:
+    merger = Merger(range(2))
+    start_bars(merger, 10, 30)
+    merger.poll(WINDOW)
+    merger.feed(0, "stderr", "\r" + bar(100, 10) + "\n\r" + bar(5, 1), 1.0)
+    merger.feed(1, "stderr", "\r" + bar(40, 11), 1.0)
+    merger.poll(1.0 + WINDOW)
+    assert list(merger.bars.values()) == [{0: bar(5, 1), 1: bar(40, 11)}]
+
+
 def test_what_one_rank_overwrites_stays_for_the_others() -> None:
     merger = Merger(range(2))
     page = Page()
@@ -279,6 +318,11 @@ def test_real_tqdm_bars_of_two_ranks_are_one_line(options: dict[str, Any], leave
         ("0it [00:00, ?it/s]", "31it [1:00:03,  1.5s/it, loss=nan]", True),
         ("  0%|  | 0.00/10.0M [00:00<?, ?B/s]", " 10%|▉ | 999k/10.0M [00:00<00:01, 1.2MB/s]", True),
         ("loss 1e-05", "loss 0.3", True),
+        (
+            "Work \x1b[90m━━━━━━━━━\x1b[0m \x1b[35m  0%\x1b[0m \x1b[36m-:--:--\x1b[0m",
+            "Work \x1b[91m━━━\x1b[0m\x1b[90m╺━━━━━\x1b[0m \x1b[35m 45%\x1b[0m \x1b[36m0:00:12\x1b[0m",
+            True,
+        ),
         ("Train: 10%|█ | 1/10", "Valid: 10%|█ | 1/10", False),
         ("[train] 10 %", "[valid] 10 %", False),
     ],

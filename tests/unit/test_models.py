@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_reset_becomes_a_note_and_stops_no_other() -> Non
     report = reset_models()
     assert report.models == 1
     (note,) = report.notes
-    assert note.startswith("DistributedDataParallel(Linear) can't go on") and note.endswith("build it again")
+    assert note.startswith("DistributedDataParallel(Linear) can't continue") and note.endswith("build it again")
     sound(torch.ones(1, 2)).sum().backward()
 
 
@@ -143,7 +143,7 @@ def test_a_model_whose_group_was_destroyed_says_so() -> None:
     dist.destroy_process_group()
     notes = reset_models().notes
     assert notes == [
-        "DistributedDataParallel(Linear) can't go on after a lost step: its process group was destroyed; "
+        "DistributedDataParallel(Linear) can't continue after a lost step: its process group was destroyed; "
         "wrap the module again"
     ]
     del model

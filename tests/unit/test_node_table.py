@@ -201,7 +201,7 @@ def test_who_comes_in_place_of_another_has_as_many_gpus_as_its_ranks_used(table:
     table.nodes.recall({1: 2})
     answer = table.join(*table.tokens()[0], gpus=gpus)
     assert isinstance(answer, Welcome) == comes
-    assert comes or (isinstance(answer, Refused) and "had ranks on 2 GPUs, and it has 1 GPU" in answer.text)
+    assert comes or (isinstance(answer, Refused) and "had ranks on 2 GPUs, but it has 1 GPU" in answer.text)
 
 
 def test_who_was_invited_in_place_of_another_is_not_let_in_after_that_was_given_up(table: Table) -> None:

@@ -109,6 +109,14 @@ def test_the_account_of_a_gpu_tells_who_has_what() -> None:
     ]
 
 
+def test_tensors_too_small_to_matter_are_not_listed() -> None:
+    account = Account(device="cpu", asked=None, total=80 * GIB, free=3 * GIB, allocated=GIB, cached=None)
+    text = oom.render(
+        account, [Block("w", 2 << 20, "cpu", (2, 262_144), "float32"), Block("t", 88, "cpu", (22,), "float32")]
+    )
+    assert "w (float32" in text and "t (float32" not in text
+
+
 def test_enough_memory_in_pieces_is_called_that() -> None:
     account = Account(device="cuda:0", asked=2 * GIB, total=80 * GIB, free=GIB, allocated=60 * GIB, cached=5 * GIB)
     assert "expandable_segments:True" in oom.render(account)

@@ -236,6 +236,11 @@ def test_a_step_with_stalls_says_how_long_a_typical_one_is() -> None:
     assert stat(training(StepSample(seconds=0.1, typical=0.09)), "step").note == ""
 
 
+def test_a_step_with_evaluations_says_how_long_one_without_them_is() -> None:
+    sample = training(StepSample(seconds=0.1, typical=0.08, evaluation=0.18))
+    assert stat(sample, "step").note == "evaluation 18 %, without it 82.0 ms"
+
+
 def test_an_unknown_peak_is_no_mfu_and_says_how_to_get_one() -> None:
     found = stat(training(StepSample(seconds=1.0, flops=1e12)), "MFU")
     assert found.value == "n/a" and "%distributed peak" in found.note
@@ -570,7 +575,7 @@ def test_a_plot_of_nothing_says_what_to_do() -> None:
 
 def test_what_a_page_loads_is_small() -> None:
     static = Path(nbdist.__file__).parent / "panel" / "static"
-    assert sum((static / name).stat().st_size for name in ("widget.js", "widget.css")) < 40_000
+    assert sum((static / name).stat().st_size for name in ("widget.js", "widget.css")) < 42_000
 
 
 def test_free_memory_is_what_nobody_has() -> None:

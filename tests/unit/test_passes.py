@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -85,3 +87,16 @@ def test_a_change_after_many_passes_that_looked_alike_is_seen_soon_and_the_few_b
         looks.append(read(4))
     assert len(looks) <= 8 and reader.suspects >= len(looks) - 1
     assert read(8) == usual
+
+
+def test_rare_passes_of_another_shape_are_all_seen_once_one_has_been() -> None:
+    reader, chance = PassReader(), random.Random(1)
+    found = []
+    for _ in range(6000):
+        rows = 4 if chance.random() < 0.02 else 8
+        scores = torch.ones(rows, 4, requires_grad=True)
+        looks = reader.read([nn.functional.cross_entropy(scores, torch.zeros(rows, dtype=torch.int64))])
+        found.append((rows, looks))
+    usual = found[100][1]
+    odd = [looks != usual for rows, looks in found[100:] if rows == 4]
+    assert all(odd[odd.index(True) :])

@@ -18,9 +18,18 @@ from nbdist.wire.output import END, OUTPUT_WINDOW, STDERR, STDOUT, Output
 
 TOKEN = b"\x1b]nbdist;0123456789abcdef;"
 
+HIDE_CURSOR, MOVE_UP = b"\x1b[?25l", b"\x1b[A"
+
 Mark = tuple[int, int]
+
+
+def written(size: int) -> st.SearchStrategy[bytes]:
+    """Any bytes that draw nothing: test_live_region.py has those."""
+    return st.binary(max_size=size).filter(lambda data: HIDE_CURSOR not in data and MOVE_UP not in data)
+
+
 texts = st.one_of(
-    st.binary(max_size=20),
+    written(20),
     st.sampled_from([b"\x1b", b"\x1b[31m", b"\a", b"\n", b"line\n", TOKEN[:5], TOKEN[:-1]]),
 )
 marks = st.tuples(st.integers(0, 10**9), st.integers(0, 10**9))
@@ -179,7 +188,21 @@ def test_the_end_of_stderr_is_remembered() -> None:
         assert tail.endswith("xlast words\n") and len(tail) <= 1 << 14
 
 
-@given(st.binary(max_size=3000))
+def test_last_words_are_of_the_cell_that_runs_and_of_no_earlier_one() -> None:
+    with reading(STDERR) as (reader, stderr):
+        read, stdout = os.pipe()
+        reader.add(0, STDOUT, read)
+        os.write(stderr, b"a warning of cell 1\n")
+        os.write(stdout, wire([(1, END)]))
+        list(reader.read())
+        assert reader.stderr_tail(0) == ""
+        os.write(stderr, b"cell 2\n")
+        list(reader.drain(0))
+        assert reader.stderr_tail(0) == "cell 2\n"
+        os.close(stdout)
+
+
+@given(written(3000))
 def test_the_end_of_a_cell_comes_after_all_that_was_written_to_stderr_before_it(words: bytes) -> None:
     with reading(STDERR) as (reader, stderr):
         read, stdout = os.pipe()
@@ -190,6 +213,19 @@ def test_the_end_of_a_cell_comes_after_all_that_was_written_to_stderr_before_it(
         os.close(stdout)
         assert outputs[-1].mark == (1, END)
         assert b"".join(output.data for output in outputs if output.stream == STDERR) == words
+
+
+@pytest.mark.parametrize("stream", [STDOUT, STDERR])
+def test_what_is_drawn_when_a_cell_ends_comes_out_before_its_end(stream: int) -> None:
+    with reading(STDERR) as (reader, stderr):
+        read, stdout = os.pipe()
+        reader.add(0, STDOUT, read)
+        os.write(stderr if stream == STDERR else stdout, HIDE_CURSOR + b"10 %")
+        os.write(stdout, wire([(1, END)]))
+        outputs = list(reader.read())
+        os.close(stdout)
+        assert outputs[-1].mark == (1, END)
+        assert b"".join(output.data for output in outputs if output.stream == stream) == b"\r10 %\r10 %\n"
 
 
 def test_escape_sequences_cost_no_more_than_other_text() -> None:
@@ -213,3 +249,20 @@ def test_a_mark_that_is_torn_is_text_and_the_next_one_is_found(torn: bytes, end:
         os.write(write, b"before\n" + TOKEN + torn + end + wire([(7, END), b"after\n"]))
         outputs = joined([*reader.read(), *reader.drain(0)])
     assert outputs == [b"before\n" + TOKEN + torn + end, (7, END), b"after\n"]
+
+
+def test_lines_printed_while_the_cursor_is_hidden_come_out_soon_though_nothing_follows() -> None:
+    with reading() as (reader, write):
+        os.write(write, HIDE_CURSOR + b"one\ntwo\n")
+        outputs = read_until(reader, len(b"one\ntwo\n"))
+        os.write(write, b"three\n")
+        outputs += read_until(reader, len(b"three\n"))
+    lines = joined(outputs)[0].split(b"\n")  # type: ignore[union-attr]
+    assert [line.rpartition(b"\r")[2] for line in lines] == [b"one", b"two", b"three", b""]
+
+
+def test_lines_that_are_drawn_again_are_held_for_as_long_as_that_goes_on() -> None:
+    with reading() as (reader, write):
+        os.write(write, HIDE_CURSOR + b"".join(b"row %d\n" % row for row in range(8)) + b"last\x1b[2K")
+        reader.read()
+        assert reader.due() is None

@@ -90,13 +90,17 @@ def refused_by_ranks(plan: Plan, **ranks: Any) -> str:
         (
             "strategy",
             "fsd",
-            "strategy 'fsd' is unknown: did you mean 'fsdp'? Allowed are 'none', 'ddp', 'fsdp', 'hsdp'",
+            "strategy 'fsd' is unknown: did you mean 'fsdp'? Allowed values: 'none', 'ddp', 'fsdp', 'hsdp'",
         ),
-        ("precision", "bf61", "precision 'bf61' is unknown: did you mean 'bf16'? Allowed are 'fp32', 'bf16', 'fp16'"),
+        (
+            "precision",
+            "bf61",
+            "precision 'bf61' is unknown: did you mean 'bf16'? Allowed values: 'fp32', 'bf16', 'fp16'",
+        ),
         ("precision", "BF16", "did you mean 'bf16'?"),
         ("precision", 16, "precision 16 is unknown"),
         ("comm_hook", "power", "did you mean 'powersgd'?"),
-        ("activation_checkpointing", True, "Allowed are 'none', 'full', 'selective', 'selective-half'"),
+        ("activation_checkpointing", True, "Allowed values: 'none', 'full', 'selective', 'selective-half'"),
         ("accumulate", 0, "accumulate must be a whole number of 1 or more, not 0"),
         ("accumulate", 1.5, "not 1.5"),
         ("accumulate", True, "not True"),
@@ -104,24 +108,28 @@ def refused_by_ranks(plan: Plan, **ranks: Any) -> str:
         ("gc_interval", -1, "gc_interval must be a whole number of 0 or more, not -1"),
         ("replicas", 0, "replicas must be a whole number of 1 or more, or None, not 0"),
         ("seed", 2**32, "seed must be a whole number less than 4294967296"),
-        ("clip_grad_norm", 0, "clip_grad_norm must be a number of more than 0, or None, not 0"),
+        ("clip_grad_norm", 0, "clip_grad_norm must be a number greater than 0, or None, not 0"),
         ("clip_grad_norm", float("nan"), "not nan"),
         ("ema", 1, "ema must be a number between 0 and 1, such as 0.999, or None, not 1"),
         ("ema", "0.9", "not '0.9'"),
         ("ema", True, "not True"),
         ("activation_budget", 1, "activation_budget must be a number from 0 to less than 1, such as 0.5"),
         ("activation_budget", -0.1, "not -0.1"),
-        ("bucket_mb", None, "bucket_mb must be a number of more than 0, not None"),
-        ("compile", 1, "compile 1 is unknown. Allowed are True, False, 'default', 'reduce-overhead', 'max-autotune'"),
+        ("bucket_mb", None, "bucket_mb must be a number greater than 0, not None"),
+        (
+            "compile",
+            1,
+            "compile 1 is unknown. Allowed values: True, False, 'default', 'reduce-overhead', 'max-autotune'",
+        ),
         ("compile", "max-autotun", "did you mean 'max-autotune'?"),
         ("compile_dynamic", "yes", "compile_dynamic must be True, False or None, not 'yes'"),
         ("compile_fullgraph", 1, "compile_fullgraph must be True or False, not 1"),
         (
             "fp8_recipe",
             "row",
-            "fp8_recipe 'row' is unknown: did you mean 'rowwise'? Allowed are 'tensorwise', 'rowwise', ",
+            "fp8_recipe 'row' is unknown: did you mean 'rowwise'? Allowed values: 'tensorwise', 'rowwise', ",
         ),
-        ("fp8_recipe", "mxfp8", "fp8_recipe 'mxfp8' is unknown. Allowed are 'tensorwise', 'rowwise'"),
+        ("fp8_recipe", "mxfp8", "fp8_recipe 'mxfp8' is unknown. Allowed values: 'tensorwise', 'rowwise'"),
         ("tf32", "yes", "tf32 must be True, False or None, not 'yes'"),
         ("shard_by", dict, "shard_by must be the name of a module's class like 'Block'"),
         ("shard_by", "not a name", "shard_by must be"),
@@ -201,7 +209,7 @@ def test_a_plan_needs_no_torch() -> None:
             "compile_fullgraph excludes activation_offload",
         ),
         ({"ema": 0.9, "local_sgd_steps": 2}, "ema (0.9) excludes local SGD (2)"),
-        ({"seed_per_rank": True}, "there is none: set seed"),
+        ({"seed_per_rank": True}, "no seed is set: set seed"),
         (
             {"strategy": "fsdp", "compile_fullgraph": True},
             "compile is off: set compile to True, or compile_fullgraph to False",
@@ -323,7 +331,7 @@ def test_the_table_of_the_default_plan_is_short_and_has_no_setting_that_does_not
         "strategy   ddp   each rank holds the whole model; gradients are averaged over 4 ranks during backward, "
         "in buckets of 25 MiB",
         "precision  fp32  nothing is cast: computed as the model's parameters are, float32 in general",
-        "All else is as PyTorch does it by itself.",
+        "Everything else is PyTorch's default.",
     ]
 
 
@@ -337,7 +345,7 @@ def test_every_setting_changes_what_the_table_says(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"strategy": "none"}, "each rank trains by itself: nothing is sent"),
+        ({"strategy": "none"}, "each rank trains on its own: nothing is exchanged"),
         (
             {"strategy": "hsdp", "replicas": 2},
             "inside each of 2 groups of ranks; gradients are averaged between groups",

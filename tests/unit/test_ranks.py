@@ -68,10 +68,18 @@ def test_a_node_that_is_not_there_is_refused(nodes: dict[str, list[int]], compla
         parse_ranks("@c", 4, nodes)
 
 
-def test_a_refusal_says_what_is_allowed_and_gives_an_example() -> None:
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("9", "rank 9 isn't in this session: it has ranks 0-3; for example -r 0,2-3"),
+        ("0,", "a rank is missing in '0,': the session has ranks 0-3; for example -r 0,2-3"),
+        ("0,x", "'x' isn't a rank or a range of ranks: the session has ranks 0-3; for example -r 0,2-3"),
+    ],
+)
+def test_a_refusal_says_what_is_allowed_and_gives_an_example(text: str, complaint: str) -> None:
     with pytest.raises(ValueError) as refused:
-        parse_ranks("9", 4)
-    assert str(refused.value) == "rank 9 isn't in this session: it has ranks 0-3; for example -r 0,2-3"
+        parse_ranks(text, 4)
+    assert str(refused.value) == complaint
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 1024])

@@ -83,7 +83,8 @@ def test_a_session_that_does_not_answer_is_named(key_file: Path, silent: str) ->
 
 def test_a_name_that_fits_none_or_several_is_refused(key_file: Path) -> None:
     assert refused("x") == (
-        "there is no session 'x': this user has none here. `nbdist ls` shows them, `nbdist stop --all` ends all"
+        "there is no session 'x': you have none on this machine. `nbdist ls` describes them, "
+        "`nbdist stop --all` ends all"
     )
     write(key_file, host="node-b")
     write(key_file.with_name("nbdist-0123efffffffffff.json"), host="node-b")

@@ -176,7 +176,7 @@ def test_what_a_cell_waits_for_is_said_every_second() -> None:
     first, second = ranks.notes(Remark)
     assert first.text == (
         "waiting for rank 2, which has not answered for 1 s: stopped, or in a call that blocks Python. "
-        "Interrupt this cell to drop it."
+        "Interrupt this cell to cancel it."
     )
     assert (first.same, second.same) == (False, True) and "for 2 s" in second.text
 

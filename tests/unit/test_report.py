@@ -62,7 +62,7 @@ def test_others_that_agree_with_each_other_share_a_line() -> None:
 def test_what_torch_raises_for_a_failed_peer_comes_after_its_cause_even_if_it_was_earlier() -> None:
     error = build([lost_peer(2, 1.0), raised(0, 5.0, "the cause")])
     assert str(error) == "rank 0 raised ValueError: the cause"
-    assert error.report.splitlines()[-1] == f"rank 2: RuntimeError: {PEER}, follows from rank 0"
+    assert error.report.splitlines()[-1] == f"rank 2: RuntimeError: {PEER}, caused by the failure of rank 0"
 
 
 def test_an_error_of_the_user_s_that_reads_like_it_may_be_the_cause() -> None:

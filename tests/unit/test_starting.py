@@ -13,7 +13,7 @@ from nbdist.launch import on_ranks
     ("line", "magic", "launch"),
     [
         (StartLine("importing torch", "import"), "importing torch …\n", "nbdist: importing torch\n"),
-        (StartLine("ranks join their group", "join"), "", ""),
+        (StartLine("ranks are joining their process group", "join"), "", ""),
         (
             StartLine("importing from a network disk is slow"),
             "importing from a network disk is slow\n",

@@ -12,8 +12,8 @@ from nbdist.lab.page_messages import CellOnRanks, SessionState
 from nbdist.lab.state_watch import StateWatch
 from testbed.kernel import wait_until
 
-IDLE = SessionState(1, "0", 2, ["cpu"], [], "", [], False, 0)
-RUNNING = SessionState(1, "0", 2, ["cpu"], [], "", [CellOnRanks(7, 2, 0, 1.5)], False, 0)
+IDLE = SessionState(2, ["cpu"], [], "", [], False, 0, "58edd547")
+RUNNING = SessionState(2, ["cpu"], [], "", [CellOnRanks(7, 2, 0, 1.5)], False, 0, "58edd547")
 LIMIT = 10.0
 
 

@@ -7,255 +7,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
-from torch.utils.data import DataLoader, TensorDataset
 
 from nbdist.metrics import steps
-from nbdist.metrics.compute import loading
 from nbdist.metrics.compute.clock import DeviceClock
-from nbdist.metrics.compute.counting import FlopCount, bears_compiled_code
+from nbdist.metrics.compute.counting import FlopCount
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.metrics.steps import StepMeter
-from testbed.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
+from testbed.closed_forms import Gpt, gpt, gpt_scores_again, indices, loss_of
+from tests.support.step_loops import B, Clock, T, measured, train
 
-pytestmark = pytest.mark.torch_private
-
-beside_compiled = pytest.mark.skipif(
-    not bears_compiled_code(), reason="modes of this torch switch compiled code off, so it is not counted"
-)
-
-B, T = 2, 16
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are small: threads that wait for each other would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def meter() -> Iterator[StepMeter]:
-    with StepMeter() as meter:
-        yield meter
-    assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, *shapes: tuple[int, int], passes: int = 1) -> None:
-    """A step for each shape, of as many backward passes."""
-    for shape in shapes:
-        for _ in range(passes):
-            loss_of(model, indices(*shape)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def measured(model: nn.Module, *shapes: tuple[int, int], **options: Any) -> StepSample:
-    with StepMeter() as meter:
-        train(model, SGD(model.parameters(), 0.01), *shapes, **options)
-        return meter.sample()
-
-
-# --- exact
-
-
-def test_the_flops_of_a_step_are_the_textbooks() -> None:
-    found = measured(Gpt(), *[(B, T)] * 5)
-    assert (found.flops, found.hardware_flops) == (gpt(B, T), gpt(B, T) + gpt_scores_again(B, T))
-    assert (found.steps, found.uncounted, found.unit, found.units) == (5, 0.0, "tokens", B * T)
-    assert found.seconds is not None and found.seconds > 0
-
-
-def test_a_step_of_several_passes_takes_them_all() -> None:
-    assert measured(Gpt(), *[(B, T)] * 4, passes=3).flops == 3 * gpt(B, T)
-
-
-def test_what_is_recomputed_is_hardwares_only() -> None:
-    found = measured(Gpt("manual", "reentrant"), *[(B, T)] * 6)
-    assert (found.flops, found.hardware_flops) == (gpt(B, T), gpt(B, T) + gpt_blocks(B, T))
-
-
-@beside_compiled
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of dynamo's own
-@pytest.mark.parametrize("per_block", [False, True])
-def test_compiled_steps_are_counted_and_go_on_compiled(meter: StepMeter, per_block: bool) -> None:
-    torch._dynamo.reset()
-    backend, model = Graphs(), Gpt()
-    for part in model.blocks if per_block else [model]:
-        part.compile(backend=backend)
-    optimizer = SGD(model.parameters(), 0.01)
-    each = []
-    for _ in range(5):
-        before = backend.runs
-        train(model, optimizer, (B, T))
-        each.append(backend.runs - before)
-    graphs = 3 if per_block else 1
-    assert each == [graphs] * 5
-    assert meter.sample().flops == gpt(B, T)
-
-
-@beside_compiled
-@pytest.mark.filterwarnings("ignore")  # of dynamo's own
-@pytest.mark.parametrize("compiled", ["model", "blocks", "loss"])
-def test_steps_with_a_compiled_backward_pass_take_what_the_counted_one_did(meter: StepMeter, compiled: str) -> None:
-    torch._dynamo.reset()
-    model, loss = Gpt(), loss_of
-    parts: dict[str, Any] = {"model": [model], "blocks": model.blocks}
-    for part in parts.get(compiled, []):
-        part.compile(backend="aot_eager")
-    if compiled == "loss":
-        loss = torch.compile(loss_of, backend="aot_eager")
-    optimizer = SGD(model.parameters(), 0.01)
-    for _ in range(5):  # compiled, counted, compiled; torch 2.8 compiles anew then, and that is counted too
-        loss(model, indices(B, T)).backward()
-        optimizer.step()
-    found = meter.sample()
-    assert (found.flops, found.uncounted) == (gpt(B, T), 0.0)
-
-
-@beside_compiled
-@pytest.mark.filterwarnings("ignore")  # of dynamo's own
-def test_compiled_steps_of_several_shapes_are_told_apart(meter: StepMeter) -> None:
-    torch._dynamo.reset()
-    model = Gpt()
-    model.compile(backend="aot_eager")
-    optimizer = SGD(model.parameters(), 0.01)
-    for _ in range(2):  # the second shape has its graph made anew, for shapes of all kinds
-        train(model, optimizer, *[(B, T)] * 4, *[(B, 2 * T)] * 4)
-    meter.lap()
-    train(model, optimizer, *[(B, T), (B, 2 * T)] * 4)  # too few to look at what is known once more
-    train(model, optimizer, (B, T))
-    found = meter.lap()
-    assert (found.flops, found.uncounted) == ((gpt(B, T) + gpt(B, 2 * T)) / 2, 0.0)
-
-
-# --- shapes
-
-
-def test_each_shape_is_counted_once_and_a_sample_is_of_their_mixture(meter: StepMeter) -> None:
-    model = Gpt()
-    optimizer = SGD(model.parameters(), 0.01)
-    train(model, optimizer, *[(B, T)] * 3, *[(B, 2 * T)] * 3)
-    meter.lap()
-    train(model, optimizer, (B, T), *[(B, 2 * T), (B, T)] * 4)
-    found = meter.lap()
-    assert found.flops == (gpt(B, T) + gpt(B, 2 * T)) / 2 and found.uncounted == 0
-
-
-def test_steps_of_a_shape_that_was_not_counted_are_told_and_left_out(meter: StepMeter) -> None:
-    model = Gpt()
-    optimizer = SGD(model.parameters(), 0.01)
-    train(model, optimizer, *[(B, T)] * 8, (3, T))
-    found = meter.sample()
-    assert found.flops == gpt(B, T) and found.uncounted == pytest.approx(1 / 7)
-
-
-def test_shapes_that_take_turns_are_looked_at_once_more_in_a_lap_each(meter: StepMeter) -> None:
-    model = Gpt()
-    optimizer = SGD(model.parameters(), 0.01)
-    train(model, optimizer, *[(B, T)] * 3, *[(B, 2 * T)] * 3)
-    meter.lap()
-    counted = 0
-    for shape in [(B, T), (B, 2 * T)] * 30:
-        counted += torch._C._len_torch_dispatch_stack()
-        train(model, optimizer, shape)
-    assert 1 <= counted <= 2
-
-
-def test_two_optimizers_that_take_turns_are_both_counted(meter: StepMeter) -> None:
-    one, other = Gpt(layers=1), Gpt(layers=2)
-    optimizers = SGD(one.parameters(), 0.01), SGD(other.parameters(), 0.01)
-    for _ in range(8):
-        train(one, optimizers[0], (B, T))
-        train(other, optimizers[1], (B, T))
-    found = meter.sample()
-    head = 3 * (gpt_blocks(B, T) // 3)
-    assert found.uncounted == 0 and found.flops == pytest.approx(gpt(B, T) - 3 * head / 2)
-
-
-def test_a_validation_between_two_steps_is_not_taken_for_training(meter: StepMeter) -> None:
-    model = Gpt()
-    optimizer = SGD(model.parameters(), 0.01)
-    for number in range(6):
-        train(model, optimizer, (B, T))
-        if number == 0:
-            with torch.no_grad():
-                model(indices(8 * B, T))
-    assert meter.sample().flops == gpt(B, T)
-
-
-@pytest.mark.parametrize("autograd", [True, False])
-def test_nor_is_one_behind_a_smaller_last_batch_of_each_epoch(meter: StepMeter, autograd: bool) -> None:
-    model = Gpt()
-    optimizer = SGD(model.parameters(), 0.01)
-    for _ in range(4):
-        train(model, optimizer, *[(B, T)] * 6, (1, T))
-        with torch.set_grad_enabled(autograd):
-            model(indices(8 * B, T))
-    flops = meter.lap().flops
-    assert flops is not None and gpt(1, T) < flops <= gpt(B, T)
-
-
-def one_ahead(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Take each batch before the one that it follows is used, as Accelerate does: it says which one is the last."""
-    batches = iter(loader)
-    batch = next(batches)
-    for following in batches:
-        yield batch
-        batch = following
-    yield batch
-
-
-@pytest.mark.parametrize("order", [iter, one_ahead])
-def test_a_smaller_last_batch_of_each_epoch_is_counted_when_it_comes_again(
-    meter: StepMeter, order: Callable[[DataLoader[tuple[Tensor, ...]]], Iterator[tuple[Tensor, ...]]]
-) -> None:
-    model = Gpt()
-    optimizer = SGD(model.parameters(), 0.01)
-    loader = DataLoader(TensorDataset(indices(B * 40 - 1, T)), batch_size=B)
-    counted = 0
-    for _ in range(5):
-        for (ids,) in order(loader):
-            loss_of(model, ids).backward()
-            counted += torch._C._len_torch_dispatch_stack()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = meter.lap()
-    assert found.flops == pytest.approx((39 * gpt(B, T) + gpt(1, T)) / 40, rel=0.005)
-    assert found.uncounted == 0
-    assert counted <= 10
-
-
-def test_a_shape_that_came_once_is_not_waited_for_all_the_time(meter: StepMeter) -> None:
-    model = Gpt(layers=1)
-    optimizer = SGD(model.parameters(), 0.01)
-    train(model, optimizer, *[(B, T)] * 4, (1, T), *[(B, T)] * 150)
-    counted = 0
-    for _ in range(50):
-        counted += torch._C._len_torch_dispatch_stack()
-        train(model, optimizer, (B, T))
-    assert counted == 0
-
-
-def test_a_teachers_forward_pass_is_part_of_each_step(meter: StepMeter) -> None:
-    model, teacher = Gpt(), Gpt(layers=1)
-    optimizer = SGD(model.parameters(), 0.01)
-    for _ in range(6):
-        with torch.no_grad():
-            teacher(indices(B, T))
-        train(model, optimizer, (B, T))
-    found = meter.sample()
-    assert found.flops is not None and found.flops > gpt(B, T)
+pytestmark = [pytest.mark.torch_private, pytest.mark.usefixtures("one_thread")]
 
 
 # --- laps
@@ -289,15 +57,6 @@ def test_a_lap_that_ends_within_a_counted_step_leaves_nothing_active(meter: Step
 # --- time
 
 
-class Clock:
-    """Time that passes when a test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-
 def stalling(meter: StepMeter, clock: Clock, steps: int) -> None:
     """Steps of a second, after every fourth of which there is a stall of four."""
     model = nn.Linear(4, 2)
@@ -313,6 +72,22 @@ def test_seconds_of_a_step_include_the_stalls_between_steps(meter: StepMeter, mo
     stalling(meter, Clock(monkeypatch), 42)  # timed from the third on: ten times four, with ten stalls
     found = meter.lap()
     assert (found.seconds, found.typical) == (2.0, 1.0)
+
+
+def test_steps_beyond_those_that_are_kept_count_too(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_LAP", 4)
+    clock = Clock(monkeypatch)
+    for width, seconds in (8, 4.0), (16, 1.0):
+        model = nn.Linear(width, width)
+        optimizer = SGD(model.parameters(), 0.01)
+        for _ in range(11):
+            model(torch.randn(4, width)).sum().backward()
+            clock.now += seconds
+            optimizer.step()
+    found = meter.lap()
+    assert (found.steps, found.uncounted) == (22, 0)
+    assert found.seconds == (9 * 4.0 + 10 * 1.0) / 19  # the first begins, and each shape's second is counted
+    assert found.flops == 2 * 2 * 4 * (9 * 8 * 8 + 10 * 16 * 16) / 19
 
 
 def test_the_latest_steps_are_as_true_as_the_whole_lap(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,83 +106,6 @@ def test_a_stall_that_lasts_slows_the_rate_before_it_is_over(meter: StepMeter, m
     clock.now += 100.0
     assert meter.sample().seconds == pytest.approx(before)
     assert lap == 2.0
-
-
-# --- data
-
-
-def test_waiting_is_the_share_of_all_time_however_it_is_spread(
-    meter: StepMeter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-
-    class Bursts(TensorDataset):
-        def __getitem__(self, index: int) -> Any:
-            clock.now += 4.0 if index % 4 == 3 else 0.0
-            return super().__getitem__(index)  # type: ignore[no-untyped-call]
-
-    model = nn.Linear(4, 2)
-    optimizer = SGD(model.parameters(), 0.01)
-    for (inputs,) in DataLoader(Bursts(torch.randn(30, 4)), batch_size=1):
-        model(inputs).sum().backward()
-        clock.now += 1.0
-        optimizer.step()
-    assert meter.lap().waiting == pytest.approx(0.5, abs=0.05)
-
-
-def test_batches_of_a_validation_are_no_part_of_a_step(meter: StepMeter) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = SGD(model.parameters(), 0.01)
-    training, validation = (DataLoader(TensorDataset(torch.randn(rows, 4)), batch_size=8) for rows in (80, 800))
-    for _ in range(2):
-        for (inputs,) in training:
-            model(inputs).sum().backward()
-            optimizer.step()
-        for (inputs,) in validation:
-            model(inputs)
-    assert meter.lap().units == 8
-
-
-def test_a_batch_that_serves_several_steps_is_shared_by_them(meter: StepMeter) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = SGD(model.parameters(), 0.01)
-    for (inputs,) in DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=8):
-        for _ in range(4):
-            model(inputs).sum().backward()
-            optimizer.step()
-    found = meter.lap()
-    assert found.units is not None and found.units < 8
-
-
-def test_waiting_for_data_is_told_and_samples_are_counted(meter: StepMeter) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = SGD(model.parameters(), 0.01)
-    loader = DataLoader(TensorDataset(torch.randn(48, 4), torch.randn(48, 2)), batch_size=8)
-    for inputs, targets in loader:
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-    found = meter.sample()
-    assert found.waiting is not None and 0 < found.waiting <= 1
-    assert (found.units, found.unit) == (8, "samples")
-
-
-def test_without_a_loader_nothing_is_said_of_waiting() -> None:
-    assert measured(Gpt(), *[(B, T)] * 4).waiting is None
-
-
-@pytest.mark.parametrize(
-    ("batch", "units", "unit"),
-    [
-        (indices(B, T), B * T, "tokens"),
-        ({"input_ids": indices(B, T), "labels": indices(B, T)}, B * T, "tokens"),
-        ((torch.randn(B, 3, 8, 8), torch.zeros(B, dtype=torch.long)), B, "samples"),
-        ([torch.randn(B, 4), torch.ones(B, 4, dtype=torch.long)], B, "samples"),
-        ("text", 0, ""),
-    ],
-)
-def test_a_batch_is_read_by_its_shapes(batch: Any, units: int, unit: str) -> None:
-    found = loading.describe(batch)
-    assert (found.units, found.unit) == (units, unit)
 
 
 # --- the user's own things
@@ -643,6 +341,25 @@ def test_waiting_that_a_device_hides_is_none(meter: StepMeter) -> None:
     stream.passed = len(stream.made)
     meter._see_batch(1.0, torch.ones(2, 4))
     assert meter._gathered.waiting == 1.0
+
+
+def test_an_evaluation_on_a_device_is_timed_by_its_own_clock(meter: StepMeter) -> None:
+    """Every tick is 100 ms: two before a step that an evaluation comes before, and one at its end."""
+    stream, model = Events(), nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), 0.01)
+    for number in range(41):
+        if number == 1:
+            meter._clock = DeviceClock(stream.make)
+        if number % 4 == 3:
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+            model.train()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        stream.passed = len(stream.made)
+    found = meter.lap()
+    assert found.seconds == pytest.approx(0.15, rel=0.05) and found.evaluation == pytest.approx(1 / 6, rel=0.05)
 
 
 def test_a_device_that_does_not_end_holds_nobody_up() -> None:

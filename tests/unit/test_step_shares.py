@@ -28,6 +28,11 @@ def test_parts_add_up_to_the_step() -> None:
         assert each.work + sum(part or 0.0 for part in (each.data, each.transfer, each.others)) == pytest.approx(0.1)
 
 
+def test_parts_are_no_more_than_the_step_where_time_in_collectives_is_sampled_too_high() -> None:
+    each = parts_of(ranks(0.95, 0.2, waiting=0.15))[0]
+    assert (each.transfer or 0.0) + (each.others or 0.0) == pytest.approx(0.085) and each.work == pytest.approx(0.0)
+
+
 def test_the_rank_that_waits_least_is_who_the_others_wait_for() -> None:
     assert late_rank(parts_of(ranks(0.6, 0.6, 0.1))) == 2
     assert late_rank(parts_of(ranks(0.3, 0.3, 0.3))) is None
@@ -55,6 +60,14 @@ def test_where_nothing_is_known_nothing_is_said() -> None:
 def test_the_line_below_a_cell_has_the_sentence() -> None:
     assert "waiting for rank 2" in render(ranks(0.6, 0.6, 0.1)).splitlines()[1]
     assert "waiting for" not in render(ranks(None, None))
+
+
+def test_steps_that_are_in_no_figure_are_told() -> None:
+    def line(*timed: int) -> str:
+        return render({rank: StepSample(steps=60, timed=steps, seconds=0.1) for rank, steps in enumerate(timed)})
+
+    assert line(57, 58).startswith("60 steps, 57 timed | 100 ms a step")
+    assert line(60).startswith("60 steps | ")
 
 
 def test_the_table_has_a_row_for_each_rank_and_says_what_is_not_known() -> None:

@@ -25,6 +25,7 @@ class SlowRanks:
 
     key = "session"
     slack = 0.0
+    is_stopping = False
     places = ONE_NODE
 
     def __init__(self, ending: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,28 @@ def descriptors() -> set[str]:
     folder = "/proc/self/fd"
     present = [fd for fd in os.listdir(folder) if os.path.lexists(f"{folder}/{fd}")]
     return {f"{fd} {os.readlink(f'{folder}/{fd}')}" for fd in present}
+
+
+def descriptors_around(act: Callable[[], Any]) -> tuple[set[str], set[str]]:
+    """What is open before `act`, and after it, while what it returns is held."""
+    before = descriptors()
+    held = act()
+    gc.collect()
+    after = descriptors()
+    del held
+    return before, after
+
+
+def travel() -> Any:
+    return there_and_back([torch.ones(BIG), np.ones(1 << 25)])
+
+
+def forget() -> None:
+    pack(torch.ones(BIG))
+
+
+def fail_to_pickle() -> None:
+    error_of([torch.ones(BIG), threading.Lock()], "pair")
 
 
 def mappings() -> str:
@@ -279,6 +302,12 @@ class TestOtherValues:
         weight = torch.arange(4)
         assert there_and_back(lambda x: (weight * x).tolist())(2) == [0, 2, 4, 6]
 
+    def test_functions_that_travel_by_value_keep_the_files_they_were_written_in(self) -> None:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile("def make():\n    return lambda: 1", "In[3]", "exec"), names)
+        made = there_and_back(names["make"])
+        assert {each.__code__.co_filename for each in (made, made())} == {"In[3]"}
+
     def test_payloads_below_one_mebibyte_lie_in_the_parcel(self) -> None:
         with pack(bytes(INLINE_LIMIT - 1024)) as packed:
             assert packed.parcel.segments == []
@@ -312,21 +341,11 @@ class TestSegments:
         assert got.sum() == BIG
 
     def test_no_descriptor_stays_open(self) -> None:
-        before = descriptors()
-        got = there_and_back([torch.ones(BIG), np.ones(1 << 25)])
-        assert descriptors() == before
-        del got
-
-    def test_a_forgotten_parcel_is_closed(self) -> None:
-        before = descriptors()
-        pack(torch.ones(BIG))
-        gc.collect()
-        assert descriptors() == before
-
-    def test_a_value_that_does_not_pickle_leaves_no_descriptor(self) -> None:
-        before = descriptors()
-        error_of([torch.ones(BIG), threading.Lock()], "pair")
-        assert descriptors() == before
+        # In a process of its own: threads that other tests have left open and close files meanwhile.
+        acts = [travel, forget, fail_to_pickle]
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            for act, (before, after) in zip(acts, process.map(descriptors_around, acts), strict=True):
+                assert after == before, act.__name__
 
     def test_memory_is_unmapped_with_the_last_value_in_it(self) -> None:
         got = there_and_back([torch.ones(BIG), np.ones(BIG)])
@@ -517,6 +536,15 @@ class TestErrors:
         text = error_of([0, Refuses()], "pair")
         assert "pair[1] is a" in text
         assert "Refuses, which does not pickle (ValueError: not this one)" in text
+
+    def test_quote_what_an_object_says_about_pickling(self) -> None:
+        class Dataset:
+            def __reduce__(self) -> Any:
+                raise TypeError("can't pickle an open dataset: send its path")
+
+        assert "which does not pickle (TypeError: can't pickle an open dataset: send its path)" in error_of(
+            Dataset(), "data"
+        )
 
     def test_say_that_there_is_no_memory_in_the_container(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

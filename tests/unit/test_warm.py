@@ -100,7 +100,7 @@ def test_a_template_that_is_ended_is_reaped() -> None:
     template = WarmTemplate(dict(os.environ))
     assert template.stale(_options()) == []
     assert template.stale(_options(environment={**os.environ, "PYTHONHASHSEED": "1", "LD_X": "1"})) == [
-        "LD_X, PYTHONHASHSEED changed since torch was imported for the ranks, which is when libraries read it"
+        "LD_X, PYTHONHASHSEED changed after torch was imported for the ranks, and libraries read it only at import"
     ]
     template.end()
     with pytest.raises(ProcessLookupError):

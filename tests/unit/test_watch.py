@@ -609,7 +609,7 @@ def test_a_stopped_process_is_named_even_if_nobody_waits_for_it() -> None:
     cell.does = dict.fromkeys(WORLD, answer) | {2: None}
     cell.state = "T"
     cell.run(8)
-    assert cell.line == "rank 2 is stopped by a signal: `kill -CONT 1002` lets it go on"
+    assert cell.line == "rank 2 is stopped by a signal: `kill -CONT 1002` lets it continue"
     cell.does[2] = answer
     cell.answer()
     cell.run(20)

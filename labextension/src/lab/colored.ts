@@ -3,7 +3,7 @@
  */
 
 const ESCAPE = String.fromCharCode(27);
-const CODES = new RegExp(`${ESCAPE}\\[([0-9;]*)([A-Za-z])`);
+const CODES = new RegExp(`${ESCAPE}\\[([0-9;?]*)([A-Za-z])`);
 const NAMES = ["black", "red", "green", "yellow", "blue", "magenta", "cyan", "white"] as const;
 
 /** The line's text, and elements where it is colored. */

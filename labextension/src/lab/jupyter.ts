@@ -5,6 +5,8 @@
  * hold the few members that we use, so no package of JupyterLab is needed to build; the tests run in a real one.
  */
 
+import type { LineKernel } from "../kernel_line";
+
 export interface Signal<Sender, Arguments> {
   connect(slot: (sender: Sender, value: Arguments) => void): boolean;
   disconnect(slot: (sender: Sender, value: Arguments) => void): boolean;
@@ -27,35 +29,16 @@ export interface OwnWidget extends Widget {
   onAfterHide?(): void;
 }
 
-export interface Comm {
-  onMsg: (message: { content: { data: unknown } }) => void;
-  onClose: (message: unknown) => void;
-  /** `done`: the kernel has handled it. */
-  open(data: object): { readonly done: Promise<unknown> };
-  send(data: object): unknown;
-  close(): unknown;
-  readonly isDisposed: boolean;
-  /** The kernel has a thread for this comm; older versions of JupyterLab have no such threads. */
-  readonly subshellStarted?: Promise<unknown>;
-}
-
-export interface KernelMessage {
-  header: { msg_type: string };
-  parent_header: { msg_type?: string };
-  content: { execution_state?: string };
-}
-
-export interface Kernel {
+export interface Kernel extends LineKernel {
   readonly id: string;
   readonly connectionStatus: string;
   readonly status: string;
-  readonly supportsSubshells?: boolean;
-  readonly isDisposed: boolean;
-  readonly iopubMessage: Signal<unknown, KernelMessage>;
-  createComm(target: string): Comm;
+  /** Begin to connect anew; rejects when that is given up. */
+  reconnect(): Promise<void>;
 }
 
 export interface SessionContext {
+  readonly isReady: boolean;
   readonly session: { readonly kernel: Kernel | null } | null;
   readonly kernelChanged: Signal<unknown, unknown>;
   readonly connectionStatusChanged: Signal<unknown, unknown>;
@@ -63,8 +46,13 @@ export interface SessionContext {
 }
 
 export interface SharedCell {
+  /** What the kernel is told with each run. */
+  getId(): string;
   getSource(): string;
   setSource(source: string): void;
+  /** Replace a part of the source. */
+  updateSource(start: number, end: number, value: string): void;
+  getMetadata(key: string): unknown;
   readonly changed: Signal<unknown, unknown>;
 }
 
@@ -113,11 +101,26 @@ export interface CellModel {
   readonly outputs?: Outputs;
   /** The same; null before the first run. */
   readonly executionCount?: number | null;
+  readonly executionState?: string;
   readonly sharedModel: SharedCell;
+}
+
+interface Position {
+  readonly line: number;
+  readonly column: number;
+}
+
+export interface Editor {
+  getCursorPosition(): Position;
+  setCursorPosition(position: Position): void;
+  getOffsetAt(position: Position): number;
+  getPositionAt(offset: number): Position | undefined;
 }
 
 export interface Cell extends Widget {
   readonly model: CellModel;
+  /** Null as long as the cell is far from what is seen. */
+  readonly editor: Editor | null;
   readonly ready: Promise<void>;
   readonly inputArea: Widget | null;
 }
@@ -197,11 +200,13 @@ interface NotebookModule {
 
 interface AppUtilsModule {
   ICommandPalette: unknown;
+  /** Works in pages that came over plain http, too, which have no `navigator.clipboard`. */
+  Clipboard: { copyToSystem(text: string): void };
   InputDialog: {
     getText(options: { title: string; label: string; text: string }): Promise<{ value: string | null }>;
   };
   showDialog(options: { title: string; body: string; buttons: unknown[] }): Promise<{ button: { accept: boolean } }>;
-  Dialog: { cancelButton(): unknown; warnButton(options: { label: string }): unknown };
+  Dialog: { cancelButton(): unknown; okButton(): unknown; warnButton(options: { label: string }): unknown };
 }
 
 interface WidgetsModule {
@@ -220,6 +225,9 @@ interface ServicesModule {
   ServerConnection: {
     makeSettings(): ServerSettings;
     makeRequest(url: string, init: RequestInit, settings: ServerSettings): Promise<Response>;
+  };
+  KernelMessage: {
+    createMessage(options: { msgType: string; channel: string; username: string; session: string; content: object }): unknown;
   };
 }
 

@@ -14,12 +14,14 @@ export class LineList {
   readonly element = make("div", "lines");
   private readonly space = make("div", "lines-space");
   private readonly text = make("pre", "lines-text");
+  private readonly probe = make("div", "lines-probe"); // as high as a line, and so resized with the font
   private lines: Rows = [];
   private lineHeight = 0;
   private following = true;
   private end = -1; // where we have scrolled to
   private drawn = "";
   private readonly resized = new ResizeObserver(() => {
+    this.checkFont();
     if (this.following) this.toEnd();
     this.draw();
   });
@@ -47,16 +49,49 @@ export class LineList {
 
   /** Show these lines in place of the last ones. */
   show(lines: Rows): void {
+    if (lines.length === 0 && this.lines.length === 0) return; // asking for sizes has the page laid out at once
     this.lines = lines;
     if (!this.element.isConnected) return;
-    this.lineHeight ||= parseFloat(getComputedStyle(this.text).lineHeight);
-    this.space.style.height = `${Math.min(MOST_PIXELS, lines.length * this.lineHeight)}px`;
-    if (this.following) this.toEnd();
-    this.draw();
+    if (this.lineHeight === 0) this.measure();
+    this.layOut();
   }
 
   dispose(): void {
     this.resized.disconnect();
+  }
+
+  /** Not before there are lines: a notebook has hundreds of lists, most of which stay empty. */
+  private measure(): void {
+    this.lineHeight = this.measured();
+    this.space.append(this.probe);
+    this.resized.observe(this.probe);
+  }
+
+  private measured(): number {
+    return parseFloat(getComputedStyle(this.text).lineHeight) || 0;
+  }
+
+  private layOut(): void {
+    this.space.style.height = `${Math.min(MOST_PIXELS, this.lines.length * this.lineHeight)}px`;
+    if (this.following) this.toEnd();
+    this.draw();
+  }
+
+  /** Take lines as high as they are now. The reader's place stays. */
+  private checkFont(): void {
+    const { lineHeight } = this;
+    if (lineHeight === 0 || !this.element.isConnected) return;
+    const now = this.measured();
+    if (now === 0 || now === lineHeight) return;
+    this.lineHeight = now;
+    // in a frame of its own: an observer must not resize what it observes
+    requestAnimationFrame(() => {
+      const { scrollTop } = this.element;
+      this.layOut();
+      if (this.following) return;
+      this.element.scrollTop = (scrollTop * now) / lineHeight;
+      this.draw();
+    });
   }
 
   private toEnd(): void {

@@ -5,19 +5,28 @@
  * after each cell as long as the kernel has not answered. Knows nothing of what is shown.
  */
 
+import { KernelLine, randomName, type KernelMessage } from "../kernel_line";
 import { usesRanks } from "./cell_line";
 import { Heartbeat } from "./heartbeat";
-import type { Comm, Kernel, KernelMessage, Modules, NotebookPanel } from "./jupyter";
-import { CONTROL, PROTOCOL, VIEW, type News, type PanelNews, type Reply, type Request, type SessionState } from "./messages";
+import type { Kernel, Modules, NotebookPanel } from "./jupyter";
+import { PROTOCOL, TARGET, type CellRan, type Greeting, type News, type OwnBars, type PanelNews, type Reply, type Request, type SessionState } from "./messages";
 import { anotherVersion, KERNEL_GONE } from "./strings";
 import type { Wish } from "../view";
 
 const TICK = 1000; // milliseconds between two looks at the clock while a cell runs
-const ANSWER_LIMIT = 5000; // milliseconds for an idle kernel to answer; what goes to a comm's thread that ends is lost
-const THREAD_LIMIT = 3000; // milliseconds for the kernel to start a comm's thread
+const ANSWER_LIMIT = 5000; // milliseconds for an idle kernel to answer; what was on its way when the network went may be lost
+const CONNECT_AGAIN = 10_000; // milliseconds between two attempts of ours to connect
+const LEFT = "nbdist-left"; // in the tab's storage
+const CATCH_UP_LIMIT = 120_000; // milliseconds; TCP tries again at least this often
+
+/** A rank whose bars are shown, and who is told of them. */
+interface Look {
+  readonly rank: number;
+  readonly onBars: (bars: OwnBars) => void;
+}
 
 /** What a request has brought. */
-export type Outcome = Omit<Reply, "id" | "state">;
+export type Outcome = Omit<Reply, "type" | "id" | "state">;
 
 const NO_ANSWER: Outcome = { text: KERNEL_GONE, failed: true, log: null, variables: null, figures: null, plan: null, draft: null };
 
@@ -28,27 +37,35 @@ export class Link {
   trouble = "";
   /** How many cells have ended since the page was opened. */
   ended = 0;
-  private control: Comm | null = null;
-  private view: Comm | null = null;
+  /** Whether ranks ran a cell of this kernel when the page first heard of them. */
+  cameLate = false;
+  /** Cells that this kernel has run on ranks, by their ids: of each the last run. */
+  readonly ran = new Map<string, CellRan>();
+  private line: KernelLine | null = null;
+  private greeted = false; // whether the kernel has answered
   private kernel: Kernel | null = null;
-  private readonly page = crypto.randomUUID();
+  /** How often ranks have been replaced from this page. */
+  renewed = 0;
+  readonly page = randomName();
   private readonly watchers = new Set<() => void>();
   private readonly waiting = new Map<number, (outcome: Outcome) => void>();
   private last = 0;
-  private threaded = false; // whether the kernel hears the line while a cell runs
   private clock = 0;
   private patience = 0;
   private onNews: ((news: PanelNews) => void) | null = null;
+  private readonly looks = new Map<string, Look>(); // by cells' ids
   private told = 0;
   private fresh = false; // whether the kernel has restarted and run nothing since
-  private listening = false; // whether the kernel knows the view's line
   private wasCut = false; // whether the page has been without its server since the kernel last answered
-  private behind = false; // whether the server answers again, and what the kernel has said meanwhile is still on its way
+  private behind = 0; // until when what the kernel has said is still on its way, although the server answers again
   private unbeat: (() => void) | null = null;
+  private connectedAgain = -CONNECT_AGAIN; // when we last had JupyterLab connect
+  private connecting = 0;
 
   constructor(
     readonly panel: NotebookPanel,
     private readonly heartbeat: Heartbeat,
+    private readonly left: readonly string[],
   ) {
     const { sessionContext } = panel;
     sessionContext.kernelChanged.connect(this.changeKernel);
@@ -68,17 +85,23 @@ export class Link {
 
   /** Whether the kernel has been asked and has not answered: it may run a cell. */
   get asking(): boolean {
-    return this.control !== null && this.state === null;
+    return this.line !== null && this.state === null;
   }
 
   /** Whether the page has lost its server, as when the network is gone: what is shown is old. */
   get cut(): boolean {
-    return this.closed || (this.state !== null && (this.heartbeat.silent || this.behind));
+    return this.closed || (this.state !== null && (this.heartbeat.silent || Date.now() < this.behind));
   }
 
   /** Whether the page's connection is closed. JupyterLab makes another one, and what came in between may be lost. */
   get closed(): boolean {
     return this.state !== null && this.kernel?.connectionStatus !== "connected";
+  }
+
+  /** Whether the notebook has no kernel any more, as when its server was restarted. */
+  get kernelGone(): boolean {
+    const { sessionContext } = this.panel;
+    return sessionContext.isReady && (this.kernel === null || this.kernel.isDisposed || this.kernel.status === "dead");
   }
 
   /** Call this when something has changed. Returns what ends it. */
@@ -89,31 +112,43 @@ export class Link {
 
   /** Have the kernel do something, also while a cell runs. */
   async ask(request: Request): Promise<Outcome> {
-    const { control } = this;
-    if (control === null) return NO_ANSWER;
+    const { line } = this;
+    if (line === null) return NO_ANSWER;
     const id = ++this.last;
-    return new Promise((resolve) => {
+    const outcome = await new Promise<Outcome>((resolve) => {
       this.waiting.set(id, resolve);
-      control.send({ request: { id, ...request } });
+      line.send({ request: { id, ...request } });
     });
+    if (request.do === "heal" || request.do === "restart") {
+      this.renewed++;
+      this.tell();
+    }
+    return outcome;
   }
 
   /** Tell the kernel what the reader of the panel wants. Returns whether it heard. */
   wish(wish: Wish): boolean {
-    this.control?.send({ wish });
-    return this.control !== null;
+    this.line?.send({ wish });
+    return this.line !== null;
   }
 
   /** Have the kernel send the panel's news, until `unfollow`. */
   follow(onNews: (news: PanelNews) => void): void {
     this.onNews = onNews;
-    if (this.listening) this.wish({ type: "opened", value: null });
+    if (this.greeted) this.wish({ type: "opened", value: null });
   }
 
   unfollow(): void {
     if (this.onNews === null) return;
     this.onNews = null;
-    if (this.listening) this.wish({ type: "closed", value: null });
+    if (this.greeted) this.wish({ type: "closed", value: null });
+  }
+
+  /** Have the kernel tell what the progress bars of this rank show in a cell; null: no longer. */
+  look(id: string, rank: number | null, onBars: (bars: OwnBars) => void): void {
+    if (rank === null) this.looks.delete(id);
+    else this.looks.set(id, { rank, onBars });
+    if (this.greeted) this.line?.send({ look: { id, rank } });
   }
 
   /** Seconds since the kernel has told the state. */
@@ -125,7 +160,9 @@ export class Link {
 
   private readonly changeKernel = (): void => {
     this.kernel?.iopubMessage.disconnect(this.heard);
+    this.line?.close();
     this.lose();
+    this.cameLate = false;
     this.kernel = this.panel.sessionContext.session?.kernel ?? null;
     this.kernel?.iopubMessage.connect(this.heard);
     this.open();
@@ -134,7 +171,20 @@ export class Link {
   private readonly connected = (): void => {
     if (this.kernel?.connectionStatus === "connected") this.resume();
     else this.wasCut = this.state !== null;
+    this.connectAgain();
     this.tell();
+  };
+
+  /** Have JupyterLab connect where it has given up: after seven attempts, or where a proxy has closed the connection. */
+  private readonly connectAgain = (): void => {
+    const { kernel } = this;
+    if (this.state === null || kernel?.connectionStatus !== "disconnected" || kernel.isDisposed || this.heartbeat.silent) return;
+    window.clearTimeout(this.connecting);
+    const due = this.connectedAgain + CONNECT_AGAIN - performance.now();
+    this.connecting = window.setTimeout(this.connectAgain, due > 0 ? due : CONNECT_AGAIN);
+    if (due > 0) return;
+    this.connectedAgain = performance.now();
+    kernel.reconnect().catch(() => undefined); // the timer looks again
   };
 
   /** The lines live on where only the network was gone; the server has kept what the kernel has said meanwhile. */
@@ -151,28 +201,33 @@ export class Link {
    * while longer than a new one: what is on its way has come when the kernel answers.
    */
   private readonly heartbeatChanged = (): void => {
-    this.behind = !this.heartbeat.silent && this.threaded;
-    if (this.behind) void this.ask({ do: "state" });
+    const catchesUp = !this.heartbeat.silent;
+    this.behind = catchesUp ? Date.now() + CATCH_UP_LIMIT : 0;
+    if (catchesUp) {
+      void this.ask({ do: "state" });
+      window.setTimeout(this.tell, CATCH_UP_LIMIT);
+    }
+    this.connectAgain();
     this.tell();
   };
 
   private readonly statusChanged = (_: unknown, status: string): void => {
     if (status === "restarting" || status === "autorestarting" || status === "dead") {
       this.fresh = true;
+      this.cameLate = false;
       this.lose();
     }
   };
 
-  /** Each cell may be the one that loads nbdist. */
   private readonly heard = (_: unknown, message: KernelMessage): void => {
     if (this.unbeat !== null) this.heartbeat.heard();
-    if (this.behind) {
-      this.behind = false;
+    if (this.behind > 0) {
+      this.behind = 0;
       this.tell();
     }
-    const { msg_type: about } = message.parent_header;
-    if (about === "execute_request" && message.content.execution_state === "idle") {
-      this.fresh = false;
+    const { parent_header: parent, content } = message;
+    if (parent.msg_type === "execute_request" && content.execution_state === "idle") {
+      this.fresh = false; // each cell may be the one that loads nbdist
       this.ended++;
       this.open();
       this.tell();
@@ -181,19 +236,15 @@ export class Link {
 
   private open(): void {
     const { kernel } = this;
-    if (this.control !== null || this.fresh || kernel?.connectionStatus !== "connected" || !this.used) return;
-    this.threaded = kernel.supportsSubshells === true;
-    const control = kernel.createComm(CONTROL);
-    this.control = control;
-    control.onMsg = (message) => {
-      this.receive(message.content.data as Reply);
-    };
-    control.onClose = () => {
-      if (this.control === control) this.lose();
-    };
-    void openLine(kernel, control, this.page).then(() => {
-      if (this.control === control) void this.ask({ do: "state" });
+    if (this.line !== null || this.fresh || kernel?.connectionStatus !== "connected" || !this.used) return;
+    const line = new KernelLine(kernel, (data) => {
+      this.receive(data as News);
     });
+    this.line = line;
+    const opened = (heard: boolean): void => {
+      if (this.line === line && !heard) this.lose(); // nbdist is not loaded there
+    };
+    line.open(TARGET, { page: this.page, protocol: PROTOCOL, left: this.left }).then(opened, () => undefined);
     this.wait();
     this.tell();
   }
@@ -206,42 +257,46 @@ export class Link {
     }, ANSWER_LIMIT);
   }
 
-  /** The kernel has answered: it may speak by itself from now on. */
-  private listen(kernel: Kernel): void {
-    const view = kernel.createComm(VIEW);
-    this.view = view;
-    view.onMsg = (message) => {
-      const news = message.content.data as News;
-      if (news.type === "state") this.note(news.state);
-      else this.onNews?.(news);
-    };
-    void openLine(kernel, view, this.page).then(() => {
-      if (this.view !== view) return;
-      this.listening = true;
-      if (this.onNews !== null) this.wish({ type: "opened", value: null });
-    });
+  private receive(news: News): void {
+    switch (news.type) {
+      case "greeting":
+        this.greet(news);
+        break;
+      case "reply":
+        this.note(news.state);
+        this.waiting.get(news.id)?.(news);
+        this.waiting.delete(news.id);
+        break;
+      case "state":
+        this.note(news.state);
+        break;
+      case "cells":
+        this.noteCells(news.cells);
+        break;
+      case "bars":
+        this.noteBars(news);
+        break;
+      default:
+        this.onNews?.(news);
+    }
   }
 
-  private receive(reply: Reply): void {
-    const { kernel } = this;
-    if (reply.state.protocol !== PROTOCOL) {
-      this.trouble = anotherVersion(reply.state.version);
-      this.control?.close();
+  /** The kernel has answered: say what is looked at. */
+  private greet({ protocol, version }: Greeting): void {
+    if (protocol !== PROTOCOL) {
+      this.trouble = anotherVersion(version);
+      this.line?.close();
       this.lose();
       return;
     }
     this.trouble = "";
-    if (!this.threaded && kernel?.supportsSubshells === true) {
-      this.renew();
-      return;
-    }
-    if (this.view === null && kernel !== null) this.listen(kernel);
-    this.note(reply.state);
-    this.waiting.get(reply.id)?.(reply);
-    this.waiting.delete(reply.id);
+    this.greeted = true;
+    if (this.onNews !== null) this.wish({ type: "opened", value: null });
+    for (const [id, { rank }] of this.looks) this.line?.send({ look: { id, rank } });
   }
 
   private note(state: SessionState): void {
+    if (this.told === 0) this.cameLate = state.cells.length > 0;
     this.state = state;
     this.told = Date.now();
     this.unbeat ??= this.heartbeat.watch(this.heartbeatChanged);
@@ -251,24 +306,33 @@ export class Link {
     this.tell();
   }
 
-  /** Open the line again: it was opened while a cell ran, and could not hear meanwhile, or what it said was lost. */
+  private noteCells(cells: CellRan[]): void {
+    for (const cell of cells) this.ran.set(cell.id, cell);
+    this.tell();
+  }
+
+  private noteBars(news: OwnBars): void {
+    const look = this.looks.get(news.id);
+    if (look?.rank === news.rank) look.onBars(news);
+  }
+
+  /** Open the line again: what it said was lost. */
   private renew(): void {
-    const { control } = this;
+    this.line?.close();
     this.lose();
-    control?.close();
     this.open();
   }
 
   private lose(): void {
     window.clearInterval(this.patience);
     window.clearInterval(this.clock);
-    if (this.view?.isDisposed === false) this.view.close();
-    this.view = null;
+    this.ran.clear();
     this.unbeat?.();
     this.unbeat = null;
-    this.behind = false;
-    this.listening = false;
-    this.control = null;
+    this.behind = 0;
+    this.line?.forget();
+    this.line = null;
+    this.greeted = false;
     this.state = null;
     for (const resolve of this.waiting.values()) resolve(NO_ANSWER);
     this.waiting.clear();
@@ -279,46 +343,55 @@ export class Link {
     for (const watcher of this.watchers) watcher();
   };
 
-  /** Close all lines: the notebook or the page goes. */
+  /** Close the line: the notebook or the page goes. */
   readonly leave = (): void => {
     this.watchers.clear();
     this.onNews = null;
-    const { control } = this;
+    this.line?.close();
     this.lose();
-    if (control?.isDisposed === false) control.close();
   };
 }
 
-/** Open a comm in a thread of its own, which hears it while a cell runs; resolves when the kernel knows it. */
-async function openLine(kernel: Kernel, comm: Comm, page: string): Promise<void> {
-  if (kernel.supportsSubshells === true && comm.subshellStarted !== undefined) {
-    // A reader may have switched these threads off: then it never starts.
-    await Promise.race([comm.subshellStarted, new Promise((resolve) => setTimeout(resolve, THREAD_LIMIT))]);
-  }
+/**
+ * The pages of this tab that have gone, for the next one: where they could not say goodbye, as without a connection, it does.
+ * A copy of the tab gets the same, and it is as true there.
+ */
+function takeLeft(): string[] {
   try {
-    await comm.open({ page, protocol: PROTOCOL }).done;
+    const left = JSON.parse(sessionStorage.getItem(LEFT) ?? "[]") as string[];
+    sessionStorage.removeItem(LEFT);
+    return left;
   } catch {
-    // the kernel ends or restarts
+    return []; // the browser keeps nothing
+  }
+}
+
+function keepLeft(pages: string[]): void {
+  try {
+    sessionStorage.setItem(LEFT, JSON.stringify(pages));
+  } catch {
+    // likewise
   }
 }
 
 /** The links of a page's notebooks, each made when it is asked for. */
 export class Links {
   private readonly links = new Map<string, Link>();
-
   private readonly heartbeat: Heartbeat;
+  private readonly left = takeLeft();
 
   constructor(lab: Modules) {
     this.heartbeat = new Heartbeat(lab);
     window.addEventListener("pagehide", () => {
       for (const link of this.links.values()) link.leave();
+      keepLeft([...this.links.values()].map((link) => link.page));
     });
   }
 
   of(panel: NotebookPanel): Link {
     let link = this.links.get(panel.id);
     if (link === undefined) {
-      link = new Link(panel, this.heartbeat);
+      link = new Link(panel, this.heartbeat, this.left);
       this.links.set(panel.id, link);
       panel.disposed.connect(() => this.links.delete(panel.id));
     }

@@ -21,6 +21,8 @@ export class LogPages {
   private readonly place = make("span", "tab-count");
   private rank: number | null = null;
   private cell = 0;
+  private id = "";
+  private code = "";
   private rows: string[] = [];
   private begins = [0]; // positions of the pages so far, the one in view last
   private next: number | null = null;
@@ -41,21 +43,33 @@ export class LogPages {
     this.later.addEventListener("click", () => {
       if (this.next !== null) void this.read([...this.begins, this.next]);
     });
-    this.element.append(this.toggle, this.earlier, this.place, this.later);
   }
 
-  /** @param cell - Its number in the notebook. */
-  draw(rank: number | null, cell: number): void {
+  /**
+   * @param cell - Its number in the notebook; 0: the page does not know it, as while it runs.
+   * @param id - Its id, by which the kernel knows it if it has run it.
+   * @param code - Its text: after a restart of the kernel another cell may have its number.
+   */
+  draw(rank: number | null, cell: number, id: string, code: string): void {
     if (rank !== this.rank) this.asked++;
     this.rank = rank;
     this.cell = cell;
-    const there = rank !== null && cell > 0 && (this.link.state?.ranks ?? 0) > 0;
-    this.element.hidden = !there && !this.open;
+    this.id = id;
+    this.code = code;
+    this.offer();
     this.toggle.setAttribute("aria-pressed", `${this.open}`);
     for (const element of [this.earlier, this.later, this.place]) element.hidden = !this.open;
     this.earlier.disabled = this.begins.length < 2;
     this.later.disabled = this.next === null;
     write(this.place, logPage(this.begins.length, this.next !== null));
+  }
+
+  /** Show the button if there are ranks, which may come later than the cell's output. */
+  offer(): void {
+    const there = this.rank !== null && (this.link.state?.ranks ?? 0) > 0;
+    this.element.hidden = !there && !this.open;
+    // Not before: a notebook has hundreds.
+    if (there && !this.toggle.isConnected) this.element.append(this.toggle, this.earlier, this.place, this.later);
   }
 
   close(): void {
@@ -83,7 +97,9 @@ export class LogPages {
     const asked = ++this.asked;
     let position = begins.at(-1) ?? 0;
     for (;;) {
-      const { text, failed, log } = await this.link.ask({ do: "log", ranks: `${rank ?? ""}`, cell: this.cell, position, words });
+      const { cell, id: id_of_cell, code } = this;
+      const request = { do: "log", ranks: `${rank ?? ""}`, cell, id_of_cell, code, position, words } as const;
+      const { text, failed, log } = await this.link.ask(request);
       if (asked !== this.asked) return; // the reader has gone on
       this.next = log?.next ?? null;
       this.rows = rowsOf(failed ? text : (log?.text ?? ""));

@@ -3,7 +3,8 @@
  */
 
 import { make, percent, size, write } from "../words";
-import type { Modules, NotebookPanel } from "./jupyter";
+import type { Modules } from "./jupyter";
+import type { Link } from "./link";
 import { act, lookAtMachine, type Act, type GpuRow, type Machine, type SessionRow } from "./machine";
 import { isReadOnly } from "./read_only";
 import * as words from "./strings";
@@ -13,17 +14,20 @@ const MIB = 1024 ** 2;
 
 export class MachineView {
   readonly element = make("details", "machine", make("summary", "machine-title", words.MACHINE));
-  panel: NotebookPanel | null = null;
   private readonly note = make("p", "machine-note");
   private readonly sessions = make("ul", "machine-list");
   private readonly gpus = make("ul", "machine-list");
+  private link: Link | null = null;
+  private own: string | null = ""; // the session that the notebook in front drives; empty: none, null: not known
+  private found: Machine | string = "";
+  private readonly pressed = new Set<string>(); // buttons that have not done their work yet, also those drawn anew
   private drawn = "";
   private due = 0;
   private seen = false;
 
   constructor(
     private readonly lab: Modules,
-    private readonly attach: (name: string, take: boolean) => void,
+    private readonly attach: (name: string, take: boolean) => Promise<void>,
   ) {
     this.sessions.setAttribute("aria-label", words.SESSIONS);
     this.gpus.setAttribute("aria-label", words.GPUS);
@@ -39,13 +43,26 @@ export class MachineView {
     else window.clearTimeout(this.due);
   }
 
+  /** Show it for this notebook, and anew when its kernel drives another session. */
+  draw(link: Link | null): void {
+    if (link === this.link && link?.asking === true) return; // as before, until the kernel answers
+    const own = drivenBy(link);
+    const news = own !== this.own;
+    if (link !== this.link) this.pressed.clear(); // another notebook waits for none of them
+    this.link = link;
+    this.own = own;
+    this.render();
+    if (news) void this.look();
+  }
+
   private async look(): Promise<void> {
     window.clearTimeout(this.due);
     if (!this.isLookedAt()) return;
     const found = await lookAtMachine(this.lab);
     window.clearTimeout(this.due);
     if (!this.isLookedAt()) return;
-    this.draw(found);
+    this.found = found;
+    this.render();
     this.due = window.setTimeout(() => void this.look(), PERIOD);
   }
 
@@ -53,8 +70,10 @@ export class MachineView {
     return this.seen && this.element.open;
   }
 
-  private draw(found: Machine | string): void {
-    const key = JSON.stringify(found);
+  private render(): void {
+    const { found } = this;
+    if (found === "") return; // nobody has looked yet
+    const key = JSON.stringify([found, this.own, this.addsCells]);
     if (key === this.drawn) return; // a button that has the focus keeps it
     this.drawn = key;
     const machine = typeof found === "string" ? null : found;
@@ -69,13 +88,12 @@ export class MachineView {
     if (!session.answers) item.append(make("div", "machine-facts", words.NO_ANSWER));
     else item.append(...words.sessionFacts(session, size(session.memory / MIB)).map((line) => make("div", "machine-facts", line)));
     const buttons = make("div", "sidebar-buttons");
-    const { path } = this.panel?.context ?? { path: "" };
-    const ours = path !== "" && session.notebook.endsWith(path);
-    if (this.panel !== null && !isReadOnly(this.panel) && session.answers && !ours) {
-      const taken = session.client === "there";
+    const taken = session.client === "there";
+    const ours = this.own === null ? taken : session.name === this.own;
+    if (this.addsCells && session.answers && !ours) {
       buttons.append(
         this.button(words.ATTACH, taken ? words.TAKE_CAPTION : words.ATTACH_CAPTION, session, async () => {
-          if (!taken || (await this.confirmed(words.TAKE, words.TAKE_QUESTION))) this.attach(session.name, taken);
+          if (!taken || (await this.confirmed(words.TAKE, words.TAKE_QUESTION))) await this.attach(session.name, taken);
           return "";
         }),
       );
@@ -83,23 +101,35 @@ export class MachineView {
     const idle = session.running.length === 0;
     const interrupt = this.button(words.BUTTONS.interrupt[0], words.BUTTONS.interrupt[1], session, () => this.do("interrupt", session));
     interrupt.disabled = idle;
-    const stop = this.button(words.BUTTONS.stop[0], words.BUTTONS.stop[1], session, async () => {
-      const [title] = words.CONFIRM.stop;
-      return (await this.confirmed(words.BUTTONS.stop[0], [title, words.stopQuestion(session.name, session.notebook)])) ? this.do("stop", session) : "";
+    const stop = this.button(words.BUTTONS.stop[0], words.stopCaption(session.gpus > 0), session, async () => {
+      const question = [words.CONFIRM.stop, words.stopQuestion(session)] as const;
+      return (await this.confirmed(words.BUTTONS.stop[0], question)) ? this.do("stop", session) : "";
     });
     buttons.append(interrupt, stop);
     item.append(buttons);
     return item;
   }
 
+  /** Whether there is a notebook that takes a cell. */
+  private get addsCells(): boolean {
+    return this.link !== null && !isReadOnly(this.link.panel);
+  }
+
   private button(label: string, caption: string, session: SessionRow, press: () => Promise<string>): HTMLButtonElement {
     const button = make("button", "sidebar-button", label);
     button.title = caption;
-    button.setAttribute("aria-label", `${label} ${session.name}`);
+    const name = `${label} ${session.name}`;
+    button.setAttribute("aria-label", name);
     button.addEventListener("click", () => {
-      void press().then((trouble) => {
-        if (trouble !== "") write(this.note, trouble);
-      });
+      if (this.pressed.has(name)) return; // and not disabled, as it would lose the focus
+      this.pressed.add(name);
+      void press()
+        .then((trouble) => {
+          if (trouble !== "") write(this.note, trouble);
+        })
+        .finally(() => {
+          this.pressed.delete(name);
+        });
     });
     return button;
   }
@@ -115,6 +145,12 @@ export class MachineView {
     const buttons = [apputils.Dialog.cancelButton(), apputils.Dialog.warnButton({ label })];
     return (await apputils.showDialog({ title, body, buttons })).button.accept;
   }
+}
+
+function drivenBy(link: Link | null): string | null {
+  if (link === null) return "";
+  if (link.state !== null) return link.state.session;
+  return link.asking || link.trouble !== "" ? null : "";
 }
 
 function gpu(row: GpuRow): HTMLElement {

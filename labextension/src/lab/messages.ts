@@ -4,9 +4,8 @@
 
 import type { Frame, Message } from "../view";
 
-export const CONTROL = "nbdist.control";
-export const VIEW = "nbdist.view";
-export const PROTOCOL = 4;
+export const TARGET = "nbdist.page";
+export const PROTOCOL = 6;
 
 /** What a button does. */
 export type Deed =
@@ -20,17 +19,20 @@ export type Deed =
   | "stop"
   | "log"
   | "variables"
+  | "entries"
   | "figures"
   | "difference"
   | "plan"
   | "plan-draft"
   | "estimate";
 
-/** What a page asks for; `cell`, `position` and `words` are of a log, `name` of a variable, the last three of a plan. */
+/** What a page asks for; `cell` to `words` are of a log, `name` of a variable, the last three of a plan. */
 export interface Request {
   do: Deed;
   ranks?: string;
   cell?: number;
+  id_of_cell?: string;
+  code?: string;
   position?: number;
   words?: string;
   name?: string;
@@ -45,17 +47,18 @@ export interface LogPage {
   next: number | null;
 }
 
-/** A variable, in words. `size` in bytes; `agree`: whether ranks do, null: not known; `figures`: whether it has any. */
+/** A variable, in words. `agree`: whether ranks do, null: not known; `figures`: whether it has any; `inside`: entries that may differ. */
 export interface VariableRow {
   name: string;
   kind: string;
   form: string;
   device: string;
-  size: number | null;
+  memory: string;
   agreement: string;
   odd: number[];
   agree: boolean | null;
   figures: boolean;
+  inside: boolean;
 }
 
 /** The figures of a tensor on a rank; those of its finite elements. */
@@ -98,10 +101,19 @@ export interface CellOnRanks {
   step: number;
 }
 
-/** The notebook's session; `ranks` 0: there is none. */
+/** A cell that runs or has run on ranks: its id and number in the notebook, where it ran and where it failed: "0,2-3". */
+export interface CellRan {
+  id: string;
+  number: number;
+  ranks: string;
+  failed: string;
+}
+
+/**
+ * The notebook's session; `ranks` 0: there is none. `session`: its name in the Jupyter server's list, empty: none.
+ * `stopped`: it is broken only because somebody has stopped it from outside.
+ */
 export interface SessionState {
-  protocol: number;
-  version: string;
   ranks: number;
   devices: string[];
   dead: number[];
@@ -109,10 +121,20 @@ export interface SessionState {
   cells: CellOnRanks[];
   auto: boolean;
   gpus: number;
+  session: string;
+  stopped: boolean;
+}
+
+/** What comes first: what the kernel speaks. */
+export interface Greeting {
+  type: "greeting";
+  protocol: number;
+  version: string;
 }
 
 /** The answer to a request. */
 export interface Reply {
+  type: "reply";
   id: number;
   state: SessionState;
   text: string;
@@ -127,5 +149,14 @@ export interface Reply {
 /** What a panel is told. */
 export type PanelNews = Message | { type: "frame"; frame: Frame };
 
-/** What comes over the view's line. */
-export type News = PanelNews | { type: "state"; state: SessionState };
+/** A rank's own bars in a cell, by the lines that stand for those of several ranks; `whole`: these are all. "": shown again below. */
+export interface OwnBars {
+  type: "bars";
+  id: string;
+  rank: number;
+  bars: Record<string, string>;
+  whole: boolean;
+}
+
+/** What the kernel sends. */
+export type News = Greeting | Reply | { type: "state"; state: SessionState } | { type: "cells"; cells: CellRan[] } | OwnBars | PanelNews;

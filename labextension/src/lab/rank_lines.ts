@@ -3,6 +3,8 @@
  */
 
 const LABEL = /^\[([0-9,-]+)\](?: \([^)]*\))? /;
+const SPAN = /^(\d+)(?:-(\d+))?$/;
+const MOST_RANKS = 65_536; // a number beyond is no rank: a program may print "[0-9999999]", too
 const ESCAPE = String.fromCharCode(27);
 const COLORS = new RegExp(`${ESCAPE}\\[[0-9;]*[A-Za-z]`, "g");
 
@@ -18,11 +20,22 @@ export function rowsOf(text: string): string[] {
 
 /** The ranks that a label names: "0,2-3". */
 export function ranksOf(label: string): number[] {
-  return label.split(",").flatMap((span) => {
-    const [first, last] = span.split("-").map(Number);
-    if (first === undefined || span === "") return [];
-    return Array.from({ length: Math.max(0, (last ?? first) - first) + 1 }, (_, index) => first + index);
-  });
+  return (spansOf(label) ?? []).flatMap(([first, last]) => Array.from({ length: last - first + 1 }, (_, index) => first + index));
+}
+
+/** The first and last ranks that a label names. Null: it is not as nbdist writes one, ascending, each rank once. */
+function spansOf(label: string): [number, number][] | null {
+  const spans: [number, number][] = [];
+  let before = -1;
+  for (const span of label.split(",")) {
+    const match = SPAN.exec(span);
+    const first = Number(match?.[1]);
+    const last = Number(match?.[2] ?? first);
+    if (match === null || first <= before || last < first || last >= MOST_RANKS) return null;
+    spans.push([first, last]);
+    before = last;
+  }
+  return spans;
 }
 
 /** Counts who has printed which text. */
@@ -61,15 +74,28 @@ function isEven(byLabel: Map<string, number>, ranks: number, named: Map<string, 
   return byRank.size === ranks && new Set(byRank.values()).size === 1;
 }
 
+/** A line without its colors, as a terminal would show it. */
+export function shownOf(text: string): string {
+  return settled(text).replace(COLORS, "");
+}
+
 /** Take a line apart. */
 export function lineOf(text: string): Line {
-  const shown = settled(text).replace(COLORS, "");
+  const shown = shownOf(text);
   const match = LABEL.exec(shown);
-  return match === null ? ["", shown] : [match[1] ?? "", shown.slice(match[0].length)];
+  const label = match?.[1] ?? "";
+  return match === null || spansOf(label) === null ? ["", shown] : [label, shown.slice(match[0].length)];
+}
+
+/** A line without its label, as a terminal would show it, in its colors. */
+export function coloredTextOf(row: string): string {
+  const text = settled(row);
+  const match = LABEL.exec(text);
+  return match !== null && spansOf(match[1] ?? "") !== null ? text.slice(match[0].length) : lineOf(row)[0] === "" ? text : lineOf(row)[1];
 }
 
 /** What a terminal shows of a line that was written over. */
-function settled(row: string): string {
+export function settled(row: string): string {
   const ended = row.replace(/\r+$/, "");
   return ended.slice(ended.lastIndexOf("\r") + 1);
 }

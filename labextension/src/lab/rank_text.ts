@@ -5,12 +5,12 @@
  */
 
 import { Numbers } from "./numbers";
-import { lineOf, ranksOf, Tally } from "./rank_lines";
+import { coloredTextOf, lineOf, ranksOf, settled, shownOf, Tally } from "./rank_lines";
 import { inSlices } from "./slices";
 
 const PAUSE = 32; // lines between two looks at the clock
 
-/** Lines in their order, any of them at a time. */
+/** Lines in their order, any of them at a time, in a terminal's colors. */
 export interface Rows {
   readonly length: number;
   slice(from: number, to: number): readonly string[];
@@ -23,8 +23,15 @@ export interface Choice {
   differ: boolean;
 }
 
-/** One output. */
+/** One output of a cell. `ofAll`: its lines have no labels and belong to every rank, as those of an error do. */
+export interface Output {
+  readonly text: string;
+  readonly ofAll: boolean;
+}
+
+/** An output that has been taken apart. */
 interface Part {
+  readonly ofAll: boolean;
   text: string;
   taken: number; // how many of its characters have been taken apart
   whole: number; // how many of its lines have ended
@@ -39,28 +46,48 @@ interface Found {
 }
 
 export class RankText {
-  /** Those that have printed, ascending. */
+  /** Those that have printed, ascending, and those that are known to have run the cell. */
   ranks: number[] = [];
+  /** Whether there is something to choose from: the output of several ranks, or of none but of all. */
+  several = false;
   private parts: Part[] = [];
+  private own: ReadonlyMap<string, string> = new Map(); // the chosen rank's bars, by the lines that stand for those of several
   private readonly labels: string[] = [""];
   private readonly numbers = new Map([["", 0]]); // of labels
   private found = new Map<Part, Found>();
   private choice = "";
   private finding = 0;
 
-  /** Take the outputs of a cell as they are now. */
-  async take(texts: Iterable<string>): Promise<void> {
+  /**
+   * Take the outputs of a cell as they are now.
+   *
+   * @param ran - The ranks that have run it, as far as they are known.
+   */
+  async take(outputs: Iterable<Output>, ran: readonly number[] = []): Promise<void> {
     const parts: Part[] = [];
-    for (const text of texts) {
+    for (const { text, ofAll } of outputs) {
       const known = this.parts[parts.length];
-      const part = known !== undefined && isLonger(text, known) ? known : emptyPart();
+      const part = known?.ofAll === ofAll && isLonger(text, known) ? known : emptyPart(ofAll);
       await inSlices(this.takeApart(part, text));
       parts.push(part);
     }
     this.parts = parts;
     const named = new Set<number>();
     for (const { labels } of parts) for (let line = 0; line < labels.length; line++) named.add(labels.at(line));
-    this.ranks = [...new Set([...named].flatMap((label) => ranksOf(this.labels[label] ?? "")))].sort((one, other) => one - other);
+    const ranks = new Set<number>();
+    for (const label of named) for (const rank of ranksOf(this.labels[label] ?? "")) ranks.add(rank);
+    this.ranks = [...new Set([...ranks, ...ran])].sort((one, other) => one - other);
+    this.several = ranks.size > 1 || (this.ranks.length > 1 && parts.some(({ ofAll }) => ofAll));
+  }
+
+  /**
+   * Take what a rank's own bars show, by the lines for several ranks whose place they take where it is chosen.
+   *
+   * @param own - Without any text: the bar is shown again further below.
+   */
+  takeBars(own: ReadonlyMap<string, string>): void {
+    this.own = own;
+    this.found.clear();
   }
 
   /** The lines that are wanted, with their labels where those of all ranks are. Null: something else is wanted by now. */
@@ -91,7 +118,8 @@ export class RankText {
       if (part.starts.length > part.whole && wanted(part, part.whole)) chosen.push([part, [part.whole], 1]);
     }
     return new ChosenRows(chosen, (part, line) => {
-      const label = choice.rank === null ? this.label(part, line) : "";
+      if (choice.rank !== null) return this.bar(part, line) ?? textAt(part, line);
+      const label = this.label(part, line);
       return label === "" ? textAt(part, line) : `[${label}] ${textAt(part, line)}`;
     });
   }
@@ -102,10 +130,12 @@ export class RankText {
     const odd = differ ? yield* this.odd() : null;
     const lower = words.toLowerCase();
     return (part, line) => {
-      if (!mine.has(part.labels.at(line))) return false;
+      const bar = rank === null ? undefined : this.bar(part, line);
+      if (bar === "") return false;
+      if (part.ofAll ? differ : bar === undefined && !mine.has(part.labels.at(line))) return false;
       if (lower === "" && odd === null) return true;
-      const text = textAt(part, line);
-      return (lower === "" || text.toLowerCase().includes(lower)) && (odd === null || odd.has(text));
+      const text = bar ?? textAt(part, line);
+      return (lower === "" || shownOf(text).toLowerCase().includes(lower)) && (odd === null || odd.has(text));
     };
   }
 
@@ -121,6 +151,11 @@ export class RankText {
     return yield* tally.odd(this.ranks.length);
   }
 
+  /** What the chosen rank's own bar shows, where the line stands for those of several ranks. */
+  private bar(part: Part, line: number): string | undefined {
+    return this.own.size === 0 || part.ofAll ? undefined : this.own.get(shownOf(rowAt(part, line)).trimEnd());
+  }
+
   private label(part: Part, line: number): string {
     return this.labels[part.labels.at(line)] ?? "";
   }
@@ -134,7 +169,7 @@ export class RankText {
     while (start < text.length) {
       const end = text.indexOf("\n", start);
       part.starts.push(start);
-      part.labels.push(this.number(lineOf(text.slice(start, end < 0 ? text.length : end))[0]));
+      part.labels.push(part.ofAll ? 0 : this.number(lineOf(text.slice(start, end < 0 ? text.length : end))[0]));
       part.taken = end < 0 ? text.length : end + 1;
       if (end < 0) return;
       part.whole++;
@@ -177,8 +212,8 @@ class ChosenRows implements Rows {
   }
 }
 
-function emptyPart(): Part {
-  return { text: "", taken: 0, whole: 0, starts: new Numbers(), labels: new Numbers() };
+function emptyPart(ofAll: boolean): Part {
+  return { ofAll, text: "", taken: 0, whole: 0, starts: new Numbers(), labels: new Numbers() };
 }
 
 /** Where the line begins that has not ended. */
@@ -191,7 +226,12 @@ function isLonger(text: string, part: Part): boolean {
   return text.startsWith(part.text.slice(0, endOfWhole(part)));
 }
 
-function textAt({ text, taken, starts }: Part, line: number): string {
+function rowAt({ text, taken, starts }: Part, line: number): string {
   const next = line + 1 < starts.length ? starts.at(line + 1) : taken;
-  return lineOf(text.slice(starts.at(line), text[next - 1] === "\n" ? next - 1 : next))[1];
+  return text.slice(starts.at(line), text[next - 1] === "\n" ? next - 1 : next);
+}
+
+function textAt(part: Part, line: number): string {
+  const row = rowAt(part, line);
+  return part.ofAll ? settled(row) : coloredTextOf(row);
 }

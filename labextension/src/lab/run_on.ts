@@ -2,23 +2,26 @@
  * Where the cells of one notebook run: its toolbar's picker, and a badge at each cell.
  */
 
-import { make, option } from "../words";
+import { make } from "../words";
 import labCss from "../../style/lab.css";
-import { ALL, KERNEL, namesRanks, placeOf, withPlace, type Place } from "./cell_line";
+import { Badge } from "./badge";
+import { ALL, KERNEL, placeOf } from "./cell_line";
 import type { Cell, Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
 import { LONG, takeLongStreams } from "./long_text";
 import { OutputTabs } from "./output_tabs";
-import { isReadOnly } from "./read_only";
+import { choose, move, Picker } from "./picker";
+import { isLocked, isReadOnly } from "./read_only";
 import { appendToLongStreams } from "./stream_end";
 import { addStyle } from "./style";
-import { badRanks, CHOOSE, CHOOSE_LABEL, CHOOSE_TITLE, ON_ALL, ON_KERNEL, onRanks, RUN_ON } from "./strings";
 
 const AFTER = "cellType"; // the item of the toolbar that the picker follows
 
 export class RunOn {
   private readonly picker: Picker;
-  private readonly badges = new Map<Cell, Picker>();
+  private readonly badges = new Map<Cell, Badge>();
+  private readonly tabs = new Map<Cell, OutputTabs>();
+  private auto = false; // as drawn
 
   constructor(
     private readonly lab: Modules,
@@ -27,33 +30,54 @@ export class RunOn {
   ) {
     addStyle(labCss);
     takeLongStreams(panel.content);
-    this.picker = new Picker(lab, "run-on", isReadOnly(panel));
+    this.picker = new Picker(lab, "run-on", isReadOnly(panel), this.isAuto);
     const item = new lab.widgets.Widget({ node: make("div", "run-on-item", this.picker.element) });
     item.addClass("jp-Toolbar-item");
     if (!panel.toolbar.insertAfter(AFTER, "nbdist-run-on", item)) panel.toolbar.addItem("nbdist-run-on", item);
     panel.content.activeCellChanged.connect(this.changeCell);
-    panel.content.modelContentChanged.connect(this.findCells);
+    panel.content.model?.cells.changed.connect(this.findCells); // later than the notebook, which makes the cell
+    const unwatch = link.watch(this.drawAuto);
+    panel.disposed.connect(unwatch);
+    this.drawAuto();
     this.changeCell();
     this.findCells();
   }
 
   /** Switch the active cell between all ranks and the kernel. */
   toggle(): void {
-    const cell = this.cell;
-    if (cell === null || isReadOnly(this.panel)) return;
-    move(cell, placeOf(cell.model.sharedModel.getSource()).kind === "kernel" ? ALL : KERNEL);
+    const cell = this.changeable;
+    if (cell === null) return;
+    const auto = this.isAuto();
+    move(this.lab, cell, placeOf(cell.model.sharedModel.getSource(), auto).kind === "kernel" ? ALL : KERNEL, auto);
   }
 
   /** Ask for the active cell's ranks. */
   async choose(): Promise<void> {
-    const cell = this.cell;
-    if (cell !== null && !isReadOnly(this.panel)) await choose(this.lab, cell);
+    const cell = this.changeable;
+    if (cell !== null) await choose(this.lab, cell, this.isAuto);
   }
 
   private get cell(): Cell | null {
     const cell = this.panel.content.activeCell;
     return cell?.model.type === "code" ? cell : null;
   }
+
+  /** The active cell if it may be changed. */
+  private get changeable(): Cell | null {
+    const { cell } = this;
+    return cell === null || isReadOnly(this.panel) || isLocked(cell) ? null : cell;
+  }
+
+  /** Whether the kernel runs plain cells on all ranks, too. */
+  private readonly isAuto = (): boolean => this.link.state?.auto ?? false;
+
+  private readonly drawAuto = (): void => {
+    const auto = this.isAuto();
+    if (auto === this.auto) return;
+    this.auto = auto;
+    for (const picker of [this.picker, ...this.badges.values()]) picker.draw();
+    if (auto) for (const tabs of this.tabs.values()) tabs.later(); // what ran with auto on keeps its tabs when it ends
+  };
 
   private readonly changeCell = (): void => {
     this.picker.cell = this.cell;
@@ -64,106 +88,28 @@ export class RunOn {
     for (const cell of this.panel.content.widgets) {
       if (cell.model.type === "code" && !this.badges.has(cell)) this.mark(cell);
     }
-    for (const cell of this.badges.keys()) if (cell.isDisposed) this.badges.delete(cell);
+    for (const cells of [this.badges, this.tabs]) {
+      for (const cell of cells.keys()) if (cell.isDisposed) cells.delete(cell);
+    }
   };
 
   private mark(cell: Cell): void {
-    const badge = new Picker(this.lab, "badge-of-cell", isReadOnly(this.panel));
-    this.badges.set(cell, badge);
-    badge.cell = cell;
-    badge.element.addEventListener("focus", () => {
+    const activate = (): void => {
       this.panel.content.activeCellIndex = this.panel.content.widgets.indexOf(cell);
-    });
+    };
+    const badge = new Badge(this.lab, cell, isReadOnly(this.panel), this.isAuto, activate);
+    this.badges.set(cell, badge);
     void cell.ready.then(() => {
       if (cell.isDisposed) return;
-      cell.inputArea?.node.append(badge.element);
+      if (cell.inputArea !== null) badge.putInto(cell.inputArea.node);
       const { outputs } = cell.model;
       if (outputs === undefined) return;
       appendToLongStreams(outputs, LONG);
-      new OutputTabs(cell, outputs, () => badge.onRanks, this.link);
+      const { Clipboard } = this.lab.apputils;
+      const copyText = (text: string): void => {
+        Clipboard.copyToSystem(text);
+      };
+      this.tabs.set(cell, new OutputTabs(cell, outputs, () => badge.onRanks, this.link, copyText));
     });
   }
-}
-
-/** Says where a cell runs, and takes another place for it. */
-class Picker {
-  readonly element: HTMLSelectElement;
-  private shown: Cell | null = null;
-  private place = "";
-
-  constructor(
-    private readonly lab: Modules,
-    name: string,
-    private readonly fixed: boolean,
-  ) {
-    this.element = make("select", name);
-    this.element.setAttribute("aria-label", RUN_ON);
-    this.element.title = RUN_ON;
-    this.element.addEventListener("change", () => void this.change());
-    // Keys and clicks are the picker's, not the notebook's.
-    for (const type of ["keydown", "mousedown", "dblclick"]) {
-      this.element.addEventListener(type, (event) => {
-        event.stopPropagation();
-      });
-    }
-  }
-
-  set cell(cell: Cell | null) {
-    if (this.shown?.isDisposed === false) this.shown.model.sharedModel.changed.disconnect(this.draw);
-    this.shown = cell;
-    cell?.model.sharedModel.changed.connect(this.draw);
-    this.place = "";
-    this.draw();
-  }
-
-  /** Whether the cell runs on ranks. */
-  get onRanks(): boolean {
-    return this.element.dataset["place"] === "ranks";
-  }
-
-  private readonly draw = (): void => {
-    const { shown } = this;
-    this.element.disabled = this.fixed || shown === null;
-    const place = shown === null || shown.isDisposed ? KERNEL : placeOf(shown.model.sharedModel.getSource());
-    const key = JSON.stringify(place);
-    if (key === this.place) return;
-    this.place = key;
-    const ranks = place.kind === "ranks" ? place.ranks : "";
-    const options = [option("kernel", ON_KERNEL), option("all", ON_ALL)];
-    if (ranks !== "") options.push(option("ranks", onRanks(ranks)));
-    this.element.replaceChildren(...options, option("choose", CHOOSE));
-    this.element.value = place.kind === "kernel" ? "kernel" : ranks === "" ? "all" : "ranks";
-    this.element.dataset["place"] = place.kind;
-  };
-
-  private async change(): Promise<void> {
-    const { shown } = this;
-    const wanted = this.element.value;
-    this.place = "";
-    if (shown !== null && wanted === "choose") await choose(this.lab, shown);
-    else if (shown !== null && wanted !== "ranks") move(shown, wanted === "all" ? ALL : KERNEL);
-    this.draw();
-  }
-}
-
-function move(cell: Cell, place: Place): void {
-  const { sharedModel } = cell.model;
-  const source = sharedModel.getSource();
-  const next = withPlace(source, place);
-  if (next !== source) sharedModel.setSource(next);
-}
-
-/** Ask for ranks, until the answer names some or is withdrawn. */
-async function choose(lab: Modules, cell: Cell): Promise<void> {
-  const place = placeOf(cell.model.sharedModel.getSource());
-  let text = place.kind === "ranks" ? place.ranks : "";
-  let label = CHOOSE_LABEL;
-  for (;;) {
-    const { value } = await lab.apputils.InputDialog.getText({ title: CHOOSE_TITLE, label, text });
-    if (value === null || cell.isDisposed) return;
-    text = value.replace(/\s/g, "");
-    if (text === "" || namesRanks(text)) break;
-    label = badRanks(text);
-  }
-  move(cell, { kind: "ranks", ranks: text });
 }

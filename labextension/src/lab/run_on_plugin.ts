@@ -44,13 +44,16 @@ export function runOnPlugin(lab: Modules, links: Links): Plugin {
 /** Begin when the notebook has its first cell that mentions nbdist. */
 async function watch(lab: Modules, links: Links, panel: NotebookPanel, open: Map<string, RunOn>): Promise<void> {
   await panel.context.ready;
+  const { model, modelContentChanged } = panel.content;
+  // Of a new cell, the model tells before the notebook has it: its list of cells tells again when it has.
+  const changes = model === null ? [modelContentChanged] : [modelContentChanged, model.cells.changed];
   const look = (): void => {
     const found = panel.content.widgets.some((cell) => usesRanks(cell.model.sharedModel.getSource()));
     if (!found) return;
-    panel.content.modelContentChanged.disconnect(look);
+    for (const change of changes) change.disconnect(look);
     void begin(lab, links, panel, open);
   };
-  panel.content.modelContentChanged.connect(look);
+  for (const change of changes) change.connect(look);
   look();
 }
 

@@ -16,7 +16,7 @@ import { MachineView } from "./machine_view";
 import { PlanForm } from "./plan_form";
 import { StartForm } from "./start_form";
 import { addStyle } from "./style";
-import { ASKING, BUTTONS, CLEAR, CONFIRM, CUT, DONE, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, summary, WORKING } from "./strings";
+import { ASKING, BUTTONS, CLEAR, CONFIRM, CUT, CUT_IDLE, DONE, loss, NO_KERNEL, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, stopCaption, summary, WORKING } from "./strings";
 import { VariablesView } from "./variables_view";
 
 type Button = keyof typeof BUTTONS;
@@ -46,9 +46,7 @@ export class Sidebar {
     addStyle(labCss);
     this.form = new StartForm(lab);
     this.plan = new PlanForm(lab);
-    this.machine = new MachineView(lab, (name, take) => {
-      this.attach(name, take);
-    });
+    this.machine = new MachineView(lab, (name, take) => this.attach(name, take));
     for (const name of Object.keys(BUTTONS) as Button[]) this.bar.append(this.button(name));
     const clear = make("button", "sidebar-button", CLEAR);
     clear.addEventListener("click", () => {
@@ -71,10 +69,9 @@ export class Sidebar {
     this.last = link;
     this.link = link;
     this.form.panel = panel;
-    this.machine.panel = panel;
-    this.machine.visible = true;
     this.unwatch = link?.watch(this.draw) ?? null;
     this.draw();
+    this.machine.visible = true;
   }
 
   /** Look at nothing, as nobody sees it. */
@@ -86,11 +83,11 @@ export class Sidebar {
     this.link = null;
   }
 
-  private attach(name: string, take: boolean): void {
+  private async attach(name: string, take: boolean): Promise<void> {
     const { panel } = this.form;
     if (panel === null) return;
     const load = this.link?.state === null ? "%load_ext nbdist\n" : "";
-    void addAndRun(this.lab, panel, `${load}%distributed attach ${name}${take ? " --take" : ""}`);
+    await addAndRun(this.lab, panel, `${load}%distributed attach ${name}${take ? " --take" : ""}`);
   }
 
   private button(name: Button): HTMLButtonElement {
@@ -114,9 +111,14 @@ export class Sidebar {
   private async confirmed(name: Button): Promise<boolean> {
     if (name !== "restart" && name !== "stop") return true;
     const { apputils } = this.lab;
-    const [title, body] = CONFIRM[name];
+    const title = CONFIRM[name];
+    const body = loss(name === "stop" && this.hasGpus);
     const buttons = [apputils.Dialog.cancelButton(), apputils.Dialog.warnButton({ label: BUTTONS[name][0] })];
     return (await apputils.showDialog({ title, body, buttons })).button.accept;
+  }
+
+  private get hasGpus(): boolean {
+    return this.link?.state?.devices.some((device) => device !== "cpu") === true;
   }
 
   private say(text: string, failed = false): void {
@@ -134,10 +136,14 @@ export class Sidebar {
     write(this.heading, this.words());
     this.cells.replaceChildren(...(state?.cells ?? []).map((cell) => make("div", "sidebar-cell", progress(cell, link?.age ?? 0))));
     this.bar.hidden = !going && (state === null || state.broken === "");
-    for (const [name, button] of this.buttons) button.disabled = !this.isUseful(name);
+    for (const [name, button] of this.buttons) {
+      button.disabled = !this.isUseful(name);
+      if (name === "stop") button.title = stopCaption(this.hasGpus);
+    }
     this.form.draw(link, going);
     this.plan.draw(link);
     this.variables.draw(link, going);
+    this.machine.draw(link);
     if (state !== null && !this.following) this.follow();
     if (state === null) this.stopFollowing();
     this.place.hidden = !going;
@@ -147,7 +153,8 @@ export class Sidebar {
     const { link } = this;
     if (link === null) return NO_NOTEBOOK;
     if (link.trouble !== "") return link.trouble;
-    if (link.cut) return CUT;
+    if (link.kernelGone) return NO_KERNEL;
+    if (link.cut) return (link.state?.ranks ?? 0) > 0 ? CUT : CUT_IDLE;
     if (link.state !== null) return summary(link.state);
     if (link.asking) return ASKING;
     return link.used ? NOT_LOADED : NOT_USED;

@@ -15,7 +15,8 @@ import {
   DEVICES_CAPTION,
   DEVICES_EMPTY,
   PLAN,
-  PLAN_NONE,
+  PLAN_CAPTION,
+  PLAN_UNSET,
   PRECISION,
   READ_ONLY,
   START,
@@ -42,6 +43,7 @@ export class StartForm {
   private readonly preview = make("pre", "start-preview");
   private readonly problem = make("p", "start-problem");
   private readonly submit = make("button", "sidebar-button", WRITE_AND_RUN);
+  private readonly starting = new WeakSet<NotebookPanel>(); // notebooks whose added cell has not ended
   private loaded = false;
   private known = "";
 
@@ -51,7 +53,9 @@ export class StartForm {
     this.count.title = START_CAPTION;
     this.gpus.placeholder = DEVICES_EMPTY;
     this.gpus.title = DEVICES_CAPTION;
-    this.plan.append(option("", PLAN_NONE), ...strategies.map((name) => option(name, name)));
+    this.plan.title = PLAN_CAPTION;
+    const offered = strategies.filter((name) => name !== "none"); // the plan form below has it
+    this.plan.append(option("", PLAN_UNSET), ...offered.map((name) => option(name, name)));
     this.precision.append(...precisions.map((name) => option(name, name)));
     this.problem.setAttribute("role", "alert");
     const fields = [field(START_LEGEND, this.count), this.gpusField, field(PLAN, this.plan), field(PRECISION, this.precision)];
@@ -100,14 +104,23 @@ export class StartForm {
     else if (this.panel !== null && isReadOnly(this.panel)) problem = READ_ONLY;
     this.precision.disabled = this.plan.value === "";
     write(this.problem, problem);
-    this.submit.disabled = problem !== "";
+    this.submit.disabled = problem !== "" || (this.panel !== null && this.starting.has(this.panel));
     write(this.preview, this.source);
   };
 
   private async run(): Promise<void> {
     const { panel } = this;
     this.check();
-    if (panel !== null && !this.submit.disabled) await addAndRun(this.lab, panel, this.source);
+    if (panel === null || this.submit.disabled) return;
+    const { source } = this;
+    this.starting.add(panel);
+    this.check();
+    try {
+      await addAndRun(this.lab, panel, source);
+    } finally {
+      this.starting.delete(panel);
+      this.check();
+    }
   }
 }
 

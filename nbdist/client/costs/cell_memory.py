@@ -74,6 +74,8 @@ class CellMemory(Observer):
         if self._cell is not None:  # a cell run by another cell is part of it
             self._within.append(info)
             return
+        if not shells.in_cell():
+            return
         marked = MARK.match(info.raw_cell.lstrip())
         mode = (marked[1] or "on") if marked else self.mode
         self._cell = _Cell(info, mode, explicit=marked is not None)
@@ -269,13 +271,18 @@ def parse_mark(line: str) -> str:
 
 
 def strip_mark(lines: list[str]) -> list[str]:
-    """Return a cell's lines without a leading `%%memory`, so that all other lines keep their numbers.
-
-    A cell magic below it has to be the first line for IPython to see it.
-    """
+    """Return a cell's lines without a leading `%%memory`."""
     first = next((at for at, line in enumerate(lines) if line.strip()), None)
     if first is None or not MARK.fullmatch(lines[first].strip()):
         return lines
+    return strip_line(lines, first)
+
+
+def strip_line(lines: list[str], first: int) -> list[str]:
+    """Return a cell's lines without its first one that is not blank, so that all other lines keep their numbers.
+
+    A cell magic below it has to be the first line for IPython to see it.
+    """
     below = next((at for at in range(first + 1, len(lines)) if lines[at].strip()), None)
     rest = [*lines[:first], "\n", *lines[first + 1 :]]
     if below is None or not lines[below].startswith("%%"):

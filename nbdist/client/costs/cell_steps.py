@@ -20,7 +20,7 @@ from nbdist.client.session.observers import Observer, subscribe
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.task import Task
 from nbdist.metrics.node import active_meter, step_shares
-from nbdist.metrics.node.sample import STALLING, StepSample
+from nbdist.metrics.node.sample import EVALUATING, STALLING, StepSample
 from nbdist.ranks import describe_ranks
 from nbdist.text import duration, energy, flop_rate, flop_unit, flops_in, percent, table
 
@@ -126,8 +126,9 @@ def explain(samples: Mapping[int, StepSample]) -> str:
         ("notebook" if rank == HERE else rank, duration(each.step), duration(each.work), *map(_known, each[2:]))
         for rank, each in parts.items()
     ]
-    header = ("rank", "step", "work", "waiting for data", "collectives", "waiting for ranks")
-    found = [step_shares.sentence(samples), table(rows, header)]
+    header = ("rank", "step", "work", "evaluation", "waiting for data", "collectives", "waiting for ranks")
+    timed = {rank: samples[rank] for rank in parts}
+    found = [step_shares.sentence(samples), *_evaluation(timed), table(rows, header)]
     if any(each.others is None for each in parts.values()) and len(parts) > 1:
         found.append("n/a: time in collectives is not known here; `%%distributed --profile` shows it")
     return "\n".join(part for part in found if part)
@@ -154,7 +155,7 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = (), price
     parts = [_steps(stepping)]
     timed = {rank: sample for rank, sample in stepping.items() if sample.seconds}
     if timed:
-        parts += [_time(timed), *_throughput(timed), *_rates(timed)]
+        parts += [_time(timed), *_throughput(timed, _slowest(timed)), *_rates(timed)]
     why = step_shares.sentence(timed) if len(timed) > 1 else ""
     parts += [] if why else _waiting(timed)  # which the sentence says
     notes = [*_spending(stepping, price), *_notes(stepping, timed)]
@@ -182,7 +183,7 @@ def _wrapped(text: str) -> list[str]:
 def _notes(stepping: Mapping[int, StepSample], timed: Mapping[int, StepSample]) -> list[str]:
     """Return what is behind the figures, and what they lack and why."""
     reasons = sorted({sample.why for sample in stepping.values() if sample.why})
-    notes = _stragglers_and_stalls(timed) if timed else []
+    notes = [*_evaluation(timed), *_stragglers_and_stalls(timed)] if timed else []
     notes += [f"{describe_ranks(ranks)} share their batches" for ranks in _sharing(timed) if len(ranks) > 1]
     notes += [f"{_unknown(timed)} n/a: {'; '.join(reasons)}"] if reasons else []
     if names := _not_counted(timed):
@@ -204,8 +205,11 @@ def _not_counted(timed: Mapping[int, StepSample]) -> list[str]:
 
 
 def _steps(samples: Mapping[int, StepSample]) -> str:
+    """Return how many steps there were, and of how many the figures are, if not of all."""
     fewest, most = min(each.steps for each in samples.values()), max(each.steps for each in samples.values())
-    return f"{fewest:,} step{'s' if most != 1 else ''}" if fewest == most else f"{fewest:,}-{most:,} steps"
+    made = f"{fewest:,} step{'s' if most != 1 else ''}" if fewest == most else f"{fewest:,}-{most:,} steps"
+    left_out = max((each.steps - each.timed for each in samples.values() if each.timed), default=0)
+    return f"{made}, {most - left_out:,} timed" if left_out else made
 
 
 def _time(samples: Mapping[int, StepSample]) -> str:
@@ -219,22 +223,38 @@ def _stragglers_and_stalls(samples: Mapping[int, StepSample]) -> list[str]:
     slowest = max(seconds, key=lambda rank: seconds[rank])
     found = [f"slowest: rank {slowest}, {duration(seconds[slowest])}"] if seconds[slowest] > UNEQUAL * middle else []
     typical = statistics.median(sample.typical or 0.0 for sample in samples.values())
-    if 0 < STALLING * typical < middle:
+    training = statistics.median(map(_training, samples.values()))
+    if 0 < STALLING * typical < training:
         found.append(f"a typical step took {duration(typical)}, stalls the rest")
     return found
+
+
+def _evaluation(samples: Mapping[int, StepSample]) -> list[str]:
+    """Return the share of evaluations in all time, and how fast the training is without them."""
+    share = max(sample.evaluation for sample in samples.values())
+    if share < EVALUATING:
+        return []
+    training = max(map(_training, samples.values()))
+    rate = "".join(f", {words}" for words in _throughput(samples, training))
+    return [f"evaluation took {percent(share)} of the time; without it a step takes {duration(training)}{rate}"]
+
+
+def _training(sample: StepSample) -> float:
+    """Return the seconds of a step without evaluations."""
+    return (sample.seconds or 0.0) * (1 - sample.evaluation)
 
 
 def _slowest(samples: Mapping[int, StepSample]) -> float:
     return max(sample.seconds or 0.0 for sample in samples.values())
 
 
-def _throughput(samples: Mapping[int, StepSample]) -> list[str]:
-    """Return the samples or tokens per second of all ranks, which go as fast as the slowest."""
+def _throughput(samples: Mapping[int, StepSample], seconds: float) -> list[str]:
+    """Return the samples or tokens per second of all ranks, at so many seconds a step."""
     kinds = {sample.unit for sample in samples.values()}
     if len(kinds) != 1 or not all(sample.units for sample in samples.values()):
         return []
     units = sum(samples[ranks[0]].units or 0.0 for ranks in _sharing(samples))
-    return [f"{units / _slowest(samples):,.0f} {kinds.pop()}/s"]
+    return [f"{units / seconds:,.0f} {kinds.pop()}/s"]
 
 
 def _spending(samples: Mapping[int, StepSample], price: float | None) -> list[str]:

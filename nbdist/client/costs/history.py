@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nbdist import shells
 from nbdist.client.session.observers import Observer
 from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import RankSample, Sample, StepSample, gpu_of, non_torch
@@ -336,7 +337,7 @@ def watch_cells(shell: Any) -> None:
     began: list[float] = []  # of the running cell, and of those that it runs
 
     def begin(info: object) -> None:
-        began.append(time.monotonic() if living_session() is None else math.inf)
+        began.append(time.monotonic() if living_session() is None and shells.in_cell() else math.inf)
 
     def end(result: Any) -> None:
         started = began.pop() if began else math.inf

@@ -139,6 +139,11 @@ class AttachedRank:
         if self.stopped:
             await self.ask("continue", {"threadId": self.stopped[0]})
 
+    def leave(self) -> None:
+        """End the connection: the rank runs on, and another debugger may come."""
+        self.stopped = []
+        self._adapter.close()
+
     async def frames(self, arguments: DapMessage) -> DapMessage:
         """Return the answer to `stackTrace` without what has started the process, the only frames without a file."""
         answer = await self.ask("stackTrace", arguments)

@@ -297,7 +297,10 @@ class RankBreakpoints(observers.Observer):
     async def _attach(self, rank: int, process: DebuggedProcess, dial: Dial) -> None:
         attached = AttachedRank(rank, process, self._on_event, self._on_end)
         await attached.attach(dial, self._breakpoints, self._exceptions)
-        if not attached.ended:
+        rank_set = self._sets.get(process)
+        if rank_set is None or rank_set.left:  # meanwhile: its next client's debugger could not attach
+            attached.leave()
+        elif not attached.ended:
             self._attached[process] = attached
             self._tell("thread", {"threadId": self._threads.give(process, 1), "reason": "started"})
             for thread in attached.stopped:  # meanwhile
@@ -379,7 +382,8 @@ class RankBreakpoints(observers.Observer):
             self._sets.update(dict.fromkeys(chosen, rank_set))
             self._in_loop(self._prepare(chosen, dials), _ATTACH)
         except (NbdistError, OSError, TimeoutError, asyncio.TimeoutError) as error:
-            print(f"nbdist: breakpoints do not stop ranks in this cell: {error}", file=sys.stderr)
+            why = str(error) or "their debuggers do not answer"
+            print(f"nbdist: breakpoints do not stop ranks in this cell: {why}", file=sys.stderr)
 
     def _dials(self, rank_set: RankSet, ranks: dict[DebuggedProcess, int]) -> dict[DebuggedProcess, Dial]:
         """Have ranks listen for a debugger, and return what connects to each."""
@@ -412,6 +416,16 @@ class RankBreakpoints(observers.Observer):
         if going:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
                 self._in_loop(self._let_go(going), _LET_GO)
+
+    def ranks_left(self, rank_set: RankSet) -> None:
+        """Leave the ranks to the debugger of whoever drives them next; those that are stopped run on."""
+        with contextlib.suppress(RuntimeError):  # the kernel ends
+            self._loop.call_soon_threadsafe(self._leave, rank_set)
+
+    def _leave(self, rank_set: RankSet) -> None:
+        for rank in self._reachable():
+            if self._sets.get(rank.process) is rank_set:
+                rank.leave()
 
     def _runs(self, rank: AttachedRank, task: Task) -> bool:
         rank_set = self._sets.get(rank.process)

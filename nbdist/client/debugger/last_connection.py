@@ -23,13 +23,14 @@ class LastConnection:
 
     def __init__(self) -> None:
         self._adapter: Path | None = None
-        self._threads: set[str] = set()  # of the adapter, while there still was the connection
+        self._threads: set[str] = set()  # of the adapter since the connection, while there still was the connection
+        self._before: set[str] = set()  # of the adapter before it: each connection leaves one that sleeps for a minute
 
     def ends(self, port: str) -> None:
         """Note that the connection is about to end. `port`: where the adapter listens."""
         if self._adapter is None or not self._adapter.exists():
             self._adapter = _adapter_at(port)
-        self._threads = self._threads_now()
+        self._threads = self._threads_now() - self._before
 
     async def wait_for_end(self) -> None:
         """Wait until the threads that serve it are gone."""
@@ -38,7 +39,7 @@ class LastConnection:
             if len(self._threads - self._threads_now()) >= _THREADS:
                 break
             await asyncio.sleep(_PERIOD)
-        self._threads = set()
+        self._threads, self._before = set(), self._threads_now()
 
     def _threads_now(self) -> set[str]:
         try:

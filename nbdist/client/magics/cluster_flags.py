@@ -29,33 +29,47 @@ _OPTIONS = {
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.add_argument("--on", metavar="NAME", help="a profile of ~/.config/nbdist/clusters.toml")
+    parser.add_argument("--on", metavar="NAME", help="use the machines of a profile in ~/.config/nbdist/clusters.toml")
     parser.add_argument(
-        "--hosts", type=split_commas, metavar="LIST", help="other machines, by ssh: node-a,node-b:4,user@node-c"
+        "--hosts",
+        type=split_commas,
+        metavar="LIST",
+        help="use these machines, through ssh: node-a,node-b:4,user@node-c",
     )
-    parser.add_argument("--ssh-config", metavar="FILE", help="with --hosts: in place of ~/.ssh/config")
+    parser.add_argument("--ssh-config", metavar="FILE", help="with --hosts: file to use instead of ~/.ssh/config")
     parser.add_argument(
-        "--tunnel", action="store_true", default=None, help="with --hosts: the session's own connections through ssh"
+        "--tunnel",
+        action="store_true",
+        default=None,
+        help="with --hosts: send the session's own connections through ssh",
     )
     parser.add_argument(
         "--sync", type=_folders, metavar="LIST", help="with --hosts: folders to copy there first, for example src,lib"
     )
-    parser.add_argument("--slurm", action="store_true", help="nodes of a Slurm cluster; --num-nodes of them")
+    parser.add_argument("--slurm", action="store_true", help="use nodes of a Slurm cluster; --num-nodes says how many")
     parser.add_argument("--partition", metavar="NAME", help="with --slurm, as for sbatch")
-    parser.add_argument("--account", metavar="NAME", help="likewise")
-    parser.add_argument("--time", metavar="LIMIT", help="likewise, for example 2:00:00")
-    parser.add_argument("--gres", metavar="LIST", help="likewise, for example gpu:8")
-    parser.add_argument("--constraint", metavar="LIST", help="likewise")
+    parser.add_argument("--account", metavar="NAME", help="with --slurm, as for sbatch")
+    parser.add_argument("--time", metavar="LIMIT", help="with --slurm, as for sbatch, for example 2:00:00")
+    parser.add_argument("--gres", metavar="LIST", help="with --slurm, as for sbatch, for example gpu:8")
+    parser.add_argument("--constraint", metavar="LIST", help="with --slurm, as for sbatch")
     parser.add_argument(
-        "--ray", nargs="?", const="auto", metavar="ADDRESS", help="nodes of a Ray cluster; --num-nodes of them"
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="use nodes of a Ray cluster; --num-nodes says how many",
     )
-    parser.add_argument("--kubernetes", action="store_true", help="pods of a Kubernetes cluster; --num-nodes of them")
-    parser.add_argument("--image", metavar="NAME", help="with --kubernetes: what the pods run, with nbdist in it")
+    parser.add_argument(
+        "--kubernetes", action="store_true", help="use pods of a Kubernetes cluster; --num-nodes says how many"
+    )
+    parser.add_argument(
+        "--image", metavar="NAME", help="with --kubernetes: image for the pods, which must contain nbdist"
+    )
     parser.add_argument(
         "--volumes",
         type=split_commas,
         metavar="LIST",
-        help="with --kubernetes: claims and where: data:/data",
+        help="with --kubernetes: volume claims and where to mount them: data:/data",
     )
     parser.add_argument("--namespace", metavar="NAME", help="with --kubernetes (default: kubectl's)")
     parser.add_argument("--dry-run", action="store_true", help="with --kubernetes: show what would be created")
@@ -66,7 +80,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         help="with --ray (default: all) and --kubernetes (none)",
     )
     parser.add_argument(
-        "--python", metavar="PATH", help="the Python of the other machines (default: at this one's path)"
+        "--python", metavar="PATH", help="path of Python on the other machines (default: the same as here)"
     )
 
 

@@ -53,8 +53,9 @@ class CostVerbs:
             print(f"memory is {self.memory.mode}")
             return self.memory.last
         self.memory.mode = arguments.mode
-        shown = {"on": "a table of what it cost in memory", "compact": "a line on what it cost in memory"}
-        print(f"below each cell: {shown.get(arguments.mode, 'nothing about its memory')}")
+        places = {"on": "a table below each cell shows", "compact": "a line below each cell shows"}
+        where = places.get(arguments.mode)
+        print(f"{where} what it cost in memory" if where else "cells do not show what they cost in memory")
         return None
 
     @staticmethod
@@ -93,9 +94,9 @@ class CostVerbs:
         if arguments.state is not None:
             self.steps.switch(arguments.state == "on", here=living_session() is None)
         print(
-            "below each cell that makes training steps: what they take"
+            "below each cell that trains, lines show what its steps took"
             if self.steps.shown
-            else "nothing about training steps below cells"
+            else "cells do not show what their training steps took"
         )
 
     def explain_steps(self, arguments: argparse.Namespace) -> None:

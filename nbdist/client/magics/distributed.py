@@ -43,7 +43,7 @@ from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.starting import StartLine
 from nbdist.client.session.task import Task
 from nbdist.errors import SessionClosed, UsageError
-from nbdist.lab import lines
+from nbdist.lab import kernel_status, lines
 from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.text import counted, size, span, table
 
@@ -62,6 +62,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     install_completion(shell, magics)
     if shells.in_kernel():
         lines.offer(magics)
+        kernel_status.keep_busy(shells.current().kernel)
         breakpoints.offer(shells.current().kernel)
     if living_session() is None:
         prewarm()
@@ -181,6 +182,11 @@ class DistributedMagics(Magics):
         except HelpShown as shown:
             print(shown)
             return None
+        except KeyboardInterrupt as interrupt:
+            if hasattr(interrupt, "_render_traceback_"):  # it says already what was interrupted
+                raise
+            what = " ".join(f"%distributed {line}".split()[:2]) if cell is None else "%%distributed"
+            raise interruption.interruption(f"`{what}` was interrupted before its end: type it again") from None
 
     # --- cells
 
@@ -192,7 +198,10 @@ class DistributedMagics(Magics):
     def _run(self, line: str, cell: str) -> Any:
         arguments = self.cell_parser.read(line)
         if arguments.tee and arguments.capture is None:
-            raise UsageError("--tee shows what --capture keeps: `%%distributed --capture NAME --tee`")
+            raise UsageError(
+                "--tee needs --capture, because it shows the output that --capture keeps: "
+                "`%%distributed --capture NAME --tee`"
+            )
         if arguments.background and arguments.profile is not None:
             raise UsageError("--profile shows its table below the cell, so it can't be combined with --background")
         session = self._session_for_cell(arguments.auto)
@@ -262,7 +271,7 @@ class DistributedMagics(Magics):
         rows.append(("%%distributed", self.cell_parser.description))
         rows.append(("%%rank 0,2", "Run the cell on these ranks."))
         rows.append(("%%local", "Run the cell in the notebook, even with `auto on`."))
-        rows.append(("%%memory", "Show what the cell costs in memory; above any other magic."))
+        rows.append(("%%memory", "Show what the cell costs in memory; goes above any other magic."))
         words = table(rows, ("magic", "what it does"))
         flags = self.cell_parser.format_help()
         more = "%dist and %%dist are short forms. Each verb has --help: `%distributed start --help`."
@@ -309,18 +318,27 @@ class DistributedMagics(Magics):
         print(_ready(self._session))
 
     def _attach(self, arguments: argparse.Namespace) -> None:
+        if arguments.wait and (own := self._attached_to(arguments.name)) is not None and own.cells:
+            with interruption.deferred():
+                wait_all([cell for cell in own.cells if not cell.done])
+            return
         with interruption.deferred():  # output is shown before the wait: a Ctrl-C at once is meant for the cells
             session = self._session = Session.attach(arguments.name, take=arguments.take)
             self._follow.stop()
             if arguments.wait:
                 wait_all(session.cells)
 
+    def _attached_to(self, name: str | None) -> Session | None:
+        """Return the notebook's session if that is the one to attach to."""
+        own = self._session
+        return own if own is not None and not own.closed and own.name.startswith(name or "") else None
+
     def _detach(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         seconds = session.detach(arguments.linger)
         print(
-            f"{counted(len(session.ranks), 'rank')} left alone for {span(seconds)}: "
-            f"`%distributed attach {session.name}` brings them back, `nbdist stop {session.name}` ends them"
+            f"detached; {counted(len(session.ranks), 'rank')} left running for {span(seconds)}: "
+            f"`%distributed attach {session.name}` brings the session back, `nbdist stop {session.name}` ends it"
             f"{self._leave_auto()}"
         )
 
@@ -352,9 +370,9 @@ class DistributedMagics(Magics):
         where = ["node"] if several else []
         print(table(rows, ("rank", *where, "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
         if cells := session.setup_cells:
-            print(f"setup cells, which ranks run that replace dead ones: {format_ranks(cells)}")
+            print(f"setup cells, which new ranks run first: {format_ranks(cells)}")
         if self._router.auto:
-            print("auto is on: every cell runs on all ranks (`%%local` for an exception)")
+            print("auto is on: every cell runs on all ranks (`%%local` runs one in the notebook)")
 
     def _heal(self, arguments: argparse.Namespace) -> None:
         session = get_session()
@@ -374,7 +392,7 @@ class DistributedMagics(Magics):
             get_session()
         self._router.auto = arguments.state == "on"
         print(
-            "every cell runs on all ranks from now on; `%%local` keeps one here"
+            "from now on, every cell runs on all ranks; `%%local` runs one in the notebook"
             if self._router.auto
             else "cells run in the notebook again"
         )
@@ -387,7 +405,8 @@ class DistributedMagics(Magics):
         missing = [name for name in arguments.names if name not in self.shell.user_ns]
         if missing:
             raise UsageError(
-                f"the notebook has no {', '.join(map(repr, missing))} to push; define it in a local cell first"
+                f"can't push {', '.join(map(repr, missing))}: not defined in the notebook. Define it in a local cell "
+                "first"
             )
         session.push({name: self.shell.user_ns[name] for name in arguments.names}, arguments.ranks)
 
@@ -447,4 +466,4 @@ def _check_syntax(code: str, offset: int, number: int) -> None:
             compile(source, f"Cell In[{number}]", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         text = "".join(traceback.format_exception_only(error)).rstrip()
-        raise UsageError(f"the cell has a syntax error, so it ran nowhere\n{text}") from None
+        raise UsageError(f"the cell has a syntax error, so it did not run\n{text}") from None

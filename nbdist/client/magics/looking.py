@@ -75,7 +75,7 @@ def _show_log(pieces: Iterable[str], whole: int) -> None:
         length += len(piece)
         if length > FOLD_LIMIT:
             raise UsageError(
-                f"the log of this cell has {size(whole)}, too much to show here: "
+                f"the log of this cell has {size(whole)}, too much to show here: use "
                 "`%distributed logs --save FILE`, or `--tail 100`"
             )
     publisher = Publisher(0)

@@ -13,6 +13,7 @@ from nbdist.checks import LONGEST
 from nbdist.errors import UsageError
 from nbdist.text import did_you_mean, parse_duration
 
+_PATH = re.compile(r"""(?<![\w"'])[^\W\d]\w*(?:\.\w+|\[(?:'[^']*'|"[^"]*"|[^]'"])*\])+""")
 _QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(?P<comment>\#)""")
 
 
@@ -27,11 +28,13 @@ class MagicParser(argparse.ArgumentParser):
         magic: The magic, as the user types it.
         description: What it does.
         number: The flag to suggest for a number without a flag; "" for none.
+        paths: Whether it takes entries of variables, written as in Python: state['layer.weight'].
     """
 
-    def __init__(self, magic: str, description: str, number: str = "") -> None:
+    def __init__(self, magic: str, description: str, number: str = "", *, paths: bool = False) -> None:
         super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False, formatter_class=_Help)
         self._number = number
+        self._paths = paths
         self.add_argument("-h", "--help", action="store_true", help="show this")
 
     def read(self, line: str) -> argparse.Namespace:
@@ -42,7 +45,8 @@ class MagicParser(argparse.ArgumentParser):
             HelpShown: It asks for help.
         """
         try:
-            words = shlex.split(without_comment(line))
+            line = without_comment(line)
+            words = shlex.split(_PATH.sub(lambda found: shlex.quote(found[0]), line) if self._paths else line)
         except ValueError as error:
             raise UsageError(f"{self.prog}: {error} in {line!r}. `{self.prog} --help` shows what is allowed.") from None
         if "-h" in words or "--help" in words:
@@ -92,7 +96,7 @@ class MagicParser(argparse.ArgumentParser):
         typed = word.split("=", maxsplit=1)[0]
         short = [flag for flag in self._option_string_actions if flag == typed[1:]]
         hint = f": did you mean {short[0]}?" if short else did_you_mean(typed, known, "{}")
-        return f"{self.prog}: unknown option {word}{hint} Its flags are {', '.join(known)}."
+        return f"{self.prog}: unknown option {word}{hint} Available options: {', '.join(known)}."
 
 
 def without_comment(line: str) -> str:
@@ -134,7 +138,9 @@ def seconds(text: str) -> float:
     """Parse a duration greater than 0."""
     value = _float(text)
     if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"invalid duration {text!r}: use seconds, more than 0, for example 60")
+        raise argparse.ArgumentTypeError(
+            f"invalid duration {text!r}: use a number of seconds greater than 0, for example 60"
+        )
     return value
 
 
@@ -142,7 +148,7 @@ def linger(text: str) -> float:
     """Parse a duration of 0 or more, with or without a unit."""
     value = parse_duration(text)
     if value is None or value > LONGEST:
-        raise argparse.ArgumentTypeError(f"invalid duration {text!r}: use 0, 90, 15m or 12h, for example")
+        raise argparse.ArgumentTypeError(f"invalid duration {text!r}: use, for example, 0, 90, 15m, or 12h")
     return value
 
 
@@ -165,7 +171,12 @@ def variable(text: str) -> str:
     return text
 
 
+def variable_item(text: str) -> str:
+    """Parse a Python name in a list that may contain commas."""
+    return variable(item(text))
+
+
 def suggest_verb(verb: str, verbs: Sequence[str]) -> str:
     """Return the message for a verb that does not exist."""
     hint = did_you_mean(verb, verbs, "`%distributed {}`")
-    return f"%distributed has no verb {verb!r}{hint} Verbs are {', '.join(verbs)}."
+    return f"%distributed has no verb {verb!r}{hint} Available verbs: {', '.join(verbs)}."

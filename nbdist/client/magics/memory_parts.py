@@ -88,8 +88,9 @@ def _by_module(found: Estimate) -> Iterator[str]:
 def _given_back(kept: Estimate, recomputed: Estimate) -> str:
     saved = kept.total - recomputed.total
     if saved <= 0:
-        return "checkpointing each block gives nothing back"
+        return "checkpointing each block would save nothing"
     price = "n/a" if not kept.flops or not recomputed.flops else percent(recomputed.flops / kept.flops - 1)
     return (
-        f"checkpointing each block gives back {size(saved)} (estimated) for {price} more FLOPs, about as much in time"
+        f"checkpointing each block would save {size(saved)} (estimated) for {price} more FLOPs, and about as much "
+        "more time"
     )

@@ -6,7 +6,17 @@ import argparse
 
 from nbdist.client.costs.cell_memory import MODES
 from nbdist.client.magics.cluster_flags import add_cluster_flags
-from nbdist.client.magics.magic_line import MagicParser, count, item, linger, number, price, seconds, variable
+from nbdist.client.magics.magic_line import (
+    MagicParser,
+    count,
+    item,
+    linger,
+    number,
+    price,
+    seconds,
+    variable,
+    variable_item,
+)
 from nbdist.client.magics.plan_line import plan_parser
 from nbdist.client.session.flight import COUNT
 from nbdist.client.session.on_death import ON_DEATH
@@ -22,7 +32,7 @@ def cell_parser() -> MagicParser:
         "--background",
         "-b",
         action="store_true",
-        help="return at once with a handle: .done .wait() .output .interrupt()",
+        help="return immediately with a handle: .done .wait() .output .interrupt()",
     )
     parser.add_argument("--timeout", type=seconds, metavar="S", help="interrupt the ranks after S seconds")
     parser.add_argument(
@@ -48,7 +58,7 @@ def cell_parser() -> MagicParser:
         help="write one trace of all ranks (FILE.json or FILE.json.gz), and show where time was spent",
     )
     parser.add_argument(
-        "--setup", action="store_true", help="ranks that replace dead ones run this cell first (`%%distributed heal`)"
+        "--setup", action="store_true", help="new ranks run this cell first (`%%distributed heal`, `grow`)"
     )
     parser.add_argument("--auto", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -92,21 +102,32 @@ def _start() -> MagicParser:
     parser = MagicParser("%distributed start", "Start ranks.", number="-n")
     _add_group(parser)
     parser.add_argument(
-        "--num-nodes", type=number, default=1, metavar="N", help="machines, this one too; -n counts ranks on each"
+        "--num-nodes",
+        type=number,
+        default=1,
+        metavar="N",
+        help="number of machines, including this one; -n is then the number of ranks on each",
     )
-    parser.add_argument("--master-addr", metavar="ADDRESS", help="of this machine, by which the others reach it")
-    parser.add_argument("--master-port", type=number, metavar="PORT", help="where it listens for them (default: any)")
-    parser.add_argument("--interface", metavar="NAME", help="the network between them (default: the one to ADDRESS)")
-    parser.add_argument("--token-file", metavar="FILE", help="write what they join with there; don't print it")
+    parser.add_argument("--master-addr", metavar="ADDRESS", help="address at which the others reach this machine")
+    parser.add_argument(
+        "--master-port",
+        type=number,
+        metavar="PORT",
+        help="port on which this machine waits for them (default: any free port)",
+    )
+    parser.add_argument(
+        "--interface", metavar="NAME", help="network interface between them (default: the one that leads to ADDRESS)"
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="write the tokens to join with to FILE instead of printing them"
+    )
     parser.add_argument(
         "--node-timeout",
         type=seconds,
         metavar="S",
-        help="seconds that another machine may be silent until its ranks count as lost (default: 60)",
+        help="seconds without an answer until another machine's ranks count as lost (default: 60)",
     )
-    parser.add_argument(
-        "--private-network", action="store_true", help="refuse addresses that are not of a private network"
-    )
+    parser.add_argument("--private-network", action="store_true", help="refuse addresses outside private networks")
     add_cluster_flags(parser)
     parser.add_argument(
         "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"
@@ -124,7 +145,7 @@ def _start() -> MagicParser:
         metavar="TIME",
         help="how long ranks outlive a crash of the kernel, for `attach`: 90, 15m, 12h (default: 15m; 0: not at all)",
     )
-    parser.add_argument("--keep", action="store_true", help="they outlive its orderly end, too")
+    parser.add_argument("--keep", action="store_true", help="keep the ranks when the kernel shuts down normally, too")
     parser.add_argument(
         "--exact",
         action="store_true",
@@ -134,36 +155,45 @@ def _start() -> MagicParser:
         "--on-death",
         choices=ON_DEATH,
         default="ask",
-        help="when ranks die under a cell: report it, heal them and run the cell again, or end (default: ask)",
+        help="when ranks die in a cell: only report it, replace them and run the cell again, or end the session "
+        "(default: ask, which only reports it)",
     )
     parser.add_argument(
-        "--replace", action="store_true", help="first stop the session that runs, or that a crash has left"
+        "--replace", action="store_true", help="first stop the session that is running or that a crash left behind"
     )
     return parser
 
 
 def _attach() -> MagicParser:
-    what = "Take over a session whose notebook is gone: its ranks, what they run, and what was missed."
+    what = "Take over a session whose notebook is gone: its ranks, running cells, and the output you missed."
     parser = MagicParser("%distributed attach", what)
-    parser.add_argument("name", nargs="?", metavar="SESSION", help="as `nbdist ls` shows it (default: the only one)")
-    parser.add_argument("--take", action="store_true", help="also from a client that is there, which then loses it")
-    parser.add_argument("--wait", action="store_true", help="stay in this cell until what runs has ended")
+    parser.add_argument("name", nargs="?", metavar="SESSION", help="its name in `nbdist ls` (default: the only one)")
+    parser.add_argument(
+        "--take", action="store_true", help="take it even from a notebook that is using it, which then loses it"
+    )
+    parser.add_argument("--wait", action="store_true", help="stay in this cell until the running cells have ended")
     return parser
 
 
 def _follow() -> MagicParser:
-    what = "Show what a session does that another client drives: its cells, what they print, how they end."
+    what = "Watch a session that another notebook is using: its cells, their output, how they end."
     parser = MagicParser("%distributed follow", what)
-    parser.add_argument("name", nargs="?", metavar="SESSION", help="as `nbdist ls` shows it (default: the only one)")
+    parser.add_argument("name", nargs="?", metavar="SESSION", help="its name in `nbdist ls` (default: the only one)")
     parser.add_argument("--wait", action="store_true", help="stay in this cell until the session ends; Ctrl-C leaves")
-    parser.add_argument("--stop", action="store_true", help="follow no longer")
+    parser.add_argument("--stop", action="store_true", help="stop following")
     return parser
 
 
 def _detach() -> MagicParser:
-    parser = MagicParser("%distributed detach", "Leave the ranks to whoever attaches: this notebook lets them go on.")
+    parser = MagicParser(
+        "%distributed detach",
+        "Leave the ranks running, and give up the session: you can attach to it later, or from elsewhere.",
+    )
     parser.add_argument(
-        "--linger", type=linger, metavar="TIME", help="how long they go on alone: 90, 15m, 12h (default: as of `start`)"
+        "--linger",
+        type=linger,
+        metavar="TIME",
+        help="how long they keep running alone: 90, 15m, 12h (default: as given to `start`)",
     )
     return parser
 
@@ -184,21 +214,22 @@ def _status() -> MagicParser:
 
 
 def _auto() -> MagicParser:
-    parser = MagicParser("%distributed auto", "Run every cell on all ranks, or stop doing so.")
+    parser = MagicParser("%distributed auto", "Turn on or off that every cell runs on all ranks.")
     parser.add_argument("state", choices=("on", "off"), metavar="on|off")
     return parser
 
 
 def _push() -> MagicParser:
-    parser = MagicParser("%distributed push", "Copy variables of the notebook to ranks.")
-    parser.add_argument("names", nargs="+", type=item, metavar="NAME")
+    parser = MagicParser("%distributed push", "Copy variables from the notebook to ranks.")
+    parser.add_argument("names", nargs="+", type=variable_item, metavar="NAME")
     _add_ranks(parser)
     return parser
 
 
 def _pull() -> MagicParser:
     parser = MagicParser(
-        "%distributed pull", "Copy variables of ranks to the notebook: a list by rank, or the value of a single rank."
+        "%distributed pull",
+        "Copy variables from ranks to the notebook: a list ordered by rank, or the value of a single rank.",
     )
     parser.add_argument("names", nargs="+", type=item, metavar="NAME")
     _add_ranks(parser)
@@ -218,20 +249,30 @@ def _logs() -> MagicParser:
 def _memory() -> MagicParser:
     parser = MagicParser("%distributed memory", "Show below each cell what it cost in memory, here or on the ranks.")
     parser.add_argument(
-        "mode", nargs="?", choices=MODES, help="a table, one line, or nothing; without it: the last cell's figures"
+        "mode",
+        nargs="?",
+        choices=MODES,
+        help="on: a table; compact: one line; off: nothing. If omitted: show the last cell's figures",
     )
     parser.add_argument(
-        "--parts", action="store_true", help="what is held now: parameters, gradients, optimizer's state, and the rest"
+        "--parts",
+        action="store_true",
+        help="show what is held now: parameters, gradients, optimizer state, and the rest",
     )
-    parser.add_argument("--model", metavar="NAME", help="with --batch: what a step of it holds at its peak, by module")
-    parser.add_argument("--batch", metavar="NAME", help="a micro-batch of it")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="with --batch: show what one training step of this model holds at its peak, by module",
+    )
+    parser.add_argument("--batch", metavar="NAME", help="with --model: a micro-batch for it")
     _add_ranks(parser)
     return parser
 
 
 def _free() -> MagicParser:
     return MagicParser(
-        "%distributed free", "Free what only tracebacks, Out and caches keep alive: on all ranks, else in the notebook."
+        "%distributed free",
+        "Free memory that only tracebacks, Out, and caches hold: on all ranks, or in the notebook if there are none.",
     )
 
 
@@ -246,7 +287,7 @@ def _tflops() -> MagicParser:
     parser = MagicParser("%distributed tflops", "Show below each cell what its training steps took: time, TFLOPS, MFU.")
     parser.add_argument("state", nargs="?", choices=("on", "off"))
     parser.add_argument(
-        "--price", type=price, metavar="P", help="of a rank for an hour, in any currency: shows what cells cost"
+        "--price", type=price, metavar="P", help="price of one rank for an hour, in any currency: shows what cells cost"
     )
     return parser
 
@@ -254,17 +295,22 @@ def _tflops() -> MagicParser:
 def _advise() -> MagicParser:
     what = "Measure what would make the last training steps faster: other sizes, other options of the DataLoader."
     parser = MagicParser("%distributed advise", what)
-    parser.add_argument("-r", "--ranks", metavar="RANK", help="where (default: the rank that waited longest for data)")
-    parser.add_argument("--seconds", type=seconds, default=20.0, metavar="S", help="duration, about (default: 20)")
+    parser.add_argument(
+        "-r", "--ranks", metavar="RANK", help="the rank to measure on (default: the one that waited longest for data)"
+    )
+    parser.add_argument("--seconds", type=seconds, default=20.0, metavar="S", help="approximate duration (default: 20)")
     return parser
 
 
 def _peak() -> MagicParser:
-    parser = MagicParser("%distributed peak", "Measure the best rate of matrix products, on all ranks at once or here.")
+    parser = MagicParser(
+        "%distributed peak",
+        "Measure the peak rate of matrix products, on all ranks at the same time, or here if there are none.",
+    )
     parser.add_argument(
         "--dtype",
         choices=("fp32", "tf32", "fp16", "bf16", "fp64"),
-        help="(default: those of the last steps that no peak is known for, else fp32 on a CPU, bf16 on a GPU)",
+        help="data type (default: those of the last steps whose peak is unknown, else fp32 on a CPU, bf16 on a GPU)",
     )
     parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="duration (default: 2)")
     return parser
@@ -273,10 +319,10 @@ def _peak() -> MagicParser:
 def _interrupt() -> MagicParser:
     parser = MagicParser(
         "%distributed interrupt",
-        "Stop what ranks run: after the current step if they train, else by KeyboardInterrupt.",
+        "Stop the running cells: after the current step if they train, otherwise with KeyboardInterrupt.",
     )
     _add_ranks(parser)
-    parser.add_argument("--now", action="store_true", help="don't wait for the step, or for a collective to end")
+    parser.add_argument("--now", action="store_true", help="don't wait for the step or a collective to end")
     return parser
 
 
@@ -284,36 +330,50 @@ def _heal() -> MagicParser:
     parser = MagicParser(
         "%distributed heal", "Replace ranks that have died; the others keep their variables, groups and models."
     )
-    parser.add_argument("-r", "--ranks", metavar="RANKS", help="which ranks, for example 0,2-3 (default: the dead)")
-    parser.add_argument("--kill", action="store_true", help="end these ranks first, as one that is stuck for good")
+    parser.add_argument(
+        "-r", "--ranks", metavar="RANKS", help="which ranks, for example 0,2-3 (default: the dead ones)"
+    )
+    parser.add_argument(
+        "--kill", action="store_true", help="end these ranks first, for example one that is stuck for good"
+    )
     return parser
 
 
 def _shrink() -> MagicParser:
     parser = MagicParser(
-        "%distributed shrink", "Go on with fewer ranks: without those that have died, and without the named ones."
+        "%distributed shrink",
+        "Continue with fewer ranks: without those that have died, and without those that you name.",
     )
-    parser.add_argument("-r", "--ranks", metavar="RANKS", help="give up these, too; their variables are lost")
+    parser.add_argument("-r", "--ranks", metavar="RANKS", help="remove these ranks, too; their variables are lost")
     return parser
 
 
 def _grow() -> MagicParser:
     parser = MagicParser("%distributed grow", "Add ranks; they run the setup cells first.", number="-n")
-    parser.add_argument("-n", type=number, default=1, metavar="N", help="how many on each machine (default: 1)")
     parser.add_argument(
-        "-r", "--ranks", metavar="@NODE", help="on this machine, or those of these ranks (default: on all machines)"
+        "-n", type=number, default=1, metavar="N", help="number of new ranks on each machine (default: 1)"
     )
     parser.add_argument(
-        "--num-nodes", type=number, default=0, metavar="K", help="on K other machines instead, which join the session"
+        "-r",
+        "--ranks",
+        metavar="@NODE",
+        help="only on this machine, or on the machines of these ranks (default: on all machines)",
+    )
+    parser.add_argument(
+        "--num-nodes",
+        type=number,
+        default=0,
+        metavar="K",
+        help="add K other machines, which then join the session, and add the ranks there",
     )
     return parser
 
 
 def _debug() -> MagicParser:
-    parser = MagicParser("%distributed debug", "Look into the last failure of a rank with IPython's debugger.")
+    parser = MagicParser("%distributed debug", "Debug the last failure of a rank with IPython's debugger.")
     parser.add_argument("-r", "--ranks", metavar="RANK", help="which rank (default: the one that failed first)")
     parser.add_argument(
-        "--debugpy", action="store_true", help="have the ranks listen for VS Code, and show its configuration"
+        "--debugpy", action="store_true", help="have the ranks wait for VS Code's debugger, and show its configuration"
     )
     return parser
 
@@ -330,30 +390,37 @@ def _snapshot() -> MagicParser:
         type=number,
         default=EVENTS,
         metavar="N",
-        help=f"how many each rank keeps (default: {EVENTS:,}, about 1 KB each)",
+        help=f"how many events each rank keeps (default: {EVENTS:,}, about 1 KB each)",
     )
     return parser
 
 
 def _stacks() -> MagicParser:
-    parser = MagicParser("%distributed stacks", "Show where the ranks are: their stacks, equal ones grouped.")
+    parser = MagicParser("%distributed stacks", "Show where the ranks are: their stacks, with equal stacks grouped.")
     _add_ranks(parser)
     parser.add_argument("--native", action="store_true", help="include frames of C code (needs py-spy)")
     return parser
 
 
 def _flight() -> MagicParser:
-    what = "Show the last collectives of each rank side by side, with the first in which they differ."
+    what = "Show the last collectives of each rank side by side, and mark the first difference."
     parser = MagicParser("%distributed flight", what)
     _add_ranks(parser)
-    parser.add_argument("--last", type=number, default=COUNT, metavar="N", help=f"how many (default: {COUNT})")
+    parser.add_argument(
+        "--last", type=number, default=COUNT, metavar="N", help=f"number of collectives (default: {COUNT})"
+    )
     return parser
 
 
 def _variables() -> MagicParser:
     what = "Show the variables of the ranks, and whether their values agree to the bit."
-    parser = MagicParser("%distributed variables", what)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one, however large, with figures by rank")
+    parser = MagicParser("%distributed variables", what, paths=True)
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help="show only this variable, and what differs in it: w, state['w'], model.head.bias",
+    )
     _add_ranks(parser)
     parser.add_argument("--diff", metavar="RANKS", help="compare a tensor on two ranks, for example 0,3")
     return parser

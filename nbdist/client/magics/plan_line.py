@@ -147,7 +147,7 @@ def _strategy(text: str) -> str:
     if text in _STRATEGIES:
         return text
     hint = did_you_mean(text, _STRATEGIES, "{}")
-    raise argparse.ArgumentTypeError(f"unknown strategy {text!r}{hint} Allowed are {', '.join(_STRATEGIES)}")
+    raise argparse.ArgumentTypeError(f"unknown strategy {text!r}{hint} Allowed values: {', '.join(_STRATEGIES)}")
 
 
 def _number(text: str) -> int | float | str | None:

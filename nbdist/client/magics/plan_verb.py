@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import Any
 
 from nbdist.client.magics.plan_line import flags, named_settings
@@ -11,7 +12,7 @@ from nbdist.client.session.current import get_session
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import RankError, UsageError
 from nbdist.plan import Plan
-from nbdist.planning.rules import with_parts_dropped
+from nbdist.planning.rules import own_settings, with_parts_dropped
 from nbdist.text import percent, size, table
 
 _WORTH_A_WORD = 1 << 30  # GPU bytes held by others; how much ranks hold outside of torch is not known exactly
@@ -49,7 +50,20 @@ def _current(session: Session | None) -> Plan:
 
 
 def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
-    return plan.replace(**with_parts_dropped(plan, named_settings(arguments)))
+    wanted = named_settings(arguments)
+    try:
+        return plan.replace(**with_parts_dropped(plan, wanted))
+    except UsageError as error:
+        raise UsageError(f"{error}{_way_to(plan, wanted)}") from None
+
+
+def _way_to(plan: Plan, wanted: dict[str, Any]) -> str:
+    """Return the line that takes a plan to another strategy, where only settings of the last one stand against it."""
+    strategy = wanted.get("strategy", plan.strategy)
+    with contextlib.suppress(UsageError):
+        if strategy != plan.strategy:
+            return f": `%distributed plan {flags(plan, plan.replace(**own_settings(plan, strategy) | wanted))}`"
+    return ""
 
 
 def _describe(session: Session | None, plan: Plan) -> str:

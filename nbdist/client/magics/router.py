@@ -10,14 +10,18 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.client.costs.cell_memory import strip_mark
+from nbdist import shells
+from nbdist.client.costs.cell_memory import strip_line, strip_mark
 from nbdist.client.magics.magic_line import without_comment
 
 _AUTO_LINE = "%%distributed --auto\n"
 # With `auto on` these run in the notebook: our own magics, and what changes the environment that all ranks share.
+# labextension/src/lab/cell_line.ts has the same.
 _STAYS_HERE = re.compile(
     r"%%?(distributed|dist|rank|local|memory|pip|conda|mamba|micromamba|uv|(re)?load_ext\s+nbdist)\b"
 )
+# They run the rest of the cell as a cell, so that one of the above may follow.
+_AROUND = re.compile(r"%%(memory|time|timeit|capture|prun)\b")
 _LEAVES = re.compile(r"(exit|quit)(\(\))?")
 
 
@@ -70,10 +74,10 @@ class CellRouter:
         if self._running or first is None:
             return lines
         if without_comment(lines[first]).strip() == "%%local":
-            return [*lines[:first], "\n", *lines[first + 1 :]]
+            return strip_line(lines, first)
         code = (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-        line = next(code, "%dist")
+        line = next((line for line in code if not _AROUND.match(line)), "%dist")
         leaves = _LEAVES.fullmatch(line) and not hasattr(self._shell, "kernel")  # a terminal
-        if not self.auto or leaves or _STAYS_HERE.match(line):
+        if not self.auto or leaves or _STAYS_HERE.match(line) or not shells.in_cell():
             return lines
         return [_AUTO_LINE, *lines]

@@ -23,7 +23,7 @@ def prompt(name: str | None, *, take: bool) -> None:
     from traitlets.config import Config
 
     session = Session.attach(name, take=take, keep=True)
-    print("cells run on all ranks; `%%local` runs one here, `%distributed` shows more, `exit` leaves the ranks alone")
+    print("cells run on all ranks; `%%local` runs one here, `%distributed` shows more, `exit` leaves the ranks running")
     settings = Config()
     settings.TerminalIPythonApp.display_banner = False
     settings.TerminalInteractiveShell.confirm_exit = False
@@ -51,4 +51,7 @@ def leave(session: Session) -> None:
         seconds = session.detach()
     except SessionClosed:  # it was stopped, or another client has taken it
         return
-    print(f"left alone for {span(seconds)}: `nbdist attach {session.name}` comes back, `nbdist stop` ends it")
+    print(
+        f"detached; the ranks keep running for {span(seconds)}: `nbdist attach {session.name}` comes back, "
+        "`nbdist stop` ends them"
+    )

@@ -14,6 +14,7 @@ from nbdist.client.session.compared_variables import (
 )
 from nbdist.client.session.current import get_session
 from nbdist.client.session.session import rank_set_of
+from nbdist.client.session.variable_entries import Inside, look_inside
 from nbdist.errors import UsageError
 
 
@@ -24,7 +25,8 @@ def show_variables(arguments: argparse.Namespace) -> None:
     if arguments.diff is not None and arguments.name is None:
         raise UsageError("--diff takes a variable: `%distributed variables w --diff 0,3`")
     found = look_at_variables(rank_set, ranks, [arguments.name] if arguments.name else [])
-    print(render_variables(found))
+    inside = look_inside(rank_set, found[0]) if arguments.name and arguments.diff is None else Inside([], [])
+    print("\n".join([render_variables([*found, *inside.differing]), *inside.notes]))
     if arguments.diff is not None:
         pair = rank_set.choose(arguments.diff)
         if len(pair) != 2:

@@ -22,7 +22,7 @@ _FRACTION = re.compile(r"(\d+(?:\.\d+)?)[kMGT]?\s?/\s?(\d+(?:\.\d+)?)[kMGT]?")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 # What differs between the states of one bar: numbers with exponents and unit prefixes, and the drawn bar.
 _CHANGING = re.compile(
-    r"\d[\d.,:]*(?:e[-+]?\d+)?(?:[kMGT]i?(?=B?\b))?|[\s#=>.+\-?\u2580-\u259f\u2800-\u28ff]|\b(?:nan|inf)\b"
+    r"\d[\d.,:]*(?:e[-+]?\d+)?(?:[kMGT]i?(?=B?\b))?|-(?::--)+|[\s#=>.+\-?\u2500-\u259f\u2800-\u28ff]|\b(?:nan|inf)\b"
 )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from nbdist.client.output.bars import Tail, settle, summary
-from nbdist.client.output.page import Page, Shown, Stream, Text
+from nbdist.client.output.page import OwnBars, Page, Shown, Stream, Text
 from nbdist.ranks import ONE_NODE, RankNames
 
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
@@ -109,6 +109,15 @@ class Merger:
         self._emit(now, everything=True)
         self._page.end_line()
         return self._page.take()
+
+    @property
+    def bars(self) -> OwnBars:
+        """Each rank's own bars, by the lines that stand for them on the page now."""
+        return self._page.bars
+
+    def take_bars(self) -> list[str]:
+        """Return the lines that have come to `bars` since the last call."""
+        return self._page.take_bars()
 
     def deadline(self) -> float | None:
         """Return when the next `poll` returns something if nothing new comes, in seconds of the caller's clock.
@@ -376,7 +385,7 @@ class Merger:
             self._end_bar(bar, before)
             before = {}
         states = before | states
-        self._page.write_lines(bar[0], tuple(sorted(states)), [summary(states)])
+        self._page.end_bar(bar[0], summary(states), states)
 
     def _draw_bars(self, now: float) -> None:
         if not self._tails and self._page.open is None:
@@ -388,8 +397,16 @@ class Merger:
         for stream in _STREAMS:
             due, line = self._next_drawing(stream)
             if due is not None and now >= due:
-                self._page.draw(stream, line)
+                self._page.draw(stream, line, self._own_bars(stream))
                 self._drawn_at[stream] = now
+
+    def _own_bars(self, stream: Stream) -> dict[int, str]:
+        """Return what the bar of each rank shows: the one that it has ended only if it has begun no other."""
+        own: dict[int, str] = {}
+        for (where, _), ended in self._ended.items():
+            own.update(ended if where == stream else {})
+        own.update((rank, tail.state) for rank, where, tail in self._visible_tails("bar") if where == stream)
+        return own
 
     def _next_drawing(self, stream: Stream) -> tuple[float | None, str]:
         """Return when the progress line of a stream must be redrawn, if at all, and its text."""

@@ -6,12 +6,12 @@ Handles what ranks send; independent of how cells end, of errors and of interrup
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nbdist.client.output.area import Area
 from nbdist.client.output.decoders import Decoders
 from nbdist.client.output.merge import Merger
-from nbdist.client.output.page import Shown, Text
+from nbdist.client.output.page import OwnBars, Shown, Text
 from nbdist.client.output.publisher import Kind, Publisher, can_update
 from nbdist.ranks import ONE_NODE, RankNames
 from nbdist.wire.output import STDERR, STDOUT, Display, Output
@@ -29,12 +29,22 @@ class Screen:
         publisher: Where to show the output.
         key: A name that is unique to this cell.
         names: How to name ranks.
+        on_bars: Called before lines are shown that stand for the bars of several ranks, with what each of these bars
+            shows, by all such lines of the page, and with the new lines.
     """
 
-    def __init__(self, ranks: list[int], publisher: Publisher, key: str, names: RankNames = ONE_NODE) -> None:
+    def __init__(
+        self,
+        ranks: list[int],
+        publisher: Publisher,
+        key: str,
+        names: RankNames = ONE_NODE,
+        on_bars: Callable[[OwnBars, list[str]], None] = lambda bars, lines: None,
+    ) -> None:
         self.silent = True  # nothing has been shown
         self._publisher = publisher
         self._names = names
+        self._on_bars = on_bars
         self._merger = Merger(ranks, names=names)
         self._decoders = Decoders()
         self._area = Area(ranks, names)
@@ -141,6 +151,8 @@ class Screen:
             self._merger.feed(rank, "stdout" if stream == STDOUT else "stderr", text, now)
 
     def _emit(self, emissions: Iterable[Text | Shown]) -> None:
+        if lines := self._merger.take_bars():
+            self._on_bars(self._merger.bars, lines)
         for emission in emissions:
             kind = emission.item.kind if isinstance(emission, Shown) else "text"
             if kind == "clear":

@@ -20,7 +20,7 @@ from nbdist.visits import Found, of_this_machine, reach, stop
 from nbdist.wire.handover import Attach, Attached, AttachRefused, UnseenCell
 from nbdist.wire.output import Output
 
-LOST = "not brought back: widgets of the previous notebook, and what it kept of results, captures and measurements"
+LOST = "not restored: the previous notebook's widgets, results, captures, and measurements"
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,13 @@ def choose(name: str | None, *, take: bool) -> Found:
     if candidates:
         names = ", ".join(each.name for each in candidates)
         raise UsageError(
-            f"there are {counted(len(candidates), 'session')}: name one of {names}. `nbdist ls` shows them"
+            f"there are {counted(len(candidates), 'session')} ({names}): give the name of one, as in "
+            f"`attach {candidates[0].name}`. `nbdist ls` describes them"
         )
     if others:
         held = "; ".join(f"{each.name} belongs to {each.holder}" for each in others)
-        raise UsageError(f"no session is without a client: {held}. `attach NAME --take` takes one over")
-    raise UsageError("there is no session to attach to: this user has none here. `%distributed start` starts one")
+        raise UsageError(f"every session is in use: {held}. `attach NAME --take` takes one over")
+    raise UsageError("there is no session to attach to: you have none on this machine. `%distributed start` starts one")
 
 
 def settle_previous(*, replace: bool, say: Callable[[str], None]) -> None:
@@ -120,14 +121,20 @@ def settle_previous(*, replace: bool, say: Callable[[str], None]) -> None:
             continue
         if own and (replace or each.left == "restarted"):
             stop([name])
-            say(f"the previous session ({each.holds}) was ended; `%distributed attach` would have brought it back")
+            say(
+                f"the previous session ({each.holds}) was stopped; to keep it, type `%distributed attach` instead of "
+                "`start`"
+            )
         elif own and each.left == "crashed":
             raise UsageError(
                 f"the previous session of this notebook holds {each.holds}: `%distributed attach` brings it back, "
                 "`%distributed start --replace` ends it"
             )
         else:
-            say(f"a session without a client holds {each.holds}: `%distributed attach {name}`, or `nbdist stop {name}`")
+            say(
+                f"another session, which no notebook uses, holds {each.holds}: `%distributed attach {name}` takes it "
+                f"over, `nbdist stop {name}` ends it"
+            )
 
 
 def _task_of(rank_set: RankSet, cell: UnseenCell) -> Task:
@@ -174,7 +181,7 @@ def _from_whole_lines(outputs: Sequence[Output]) -> list[Output]:
 def _describe(rank_set: RankSet, name: str, attached: Attached, running: Sequence[Task], seconds: float) -> str:
     devices = ", ".join(sorted({info.device for info in attached.ranks}))
     group = f"process group {attached.backend}" if attached.backend != "none" else "no process group"
-    alone = f", which was without a client for {span(attached.away)}" if attached.away else ""
+    alone = f", which no notebook had used for {span(attached.away)}" if attached.away else ""
     count = counted(len(attached.ranks), "rank")
     lines = [f"attached to session {name}{alone}: {count} on {devices}; {group} ({duration(seconds)})"]
     for rank, died in sorted(rank_set.traffic.dead.items()):
@@ -188,7 +195,7 @@ def _describe(rank_set: RankSet, name: str, attached: Attached, running: Sequenc
         what = f"cell {task.number}" if task.kind == "cell" else f"{task.kind} of {task.code}"
         began = f"for {span(time.monotonic() - task.started)}"
         lines.append(
-            f"{what} runs on {describe_ranks(task.ranks)}, {began}: its output follows. "
+            f"{what} has been running on {describe_ranks(task.ranks)} {began}: its output follows. "
             "`%distributed interrupt` stops it"
         )
     lines.append(LOST)
@@ -205,7 +212,7 @@ def conclude(ended: Sequence[tuple[Task, bool]], say: Callable[[str], None]) -> 
     for task, watched in ended:
         name = f"cell {task.number}" if task.kind == "cell" else f"{task.kind} of {task.code}"
         if not watched:
-            say(f"{name} has ended while no client was there:")
+            say(f"{name} ended while no notebook was attached:")
         try:
             task.wait()
         except (NbdistError, KeyboardInterrupt) as error:

@@ -55,10 +55,8 @@ class BackgroundCell:
             RankError: A rank failed.
             RankTimeout: It is not done after `timeout` seconds.
         """
-        if not self._ended.wait(timeout):
-            raise RankTimeout(
-                f"{self._task.describe()} is not done after {timeout:g} s and still runs. `.interrupt()` stops it."
-            )
+        if not interruption.wait_for(self._ended, timeout):
+            raise RankTimeout(f"{self._task.describe()} is still running after {timeout:g} s. `.interrupt()` stops it.")
         if self._task.error is not None:
             raise self._task.error
         return self._task.result

@@ -19,10 +19,12 @@ class Carrier(Witness, Protocol):
     Attributes:
         key: A unique name.
         slack: Seconds that answers of ranks take longer than on one machine.
+        is_stopping: Whether its ranks are ended on request.
     """
 
     key: str
     slack: float
+    is_stopping: bool
     widgets: WidgetProxies
 
     def send(self, message: Message) -> None:

@@ -101,12 +101,12 @@ def own_address(cluster: Cluster) -> str:
         UsageError: It can't be found out.
     """
     host = cluster.layout.towards
-    why = "it is not known which way leads to the other machines"
+    why = "the route to the other machines is unknown"
     if host:
         try:
             if address := network.address_towards(host):
                 return address
-            why = f"this machine has no network that leads to {host}"
+            why = f"this machine has no route to {host}"
         except OSError as error:
             why = f"host {host!r} is not known ({error.strerror})"
     raise UsageError(f"{why}: add `--master-addr ADDRESS`, this machine's address for the others")

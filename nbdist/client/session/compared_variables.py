@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,12 +11,21 @@ from nbdist.client.session.rank_set import RankSet
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
 from nbdist.text import counted, nearest, size, table
-from nbdist.wire.held_variables import Figures, GetElements, GetFigures, GetGap, GetVariables, Held, Variables
+from nbdist.wire.held_variables import (
+    Figures,
+    GetElements,
+    GetFigures,
+    GetGap,
+    GetVariables,
+    Held,
+    Variables,
+)
 from nbdist.wire.question import A, NoAnswer, Question
 
 _LIMIT = 5.0  # seconds for all variables
-_NAMED_LIMIT = 120.0  # seconds for one, which may be large
+NAMED_LIMIT = 120.0  # seconds for one, which may be large
 _ELEMENTS = 1 << 20  # that are compared at once
+_FORMS = 6  # that a row shows, of types, shapes and devices on different ranks
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -25,41 +35,78 @@ class Variable:
 
     Attributes:
         name: The name.
-        groups: What ranks hold, those that hold the same together, the largest group first.
+        held: What ranks hold.
+        groups: These ranks, those that hold the same together, the largest group first.
         missing: The ranks that have no such name.
         known: Whether it is known which ranks agree.
     """
 
     name: str
-    groups: list[tuple[list[int], Held]]
+    held: Mapping[int, Held]
+    groups: list[list[int]]
     missing: list[int] = field(default_factory=list)
     known: bool = True
 
     @property
-    def held(self) -> Held:
+    def most(self) -> Held:
         """What most ranks hold."""
-        return self.groups[0][1]
+        return self.held[self.groups[0][0]]
+
+    @property
+    def kind(self) -> str:
+        """Its type; where ranks differ in it, each with its ranks: "int (rank 0), str (ranks 1-3)"."""
+        return _by_ranks({rank: held.kind for rank, held in self.held.items()})
+
+    @property
+    def form(self) -> str:
+        """Its shape and dtype, likewise."""
+        return _by_ranks({rank: form_of(held) for rank, held in self.held.items()})
+
+    @property
+    def device(self) -> str:
+        """Where its bytes are, likewise; GPUs that differ only in their number, as those of ranks do, are one."""
+        devices = {rank: held.device for rank, held in self.held.items()}
+        if len(set(devices.values())) > 1:
+            devices = {rank: re.sub(r":\d+", "", device) for rank, device in devices.items()}
+        return _by_ranks(devices)
+
+    @property
+    def memory(self) -> str:
+        """How much its values take on a rank, or from how much to how much; "": not known."""
+        sizes = [held.size for held in self.held.values() if held.size is not None]
+        ends = [size(each) for each in (min(sizes), max(sizes))] if sizes else []
+        return " to ".join(dict.fromkeys(ends))
+
+    @property
+    def agree(self) -> bool | None:
+        """Whether the ranks that have it agree; None: not known, or they are not meant to."""
+        return len(self.groups) == 1 if self.known and not self.most.part else None
+
+    @property
+    def inside(self) -> bool:
+        """Whether there may be entries that differ."""
+        return self.agree is not True and all(held.inside for held in self.held.values())
 
     @property
     def odd(self) -> list[int]:
         """The ranks that do not hold what most do; empty if ranks agree, or it is not known, or no group is larger."""
-        if not self.known or self.held.part:
+        if not self.known or self.most.part:
             return []
-        sizes = [len(ranks) for ranks, _ in self.groups]
+        sizes = [len(ranks) for ranks in self.groups]
         if len(sizes) > 1 and sizes[0] == sizes[1]:
             return []
-        return sorted(rank for ranks, _ in self.groups[1:] for rank in ranks)
+        return sorted(rank for ranks in self.groups[1:] for rank in ranks)
 
     @property
     def agreement(self) -> str:
         """Whether ranks agree, for people."""
         absent = f"; not on {describe_ranks(self.missing)}" if self.missing else ""
-        if self.held.part:
+        if self.most.part:
             return f"sharded{absent}"
         if not self.known:
-            return f"not compared: {self.held.why}{absent}"
+            return f"not compared: {self.most.why}{absent}"
         if len(self.groups) == 1:
-            ranks = self.groups[0][0]
+            ranks = self.groups[0]
             return f"only on {describe_ranks(ranks)}" if len(ranks) == 1 and self.missing else f"same{absent}"
         if odd := self.odd:
             return f"{describe_ranks(odd)} {'differs' if len(odd) == 1 else 'differ'}{absent}"
@@ -77,7 +124,7 @@ def look_at_variables(rank_set: RankSet, ranks: Sequence[int], names: Sequence[s
     Raises:
         UsageError: No rank has one of the names, or no rank has answered.
     """
-    answers = rank_set.traffic.ask(ranks, GetVariables(list(names)), timeout=_NAMED_LIMIT if names else _LIMIT)
+    answers = rank_set.traffic.ask(ranks, GetVariables(list(names)), timeout=NAMED_LIMIT if names else _LIMIT)
     found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Variables)}
     if not found:
         raise UsageError(f"{describe_ranks(ranks)} did not answer; `%distributed stacks` shows where they are")
@@ -88,17 +135,21 @@ def look_at_variables(rank_set: RankSet, ranks: Sequence[int], names: Sequence[s
     for name in names:
         if name not in by_name:
             raise _no_such(name, rank_set)
-    return [_variable(name, by_name[name], list(found)) for name in sorted(by_name)]
+    return [compared(name, by_name[name], list(found)) for name in sorted(by_name)]
 
 
 def _no_such(name: str, rank_set: RankSet) -> UsageError:
     known = {each for names in rank_set.traffic.names.values() for each in names}
-    close = nearest(name, known, 3)
+    root = re.split(r"\W", name.strip(), maxsplit=1)[0]
+    if root != name and root in known:
+        return UsageError(f"no rank has an entry {name}; `%distributed variables {root}` shows those that differ")
+    close = nearest(root, known, 3)
     hint = f"; similar names: {', '.join(sorted(close))}" if close else ""
     return UsageError(f"no rank has a variable {name!r}{hint}. `%distributed variables` shows all")
 
 
-def _variable(name: str, held: Mapping[int, Held], asked: Sequence[int]) -> Variable:
+def compared(name: str, held: Mapping[int, Held], asked: Sequence[int]) -> Variable:
+    """Return what ranks hold under a name as one; `asked`: all ranks that might hold something."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, each in held.items():
         key = (each.kind, tuple(each.shape or ()), each.dtype, each.digest)
@@ -107,17 +158,14 @@ def _variable(name: str, held: Mapping[int, Held], asked: Sequence[int]) -> Vari
     missing = sorted(set(asked) - held.keys())
     forms = {key[:3] for key in groups}
     known = len(forms) > 1 or all(each.digest for each in held.values())
-    return Variable(name, [(ranks, held[ranks[0]]) for ranks in ordered], missing, known)
+    return Variable(name, held, ordered, missing, known)
 
 
 def render_variables(variables: Sequence[Variable]) -> str:
     """Return a table with a row for each variable."""
     if not variables:
         return "no variables: cells on these ranks have not set any"
-    rows = [
-        (each.name, each.held.kind, form_of(each.held), each.held.device, _size(each.held), each.agreement)
-        for each in variables
-    ]
+    rows = [(each.name, each.kind, each.form, each.device, each.memory, each.agreement) for each in variables]
     return table(rows, ("name", "type", "shape", "device", "memory", "ranks"))
 
 
@@ -128,8 +176,17 @@ def form_of(held: Held) -> str:
     return f"{held.dtype} {held.shape}" if held.dtype else counted(held.shape[0], "value")
 
 
-def _size(held: Held) -> str:
-    return "" if held.size is None else size(held.size)
+def _by_ranks(texts: Mapping[int, str]) -> str:
+    """Return what is so on all ranks; else each text with its ranks, that of most ranks first."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1:
+        return next(iter(ranks_of))
+    ranks_of.pop("", None)
+    ordered = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
+    shown = [f"{text} ({describe_ranks(ranks)})" for text, ranks in ordered[:_FORMS]]
+    return ", ".join([*shown, f"and {len(ordered) - _FORMS:,} others"] if len(ordered) > _FORMS else shown)
 
 
 # --- one variable
@@ -137,7 +194,7 @@ def _size(held: Held) -> str:
 
 def has_figures(variable: Variable) -> bool:
     """Return whether it is a tensor or an array of real numbers, on all ranks that have it."""
-    return all(held.dtype != "" and not held.dtype.startswith("complex") for _, held in variable.groups)
+    return all(held.dtype != "" and not held.dtype.startswith("complex") for held in variable.held.values())
 
 
 def look_at_statistics(rank_set: RankSet, ranks: Sequence[int], name: str) -> dict[int, Figures]:
@@ -155,7 +212,7 @@ def look_at_statistics(rank_set: RankSet, ranks: Sequence[int], name: str) -> di
 
 
 def _figures(rank_set: RankSet, ranks: Sequence[int], question: GetFigures) -> dict[int, Figures]:
-    answers = rank_set.traffic.ask(ranks, question, timeout=_NAMED_LIMIT)
+    answers = rank_set.traffic.ask(ranks, question, timeout=NAMED_LIMIT)
     found = {rank: each for rank, each in sorted(answers.items()) if isinstance(each, Figures)}
     if not found:
         why = next((each.why for each in answers.values() if isinstance(each, NoAnswer)), "no rank has answered")
@@ -197,7 +254,7 @@ def difference(rank_set: RankSet, variable: Variable, one: int, other: int) -> s
     Raises:
         UsageError: It is no tensor on one of them, or a cell is running.
     """
-    forms = {rank: held for ranks, held in variable.groups for rank in ranks}
+    forms = variable.held
     first, second = forms.get(one), forms.get(other)
     if first is None or second is None or (first.shape, first.dtype) != (second.shape, second.dtype):
         there = [
@@ -206,7 +263,10 @@ def difference(rank_set: RankSet, variable: Variable, one: int, other: int) -> s
         ]
         raise UsageError(f"{variable.name} has different shapes or types: {'; '.join(there)}")
     if not first.dtype or first.shape is None:
-        raise UsageError(f"{variable.name} is a {first.kind}: only tensors and arrays are compared element by element")
+        inside = f"; `%distributed variables {variable.name}` shows its entries that differ" if first.inside else ""
+        raise UsageError(
+            f"{variable.name} is a {first.kind}: only tensors and arrays are compared element by element{inside}"
+        )
     if first.part:
         raise UsageError(f"{variable.name} is sharded: each rank has its own part of it")
     return _compared(rank_set, variable.name, math.prod(first.shape), one, other)
@@ -228,7 +288,7 @@ def _compared(rank_set: RankSet, name: str, total: int, one: int, other: int) ->
 
 
 def _answer_of(rank_set: RankSet, rank: int, question: Question[A]) -> A:
-    answer = rank_set.traffic.ask([rank], question, timeout=_NAMED_LIMIT).get(rank)
+    answer = rank_set.traffic.ask([rank], question, timeout=NAMED_LIMIT).get(rank)
     if answer is None or isinstance(answer, NoAnswer):
         raise UsageError(f"rank {rank} could not be compared: {answer.why if answer is not None else 'no answer'}")
     return answer

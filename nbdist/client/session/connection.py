@@ -131,8 +131,8 @@ class Connection:
 
     def _vanished(self) -> SessionBroken:
         return SessionBroken(
-            "the session has ended meanwhile, or its processes are out of sight here, as those of another container. "
-            "`nbdist ls` shows what there is"
+            "the session has ended, or its processes can't be seen from here because they are in another container. "
+            "`nbdist ls` lists your sessions"
         )
 
     def _ended_early(self) -> SessionBroken:

@@ -17,7 +17,7 @@ from nbdist.wire.life import Broken, Progress
 from nbdist.wire.message import Message
 from nbdist.wire.nodes import Invited
 
-_INTERRUPTED = "the start was interrupted, and no rank is left"
+_INTERRUPTED = "the start was interrupted; no ranks are running"
 
 Request = Callable[[Message, tuple[type[Message], ...], Callable[[], None]], Message]  # what, answers to it, on Ctrl-C
 
@@ -140,6 +140,6 @@ def interrupt_start() -> None:
 def taken_by(who: str) -> str:
     """Return what is said where another client has taken the session."""
     return (
-        f"the session was taken over by {who} at {time.strftime('%H:%M')}; its ranks live on there. "
+        f"the session was taken over by {who} at {time.strftime('%H:%M')}; its ranks keep running there. "
         "`%distributed attach --take` takes it back, `%distributed start` starts another"
     )

@@ -182,8 +182,8 @@ def _sections(source: Witness, scene: Scene, error: str) -> Iterator[tuple[str, 
     yield "environment (only variables that hold no secrets)", _environment()
     yield "system log (dmesg)", _system_log()
     living = [rank for rank in scene.result if rank not in _dead(scene)]
-    yield "memory of the ranks that live", _memory(source, living)
-    yield "last collectives of the ranks that live", _collectives(source, living)
+    yield "memory of the surviving ranks", _memory(source, living)
+    yield "last collectives of the surviving ranks", _collectives(source, living)
     yield f"last {_LINES} lines that each rank printed in this cell", _last_lines(source, scene)
 
 

@@ -30,12 +30,12 @@ def debug(rank_set: RankSet, rank: int | None = None) -> None:
     who = rank_set.traffic.places.describe([chosen]) if chosen is not None else "any rank"
     if chosen is None or not found.name:
         raise UsageError(
-            f"nothing has failed on {who}, so there is nothing to debug: `breakpoint()` in a cell stops there"
+            f"nothing has failed on {who}, so there is nothing to debug. To stop in a cell, call `breakpoint()` in it"
         )
     what = f"{found.name}: {found.text}".splitlines()[0].rstrip(": ")
     if found.gone:
         raise UsageError(
-            f"the frames of {what} on {who} are gone, since another cell has begun there: run the cell that fails "
+            f"the frames of {what} on {who} are gone, because another cell has started there: run the failing cell "
             "again, then `%distributed debug`"
         )
     print(f"{who} raised {what} (`q` leaves the debugger)", flush=True)

@@ -31,7 +31,9 @@ def linger_or_default(given: float | None) -> float:
     if text := os.environ.get(LINGER_VARIABLE, ""):
         seconds = parse_duration(text)
         if seconds is None or not 0 <= seconds <= LONGEST:
-            raise UsageError(f"{LINGER_VARIABLE}={text!r} is not a duration: set it to 0, 90, 15m or 12h, for example")
+            raise UsageError(
+                f"{LINGER_VARIABLE}={text!r} is not a duration: set it to, for example, 0, 90, 15m, or 12h"
+            )
         return seconds
     return LINGER if shells.current() is not None else 0.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
-from nbdist.client.session import report
+from nbdist.client.session import interruption, report
 from nbdist.client.session.background import rendered
 from nbdist.errors import UsageError
 from nbdist.ranks import describe_ranks
@@ -49,7 +49,7 @@ class Following:
         self._thread = threading.Thread(target=context.run, args=(self._follow,), name="nbdist-follow", daemon=True)
         self._thread.start()
         try:
-            self._begun.wait()
+            interruption.wait_for(self._begun)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -60,7 +60,7 @@ class Following:
         if not self._thread.is_alive():
             return ""
         return (
-            f"this notebook follows session {self.name}, which {self._view.driver or self._found.holder} drives: "
+            f"this notebook follows session {self.name}, which is driven by {self._view.driver or self._found.holder}: "
             f"`%distributed attach {self.name} --take` takes it over"
         )
 
@@ -92,7 +92,7 @@ class Following:
                     if not answer.printed:
                         self._stop.wait(_EVERY)
                     answer = visitor.ask(Follow(answer.position, answer.seen))
-                self._view.end(f"session {self.name} is no longer followed")
+                self._view.end(f"session {self.name} is no longer being followed")
         except SessionGone:
             self._view.end(f"session {self.name} has ended")
         finally:
@@ -107,8 +107,11 @@ def _choose(name: str | None) -> Found:
         return found[0]
     if found:
         names = ", ".join(each.name for each in found)
-        raise UsageError(f"there are {counted(len(found), 'session')}: name one of {names}. `nbdist ls` shows them")
-    raise UsageError("there is no session to follow: this user has no other one here")
+        raise UsageError(
+            f"there are {counted(len(found), 'session')} ({names}): give the name of one, as in "
+            f"`follow {found[0].name}`. `nbdist ls` describes them"
+        )
+    raise UsageError("there is no session to follow: you have no other session on this machine")
 
 
 @dataclass
@@ -172,7 +175,7 @@ class _View:
     def _show_ranks(self, ranks: Sequence[int]) -> None:
         """Show that all ranks have ended, or that there are new ones."""
         if self._has_ranks is not None and self._has_ranks != bool(ranks):
-            what = f"has {counted(len(ranks), 'rank')} now" if ranks else "has no ranks any more"
+            what = f"has {counted(len(ranks), 'rank')} now" if ranks else "no longer has ranks"
             self._screen.say(f"session {self._name} {what}")
         self._has_ranks = bool(ranks)
 

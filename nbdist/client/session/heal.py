@@ -21,7 +21,7 @@ from nbdist.wire.healing import GiveUpHeal, Grow, Heal, Healed, HealFailed, Rejo
 from nbdist.wire.message import Message
 
 M = TypeVar("M", bound=Message)
-ALREADY = "ranks are being replaced, added or given up already: wait for that to end"
+ALREADY = "ranks are already being replaced, added, or removed: wait until that is done"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class HealReport:
         one = len(self.ranks) == 1
         rebuilt = f"{counted(self.groups, 'process group')} rebuilt (generation {self.generation})"
         if not self.groups:
-            rebuilt = "there is no process group to join"
+            rebuilt = "no process group to join"
         lines = [f"{describe_ranks(self.ranks)} {self.what} in {self.seconds:.2f} s: {rebuilt}"]
         lines += describe_moves(self.numbers)
         if self.notes:
@@ -66,7 +66,7 @@ class HealReport:
             lines.append(f"{who} ran the imports and definitions of {_cells(self.cells)}")
         if not self.marked:
             lines.append(
-                "`%%distributed --setup` marks cells that a newcomer runs whole, such as those that build models"
+                "`%%distributed --setup` marks cells that a new rank runs in full, such as those that build models"
             )
         lines.append(f"other variables are missing on {describe_ranks(self.ranks)}; those of the other ranks are kept")
         return "\n".join(lines)
@@ -179,11 +179,12 @@ def _not_done(message: Heal | Grow, what: str) -> str:
 def _choose(rank_set: RankSet, ranks: Ranks, kill: bool) -> list[int]:
     dead = sorted(rank_set.traffic.dead)
     if ranks is None and kill:
-        raise UsageError("--kill ends ranks that live, so name them: `%distributed heal -r 1 --kill`")
+        raise UsageError("--kill ends living ranks, so say which: `%distributed heal -r 1 --kill`")
     if ranks is None and not dead:
         rank_set.check_open()
         raise UsageError(
-            "no rank has died. For one that is stuck: `%distributed interrupt`, or `%distributed heal -r 1 --kill`"
+            "no rank has died. If one is stuck, use `%distributed interrupt` or, for example, "
+            "`%distributed heal -r 1 --kill`"
         )
     chosen = rank_set.choose(dead if ranks is None else ranks, living=False)
     alive = [rank for rank in chosen if rank not in dead]
@@ -196,8 +197,7 @@ def _choose(rank_set: RankSet, ranks: Ranks, kill: bool) -> list[int]:
         )
     if not set(rank_set.living()) - set(chosen):
         raise UsageError(
-            "no other rank would be left, and process groups come from those that live: `%distributed restart` starts "
-            "fresh ranks"
+            "no other rank would be left to restore the process groups from: `%distributed restart` starts fresh ranks"
         )
     return chosen
 
@@ -263,7 +263,7 @@ def _run(rank_set: RankSet, cell: SetupCell, code: str, ranks: Sequence[int], wh
         task.wait()
     except RankError as error:
         verb = "was" if len(ranks) == 1 else "were"
-        done = f"{describe_ranks(ranks)} {verb} {what}; then cell {cell.number} failed there, run as setup:"
+        done = f"{describe_ranks(ranks)} {verb} {what}; then setup cell {cell.number} failed there:"
         raise type(error)(f"{done}\n{error.report}", error.failures) from None
 
 

@@ -5,10 +5,22 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 HEED = 0.2  # maximum seconds of a wait, because a Ctrl-C just before it does not end it
+
+
+def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
+    """Wait for an event in slices of `HEED`, so that no Ctrl-C is missed; otherwise like `event.wait(timeout)`."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while not event.is_set():
+        left = HEED if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            break
+        event.wait(min(left, HEED))
+    return event.is_set()
 
 
 def interruption(text: str, *details: str) -> KeyboardInterrupt:

@@ -56,7 +56,7 @@ def check_more_nodes(nodes: NodesWanted | None, count: int, ranks: object) -> No
     """
     check_whole("num_nodes", count, 1, "%distributed grow --num-nodes 1 -n 2")
     if ranks is not None:
-        raise UsageError("-r names machines of this session, and --num-nodes calls for others: give one of the two")
+        raise UsageError("-r adds ranks on machines of this session, --num-nodes on new machines: use only one of them")
     if nodes is None:
         raise UsageError(
             f"this session has one machine, which others can't join: start it with, for example, `{_EXAMPLE}`"
@@ -83,7 +83,7 @@ def nodes_wanted(
     check_whole("num_nodes", count, 1, _EXAMPLE)
     if on is not None:
         if way.token_file is not None:
-            raise UsageError("token_file is for nodes that join by themselves; nbdist starts these: leave it out")
+            raise UsageError("token_file is for nodes that you start yourself, but nbdist starts these: leave it out")
         return _started(on, count if count > 1 else None, ranks, way)
     if count == 1:
         given = {
@@ -150,7 +150,7 @@ def _check(way: WayIn) -> None:
             "`--node-timeout 60` is the default"
         )
     if port is not None and check_whole("master_port", port, 1, "--master-port 29500") > _LARGEST_PORT:
-        raise UsageError(f"master_port must be {_LARGEST_PORT} at most, not {port}: `--master-port 29500`")
+        raise UsageError(f"master_port must be at most {_LARGEST_PORT}, not {port}: `--master-port 29500`")
     if interface is not None and interface not in psutil.net_if_addrs():
         known = ", ".join(sorted(psutil.net_if_addrs()))
         raise UsageError(f"this machine has no network interface {interface!r}: it has {known}")
@@ -166,7 +166,7 @@ def _new_file(given: str | os.PathLike[str]) -> str:
     if file.exists():
         raise UsageError(f"{file} already exists: remove it, or name another file with --token-file")
     if not os.access(file.parent, os.W_OK):
-        raise UsageError(f"no file can be written to {file.parent}: name another one with --token-file")
+        raise UsageError(f"can't write to {file.parent}: choose another path for --token-file")
     return str(file)
 
 
@@ -182,11 +182,11 @@ def _checked(given: str, way: WayIn) -> str:
         raise UsageError(f"master_addr {given!r} is not a known address ({error}): {_own_addresses()}") from None
     meant = ipaddress.ip_address(address.partition("%")[0])
     if meant.is_unspecified:
-        raise UsageError(f"master_addr {given} would listen on every network: name one address ({_own_addresses()})")
+        raise UsageError(f"master_addr {given} would listen on every network: choose one address ({_own_addresses()})")
     if meant.is_loopback and not network.is_literal(given):
         raise UsageError(
-            f"master_addr {given!r} means {address} on this machine (see /etc/hosts), which no other machine reaches: "
-            f"give the address itself ({_own_addresses()})"
+            f"master_addr {given!r} means {address} on this machine (see /etc/hosts), which other machines can't "
+            f"reach: give its network address ({_own_addresses()})"
         )
     if not network.is_local(address):
         raise UsageError(
@@ -204,7 +204,7 @@ def _check_private(address: str, interface: str | None) -> None:
             raise UsageError(
                 f"{each} is not the address of a private network (10.0.0.0/8, 172.16.0.0/12, 192.168.0.0/16, "
                 "100.64.0.0/10, fc00::/7, link-local or loopback), and torch's store, gloo and NCCL have no password: "
-                f"name another, or leave out --private-network if you trust that network ({_own_addresses()})"
+                f"use another address, or leave out --private-network if you trust that network ({_own_addresses()})"
             )
 
 
@@ -217,4 +217,4 @@ def _own_addresses() -> str:
         if own.family in (socket.AF_INET, socket.AF_INET6)
         and not ipaddress.ip_address(own.address.partition("%")[0]).is_loopback
     ]
-    return f"this machine has {', '.join(known[:6])}" if known else "this machine has no network but its own loopback"
+    return f"this machine has {', '.join(known[:6])}" if known else "this machine has no network except loopback"

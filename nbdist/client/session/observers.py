@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from nbdist.client.output.page import OwnBars
 from nbdist.metrics.node.sample import Sample
 from nbdist.wire.questions import Look
 
@@ -33,6 +34,18 @@ class Observer:
 
     def cell_ended(self, task: Task) -> None:
         """Handle the end of a task on every rank, or that nobody waits for it any more. In the task's own thread."""
+
+    def bars_drawn(self, number: int, bars: OwnBars, lines: list[str]) -> None:
+        """Handle that a cell is about to show lines with progress bars. In the thread that shows its output.
+
+        Args:
+            number: The cell's.
+            bars: The ranks' own bars, by all such lines that are shown. It changes with them.
+            lines: Those that are new.
+        """
+
+    def ranks_left(self, rank_set: RankSet) -> None:
+        """Handle that these ranks live on, but no longer for this notebook. In any thread."""
 
     def node_looked_at(self, traffic: Traffic, look: Look) -> None:
         """Handle a sample of a node from its agent. In the listening thread."""
@@ -77,6 +90,16 @@ def cell_began(task: Task) -> None:
 def cell_ended(task: Task) -> None:
     """See `Observer`."""
     _call(lambda observer: observer.cell_ended(task))
+
+
+def bars_drawn(number: int, bars: OwnBars, lines: list[str]) -> None:
+    """See `Observer`."""
+    _call(lambda observer: observer.bars_drawn(number, bars, lines))
+
+
+def ranks_left(rank_set: RankSet) -> None:
+    """See `Observer`."""
+    _call(lambda observer: observer.ranks_left(rank_set))
 
 
 def node_looked_at(traffic: Traffic, look: Look) -> None:

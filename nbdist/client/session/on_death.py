@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from nbdist.client.session import death_report
+from nbdist.client.session import death_report, interruption
 from nbdist.client.session.heal import HealReport
 from nbdist.client.session.rank_set import RankSet
 from nbdist.errors import NbdistError, RankDied
@@ -31,7 +31,7 @@ def outlive(
     """Run a cell, and act as the policy says when ranks die under it.
 
     With "heal" they are replaced, all ranks take the state of the last step, and the cell runs again, unless it has
-    died three times from the same step on.
+    died three times from the same step on, or the user had asked it to stop.
 
     Args:
         attempt: Runs the cell once.
@@ -43,6 +43,7 @@ def outlive(
 
     Raises:
         RankDied: With "ask" and "stop"; with "heal" if nothing is being trained, or ranks die again at once.
+        KeyboardInterrupt: With "heal" if the user had interrupted the cell.
         SessionBroken: With "heal": they could not be replaced.
     """
     tried: Counter[int] = Counter()  # by the step from which the training went on
@@ -53,13 +54,17 @@ def outlive(
             if policy == "stop":
                 death_report.finish()  # while there are ranks to ask
                 close()
-                report("the session was stopped, as `--on-death stop` says")
+                report("the session was stopped because of `--on-death stop`")
             if policy != "heal":
                 raise
             report(_first_line(error))
             now = _go_on(error, heal, set_up, report)
             if now is None:
                 raise
+            if error.interrupted:
+                at = f"all ranks are at step {now.steps:,}{now.source}"
+                raise interruption.interruption(f"{at}; run the cell again to continue") from error
+            report(str(now))
             tried[now.steps] += 1
             if tried[now.steps] == _TRIES:
                 raise
@@ -79,7 +84,7 @@ def heal_all(rank_set: RankSet, heal: Callable[..., HealReport], report: Callabl
     if not stuck:
         return heal()
     verb, them = ("does", "is") if len(stuck) == 1 else ("do", "are")
-    report(f"{describe_ranks(stuck)} {verb} not leave the cell, and {them} replaced, too")
+    report(f"{describe_ranks(stuck)} {verb} not leave the cell, so {them} replaced, too")
     return heal(sorted({*traffic.dead, *stuck}), kill=True)
 
 
@@ -92,12 +97,9 @@ def _go_on(
     """Replace dead ranks, and return where the training goes on; None if none is under way."""
     try:
         report(str(heal()))
-        where = set_up(resume)[0]
+        return set_up(resume)[0]
     except NbdistError as error:
         raise error from death
-    if where is not None:
-        report(str(where))
-    return where
 
 
 def _first_line(error: RankDied) -> str:

@@ -24,11 +24,11 @@ from nbdist.wire.stopping import Enter
 
 _TURN = 0.3  # seconds for a rank that has been answered to ask again, before others that ask have their turn
 _NO_INPUT = (
-    "nobody can enter anything here: nbclient, nbconvert and papermill offer no input, nor does a script without a "
-    "terminal. Set the value in the code"
+    "input is not available here: nbclient, nbconvert, papermill, and scripts without a terminal can't ask for it. "
+    "Set the value in the code"
 )
 _BEHIND = "a cell takes input only while the notebook waits for it: run it without --background"
-OVER = "the notebook no longer waits for this cell, so nobody can enter anything"
+OVER = "the notebook no longer waits for this cell, so input is not available"
 
 
 def answer(send: Callable[[Message], None], prompt: Prompt, given: Enter) -> None:

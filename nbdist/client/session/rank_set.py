@@ -72,6 +72,7 @@ class RankSet:
         backend: Backend of the process group; "none" without one.
         closed: Whether it has no ranks.
         broken: Why it is closed, if nobody closed it.
+        stopped: Whether that is because somebody ended it from outside.
         left: Why it is closed although its ranks live: another client has them, or they were left alone.
         linger: Seconds that the ranks outlive a crash.
         started_in: Seconds that the last start took.
@@ -86,6 +87,7 @@ class RankSet:
         self.backend = ""
         self.closed = True
         self.broken = self.left = ""
+        self.stopped = False
         self.started_in = 0.0
         self.traffic = Traffic(_weakly(self._on_life))
         self.linger = linger
@@ -133,7 +135,7 @@ class RankSet:
         """
         if self.closed:
             return
-        self.closed = True
+        self.closed = self.traffic.is_stopping = True
         with interruption.deferred():
             self._stop(grace)
 
@@ -236,6 +238,7 @@ class RankSet:
     def _let_others(self, text: str) -> None:
         """Have no ranks any more, although they live."""
         self.closed, self.left = True, text
+        observers.ranks_left(self)
         self.traffic.release(text)
 
     def _connect(self) -> bool:
@@ -265,7 +268,7 @@ class RankSet:
         """
         began = time.monotonic()
         kinds = (Started, StartFailed, Broken) if again else (Started, StartFailed)
-        self.closed, self.broken, self.left = True, "", ""
+        self.closed, self.broken, self.left, self.stopped = True, "", "", False
         self.talk.begin()
         self.traffic.release("the ranks were restarted")
         with self.talk.interrupts():
@@ -315,6 +318,7 @@ class RankSet:
         if isinstance(message, Broken) and not self.broken:
             if not self.closed and not self.traffic.running(info.rank for info in self.ranks):
                 self.traffic.notify(Notice(message.text))
+            self.stopped = message.wanted  # before the rest, by which other threads see the end
             self.closed, self.broken = True, message.text
             self.traffic.release(message.text)
         self.talk.put(message)
@@ -408,7 +412,7 @@ class RankSet:
         dead = [rank for rank in chosen if rank in self.traffic.dead]
         if dead and living:
             alive = format_ranks(self.living())
-            ways = "`%distributed heal` replaces what died, `%distributed shrink` goes on without"
+            ways = "`%distributed heal` replaces dead ranks, `%distributed shrink` continues without them"
             way_out = f"`-r {alive}` uses the others, {ways}"
             raise UsageError(
                 f"{self.traffic.places.describe(dead)} died "
@@ -433,7 +437,7 @@ class RankSet:
         return SessionBusy(
             f"{self.traffic.places.describe(ranks)} {'is' if len(ranks) == 1 else 'are'} still running "
             f"{others[ranks[0]].describe()}{''.join(where[:8])}\n"
-            "Wait for it, `%distributed interrupt`, or as a last resort `%distributed restart`."
+            "Wait for it, or use `%distributed interrupt` or, as a last resort, `%distributed restart`."
         )
 
     def call(

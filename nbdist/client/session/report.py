@@ -94,6 +94,11 @@ def build(
     return error("\n".join(lines), {failure.rank: failure for failure in ordered})
 
 
+def of_rank(failure: RankFailure, names: RankNames = ONE_NODE) -> str:
+    """Return what went wrong on one rank, for a reader who has seen what it printed."""
+    return "\n".join([_headline(failure, [], names), *(_details(failure) if failure.kind != "died" else ())])
+
+
 def _causality(failure: RankFailure) -> tuple[int, float]:
     """Return a sort key: deaths and own exceptions by time, then what follows from them, then interrupted ones."""
     order = {"interrupted": 2, "running": 3, "ended": 4}.get(failure.kind, 0)
@@ -175,7 +180,7 @@ def _one_word(failure: RankFailure, first: RankFailure) -> str:
     if failure.kind == "interrupted":
         return "interrupted" if first.kind == "running" else f"interrupted, because rank {first.rank} failed"
     if follows(failure) and not follows(first):
-        return f"{_one_line(failure)}, follows from rank {first.rank}"
+        return f"{_one_line(failure)}, caused by the failure of rank {first.rank}"
     return _one_line(failure) + _place(failure)
 
 
@@ -194,7 +199,10 @@ def _advice(
         living = sorted({failure.rank for failure in failures} - dead | set(finished))
         them = "it" if len(dead) == 1 else "them"
         if not living:
-            return [f"`%distributed heal` replaces {them} if others live, `%distributed restart` starts fresh ranks."]
+            return [
+                f"`%distributed heal` replaces {them} if other ranks are alive, `%distributed restart` starts "
+                "fresh ranks."
+            ]
         whose = "its" if len(living) == 1 else "their"
         kept = f"R{names.describe(living)[1:]} kept {whose} variables: `%%distributed -r {format_ranks(living)}`."
         return [f"`%distributed heal` replaces {them}. {kept}"]
@@ -202,7 +210,7 @@ def _advice(
     if running:
         they_are, them = ("it is", "it") if len(running) == 1 else ("they are", "them")
         return [
-            f"Until {they_are} done, {names.describe(running)} can't take another cell; "
+            f"Until {they_are} done, {names.describe(running)} can't run another cell; "
             f"`%distributed status` shows where {they_are}.",
             f"`%distributed interrupt` asks {them} again, `%distributed restart` starts fresh ranks.",
         ]

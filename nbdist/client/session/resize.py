@@ -40,11 +40,11 @@ class ShrinkReport:
     def __str__(self) -> str:
         rebuilt = f"{counted(self.groups, 'process group')} rebuilt (generation {self.generation})"
         left = counted(len(self.numbers), "rank")
-        lines = [f"{describe_ranks(self.gone)} given up in {self.seconds:.2f} s: {left} left, {rebuilt}"]
+        lines = [f"{describe_ranks(self.gone)} removed in {self.seconds:.2f} s: {left} left, {rebuilt}"]
         lines += describe_moves(self.numbers)
         if self.notes:
             lines.append(self.notes)
-        lines.append("variables of the ranks that are left are kept")
+        lines.append("the remaining ranks keep their variables")
         return "\n".join(lines)
 
 
@@ -64,7 +64,7 @@ def shrink(rank_set: RankSet, ranks: Ranks) -> ShrinkReport:
     dead = sorted(rank_set.traffic.dead)
     if ranks is None and not dead:
         raise UsageError(
-            "no rank has died. `%distributed shrink -r 1` gives up ranks that live; their variables are lost"
+            "no rank has died. To remove living ranks, say which: `%distributed shrink -r 1`; their variables are lost"
         )
     gone = sorted({*dead, *(rank_set.choose(ranks, living=False) if ranks is not None else ())})
     staying = [info.rank for info in rank_set.ranks if info.rank not in gone]
@@ -75,7 +75,7 @@ def shrink(rank_set: RankSet, ranks: Ranks) -> ShrinkReport:
     busy = {rank: task for rank, task in rank_set.traffic.running(staying).items() if not task.bereaved}
     if busy:
         raise rank_set.busy(busy)
-    failed = f"{describe_ranks(gone)} {'was' if len(gone) == 1 else 'were'} not given up"
+    failed = f"{describe_ranks(gone)} {'was' if len(gone) == 1 else 'were'} not removed"
     with rank_set.talk.dialogue(ALREADY) as ask, rank_set.traffic.replacing(gone):
         began = time.monotonic()
         healed = request(rank_set, ask, Shrink(gone), Healed, failed)
@@ -119,8 +119,8 @@ def grow(
     if dead := sorted(rank_set.traffic.dead):
         verb = "has" if len(dead) == 1 else "have"
         raise UsageError(
-            f"{describe_ranks(dead)} {verb} died: `%distributed heal` replaces what died, or `%distributed shrink` "
-            "goes on without; then grow"
+            f"{describe_ranks(dead)} {verb} died: `%distributed heal` replaces dead ranks, `%distributed shrink` "
+            "removes them; then type `%distributed grow` again"
         )
     nodes = [] if ranks is None else _nodes_of(rank_set, ranks)
     refuse_busy(rank_set, [])

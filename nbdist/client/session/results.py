@@ -8,7 +8,7 @@ from typing import Any
 
 from nbdist.errors import RankFailure
 from nbdist.ranks import format_ranks
-from nbdist.text import size
+from nbdist.text import counted, size
 from nbdist.wire.output import STDERR, STDOUT
 
 KEPT = 64 << 20  # bytes of a rank's printed output kept here, and as many of its displays; the log has all text
@@ -89,7 +89,8 @@ class RankResult:
 
     def __repr__(self) -> str:
         state = f"{self.error.name}: {self.error.text}" if self.error else f"result {self.result}"
-        return f"<rank {self.rank}: {len(self.stdout):,} characters, {len(self.outputs)} outputs, {state}>"
+        seen = f"{counted(len(self.stdout), 'character')}, {counted(len(self.outputs), 'output')}"
+        return f"<rank {self.rank}: {seen}, {state}>"
 
 
 class CellResult(Mapping[int, RankResult]):

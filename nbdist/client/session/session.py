@@ -195,7 +195,10 @@ class Session(RankRequests):
         _refuse_on_ranks()
         if (own := next((known for known in known_sessions() if not known.closed), None)) is not None:
             count = counted(len(own.ranks), "rank")
-            raise UsageError(f"this notebook has a session with {count}: `%distributed detach` or `stop` it first")
+            raise UsageError(
+                f"this notebook already has session {own.name} with {count}. To attach to another one, first leave it "
+                "running with `%distributed detach`, or end it with `%distributed stop`"
+            )
         session = cls.__new__(cls)
         session._rank_set = RankSet(keep=not shells.in_kernel() if keep is None else keep)
         try:
@@ -222,8 +225,13 @@ class Session(RankRequests):
         check_seconds("linger", linger)
         seconds = self._rank_set.linger if linger is None else linger
         if not seconds:
-            raise UsageError("without linger these ranks would end at once: `%distributed detach --linger 12h`")
-        self._rank_set.leave(seconds, "this notebook has left its session: `%distributed attach` brings it back")
+            raise UsageError(
+                "this session has a linger time of 0, so its ranks would end immediately: use "
+                "`%distributed detach --linger 12h`"
+            )
+        self._rank_set.leave(
+            seconds, "this notebook is detached from its session: `%distributed attach` brings it back"
+        )
         return seconds
 
     def _own_ranks(self, count: int | None) -> int | None:

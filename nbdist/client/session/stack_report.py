@@ -60,7 +60,7 @@ def stack_of(answer: ThreadStack | NoAnswer | None, cell: str) -> Stack:
     if isinstance(answer, NoAnswer) or not answer.running:
         return Stack(note="idle", busy=False)
     lines = tuple(answer.stack.splitlines())
-    return Stack(lines, cell, answer.collective, answer.still, "" if lines else "at work for nbdist")
+    return Stack(lines, cell, answer.collective, answer.still, "" if lines else "running nbdist's own code")
 
 
 def render(stacks: Mapping[int, Stack], names: RankNames = ONE_NODE) -> str:

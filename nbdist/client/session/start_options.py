@@ -110,7 +110,7 @@ def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None
         raise UsageError(f"backend must be a str, not {backend!r}: `backend='gloo'`")
     if backend not in _BACKENDS:
         hint = did_you_mean(backend, _BACKENDS, "`--backend {}`")
-        raise UsageError(f"backend {backend!r} is unknown{hint} Allowed are {', '.join(_BACKENDS)}")
+        raise UsageError(f"backend {backend!r} is unknown{hint} Allowed values: {', '.join(_BACKENDS)}")
     if "nccl" in backend and count > len(gpus) and not (gpus and os.environ.get(SHARED_GPUS) == "1"):
         fewer = f", or `-n {len(gpus)}`" if gpus else ""
         shared = f", or `%env {SHARED_GPUS}=1` first, with NCCL 2.30 or newer" if gpus else ""
@@ -143,8 +143,8 @@ def _open_files(count: int) -> int:
     needed = 40 + 6 * count
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UsageError(
-            f"{count} ranks need about {needed} file handles, and this system allows a process {hard}: "
-            f"type `ulimit -n {max(4096, needed)}` in the shell before you start Jupyter, or ask for fewer ranks"
+            f"{count} ranks need about {needed} file descriptors, but this system allows {hard} per process: type "
+            f"`ulimit -n {max(4096, needed)}` in the shell before you start Jupyter, or ask for fewer ranks"
         )
     return soft if soft == resource.RLIM_INFINITY else max(soft, needed)
 

@@ -46,7 +46,7 @@ def invitation(message: Invited, token_file: str) -> str:
     count = len(message.tokens)
     waits = f"waiting for {counted(count, 'more node')}"
     if message.instead_of:
-        waits = f"waiting for {counted(count, 'machine')} in place of {', '.join(message.instead_of)} (Ctrl-C gives up)"
+        waits = f"waiting for {counted(count, 'machine')} to replace {', '.join(message.instead_of)} (Ctrl-C cancels)"
     if token_file:
         with open(os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.writelines(f"{token}\n" for token in message.tokens)
@@ -54,7 +54,7 @@ def invitation(message: Invited, token_file: str) -> str:
         command = f"nbdist join {message.address} --token-file {shlex.quote(token_file)}"
         return f"{waits}: run this {where}\n  {command}"
     lines = [f"  {TOKEN_VARIABLE}={token} nbdist join {message.address}" for token in message.tokens]
-    where = "on the other machine" if len(lines) == 1 else "on the other machines, one line on each"
+    where = "on the other machine" if len(lines) == 1 else "on the other machines, a different line on each"
     return "\n".join([f"{waits}: run this {where}", *lines])
 
 

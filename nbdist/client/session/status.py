@@ -41,8 +41,8 @@ def look_at_flight(rank_set: RankSet, ranks: Ranks = None, count: int = COUNT) -
     found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Flight)}
     if not any(flight.recorded for flight in found.values()):
         raise UsageError(
-            "PyTorch has recorded no collective on these ranks: none has run yet; or its recorder is off, which "
-            "TORCH_FR_BUFFER_SIZE=0 in the environment does, and PyTorch 2.8 for gloo"
+            "PyTorch has not recorded any collectives on these ranks: either none has run yet, or its flight "
+            "recorder is off. Setting TORCH_FR_BUFFER_SIZE=0 turns it off, and PyTorch 2.8 doesn't record gloo"
         )
     return render(found, count, rank_set.traffic.places)
 

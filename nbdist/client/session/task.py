@@ -11,7 +11,7 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from nbdist.client.session.task_output import TaskOutput
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
 from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
+from nbdist.wire.healing import Renumbered
 from nbdist.wire.life import Broken, Died
 from nbdist.wire.output import Display, Notice, Output, Prompt, WidgetMessage
 from nbdist.wire.stopping import GetStack
@@ -267,6 +268,8 @@ class Task:
             self._output.remark(event)
         elif isinstance(event, Recovered):
             self.recovered = event
+        elif isinstance(event, Renumbered):
+            self._output.renumber(event.numbers)
         elif isinstance(event, Broken):
             self._broken = event.text
         elif event is KeyboardInterrupt:
@@ -386,8 +389,8 @@ class Task:
         who = names.describe(self._left)
         if self._interrupts:
             self.say(
-                f"{who} will stop when this call ends{where}; if it is a collective, nbdist ends it in a moment. "
-                "Interrupt again to stop them now."
+                f"{who} will stop when this call ends{where}; if it is a collective, nbdist ends it in a moment, and "
+                "what an `except` or `finally` does may take its time. Interrupt again to stop them now."
             )
             return
         failed = sorted(self.failures)
@@ -422,6 +425,7 @@ class Task:
         error = report.build(
             self.failures.values(), finished, recovered=text, launch=self._launch, names=self._traffic.places, file=file
         )
+        error.interrupted = self.interrupted
         if file is not None:
             death_report.write_later(file, self._traffic, self._scene(), error, self.say)
         if timed_out is not None:
@@ -431,7 +435,7 @@ class Task:
                 error.failures,
             )
         if all(failure.kind == "interrupted" for failure in self.failures.values()):
-            raise _interruption(error, self.recovered.step if self.recovered is not None else 0, launch=self._launch)
+            raise _interruption(error, self.recovered.step if self.recovered is not None else 0, self._end)
         raise error
 
     def _scene(self) -> death_report.Scene:
@@ -440,9 +444,17 @@ class Task:
 
     def _heed_late_interrupt(self) -> None:
         """Raise an interrupt that came after the ranks had finished: it is meant for what would run next."""
-        if self._interrupts:
-            kept = "they have ended" if self._launch else "their variables are kept"
-            raise interruption.interruption(f"{describe_ranks(self.ranks)} had already finished this cell; {kept}")
+        if self._interrupts and not any(reply.caught for reply in self.replies.values()):
+            then = self._end or _kept(self.ranks)
+            have = "has" if len(self.ranks) == 1 else "have"
+            raise interruption.interruption(f"{describe_ranks(self.ranks)} {have} finished this cell; {then}")
+
+    @property
+    def _end(self) -> str:
+        """Why the ranks are gone after an interrupt; empty: they are not."""
+        if self._launch:
+            return "they have ended"
+        return "their session was stopped" if self._traffic.is_stopping else ""
 
     def _note_running(self) -> None:
         """Count the ranks that still run among the failures."""
@@ -457,15 +469,19 @@ class Task:
             self.failures[rank] = self.result[rank].error = failure
 
 
-def _interruption(error: RankError, step: int, *, launch: bool) -> KeyboardInterrupt:
+def _kept(ranks: Collection[int]) -> str:
+    return f"{'its' if len(ranks) == 1 else 'their'} variables are kept"
+
+
+def _interruption(error: RankError, step: int, end: str) -> KeyboardInterrupt:
     """Return the KeyboardInterrupt as the notebook shows it: one line, and where the ranks were.
 
     Args:
         step: The step after which all ranks stopped together, 0 for none.
-        launch: Whether the ranks have ended with it.
+        end: Why the ranks are gone; empty: they are not.
     """
     who = describe_ranks(sorted(error.failures))
-    what, then = f"{who} interrupted", "their variables are kept"
+    what, then = f"{who} interrupted", _kept(error.failures)
     if step:
-        what, then = f"all ranks stopped after step {step:,}", "run the cell again to go on"
-    return interruption.interruption(f"{what}; {'they have ended' if launch else then}", *error.report.splitlines()[1:])
+        what, then = f"all ranks stopped after step {step:,}", "run the cell again to continue"
+    return interruption.interruption(f"{what}; {end or then}", *error.report.splitlines()[1:])

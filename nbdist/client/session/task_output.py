@@ -6,14 +6,19 @@ Used by the task's own thread, and once the task is over by the thread for late 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
+from nbdist.client.session import observers
 from nbdist.client.session.carrier import Carrier
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.results import CellResult
 from nbdist.wire.cells import Remark
+from nbdist.wire.healing import Renumbered
 from nbdist.wire.output import Display, Notice, Output
 
 
@@ -33,6 +38,7 @@ class TaskOutput:
     def __init__(self, traffic: Carrier, result: CellResult, number: int, options: CellOptions) -> None:
         self._traffic = traffic
         self._result = result
+        self._parts = dict(result)  # by the numbers that ranks have now
         self._number = number
         self._options = options
         self._unpaid: list[Display] = []
@@ -43,6 +49,15 @@ class TaskOutput:
         self._note(event)
         if self.screen is not None:
             _draw(self.screen, event, now)
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Show what comes from now on under other numbers of the ranks; those without one send nothing more."""
+        if all(before == now for before, now in numbers.items()):
+            return
+        self._parts = {numbers[rank]: part for rank, part in self._parts.items() if rank in numbers}
+        if self.screen is not None:
+            self.screen.settle(time.monotonic())
+            self.screen = self._new_screen()
 
     def say(self, text: str) -> None:
         """Show a line of nbdist's own, among the output."""
@@ -70,6 +85,8 @@ class TaskOutput:
         """
         if isinstance(message, (Output, Display)):
             self._note(message)
+        elif isinstance(message, Renumbered):
+            self.renumber(message.numbers)
         if self.screen is None:
             self.pay()
             return None
@@ -101,16 +118,17 @@ class TaskOutput:
     def _new_screen(self) -> Screen:
         """Return a screen that prints where the notebook prints now."""
         key = f"{self._traffic.key}-{self._result.serial}"
-        return Screen(list(self._result), Publisher(self._number), key, self._traffic.places)
+        on_bars = partial(observers.bars_drawn, self._number)
+        return Screen(list(self._parts), Publisher(self._number), key, self._traffic.places, on_bars)
 
     def _note(self, event: Output | Display) -> None:
         if isinstance(event, Output):
             if self._options.keep:
-                self._result[event.rank].add(event.stream, event.data)
+                self._parts[event.rank].add(event.stream, event.data)
             return
         self._unpaid.append(event)
         if self._options.keep and event.kind in ("display", "result"):
-            self._result[event.rank].show(event.data, event.size)
+            self._parts[event.rank].show(event.data, event.size)
 
 
 def _draw(screen: Screen, event: Output | Display, now: float) -> None:

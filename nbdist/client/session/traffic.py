@@ -62,6 +62,7 @@ class Traffic:
         places: How to name ranks, by their nodes if there are several.
         streams: Answers of ranks that keep coming.
         slack: Seconds that answers of ranks take longer than on one machine.
+        is_stopping: Whether its ranks are ended on request.
         dead: How ranks died.
         generation: Of the process groups: one more than the number of times they have been renewed.
     """
@@ -71,6 +72,7 @@ class Traffic:
         self.names: dict[int, list[str]] = {}
         self.places = RankNames()
         self.slack = 0.0
+        self.is_stopping = False
         self.dead: dict[int, Died] = {}
         self._replacing: Container[int] = ()  # ranks whose end is no news
         self.generation = 0
@@ -98,7 +100,7 @@ class Traffic:
 
     def begin(self, started: Started | Attached) -> None:
         """Start with a fresh set of ranks, to which nothing of the last one applies."""
-        self.slack = started.slack
+        self.slack, self.is_stopping = started.slack, False
         self.place(started.ranks)
         self.names, self.dead, self._owed = {}, {}, {}
         self.generation = 1
@@ -118,11 +120,15 @@ class Traffic:
         numbers = message.numbers
         with self._lock:
             self.names = {numbers[rank]: names for rank, names in self.names.items() if rank in numbers}
+            tasks = set(self._latest.values())
             self._latest = {numbers[rank]: task for rank, task in self._latest.items() if rank in numbers}
             self.dead = {numbers[rank]: died for rank, died in self.dead.items() if rank in numbers}
             self._owed = {}  # the controller has had all paid
-        self.streams.renumber(numbers)
         self.place(message.ranks)
+        for task in tasks:  # after what ranks have sent under their earlier numbers
+            if not task.put(message):
+                self.put_late(task, message)
+        self.streams.renumber(numbers)
         if any(before != now for before, now in numbers.items()):  # a widget knows its rank by its number
             self.widgets.close()
             self.widgets = WidgetProxies(self.send)
@@ -270,7 +276,8 @@ class Traffic:
         answer = self._ask_controller(GetStatus(next(self._requests)), Status)
         if answer is None:
             raise SessionBroken(
-                "the session's controller does not answer: `%distributed restart`, or `stop` and `start`"
+                "the session's controller does not answer: try `%distributed restart`, or `%distributed stop` and "
+                "then `%distributed start`"
             )
         return answer
 
@@ -385,9 +392,12 @@ class Traffic:
             return
         if not known and message.rank not in self._replacing:
             how = f"{self.places.describe([message.rank])} died between cells: {describe_death(message)}."
-            goes_on = "`%distributed shrink` goes on without, `%distributed restart` starts fresh ranks"
+            goes_on = "`%distributed shrink` continues with the other ranks, `%distributed restart` starts fresh ranks"
             if message.machine_lost:
-                goes_on = "`%distributed heal` replaces it on another machine, `%distributed shrink` goes on without"
+                goes_on = (
+                    "`%distributed heal` replaces it on another machine, `%distributed shrink` continues with the "
+                    "other ranks"
+                )
             heals = not message.cause  # else the others have died of it, too
             what_next = "`%distributed heal` replaces it" if heals else goes_on
             self.put_late(self._latest.get(message.rank), Notice(f"{how} {what_next}."))

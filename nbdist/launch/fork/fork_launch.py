@@ -39,8 +39,8 @@ def launch(request: Request) -> list[Any]:
     threads = describe_threads()
     if threads:
         _say_once(
-            f"this kernel runs {threads}, which forked ranks will lack: code there that waits for one of them, or a "
-            "lock that one holds, hangs"
+            f"this kernel runs {threads}, which forked ranks won't have: code there that waits for one of these "
+            "threads, or for a lock that one holds, will hang"
         )
     for restart in range(request.max_restarts):
         try:
@@ -81,8 +81,8 @@ def _check(request: Request) -> None:
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     if getattr(state, "_shared_state", None):
         raise UsageError(
-            "this notebook has made an `Accelerator`, which forked ranks would take for theirs: create it inside the "
-            f"function and restart the notebook, or leave out start_method to run {request.name} on ranks "
+            "this notebook has created an `Accelerator`, which forked ranks would mistake for their own: create it "
+            f"inside the function and restart the notebook, or leave out start_method to run {request.name} on ranks "
             "without it"
         )
     cuda_guard.check_fork()

@@ -51,5 +51,5 @@ class Pulse:
         self._silent.add(node)
         return (
             f"node {node} has not been heard from for {now - since:.0f} s, so its ranks can't be reached either: "
-            "is its machine up, and its network? Ctrl-C ends the launch here"
+            "check its machine and network. Ctrl-C ends the launch here"
         )

@@ -202,7 +202,7 @@ class Nodes:
             if error.errno != errno.EADDRINUSE:
                 raise UsageError(f"{self.address} can't be opened: {error}") from None
             taken = f"port {self.port} is taken{describe_owner(self.port)}"
-            raise UsageError(f"{taken}: choose another on all nodes, `use_port='29501'`") from None
+            raise UsageError(f"{taken}: choose another port on all nodes, `use_port='29501'`") from None
         own = address or "127.0.0.1"
         self._server = TCPStore(
             own,
@@ -236,7 +236,8 @@ class Nodes:
         owner = describe_owner(self.port) if network.is_local(self.host) else ""
         return UsageError(
             f"what listens at {self.address} is not an nbdist launch{owner and f', but opened{owner}'}: start "
-            "`notebook_launcher` on the node with that address first, or name another port on all (`use_port='29501'`)"
+            "`notebook_launcher` on the node with that address first, or choose another port on all nodes "
+            "(`use_port='29501'`)"
         )
 
     def _answers(self) -> bool:

@@ -26,6 +26,7 @@ _ASKED = (
     re.compile(r"[Tt]ried to allocate (?P<amount>[\d.]+) ?(?P<unit>[KMGTPE]?i?B|bytes)"),  # torch
     re.compile(r"Unable to allocate (?P<amount>[\d.]+) ?(?P<unit>[KMGTPE]?i?B|bytes)"),  # numpy
 )
+_WORTH_A_LINE = 1 << 20  # bytes of a tensor; smaller ones are not what fills a memory
 _CUDA_MEMORY = 2  # cudaErrorMemoryAllocation
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _POWERS = {"B": 0, "bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
@@ -165,9 +166,10 @@ def render(account: Account, blocks: Sequence[Block] = ()) -> str:
         account: The figures.
         blocks: The largest of the live tensors.
     """
+    largest = [block for block in blocks if block.size >= _WORTH_A_LINE]
     rows = [
         *_rows(account),
-        *(("" if at else "largest tensors", block.size, block.describe()) for at, block in enumerate(blocks)),
+        *(("" if at else "largest tensors", block.size, block.describe()) for at, block in enumerate(largest)),
     ]
     lines = [f"  {name:<15}  {size(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
     advice = [f"  {line}" for line in _advice(account)]

@@ -5,6 +5,7 @@ Knows nothing of what is heard.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -12,18 +13,21 @@ import torch
 
 Listener = TypeVar("Listener", bound=Callable[..., None])
 
-# Private, so it is looked for; without it a compiled step ends what listens, with the compiler's own words.
-_compiler_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+# Returns what would compile the code that is called now: None or False, nothing would. Private, so it is looked for;
+# without it a compiled step ends what listens, with the compiler's own words.
+compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 _compiler_flags = vars(torch.compiler)
 _TRACED = "_is_compiling_flag"  # likewise; `is_compiling` looks it up in ten times the time
 
 
-def is_compiler_at_work() -> bool:
-    """Return whether what is called now would be compiled."""
-    callback = _compiler_callback()
-    return callback is not None and callback is not False
+def never_compile(function: Any) -> None:
+    """Have this run as it is where compiled code calls it; a compiler that traces its caller traces it, too."""
+    frames: Any = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # private: without it, it is compiled, too, for nothing
+        skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, skipped)
 
 
 def is_traced() -> bool:
@@ -38,12 +42,19 @@ class WrappedFunction(Generic[Listener]):
         owner: Whose attribute it is.
         name: Its name. It is private, so it is looked for when it is used; without it nothing is heard.
         wrap: Makes the wrapper, from the function and from what gives the listeners of the moment.
+        traced: Whether the wrapper lets a compiler trace what it wraps, and calls no listener then; otherwise a graph
+            ends there.
     """
 
     def __init__(
-        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any], Callable[[], Sequence[Listener]]], Any]
+        self,
+        owner: Any,
+        name: str,
+        wrap: Callable[[Callable[..., Any], Callable[[], Sequence[Listener]]], Any],
+        *,
+        traced: bool = False,
     ) -> None:
-        self._owner, self._name, self._wrap = owner, name, wrap
+        self._owner, self._name, self._wrap, self._is_traced = owner, name, wrap, traced
         self._listeners: tuple[Listener, ...] = ()
         self._disabled: tuple[Listener, ...] = ()  # the same, for within a compiled region: not to be compiled as well
         self._original: Any = None
@@ -60,7 +71,7 @@ class WrappedFunction(Generic[Listener]):
         Returns:
             What ends it.
         """
-        disabled: Listener = torch.compiler.disable(listener)
+        disabled: Listener = listener if self._is_traced else torch.compiler.disable(listener)
         self._listeners, self._disabled = (*self._listeners, listener), (*self._disabled, disabled)
         if self._wrapper is None and self.exists:
             self._install()
@@ -77,11 +88,12 @@ class WrappedFunction(Generic[Listener]):
         def listeners() -> Sequence[Listener]:
             if self._wrapper is not wrapper:
                 return ()
-            return self._disabled if is_compiler_at_work() else self._listeners
+            return self._listeners if compiler() in (None, False) else self._disabled
 
         self._original = getattr(self._owner, self._name)
         wrapper = self._wrap(self._original, listeners)
-        wrapper._torchdynamo_disable = True  # not to be compiled with users' code
+        if not self._is_traced:
+            wrapper._torchdynamo_disable = True  # not to be compiled with users' code
         self._wrapper = wrapper
         setattr(self._owner, self._name, wrapper)
 

@@ -26,9 +26,10 @@ _FREE_SECONDS, _SHARE = 0.5, 0.01  # that further ones may take: this, and this 
 _CLOSE = 4  # steps, between two that are to agree on something new
 _AGAIN_AFTER = 10  # steps of a lap, until what is known is looked at once more
 _CONTROL_FLOW = ("cond", "map_impl")
-_PATIENCE = 16  # steps that a shape is waited for; then the next one is counted, whatever it is
+_PATIENCE = 16  # steps that a shape that was not foreseen is waited for; then the next one is counted, whatever it is
+_NOT_YET = sys.maxsize  # a step that never comes
 _MISSES = 64  # such counts that a shape is not found by, after which it is waited for no more
-_MISSES_WITH_BATCHES = 2  # the same, where batches are seen: they tell of it before its step does
+_MISSES_IF_TOLD = 2  # the same, for one that batches tell of before its step does
 _FAILURES = 2  # counts in a row that an exception ended: one may have been the user's own
 
 
@@ -88,14 +89,17 @@ class LiveCounts:
         self._doubtful: dict[Shape, tuple[tuple[int, int], int]] = {}  # figures, and which step it was
         self._steps = 0
         self._looked_at: set[Shape] = set()  # in this lap
-        self._wanted: dict[Shape, int] = {}  # to be counted, since which step
+        self._wanted: dict[Shape, int] = {}  # to be counted: the step at which it came though it was not foreseen
         self._missed: Counter[Shape] = Counter()  # counts that were to be of a shape, and were of a known one
         self._rare: set[Shape] = set()  # of these, those that are counted only when they are sure to come
         self._is_guess = False  # whether the count under way is of a step that may be any
         self._by_batch: dict[Hashable, Shape] = {}  # shapes to be counted, by a batch that only they have had
         self._ignored: set[Hashable] = set()  # batches that a known shape has had, or a miscounted one
         self._expected: Hashable = None  # the batch for which the count under way was begun
-        self._following: dict[Shape, Shape] = {}  # what came after a step of a shape, the last time
+        self._turns: dict[tuple[Shape, int], Shape] = {}  # what came after so many steps of a shape, the last time
+        self._in_a_row = 0  # steps of the last shape
+        self._postponed: tuple[Shape, bool] | None = None  # arguments of `_begin` for the count of the next step
+        self._unfed: set[Shape] = set()  # after a step of which the next one had no batch of its own
         self._last: Shape | None = None
         self._counting: Counting | None = None
         self._overdue = False  # the count could not be left when it should have been, so it is of more than a step
@@ -107,6 +111,11 @@ class LiveCounts:
     def under_way(self) -> bool:
         """Whether a step is being counted."""
         return self._counting is not None
+
+    @property
+    def is_postponed(self) -> bool:
+        """Whether the next step is to be counted from its first batch on."""
+        return self._postponed is not None
 
     @property
     def is_calm(self) -> bool:
@@ -127,18 +136,18 @@ class LiveCounts:
         self._missed.clear()
         self._rare.clear()
         self._by_batch.clear()
-        self._last = None
+        self._unfed.clear()
+        self._postponed = self._last = None
+        self._in_a_row = 0
         self._has_failed = False
 
     def finish(self, shape: Shape) -> None:
         """End the step that may have been counted, and had this shape."""
         self._steps += 1
-        while len(self._following) > _SHAPES:
-            del self._following[next(iter(self._following))]
-        if self._last is not None:
-            self._following[self._last] = shape
-        self._last = shape
+        self._note_turn(shape)
         counting = self._counting
+        if counting is None and self._wanted.get(shape) == _NOT_YET:
+            self._wanted[shape] = self._steps
         if counting is None or not self.leave() or self._overdue:
             return
         if counting.failure:
@@ -155,6 +164,30 @@ class LiveCounts:
             batch = tally.batch if before is None else before.batch  # ranks do not look again at the same time
             self._learn(shape, Known(count, _by_arithmetic(tally.work, device), device, tally.products, batch))
 
+    def _note_turn(self, shape: Shape) -> None:
+        """Note which shape has come after the last one, and how many there were of that in a row."""
+        last, steps = self._last, self._in_a_row
+        self._last, self._in_a_row = shape, steps + 1 if shape == last else 1
+        if last is None:
+            return
+        if shape == last and steps > 1:
+            self._turns.pop((last, steps), None)
+            return
+        self._turns[last, steps] = shape
+        if len(self._turns) > _SHAPES:
+            del self._turns[next(iter(self._turns))]
+        if last.batches and not shape.batches and len(self._unfed) < _SHAPES:
+            self._unfed.add(last)
+
+    def _following(self) -> Shape | None:
+        """Return which shape will probably come after the last one; None: it has come for the first time.
+
+        Epochs and accumulation make patterns: as many steps of a shape, then one of another.
+        """
+        if self._last is None:
+            return None
+        return self._turns.get((self._last, self._in_a_row), self._last if self._in_a_row > 1 else None)
+
     def _note_failure(self, failure: str) -> None:
         self._has_failed = True
         self._failures += 1
@@ -169,9 +202,13 @@ class LiveCounts:
             return
         longest = min(self._wanted, key=self._wanted.__getitem__)
         self._missed[longest] += 1
-        if self._missed[longest] >= (_MISSES_WITH_BATCHES if shape.batches else _MISSES):
+        if self._missed[longest] >= (_MISSES_IF_TOLD if self._is_told(longest, shape) else _MISSES):
             del self._wanted[longest]
             self._rare.add(longest)
+
+    def _is_told(self, wanted: Shape, came: Shape) -> bool:
+        """Return whether batches tell of a shape: its own, or that the last step of a loop one batch ahead has none."""
+        return not self._by_batch.keys().isdisjoint(wanted.batches) or bool(came.batches and not wanted.batches)
 
     def _ignore(self, batches: Iterable[Hashable]) -> None:
         """Expect no shape when one of these batches comes."""
@@ -195,10 +232,10 @@ class LiveCounts:
         if shape in self._rare or len(self._wanted) + len(self._rare) >= _SHAPES:
             return
         if shape not in self.known:
-            self._wanted.setdefault(shape, self._steps)
+            self._wanted.setdefault(shape, _NOT_YET)
             self._by_batch.update(dict.fromkeys(shape.batches - self._ignored, shape))
         elif shape not in self._looked_at and steps >= _AGAIN_AFTER:
-            self._wanted.setdefault(shape, self._steps)
+            self._wanted.setdefault(shape, _NOT_YET)
 
     def tells_of_wanted(self, batch: Hashable) -> bool:
         """Return whether a step that gets this batch, by its shapes, is probably to be counted, and none is."""
@@ -210,18 +247,37 @@ class LiveCounts:
         if shape is not None and self._counting is None:
             self._begin(shape, guess=False, batch=batch)
 
-    def consider(self, shape: Shape, steps: int) -> None:
+    def consider(self, shape: Shape, steps: int, *, has_batches: bool = False) -> None:
         """Count the next step, if that is worth it. None is under way.
 
         Args:
             shape: Of the step that has just ended.
             steps: That this lap has had.
+            has_batches: Whether steps begin with a batch that is seen. The count waits for it then: a validation before
+                it is no part of the step.
         """
+        self._postponed = None
         self.want(shape, steps)
-        following = self._following.get(shape)
+        following = self._following()
         sure = following in self._wanted or following in self._rare
-        if sure or (self._wanted and (following is None or self._has_waited())):
+        if not (sure or (self._wanted and (following is None or self._has_waited()))):
+            return
+        if has_batches and shape not in self._unfed:
+            self._postponed = shape, not sure
+        else:
             self._begin(shape, guess=not sure)
+
+    def begin_postponed(self) -> None:
+        """Begin the count that has waited for a batch, which has come."""
+        if self._postponed is not None and self._counting is None:
+            shape, guess = self._postponed
+            self._begin(shape, guess=guess)
+
+    def give_up_postponed(self) -> None:
+        """Begin none, as the step is under way without a batch; the next time it is not waited for."""
+        if self._postponed is not None:
+            self._unfed.add(self._postponed[0])
+            self._postponed = None
 
     def _has_waited(self) -> bool:
         return self._steps - min(self._wanted.values()) >= _PATIENCE
@@ -234,6 +290,7 @@ class LiveCounts:
             guess: Whether that step may be of any shape.
             batch: That tells of it.
         """
+        self._postponed = None
         if self.why or self._has_failed:
             return
         known = shape in self.known

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,10 +17,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data.dataloader as dataloader
 
+from nbdist.metrics.compute import passes
 from nbdist.metrics.compute.listening import WrappedFunction
 
 Listener = Callable[["float | None", Any], None]
 
+_AHEAD = 1  # batches that a loop may have fetched before it works on them, as to know which one is the last
+_KEPT = 4096  # batches that no step follows, as when a model is only evaluated
+_NONE: frozenset[Hashable] = frozenset()
 _TENSORS = 16  # of a batch that are looked at
 _VALUES = 1024  # of a tensor that are looked at, about
 
@@ -55,6 +60,27 @@ class LoaderKey(NamedTuple):
     batch_size: int
 
 
+class TakenBatch:
+    """A batch that no step has worked on yet.
+
+    Attributes:
+        units: How much it holds.
+        began: Nodes that autograd had made when it was taken.
+        ended: The same, when the next batch was; None: it is the newest.
+        is_used: Whether a backward pass has differentiated what was computed in between, as far as is known.
+    """
+
+    def __init__(self, units: int, began: int) -> None:
+        self.units, self.began = units, began
+        self.ended: int | None = None
+        self.is_used = False
+
+    @property
+    def is_stray(self) -> bool:
+        """Whether something was computed with gradients then, and nothing of it differentiated."""
+        return not self.is_used and self.ended is not None and self.ended > self.began
+
+
 class LoaderUse:
     """What a loop has taken from one DataLoader.
 
@@ -66,6 +92,24 @@ class LoaderUse:
     def __init__(self) -> None:
         self.batches = 0
         self.seconds = 0.0
+        self.ahead: deque[TakenBatch] = deque(maxlen=_KEPT)  # batches that no step has worked on yet
+        self.shapes: frozenset[Hashable] = frozenset()  # of the batches taken since the last step
+        self.steps = 0  # before which some were taken
+        self.is_followed = False  # directly by a step
+        self.has_gradients = False  # whether the loop could differentiate when it took the last one
+        self.needs_gradients = False  # whether it could when it took one that a step followed
+        self.trains = False  # whether steps work on its batches, as none does on those of a validation
+
+    def worked_on(self, passes: int) -> int:
+        """Return the units that a step of so many backward passes has worked on: loops may be a batch ahead."""
+        count = max(1, passes, len(self.ahead) - _AHEAD)
+        return sum(self.ahead.popleft().units for _ in range(min(count, len(self.ahead))))
+
+    def drop_strays(self) -> None:
+        """Forget batches that nothing was differentiated of: they were a validation's, with gradients on."""
+        if any(batch.is_stray for batch in self.ahead):
+            self.ahead = deque((batch for batch in self.ahead if not batch.is_stray), _KEPT)
+            self.is_followed = self.is_followed and bool(self.ahead)
 
 
 class LoaderUses:
@@ -75,6 +119,18 @@ class LoaderUses:
         self.used: dict[LoaderKey, LoaderUse] = {}
         self._iterator: weakref.ref[Any] = weakref.ref(self)
         self._use = LoaderUse()
+        self._open: list[LoaderUse] = []  # with batches that no step has worked on
+        self._newest = TakenBatch(0, 0)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a step works on the batch that is taken now, as far as is known."""
+        return self._use.trains and (torch.is_grad_enabled() or not self._use.needs_gradients)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether none works on the batch that is asked for, as on those before it."""
+        return self._use.batches > 0 and not self.is_training
 
     def ask(self, iterator: Any) -> None:
         """Note who is asked for a batch."""
@@ -86,6 +142,57 @@ class LoaderUses:
         """Note that it has arrived after so many seconds of waiting."""
         self._use.batches += 1
         self._use.seconds += seconds
+
+    def hold(self, batch: Batch) -> None:
+        """Note what it is."""
+        use = self._use
+        use.has_gradients = torch.is_grad_enabled()
+        if use.needs_gradients and not use.has_gradients:
+            return  # the model is evaluated on what it is trained on
+        if not use.ahead:
+            self._open.append(use)
+        number = passes.nodes_made()
+        self._newest.ended = number
+        self._newest = TakenBatch(batch.units, number)
+        use.ahead.append(self._newest)
+        if batch.shapes not in use.shapes:
+            use.shapes |= {batch.shapes}
+
+    def see_pass(self, oldest: int) -> None:
+        """Note a backward pass that differentiates no node of autograd's before this one; 0: not known."""
+        for use in self._open:
+            for batch in use.ahead:
+                batch.is_used = batch.is_used or batch.ended is None or batch.ended > oldest
+
+    def end_step(self, backward_passes: int, steps: int) -> tuple[int, frozenset[Hashable]]:
+        """Return how much the step that ends has worked on, and the shapes of the batches taken in it.
+
+        Batches of a validation are left out: there are several, or gradients are off, and no step follows directly, but
+        a batch of another loader. Those of loaders that are used together are not, though a step follows only one of
+        them directly. A validation of one batch with gradients on looks the same, but for nothing is differentiated.
+
+        Args:
+            backward_passes: Its own.
+            steps: That there have been, this one included.
+        """
+        if self._use.batches:
+            self._use.is_followed, self._use.needs_gradients = True, self._use.has_gradients
+        units, shapes = 0, _NONE
+        if not self._open:
+            return units, shapes
+        for use in self._open:
+            use.steps += 1
+            use.drop_strays()
+            is_paired = use.has_gradients and (len(use.ahead) == 1 or 2 * use.steps > steps > 1)
+            use.trains = bool(use.ahead) and (use.is_followed or is_paired)
+            if use.trains:
+                units += use.worked_on(backward_passes)
+                shapes |= use.shapes
+            else:
+                use.ahead.clear()
+            use.shapes = _NONE
+        self._open = [use for use in self._open if use.ahead]
+        return units, shapes
 
 
 def loader_key(iterator: Any) -> LoaderKey:

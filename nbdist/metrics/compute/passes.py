@@ -22,12 +22,13 @@ _NEAR = 2  # nodes that are looked at first
 _NODES = 20_000  # of a whole graph, at most
 _FIRST, _EVERY = 6, 256  # passes of a lap that are read whole, and one of so many later on
 _ALIKE, _GLANCES = 64, 8  # passes in a row that look alike, after which one of so many is looked at
+_WARIER = 8  # times as many in a row are asked for, each time that one is found to look different after all
 _AT_MOST_EVERY = 16  # passes that one is read whole of because of doubts: times of steps are noisy
 _KEPT = 4096  # looks that are remembered
 
 # Nodes that autograd has made in this thread. The number of the loss's node would do as well, but Python has no object
 # for that node yet, which costs 5 µs.
-_nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
 _unseen = 0  # passes of our own under way, which nobody is to hear of
 _differentiable = 0  # passes under way whose own operations are recorded (`create_graph=True`)
@@ -66,19 +67,24 @@ class PassReader:
     Attributes:
         spent: Seconds that reading whole graphs has taken.
         suspects: How many passes before the last one it shows to have been taken for others, perhaps.
+        oldest: Number of the first node that the last pass differentiates, as `nodes_made` counts; 0: not known. What
+            has made the nodes before it, since the pass before, was no training.
     """
 
     def __init__(self) -> None:
         self.spent = 0.0
-        self.suspects = 0
+        self.suspects = self.oldest = 0
         self._since_whole = 0  # passes since the last whole one that was what it looked like
         self._always = self._doubts = False
         self._whole: dict[int, int] = {}  # of each that looks like this at first sight
         self._made: dict[int, int] = {}  # nodes since the pass before
+        self._trained: dict[tuple[int, int], int] = {}  # of these, those from the oldest on, by both; 0: not known
+        self._behind = 0  # the same, of the last pass that was looked at
         self._passes = 0  # of this lap
         self._last = 0  # nodes made by then
         self._near = 0  # at first sight, of the last pass that was looked at
         self._alike = 0  # passes in a row that have looked so
+        self._enough = _ALIKE  # of these
         self._usual = 0  # nodes made since the pass before it
         self._at_a_glance = 0  # passes that are known by that number alone, from the one that was looked at on
         self._unlooked = 0  # of these, still to come
@@ -87,6 +93,7 @@ class PassReader:
         """Read the next passes whole: what is run may be another thing now."""
         self._passes = self._last = self._alike = self._at_a_glance = self._unlooked = 0
         self._made.clear()
+        self._enough = _ALIKE
 
     def doubt(self) -> None:
         """Read the next pass whole."""
@@ -102,10 +109,11 @@ class PassReader:
 
         Reads metadata only: nothing that the graph has saved is unpacked, which could start a recomputation.
         """
-        number = _nodes_made()
+        number = nodes_made()
         made, self._last = number - self._last, number
         if self._unlooked and made == self._usual:
             self._unlooked -= 1
+            self.oldest = number - self._behind if self._behind else 0
             return self._near
         self._end_glance()
         return self._look(outputs, made)
@@ -121,21 +129,27 @@ class PassReader:
         self._passes += 1
         self.suspects = 0
         nodes = [node for output in outputs if (node := getattr(output, "grad_fn", None)) is not None]
-        near = _fingerprint(nodes, _NEAR)
+        near, _ = _fingerprint(nodes, _NEAR)
         if self._always:
             return near, self._read_whole(nodes)
-        if near != self._near and self._alike >= _ALIKE:
+        if near != self._near and self._alike >= self._enough:
             self.suspects = min(_GLANCES - 1, self._since_whole)
+            self._enough *= _WARIER
         self._alike = self._alike + 1 if near == self._near else 0
         self._near, self._usual = near, made
-        self._at_a_glance = self._unlooked = _GLANCES - 1 if self._alike >= _ALIKE else 0
+        self._at_a_glance = self._unlooked = _GLANCES - 1 if self._alike >= self._enough else 0
         has_changed = self._has_changed(near, made)
         doubts = self._doubts and self._since_whole >= _AT_MOST_EVERY
         if not (has_changed or doubts or self._passes <= _FIRST or self._since_whole >= _EVERY):
             self._since_whole += 1
+            self._behind = self._trained.get((near, made), 0)
+            self.oldest = self._last - self._behind if self._behind else 0
             return near
         self._doubts = False
         whole = self._read_whole(nodes)
+        self._behind = self._trained[near, made] = self._last - self.oldest if self.oldest else 0
+        while len(self._trained) > _KEPT:
+            del self._trained[next(iter(self._trained))]
         while len(self._whole) > _KEPT:
             del self._whole[next(iter(self._whole))]
         if self._whole.setdefault(near, whole) == whole:
@@ -147,7 +161,9 @@ class PassReader:
 
     def _read_whole(self, nodes: Sequence[Any]) -> int:
         began = time.perf_counter()
-        whole = _fingerprint(nodes, _NODES)
+        whole, seen = _fingerprint(nodes, _NODES)
+        with contextlib.suppress(AttributeError, ValueError):  # a node without a number, or none at all
+            self.oldest = min(node._sequence_nr() for node in seen) if len(seen) < _NODES else 0
         self.spent += time.perf_counter() - began
         return whole
 
@@ -162,8 +178,12 @@ class PassReader:
         return before is not None and before != made
 
 
-def _fingerprint(starts: Sequence[Any], limit: int) -> int:
-    """Return a number for the part of a graph that is nearest to its end: other shapes, depths or branches differ."""
+def _fingerprint(starts: Sequence[Any], limit: int) -> tuple[int, list[Any]]:
+    """Return a number for the part of a graph that is nearest to its end: other shapes, depths or branches differ.
+
+    Returns:
+        The number, and the nodes of that part.
+    """
     found: list[int] = []
     todo, seen = list(starts), set(starts)
     for node in todo:  # grows meanwhile: breadth first
@@ -176,7 +196,7 @@ def _fingerprint(starts: Sequence[Any], limit: int) -> int:
                 if following is not None and following not in seen:
                     seen.add(following)
                     todo.append(following)
-    return hash(tuple(found))
+    return hash(tuple(found)), todo
 
 
 def _number(node: Any, name: str) -> int:

@@ -75,13 +75,25 @@ class ProcessorUse:
     """How many cores this process keeps busy, between two looks."""
 
     def __init__(self) -> None:
-        self._last = time.monotonic(), time.process_time()
+        self._last = _Look.now()
 
     def look(self) -> float | None:
-        """Return the cores since the last look, on average; None if that was a moment ago."""
-        (at, used), self._last = self._last, (time.monotonic(), time.process_time())
-        wall = self._last[0] - at
-        return (self._last[1] - used) / wall if wall > 0 else None
+        """Return the cores since the last look, on average; None if that was a moment ago, or before a fork."""
+        before, self._last = self._last, _Look.now()
+        wall = self._last.at - before.at
+        if wall <= 0 or self._last.pid != before.pid:  # a fork's processor time begins at 0
+            return None
+        return (self._last.used - before.used) / wall
+
+
+class _Look(NamedTuple):
+    at: float
+    used: float
+    pid: int
+
+    @classmethod
+    def now(cls) -> _Look:
+        return cls(time.monotonic(), time.process_time(), os.getpid())
 
 
 def anonymous_memory() -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 STALLING = 1.2  # times the typical step, from which on the mean is worth a word
+EVALUATING = 0.02  # share of the time, from which on evaluations are
 
 
 class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -88,6 +89,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         steps: Optimizer steps since the rank's start.
+        timed: Steps that the figures are of: neither the first, nor those in which FLOPs were counted.
         in_cell: Of these, those since the start of the cell that runs; 0 while none runs.
         seconds: All time of the window, stalls included, by its steps. Rates are to be divided by it.
         typical: Seconds of a step in the middle, which ignores stalls.
@@ -97,6 +99,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
         not_counted: Operations that worked in counted steps and have no formula, so that `flops` is a least figure.
         waiting: Share of the step spent waiting for data.
         communication: Share of the step that only collectives took: transfer, and waiting for other ranks.
+        evaluation: Share of all time that evaluations between the steps took.
         units: Samples or tokens of one step on this rank.
         unit: "samples" or "tokens".
         batch: Stands for the values of the first batch since the cell's start, if it was in the host's memory; equal on
@@ -109,6 +112,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     steps: int = 0
+    timed: int = 0
     in_cell: int = 0
     seconds: float | None = None
     typical: float | None = None
@@ -118,6 +122,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
     not_counted: list[str] = []
     waiting: float | None = None
     communication: float | None = None
+    evaluation: float = 0.0
     units: float | None = None
     unit: str = ""
     batch: str = ""

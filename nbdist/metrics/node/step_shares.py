@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from nbdist.metrics.node.sample import StepSample
+from nbdist.metrics.node.sample import EVALUATING, StepSample
 from nbdist.text import duration, percent
 
 LATE = 1.1  # times the median rank's work, from which on the others wait for a rank
@@ -24,6 +24,7 @@ class Parts(NamedTuple):
     Attributes:
         step: All of it.
         work: Computing, and what the processor does between.
+        evaluation: Evaluations between steps.
         data: Waiting for a DataLoader.
         transfer: Collectives, without waiting for other ranks.
         others: Waiting for other ranks in collectives.
@@ -31,6 +32,7 @@ class Parts(NamedTuple):
 
     step: float
     work: float
+    evaluation: float
     data: float | None
     transfer: float | None
     others: float | None
@@ -39,14 +41,16 @@ class Parts(NamedTuple):
 def parts_of(steps: Mapping[int, StepSample]) -> dict[int, Parts]:
     """Return what the step of each rank consists of; ranks without timed steps are left out."""
     seconds = {rank: step.seconds for rank, step in steps.items() if step.seconds and math.isfinite(step.seconds)}
-    collectives = {rank: _of(steps[rank].communication, seconds[rank]) for rank in seconds}
+    collectives = {rank: _collectives(steps[rank], seconds[rank]) for rank in seconds}
     known = [each for each in collectives.values() if each is not None]
     transfer = min(known) if len(known) == len(seconds) and known else None
     found = {}
     for rank, whole in seconds.items():
         data, within = _of(steps[rank].waiting, whole), collectives[rank]
+        evaluation = _of(steps[rank].evaluation, whole) or 0.0
         others = None if transfer is None or within is None else within - transfer
-        found[rank] = Parts(whole, max(0.0, whole - (data or 0.0) - (within or 0.0)), data, transfer, others)
+        work = max(0.0, whole - evaluation - (data or 0.0) - (within or 0.0))
+        found[rank] = Parts(whole, work, evaluation, data, transfer, others)
     return found
 
 
@@ -54,8 +58,8 @@ def late_rank(parts: Mapping[int, Parts]) -> int | None:
     """Return the rank that the others wait for; None: nobody waits, or it is not known."""
     if len(parts) < 2 or any(each.others is None for each in parts.values()):
         return None
-    # Waiting for data makes others wait as well.
-    busy = {rank: each.work + (each.data or 0.0) for rank, each in parts.items()}
+    # Waiting for data and evaluating make others wait as well.
+    busy = {rank: each.work + each.evaluation + (each.data or 0.0) for rank, each in parts.items()}
     latest = max(busy, key=lambda rank: busy[rank])
     return latest if busy[latest] > LATE * statistics.median_low(busy.values()) else None
 
@@ -64,13 +68,15 @@ def sentence(steps: Mapping[int, StepSample]) -> str:
     """Return why a step takes as long as it does, in one sentence; empty where there is nothing to say but work."""
     parts = parts_of(steps)
     late = late_rank(parts)
-    if not parts or all(each.data is None and each.others is None for each in parts.values()):
+    is_known = any(each.data is not None or each.others is not None for each in parts.values())
+    if not (is_known or any(share.evaluation >= EVALUATING for share in steps.values())):
         return ""
     waiting = [each for rank, each in parts.items() if rank != late]
     step = statistics.fmean(each.step for each in waiting)
     shares = {
         _waiting_for(late, parts): _mean([each.others for each in waiting]) / step,
         "work": _mean([each.work for each in waiting]) / step,
+        "evaluation": _mean([each.evaluation for each in waiting]) / step,
         "waiting for data": _mean([each.data for each in waiting]) / step,
         "collectives": _mean([each.transfer for each in waiting]) / step,
     }
@@ -83,8 +89,19 @@ def _waiting_for(late: int | None, parts: Mapping[int, Parts]) -> str:
     if late is None:
         return "waiting for each other"
     others = statistics.fmean(each.work for rank, each in parts.items() if rank != late)
-    cause = "it works" if (parts[late].data or 0.0) < parts[late].work else "it waits for data, and works"
+    causes = {
+        "it works": parts[late].work,
+        "it waits for data, and works": parts[late].data or 0.0,
+        "it evaluates, and works": parts[late].evaluation,
+    }
+    cause = max(causes, key=lambda words: causes[words])
     return f"waiting for rank {late} ({cause} {duration(parts[late].work)}, the others {duration(others)})"
+
+
+def _collectives(step: StepSample, whole: float) -> float | None:
+    """Return the seconds in collectives: what is sampled takes no more than is left beside what is measured."""
+    left = 1.0 - step.evaluation - (step.waiting or 0.0)
+    return None if step.communication is None else _of(min(step.communication, left), whole)
 
 
 def _of(share: float | None, whole: float) -> float | None:

@@ -192,7 +192,7 @@ def load_state(
             restoring.finish(slots, seed, manifest["random_shared"])
     except (CheckpointError, UsageError) as error:
         raise CheckpointError(
-            f"{error}. Load again, or another: what is prepared may hold a part of {found}"
+            f"{error}. Load it again, or another one: prepared objects may now hold a part of {found}"
         ) from error
     active_training.newcomer = False
     notes = agreement.tell(_notes(asked, found, manifest, state) + restoring.notes if rank() == 0 else [])
@@ -231,8 +231,8 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
             raise UsageError("nothing is prepared, so there is nothing to save: call nbdist.prepare(model, ...) first")
         if state.micro_step and rank() == 0:
             warnings.warn(
-                f"saved {state.micro_step} micro-batches after the last optimizer step: their gradients are not kept. "
-                "Save when nbdist.sync_gradients() is true",
+                "gradients since the last optimizer step are not in the checkpoint. Save when nbdist.sync_gradients() "
+                "is true",
                 stacklevel=4,
             )
     told = agreement.gather((snapshot.models, snapshot.buffers, random_digests(snapshot.values["random"])))
@@ -303,7 +303,7 @@ def _read(found: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a checkpoint's manifest, and the values for this rank."""
     manifest = read_manifest(found)
     if manifest is None:  # rank 0 has seen it
-        raise CheckpointError(f"there is no {found} here: give a path on a file system that all ranks share")
+        raise CheckpointError(f"{found} does not exist here: give a path on a file system that all ranks share")
     check_files(found, manifest)
     number = rank() if manifest["world_size"] == world_size() else 0
     return manifest, torch.load(found / file_of(number), map_location="cpu", weights_only=False)
@@ -312,18 +312,19 @@ def _read(found: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _notes(asked: Path, found: Path, manifest: Mapping[str, Any], state: State) -> list[str]:
     notes = [f"{path} is ignored: it was never completed" for path in partials(asked)]
     if is_previous(found):
-        notes.append("a save that was to replace it was killed: this is what was there before")
+        notes.append("a save that would have replaced it was killed: this is the previous checkpoint")
     now = _plan_values(state)
     changed = [f"{name} {was} → {now[name]}" for name, was in manifest["plan"].items() if now.get(name, was) != was]
     if changed:
-        notes.append(f"the plan was another: {', '.join(changed)}")
+        notes.append(f"the plan was different: {', '.join(changed)}")
     if manifest["world_size"] == world_size():
         return notes
     seeded = sorted({"python", "numpy", "torch"} - set(manifest["random_shared"]))
     if seeded:
-        notes.append(f"{_ranks(world_size())} now: random generators have new seeds ({', '.join(seeded)})")
+        there = "there is" if world_size() == 1 else "there are"
+        notes.append(f"{there} {_ranks(world_size())} now: random generators have new seeds ({', '.join(seeded)})")
     if state.loaders:
-        notes.append("all ranks go on in the data where rank 0 was")
+        notes.append("all ranks continue in the data where rank 0 was")
     if state.registered:
         notes.append("registered objects are as they were on rank 0")
     return notes

@@ -115,7 +115,7 @@ def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
     ]
     if wrong:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError(f"{path} is not whole: {', '.join(wrong[:5])}{more}. Nothing was loaded")
+        raise CheckpointError(f"{path} is incomplete: {', '.join(wrong[:5])}{more}. Nothing was loaded")
 
 
 def latest(folder: Path) -> Path | None:
@@ -152,9 +152,12 @@ def find(path: Path) -> Path:
             f"{path} was never completed, there is only {partial_folder(path)}: load an earlier checkpoint"
         )
     if not path.exists():
-        raise UsageError(f"there is no {path}: give load_state a checkpoint, or a folder with checkpoints")
+        raise UsageError(
+            f"there is no file or folder {path.name!r} in {path.resolve().parent}: give load_state a checkpoint of "
+            "save_state, or a folder with checkpoints"
+        )
     left = ", ".join(str(partial.name) for partial in partials(path)) if path.is_dir() else ""
-    reason = f"it holds partial ones only ({left})" if left else f"it has no {MANIFEST}"
+    reason = f"it holds only incomplete ones ({left})" if left else f"it has no {MANIFEST}"
     raise UsageError(f"{path} is not a checkpoint of save_state and holds none: {reason}")
 
 

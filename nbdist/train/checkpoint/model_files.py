@@ -171,5 +171,5 @@ def _save_config(model: Any, folder: Path) -> None:
 def _texts(metadata: Mapping[str, str] | None) -> dict[str, str]:
     for key, value in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise UsageError(f"metadata[{key!r}] is {type(value).__name__}: the files hold texts only")
+            raise UsageError(f"metadata[{key!r}] is {type(value).__name__}: these files can hold only strings")
     return dict(metadata or {})

@@ -69,7 +69,9 @@ class Save:
     def give_up(self) -> None:
         """Take it for failed: its thread waits for another rank that has failed."""
         if not self.done and self._writing is not None:
-            self._error = CheckpointError(f"{self.path} was not saved: ranks lost touch, as after an interrupt")
+            self._error = CheckpointError(
+                f"{self.path} was not saved: ranks lost contact with each other, as after an interrupt. Save again"
+            )
             self._writing.discard()
 
     def __repr__(self) -> str:

@@ -151,6 +151,11 @@ class Restoring:
         restore_random(self._values["random"], self._state.device, seed, shared)  # last: the others may draw
 
     def _refuse_other_counts(self) -> None:
+        if not any(_modules(self._state)):
+            raise UsageError(
+                "nothing is prepared, so there is nothing to load into: call nbdist.prepare(model, ...) first, as when "
+                "it was saved. Nothing was loaded"
+            )
         for kind, things in _keepers(self._state).items():
             if len(things) != len(self._values[kind]):
                 raise UsageError(_other_count(kind, len(things), len(self._values[kind])))
@@ -209,7 +214,7 @@ class _Model:
         ]
         if differences:
             told = listed(differences)
-            raise UsageError(f"the checkpoint is of another model: {told}. Nothing was loaded")
+            raise UsageError(f"the checkpoint is for another model: {told}. Nothing was loaded")
 
     def restore(self, extra: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         for name, value in buffers.items():

@@ -66,7 +66,7 @@ def open_source(given: Any) -> Source:
     if not isinstance(given, str | os.PathLike):
         raise UsageError(
             f"invalid weights of type {type(given).__name__}: give a folder, the name of a model on the Hugging Face "
-            "hub, or on rank 0 a state dict and {} on the others"
+            "hub, or a state dict on rank 0 and {} on the others"
         )
     path = Path(given).expanduser()
     if path.exists() or not isinstance(given, str) or not _HUB_NAME.fullmatch(given):

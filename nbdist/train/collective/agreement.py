@@ -172,7 +172,7 @@ def refuse_differing(
     told: Sequence[str],
     *,
     what: str = "arguments",
-    advice: str = "Pass the same on all ranks",
+    advice: str = "Pass the same values on all ranks",
     ranks: Sequence[int] | None = None,
 ) -> None:
     """Refuse a call for which ranks were given different things.
@@ -204,7 +204,7 @@ def refuse_other_calls(called: Sequence[str]) -> None:
     """
     for rank, name in enumerate(called):
         if name != called[0]:
-            raise UsageError(f"rank 0 called {called[0]}, rank {rank} {name}: call the same on all ranks")
+            raise UsageError(f"rank 0 called {called[0]}, rank {rank} {name}: call the same function on all ranks")
 
 
 # --- what fails on one rank raises on all

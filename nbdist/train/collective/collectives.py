@@ -55,8 +55,8 @@ def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
         joined = gather_object(data)
         return joined[: _real_samples(loader, len(joined))] if is_last else joined
     if not is_last:
-        return _each("gather_for_metrics", data, _gathered, of_all=_shaped)
-    found = _each("gather_for_metrics", data, _gathered_uneven, compare=_without_first_dimension)
+        return _each("gather_for_metrics", data, _gathered, of_all=_shaped, left="some")
+    found = _each("gather_for_metrics", data, _gathered_uneven, compare=_without_first_dimension, left="none")
     return _each_alone(found, lambda tensor: tensor[: _real_samples(loader, len(tensor))])
 
 
@@ -103,7 +103,7 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: 
         UsageError: Shapes differ between ranks, something is no tensor, or the reduction is another.
     """
     known = reduction in ("mean", "sum", "none")
-    failure = "" if known else f'reduction={reduction!r} is unknown: allowed are "mean", "sum" and "none"'
+    failure = "" if known else f'reduction={reduction!r} is unknown: allowed values: "mean", "sum" and "none"'
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         result = tensor.clone()
@@ -276,6 +276,7 @@ def _each(
     of_all: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     compare: Callable[..., str] | None = None,
     failure: str = "",
+    left: str = "",
     **settings: Any,
 ) -> Any:
     """Change all tensors, once ranks have agreed that they were given the same. What is wrong raises on all of them.
@@ -284,6 +285,7 @@ def _each(
         change: Exchanges one tensor.
         of_all: What `change` gives, made of the numbers of all ranks, and this rank's, if that is all there is.
         compare: What of a tensor must be the same on all ranks; its shape by default.
+        left: How many batches this rank's loader still has, in words, if that matters.
     """
     ensure_group()
     found = []
@@ -296,15 +298,22 @@ def _each(
     carried = found[0][1] if of_all is not None and len(found) == 1 and agreement.is_small(found[0][1]) else None
     if carried is not None:
         signature += " on the CPU"  # where a rank has it elsewhere, that one expects another exchange
-    given = signature, ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    given = signature, ", ".join(f"{name}={value!r}" for name, value in settings.items()), left
     told, numbers = agreement.compare(function, given, failure, carried)
     agreement.refuse_differing(
         function,
-        [tensors or "none" for tensors, _ in told],
+        [batches for _, _, batches in told],
+        what="numbers of batches left",
+        advice="Plan even_batches=True if it is off; else collect each rank's values in a list, and call gather_object "
+        "after the loop",
+    )
+    agreement.refuse_differing(
+        function,
+        [tensors or "none" for tensors, _, _ in told],
         what="tensors",
         advice="Make their shapes equal, for example with pad_across_processes",
     )
-    agreement.refuse_differing(function, [others for _, others in told])
+    agreement.refuse_differing(function, [others for _, others, _ in told])
     if of_all is not None and carried is not None and numbers is not None:
         return rebuilt(data, iter([of_all(numbers, carried)]))
     return rebuilt(data, iter([change(tensor) for _, tensor in found]))
@@ -315,7 +324,7 @@ def _each_alone(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def _without_first_dimension(tensor: torch.Tensor) -> str:
-    return f"[any, {str(list(tensor.shape[1:])).strip('[]')}]" if tensor.ndim else "[]"
+    return f"[{', '.join(['any', *map(str, tensor.shape[1:])])}]" if tensor.ndim else "[]"
 
 
 def _unknown_rank(function: str, source: int) -> str:

@@ -81,7 +81,9 @@ def _store() -> Any:
     # A rank that has replaced another has its group's first store for itself.
     get = getattr(c10d, "_get_default_store", None) or getattr(dist.group.WORLD, "get_group_store", None)
     if get is None:
-        warnings.warn("this torch does not give its store away: a call on some ranks only will hang", stacklevel=4)
+        warnings.warn(
+            "this version of torch gives no access to its store: a call on only some ranks will hang", stacklevel=4
+        )
         return None
     return get()
 

@@ -324,7 +324,7 @@ def _part(function: str, thing: Any, label: str, parameters: Mapping[int, str], 
         return _Tensors(label, {f"{label}.{key}": ("parameter", tensor) for key, tensor in tensors.items()})
     raise UsageError(
         f"{function} can't handle {type(thing).__name__!r} objects: give it models, tensors, "
-        "or what has state_dict() and load_state_dict(), as optimizers and schedulers"
+        "or objects with state_dict() and load_state_dict(), such as optimizers and schedulers"
     )
 
 

@@ -72,9 +72,9 @@ class CheckReport:
             where = describe_ranks(self.differing[self.first])
             return f"{self.first} differs: {where}{more}{usual if self.buffers_only else ''}"
         if len(self.ranks) == 1:
-            return "there is one rank only: nothing to compare"
+            return "there is only one rank: nothing to compare"
         equal = ", ".join(_count(number, kind) for kind, number in self.compared.items() if number)
-        alone = f"{_count(self.alone, 'shard')} can't be compared, as no two ranks hold the same" if self.alone else ""
+        alone = f"{_count(self.alone, 'shard')} can't be compared: no two ranks hold the same" if self.alone else ""
         found = f"{describe_ranks(self.ranks)} agree: {equal}" if equal else ""
         return "; ".join(filter(None, (found, alone)))
 
@@ -306,7 +306,7 @@ def _source(described: Mapping[int, Described], src: int | None) -> int:
     settled = [rank for rank, told in described.items() if not told.newcomer] or list(described)
     best = max(settled, key=lambda rank: (_replica(described, rank) <= set(settled), described[rank].steps or 0, -rank))
     if src is not None and src not in settled:
-        raise UsageError(f"rank {src} has just replaced one that died, so what it has is new: pass src={best}")
+        raise UsageError(f"rank {src} has just replaced one that died, so its state is new: pass src={best}")
     return best if src is None else src
 
 
@@ -315,7 +315,7 @@ def _torn_shards(described: Mapping[int, Described], src: int) -> TornShards | N
     replica = _replica(described, src)
     strangers = replica - described.keys()
     if strangers:
-        raise UsageError(f"the group lacks {describe_ranks(strangers)}, with shards of the model: leave group= out")
+        raise UsageError(f"the group leaves out {describe_ranks(strangers)}, with shards of the model: pass no group=")
     steps = {rank: described[rank].steps for rank in sorted(replica)}
     new = [rank for rank in steps if described[rank].newcomer]  # a fact, where optimizers such as SGD count no steps
     if len(replica) < 2 or (len(set(steps.values())) == 1 and not new):
@@ -342,7 +342,7 @@ def _warn_of_unknown_steps(described: Mapping[int, Described], src: int) -> str:
     replica = _replica(described, src)
     if len(replica) < 2 or all(described[rank].steps is not None for rank in replica):
         return ""
-    return "shards of different steps would go unnoticed: give the optimizer, too"
+    return "without the optimizer, shards of different steps would go unnoticed: pass it, too"
 
 
 def _replica(described: Mapping[int, Described], rank: int) -> set[int]:

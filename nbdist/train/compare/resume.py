@@ -25,7 +25,7 @@ class ResumeReport:
     source: str
 
     def __repr__(self) -> str:
-        return f"training goes on from step {self.steps:,}{self.source}"
+        return f"training continues from step {self.steps:,}{self.source}"
 
 
 def resume() -> ResumeReport | None:
@@ -51,7 +51,7 @@ def resume() -> ResumeReport | None:
     if bare := [rank for rank, (begun, _, _) in enumerate(told) if not begun]:
         verb = "has" if len(bare) == 1 else "have"
         raise UsageError(
-            f"{describe_ranks(bare)} {verb} prepared nothing, so the training can't go on there: mark the cell that "
+            f"{describe_ranks(bare)} {verb} prepared nothing, so the training can't continue there: mark the cell that "
             "makes and prepares the model with `%%distributed --setup`"
         )
     report = take_state(src=None, group=None)

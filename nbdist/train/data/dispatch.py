@@ -106,8 +106,8 @@ def _message(mine: _Round) -> bytes:
         return pickle.dumps(mine)
     except Exception as error:
         raise UsageError(
-            f"with dispatch rank 0 sends batches to the other ranks, and this one can't be sent ({error}): let it hold "
-            "tensors and plain values only, or plan dispatch=False"
+            f"with dispatch, rank 0 sends batches to the other ranks, but this one can't be sent ({error}): let it "
+            "hold only tensors and plain values, or plan dispatch=False"
         ) from error
 
 

@@ -181,6 +181,7 @@ class Beginning:
         seed: What it would shuffle with.
         problem: Why it can't begin.
         length: What must be the same on all ranks: the number of batches.
+        samples: Likewise, the length of the dataset of which each takes a share; None: none, or not known.
         total: Batches of all ranks, told by rank 0 where it alone reads.
     """
 
@@ -188,6 +189,7 @@ class Beginning:
     seed: int
     problem: str = ""
     length: int | None = None
+    samples: int | None = None
     total: int | None = None
 
 
@@ -215,11 +217,18 @@ def agree(mine: Beginning, shares: bool) -> Beginning:
                 else ". Make them equal, or plan even_batches=False and train inside join_uneven_inputs"
             )
         )
+    samples = _who(told, lambda other: f"{other.samples or 0:,}")
+    if len(samples) > 1:
+        raise UsageError(
+            "ranks have datasets of different lengths: "
+            + ", ".join(f"{length} on {ranks}" for length, ranks in samples.items())
+            + ". Give all ranks the same data: each takes its share; or pass sharded=True if each has its own"
+        )
     resumes = any(other.place.batches for other in told.values())
     places = _who(told, lambda other: f"batch {other.place.batches:,} of epoch {other.place.epoch}")
     if resumes and len(places) > 1:
         raise UsageError(
-            "ranks would go on from different places: "
+            "ranks would continue from different places: "
             + ", ".join(f"{place} on {ranks}" for place, ranks in places.items())
             + ". Load the same checkpoint on all ranks"
         )

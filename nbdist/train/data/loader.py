@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from nbdist.errors import UsageError
@@ -26,10 +26,10 @@ from nbdist.train.collective.rng import draw_seed, seed_of_rank
 from nbdist.train.data.dispatch import dispatched
 from nbdist.train.data.epoch_position import Beginning, EpochPosition, LoaderPosition, agree
 from nbdist.train.data.feed import WINDOW, DeviceFeed, LoadingWatch
-from nbdist.train.data.sharding import Deal, ShardedBatches, ShardedIterable, samplers_of, tell_epoch
+from nbdist.train.data.sharding import Deal, ShardedBatches, ShardedIterable, length_of, samplers_of, tell_epoch
 
 _SHARED_OUT = (
-    "a loader whose data shares itself out does so for another number of ranks: make it again for {ranks}, and "
+    "this loader's data divides itself among another number of ranks: create the loader again for {ranks}, and "
     "prepare it"
 )
 
@@ -160,7 +160,7 @@ class PreparedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         length = self._whole_length()
         if length is None:
-            raise TypeError("this loader has no length, as its data has none")
+            raise TypeError("this loader has no length, because its data has none")
         return max(0, length - self._skip)
 
     def set_epoch(self, epoch: int) -> None:
@@ -238,7 +238,7 @@ class PreparedLoader(DataLoader[Any]):
             coming = next(batches, None)
             while coming is not None:
                 if self._manner is not manner:
-                    raise UsageError("the number of ranks has changed since this loop began: begin another")
+                    raise UsageError("the number of ranks has changed since this loop began: start a new loop")
                 (batch, stateful), coming = coming, self._next(batches, watch)
                 last = coming is None
                 if last and not self._manner.dispatch:
@@ -321,7 +321,8 @@ class PreparedLoader(DataLoader[Any]):
         if manner.dispatch:
             return Beginning(place, progress.seed, manner.problem, total=total)
         if manner.shares:
-            return Beginning(place, progress.seed, manner.problem, length=total)
+            samples = None if isinstance(self.dataset, IterableDataset) else length_of(self.dataset)
+            return Beginning(place, progress.seed, manner.problem, length=total, samples=samples)
         length = self._whole_length() if self.even_batches else None
         return Beginning(place, progress.seed, manner.problem, length=length)
 
@@ -392,7 +393,7 @@ class PreparedLoader(DataLoader[Any]):
         change += "" if self.pin_memory or not torch.accelerator.is_available() else ", pin_memory=True"
         reader = ":"
         if self._manner.dispatch:
-            reader = ", as rank 0 reads for all ranks: plan dispatch=False if each can read, or"
+            reader = ", because rank 0 reads for all ranks: plan dispatch=False if each can read, or"
         return (
             f"waiting for data took {waited / total:.0%} of the last {WINDOW} steps ({waited * 1e3:.0f} of "
             f"{total * 1e3:.0f} ms each){reader} give the DataLoader {change}"

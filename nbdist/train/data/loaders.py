@@ -71,8 +71,8 @@ def prepare_loader(
     shares = not (sharded or _shares_itself_out(loader))
     if dispatch and not (agrees and shares):
         raise UsageError(
-            "with dispatch rank 0 reads all data for all ranks, but this loader shares it out: leave out rank=, "
-            "sharded=True and DistributedSampler, or plan dispatch=False"
+            "with dispatch, rank 0 reads all data for all ranks, but this loader already divides it among ranks: "
+            "leave out rank=, sharded=True and DistributedSampler, or plan dispatch=False"
         )
     deal = _deal(loader, rank if shares else 0, world_size if shares else 1, plan.even_batches)
     manner = Manner(
@@ -182,5 +182,6 @@ def _wrong_sampler(loader: DataLoader[Any], rank: int, world_size: int) -> str:
         return ""
     return (
         f"the loader's {type(sampler).__name__} is made for rank {sampler.rank} of {sampler.num_replicas}, and this is "
-        f"rank {rank} of {world_size}: leave it out, as prepare gives each rank its share, or make it again"
+        f"rank {rank} of {world_size}: leave it out, because prepare gives each rank its share, or create it again "
+        "for this rank"
     )

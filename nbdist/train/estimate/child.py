@@ -101,7 +101,7 @@ def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
     if plan.compile:
         notes.append("torch.compile is not modeled: it frees or fuses some activations away")
         if plan.activation_budget is not None:
-            notes.append("the activation budget is counted as a share of the blocks, which the compiler can better")
+            notes.append("the activation budget is estimated as a share of the blocks; the compiler can do better")
     if plan.activation_offload:
         notes.append("activations are counted as if they stayed: activation_offload is not modeled")
         plan = plan.replace(activation_offload=False)
@@ -212,7 +212,7 @@ def _explained(error: Exception) -> str:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         why = f"what it does depends on the values of tensors, by {error.func}"
     elif isinstance(error, UnsupportedOperatorException):
-        why = f"nothing is known of the sizes that {error.func} makes: register a fake for it (torch.library)"
+        why = f"the output sizes of {error.func} are unknown: register a fake for it (torch.library)"
     elif isinstance(error, UnsupportedFakeTensorException):
         why = str(error)
     else:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-import cloudpickle
 import torch
 from torch import nn
 
 from nbdist.checks import is_whole
+from nbdist.code_pickler import CodePickler
 from nbdist.errors import NbdistError, UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
@@ -259,7 +259,7 @@ def _refuse_unusable(model: Any, optimizer: Any, plan: Plan) -> None:
         refuse_wrapped(model, plan if plan.strategy != "none" else Plan())
     elif isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            "a function makes the model, so the optimizer can't be of its parameters: give a class, as "
+            "a function creates the model, so the optimizer can't have its parameters yet: pass a class, for example "
             f"optimizer=torch.optim.{type(optimizer).__name__}"
         )
     if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
@@ -318,7 +318,7 @@ def _packed(value: list[TrialSetup] | TrialTask) -> bytes:
     return target.getvalue()
 
 
-class _PicklerWithoutValues(cloudpickle.Pickler):  # type: ignore[misc]
+class _PicklerWithoutValues(CodePickler):
     """Tensors travel as their shapes. One that stands in several places is one on the other side, too."""
 
     def reducer_override(self, value: Any) -> Any:

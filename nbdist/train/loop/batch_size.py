@@ -27,7 +27,7 @@ _SIGNS = (  # of memory that is short, in messages of errors without a class of 
 
 
 def free_memory(*objects: Any) -> list[None]:
-    """Let go of all that was prepared and give unused memory back to the device.
+    """Let go of all that was prepared or registered, and give unused memory back to the device.
 
     >>> model, optimizer = nbdist.free_memory(model, optimizer)
 
@@ -114,8 +114,8 @@ def _refuse_other_arguments(function: Callable[..., Any], args: Any, kwargs: Any
         inspect.signature(function).bind(0, *args, **kwargs)
     except TypeError as error:
         raise UsageError(
-            f"{getattr(function, '__name__', 'the function')} can't be called so ({error}): its first argument, the "
-            "batch size, is given by find_executable_batch_size, so leave it out"
+            f"{getattr(function, '__name__', 'the function')} can't be called like this ({error}): its first "
+            "argument, the batch size, is given by find_executable_batch_size, so leave it out"
         ) from None
 
 

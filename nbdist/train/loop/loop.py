@@ -86,8 +86,8 @@ def accumulate(*models: nn.Module) -> Iterator[None]:
     for model in models:
         if model not in state.models:
             raise UsageError(
-                f"accumulate was given a {type(model).__name__} that was not prepared, or under an earlier plan: "
-                "call model = nbdist.prepare(model) first"
+                f"accumulate was given a {type(model).__name__} that was not prepared, or was prepared under an "
+                "earlier plan: call model = nbdist.prepare(model) first"
             )
     _begin_micro_batch(state)
     chosen = models or tuple(state.models)

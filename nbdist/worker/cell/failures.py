@@ -162,7 +162,8 @@ def _chained(entries: list[types.TracebackType]) -> types.TracebackType | None:
     """Return a traceback of these entries."""
     made: types.TracebackType | None = None
     for entry in reversed(entries):
-        line = entry.tb_lineno or entry.tb_frame.f_code.co_firstlineno  # an interrupt may come where there is none
+        line = max(0, entry.tb_lineno or 0)  # an interrupt may come where there is none: older Pythons have -1 there
+        line = line or entry.tb_frame.f_code.co_firstlineno
         made = types.TracebackType(made, entry.tb_frame, entry.tb_lasti, line)
     return made
 

@@ -5,21 +5,26 @@ Knows the main thread's signals; knows nothing of the wire.
 
 from __future__ import annotations
 
+import _thread
+import ast
 import asyncio
 import contextlib
+import linecache
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType
 from typing import Any
 
 from nbdist import limits
+from nbdist.worker.cell.programs import Programs, waits_in_system
 
 _RESEND_UNRAISABLE = 0.02
 _INTERRUPTS = {signal.SIGINT}
+_NOT_THE_USERS = {"IPython", "asyncio", "contextlib", "nbdist", "torch"}
 
 
 class StepStop(KeyboardInterrupt):
@@ -47,7 +52,10 @@ class InterruptGate:
         self._asked = 0
         self._running = 0
         self._once = False
+        self._given = 0  # the cell that was interrupted last
+        self._settled = 0  # the one that has a clause of its own for that
         self._due: float | None = None
+        self._programs = Programs()
         self._ignored = sys.unraisablehook
         sys.unraisablehook = self._unraisable
 
@@ -65,18 +73,34 @@ class InterruptGate:
         """Return whether a cell has been asked to stop."""
         return self._asked == serial
 
+    def was_given(self, serial: int) -> bool:
+        """Return whether the interrupt has reached the code of a cell."""
+        return self._given == serial
+
+    def is_settled(self, serial: int) -> bool:
+        """Return whether an `except KeyboardInterrupt` of a cell has been given the interrupt: it needs no other."""
+        return self._settled == serial
+
+    def give(self, frame: FrameType | None) -> None:
+        """Note that the running cell is about to be interrupted in this frame. On the main thread."""
+        self._given = self._running
+        if catches_interrupts(frame):
+            self._settled, self._due = self._running, None
+
     @contextlib.contextmanager
     def open(self, serial: int, *, once: bool = False) -> Iterator[None]:
         """Let requests for this serial number raise KeyboardInterrupt while the body runs.
 
         Args:
             serial: What runs.
-            once: Whether a request is met when it has been raised; else it is raised again until the body ends.
+            once: Whether a request is met when it has been raised; else it is raised again until the body ends, unless
+                that has a clause for it.
         """
         # A cell may have set a handler of its own, or blocked the signal: that holds until its end.
         if signal.getsignal(signal.SIGINT) != self._handle:
             signal.signal(signal.SIGINT, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
+        self._programs.begin()
         self._running, self._once = serial, once
         try:
             if self._asked == serial:  # asked before the cell came
@@ -95,16 +119,27 @@ class InterruptGate:
         finally:
             self.held = held
 
-    def request(self, serial: int) -> None:
-        """Interrupt the cell `serial`, now or when it starts. From any thread."""
+    def request(self, serial: int, *, again: bool = False) -> None:
+        """Interrupt the cell `serial`, now or when it starts, and its programs. From any thread.
+
+        Args:
+            serial: The cell.
+            again: Whether also programs that have been interrupted.
+        """
         self._asked = serial
+        self._settled = 0
         self._insist = False
+        # The cell comes first, else it would see programs fail; those that a `finally` of it then starts are not meant.
+        programs = self._programs.to_interrupt(again=again) if self._running == serial else []
         self._send()
+        self._programs.interrupt(programs)
 
     def resend(self) -> None:
         """Send the interrupt again if the cell has swallowed it. From the control thread."""
         if self._due is not None and time.monotonic() >= self._due:
             self._insist = True
+            if self.pending and not self.was_given(self._running):  # a program that has begun since may be in its way
+                self._programs.interrupt(self._programs.to_interrupt(again=False))
             self._send()
 
     def resend_due(self) -> float | None:
@@ -124,13 +159,19 @@ class InterruptGate:
             return
         self._due = time.monotonic() + limits.RESEND
         self._wake()
-        signal.pthread_kill(self._main, signal.SIGINT)
+        if waits_in_system():
+            _thread.interrupt_main(signal.SIGINT)  # as soon as Python goes on
+        else:
+            signal.pthread_kill(self._main, signal.SIGINT)
 
-    def _handle(self, signum: int, frame: object) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._running and self._wanted == self._running and os.getpid() == self._pid:
             if self.held() and not self._insist:
                 return
             self._wanted = 0
+            if self._insist and isinstance(sys.exc_info()[1], KeyboardInterrupt):
+                return  # a clause that it has begun is under way: it is sent again later
+            self.give(frame)
             if self._once:
                 self._due = None
             raise KeyboardInterrupt
@@ -141,6 +182,38 @@ class InterruptGate:
             self._wake()
             return
         self._ignored(args)
+
+
+def is_the_users(frame: FrameType) -> bool:
+    """Return whether a frame is of the user's code, or of a library that may be used in place of it."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS
+
+
+def catches_interrupts(frame: FrameType | None) -> bool:
+    """Return whether an `except KeyboardInterrupt` of the user's surrounds the place where a frame is."""
+    while frame is not None:
+        if "KeyboardInterrupt" in frame.f_code.co_names and is_the_users(frame) and _catches_at(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _catches_at(frame: FrameType) -> bool:
+    try:
+        program = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    except (SyntaxError, ValueError):
+        return False
+    return any(
+        isinstance(node, ast.Try)
+        and node.body[0].lineno <= frame.f_lineno <= (node.body[-1].end_lineno or 0)
+        and any(_names_the_interrupt(handler) for handler in node.handlers)
+        for node in ast.walk(program)
+    )
+
+
+def _names_the_interrupt(handler: ast.ExceptHandler) -> bool:
+    named = ast.walk(handler.type) if handler.type is not None else ()
+    return any(isinstance(node, ast.Name) and node.id == "KeyboardInterrupt" for node in named)
 
 
 def cancel_alarm() -> bool:
@@ -179,24 +252,3 @@ class CellLoop:
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     self._loop.run_until_complete(asyncio.wait([task], timeout=1))
             raise
-
-
-def run_command(command: str) -> int:
-    """Run a shell command with the rank's own stdout and stderr. An interrupt ends the command and then the cell.
-
-    Returns:
-        The exit code as subprocess has it.
-    """
-    process = subprocess.Popen(
-        command, shell=True, executable=os.environ.get("SHELL") or None, stdin=subprocess.DEVNULL
-    )
-    try:
-        return process.wait()
-    except BaseException:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(1)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        raise

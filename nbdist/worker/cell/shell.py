@@ -33,15 +33,24 @@ from nbdist.metrics.allocation import oom
 from nbdist.wire.cells import Failure
 from nbdist.wire.knowing import KnownFailure
 from nbdist.worker.cell import failures, keyboard
-from nbdist.worker.cell.interrupts import CellLoop, run_command
+from nbdist.worker.cell.interrupts import CellLoop
 from nbdist.worker.cell.launched import is_plain_exit
+from nbdist.worker.cell.programs import run_command
 from nbdist.worker.cell.scripts import ScriptFolders
 from nbdist.worker.lanes.display_lane import DisplayLane
 
-_NO_DEBUGGER = "%pdb does not work on ranks, which would all wait for you: after a failure use `%distributed debug`"
+_NO_POST_MORTEM = (
+    "%debug does not work on ranks, where each cell frees the frames of the last one: run the cell that fails again, "
+    "then use `%distributed debug` in a separate cell"
+)
+_NO_DEBUGGER = (
+    "%pdb does not work on ranks, because all of them would wait for you: after a failure, use `%distributed debug`"
+)
 _CLEAR_LIMIT = 1.0  # seconds that finalizers of an interrupted cell may take before the next one begins
 _KEPT = 10  # errors of a cell that IPython has shown: a loop may show one in each turn
-_MAGIC_ADVICE = "use it in a cell of its own (with `auto on`, in one that begins with `%%local`)."
+_MAGIC_ADVICE = "use it in a separate cell (with `auto on`, in one that begins with `%%local`)."
+_CELL_MAGIC_ADVICE = {"%%memory": "put it above `%%distributed`."}
+_SECOND_ADVICE = "another line above it already sends the cell to ranks: remove one of the two lines."
 
 
 class CellCompiler(CachingCompiler):
@@ -384,9 +393,15 @@ class RankShell(InteractiveShell):
 
     def system(self, cmd: str) -> None:
         """Run `!cmd`, with the rank's own stdout and stderr."""
-        self.user_ns["_exit_code"] = run_command(self.var_expand(cmd, depth=1))  # type: ignore[no-untyped-call]
+        command = self.var_expand(cmd, depth=1)  # type: ignore[no-untyped-call]
+        self.user_ns["_exit_code"] = run_command(command, self.undisturbed)
 
     system_piped = system_raw = system
+
+    def debugger(self, force: bool = False) -> None:
+        """Refuse `%debug`: with the cell it is in, the frames of the last failure are gone."""
+        if force:
+            raise UsageError(_NO_POST_MORTEM)
 
     @property
     def call_pdb(self) -> bool:
@@ -426,9 +441,10 @@ def _refuse_magics(shell: RankShell) -> None:
 
     def refuse(name: str) -> None:
         def magic(*_: str) -> NoReturn:
-            raise UsageError(f"{name} works in the notebook, not on ranks: {_MAGIC_ADVICE}")
+            raise UsageError(f"{name} works in the notebook, not on ranks: {advice}")
 
         kind = "cell" if name.startswith("%%") else "line"
+        advice = _MAGIC_ADVICE if kind == "line" else _CELL_MAGIC_ADVICE.get(name, _SECOND_ADVICE)
         shell.magics_manager.register_function(magic, kind, name.strip("%"))
 
     for name in ("%distributed", "%dist", "%%distributed", "%%dist", "%%rank", "%%local", "%%memory"):

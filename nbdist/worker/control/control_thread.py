@@ -16,6 +16,7 @@ from typing import Any
 
 import zmq
 
+from nbdist.errors import NbdistError
 from nbdist.wire.cells import Interrupt
 from nbdist.wire.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
 from nbdist.wire.frames import decode, encode
@@ -96,10 +97,12 @@ class ControlThread:
     def _handle(self, frame: bytes) -> None:
         message = decode(frame)
         if isinstance(message, Interrupt):
+            if self.gate.is_settled(message.serial) and not message.now:
+                return
             try:
                 self.on_interrupt()
             finally:
-                self.gate.request(message.serial)
+                self.gate.request(message.serial, again=message.now)
         elif isinstance(message, Ask) and type(message.question) in self.questions:
             self.questions.put(message)
         elif isinstance(message, Ask) and isinstance(message.question, OpenDebugger):
@@ -120,6 +123,8 @@ class ControlThread:
         """Return the answer's frame, whatever the work raises or returns: the thread must outlive any question."""
         try:
             return encode(Answer(message.request, self._rank, work(message.question), message.asker))
+        except NbdistError as error:
+            return encode(Answer(message.request, self._rank, NoAnswer(str(error)), message.asker))
         except BaseException as error:
             why = traceback.format_exception_only(type(error), error)[-1].strip()
             return encode(Answer(message.request, self._rank, NoAnswer(why), message.asker))

@@ -16,7 +16,7 @@ import msgspec
 
 from nbdist import limits
 from nbdist.metrics.node import device, host
-from nbdist.wire.held_variables import GetElements, GetFigures, GetGap, GetVariables
+from nbdist.wire.held_variables import GetElements, GetEntries, GetFigures, GetGap, GetVariables
 from nbdist.wire.knowing import (
     Complete,
     CompletionItem,
@@ -70,6 +70,7 @@ class Questions:
                 GetVariables.by(variables.variables),
                 GetFigures.by(variables.statistics),
                 GetElements.by(variables.elements),
+                GetEntries.by(variables.entries),
                 GetGap.by(variables.gap),
             ]
         )

@@ -7,34 +7,49 @@ the main thread waits for work.
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
 
+from nbdist.errors import UsageError
 from nbdist.wire.held_variables import (
     Elements,
+    Entries,
     Figures,
     Gap,
     GetElements,
+    GetEntries,
     GetFigures,
     GetGap,
     GetVariables,
     Held,
     Variables,
 )
+from nbdist.worker.control.contents import (
+    BASIC,
+    array_of,
+    contents_of,
+    entries_of,
+    find,
+    has_entries,
+    is_dtensor,
+    is_plain,
+    tensor_of,
+    tensors_in,
+)
 
 _EACH = 64 << 20  # bytes of a variable that is hashed without being asked for by name
 _TIME = 1.0  # seconds for all of these
 _CHUNK = 64 << 20  # bytes that are copied from a GPU and hashed at once
 _LEAVES = 10_000  # values in a container that is looked into
+_PIECES = 10 * _LEAVES  # that are hashed of it: a few for each value
+_DEEP = 30  # containers in each other that are listed one by one
 _BINS = 24
 _AT_ONCE = 4 << 20  # elements whose figures are added at once
-_BASIC = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, tuple, dict, set, frozenset)
 _SKIPPED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 _BUSY = "a cell is running"
@@ -65,23 +80,36 @@ class VariableAnswers:
         """Return what there is."""
         known = dict(self._names())  # cells may change it meanwhile
         hidden = self._hidden()
-        chosen = question.names or sorted(
+        if question.names:
+            found = [self._held(name, value, None) for name in question.names for value in _found(known, name)]
+            return Variables(found, not self._idle())
+        chosen = sorted(
             name for name, value in known.items() if not (name.startswith("_") or name in hidden or _is_skipped(value))
         )
-        deadline = None if question.names else time.monotonic() + _TIME
-        held = [self._held(name, known[name], deadline) for name in chosen if name in known]
-        return Variables(held, not self._idle())
+        deadline = time.monotonic() + _TIME
+        return Variables([self._held(name, known[name], deadline) for name in chosen], not self._idle())
+
+    def entries(self, question: GetEntries) -> Entries:
+        """Return what is in a variable, each container before its own entries.
+
+        Raises:
+            UsageError: A cell is running.
+        """
+        if not self._idle():
+            raise UsageError(_BUSY)
+        name = question.name
+        inside = (held for value in _found(self._names(), name) for held in self._inside(name, value, frozenset()))
+        return Entries(list(islice(inside, _LEAVES)), next(inside, None) is not None)
 
     def statistics(self, question: GetFigures) -> Figures:
         """Return the figures of a tensor or array.
 
         Raises:
-            TypeError: It is none, or not of numbers.
-            RuntimeError: A cell is running.
+            UsageError: It is none, not of real numbers, or of a layout that is not read; or a cell is running.
         """
         flat = self._tensor(question.name).detach().reshape(-1)
         if flat.is_complex():
-            raise TypeError(f"{question.name} is complex: real numbers only")
+            raise UsageError(f"{question.name} is complex: real numbers only")
         figures = _Sums()
         for start in range(0, flat.numel(), _AT_ONCE):
             figures.add(flat[start : start + _AT_ONCE], question.low, question.high)
@@ -108,25 +136,48 @@ class VariableAnswers:
         most = gaps.max().item()
         return Gap(len(places), question.start + int(places[0]), most if most == most else float("inf"))
 
+    def _inside(self, path: str, value: Any, above: frozenset[int]) -> Iterator[Held]:
+        """Yield what is in a value. A container there is hashed by its keys: what they lead to follows."""
+        inside = above | {id(value)}
+        for written, each in entries_of(value):
+            name = path + written
+            if id(each) in inside or len(inside) > _DEEP or not entries_of(each):
+                yield self._held(name, each, None)
+            else:
+                yield self._held(name, each, None, _digest_of_keys)
+                yield from self._inside(name, each, inside)
+
     def _tensor(self, name: str) -> Any:
         if not self._idle():
-            raise RuntimeError(_BUSY)
-        value = self._names().get(name)
-        tensor = _tensor_of(value)
+            raise UsageError(_BUSY)
+        tensor = next((tensor_of(value) for value in _found(self._names(), name)), None)
         if tensor is None:
-            raise TypeError(f"{name} is not a tensor or an array")
+            raise UsageError(f"{name} is not a tensor or an array")
+        if what := _unreadable(tensor):
+            raise UsageError(f"{name} is {what}")
         return tensor
 
-    def _held(self, name: str, value: Any, deadline: float | None) -> Held:
-        held = _described(name, value)
+    def _held(self, name: str, value: Any, deadline: float | None, digest: Callable[[Any], str] | None = None) -> Held:
+        held = Held(name, _kind_of(value))
         try:
+            held = _described(name, value)
             if not self._idle():
                 raise _NotHashed(_BUSY)
             if deadline is not None and ((held.size or 0) > _EACH or time.monotonic() > deadline):
                 raise _NotHashed(f"large: `%distributed variables {name}` compares it")
-            return msgspec.structs.replace(held, digest=_digest(value))
+            return msgspec.structs.replace(held, digest=(digest or _digest)(value))
         except _NotHashed as error:
             return msgspec.structs.replace(held, why=str(error))
+        except Exception:  # torch has layouts without these operations: one such value is not to hide all others
+            return msgspec.structs.replace(held, why=_UNKNOWN)
+
+
+def _found(names: Mapping[str, Any], path: str) -> list[Any]:
+    """Return the value at a path, in a list; that is empty if there is none."""
+    try:
+        return [find(names, path)]
+    except KeyError:
+        return []
 
 
 def _is_skipped(value: Any) -> bool:
@@ -136,22 +187,33 @@ def _is_skipped(value: Any) -> bool:
 
 def _described(name: str, value: Any) -> Held:
     kind = type(value)
-    if (array := _array_of(value)) is not None:
+    if (array := array_of(value)) is not None:
         return Held(name, "ndarray", list(array.shape), str(array.dtype), "cpu", array.nbytes)
-    if (tensor := _tensor_of(value)) is not None:
-        whole = value._spec.shape if _is_dtensor(value) else tensor.shape
+    if (tensor := tensor_of(value)) is not None:
+        whole = value._spec.shape if is_dtensor(value) else tensor.shape
         form = str(tensor.dtype).removeprefix("torch.")
         size = tensor.numel() * tensor.element_size()
-        return Held(name, kind.__name__, list(whole), form, str(tensor.device), size, part=_is_dtensor(value))
-    if _is_module(value):
-        tensors = list(_tensors_of_module(value))
-        devices = sorted({str(each.device) for _, each in tensors})
-        size = sum(each.numel() * each.element_size() for _, each in tensors)
-        part = any(_is_dtensor(each) for _, each in tensors)
-        return Held(name, kind.__name__, None, "", ", ".join(devices), size, part=part)
-    if any(kind is each for each in _CONTAINERS):
-        return Held(name, kind.__name__, [len(value)])
-    return Held(name, kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}")
+        return Held(name, kind.__name__, list(whole), form, str(tensor.device), size, part=is_dtensor(value))
+    is_set = kind is set or kind is frozenset
+    contents = contents_of(value)
+    if contents is None and not is_set:
+        return Held(name, _kind_of(value))
+    tensors = tensors_in(value) or []
+    parts = [tensor_of(each) for each in tensors]
+    return Held(
+        name,
+        kind.__name__,
+        [len(value)] if is_set or is_plain(value) else None,
+        device=", ".join(sorted({str(each.device) for each in parts})),
+        size=sum(each.numel() * each.element_size() for each in parts) if parts else None,
+        part=any(is_dtensor(each) for each in tensors),
+        inside=has_entries(value, contents or []),
+    )
+
+
+def _kind_of(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _digest(value: Any) -> str:
@@ -162,43 +224,43 @@ def _digest(value: Any) -> str:
     """
     found = hashlib.blake2b(digest_size=16)
     for count, piece in enumerate(_pieces(value, frozenset())):
-        if count > 4 * _LEAVES:
+        if count > _PIECES:
             raise _NotHashed(f"it holds more than {_LEAVES:,} values")
         found.update(piece)
     return found.hexdigest()
+
+
+def _digest_of_keys(value: Any) -> str:
+    keys = "".join(written for written, _ in entries_of(value))
+    return hashlib.blake2b(keys.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _pieces(value: Any, above: frozenset[int]) -> Iterator[bytes]:
     """Yield bytes that say what a value is; `above`: the containers that it is in."""
     kind = type(value)
     yield f"{kind.__module__}.{kind.__qualname__};".encode()
-    if any(kind is each for each in _BASIC):
+    if kind is int:
+        yield f"{value:x};".encode()  # Python writes no large ones in decimal
+    elif any(kind is each for each in BASIC):
         yield f"{value!r};".encode(errors="surrogatepass")
-    elif (tensor := _tensor_of(value)) is not None:
+    elif (tensor := tensor_of(value)) is not None:
         yield f"{tensor.dtype}{list(tensor.shape)};".encode()
         yield from _chunks(tensor.detach())
-    elif _is_module(value):
-        for name, each in _tensors_of_module(value):
-            yield f"{name};".encode()
-            yield from _pieces(each, above)
-    elif any(kind is each for each in _CONTAINERS) and id(value) not in above:
-        inside = above | {id(value)}
+    elif kind is set or kind is frozenset:
         yield f"{len(value)};".encode()
-        if isinstance(value, Mapping):
-            for key, each in list(value.items()):
-                yield from _pieces(key, inside)
-                yield from _pieces(each, inside)
-        elif kind is set or kind is frozenset:
-            yield from sorted(b"".join(_pieces(each, inside)) for each in list(value))
-        else:
-            for each in list(value):
-                yield from _pieces(each, inside)
+        yield from sorted(b"".join(_pieces(each, above)) for each in list(value))
+    elif id(value) not in above and (contents := contents_of(value)) is not None:
+        inside = above | {id(value)}
+        yield f"{len(contents)};".encode()
+        for key, each in contents:
+            yield from _pieces(key, inside)
+            yield from _pieces(each, inside)
     else:
         raise _NotHashed(_UNKNOWN)
 
 
 def _chunks(tensor: Any) -> Iterator[bytes]:
-    if tensor.is_meta or tensor.is_sparse or tensor.is_quantized:
+    if _unreadable(tensor):
         raise _NotHashed(_UNKNOWN)
     flat = tensor.reshape(-1)
     count = max(1, _CHUNK // max(1, tensor.element_size()))
@@ -206,56 +268,28 @@ def _chunks(tensor: Any) -> Iterator[bytes]:
         yield _bytes_of(flat[start : start + count])
 
 
+def _unreadable(tensor: Any) -> str:
+    """Return what a tensor is if its elements are not read as numbers one after the other; "": they are."""
+    import torch
+
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.is_meta:
+        return "a meta tensor, which has no values"
+    if tensor.layout is torch.strided:
+        return ""
+    layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
+    kind, _, form = layout.partition("_")
+    return f"a sparse ({form.upper()}) tensor" if kind == "sparse" else f"a tensor of layout {layout}"
+
+
 def _bytes_of(tensor: Any) -> bytes:
     import torch
 
-    data: bytes = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    data: bytes = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
     return data
-
-
-def _tensor_of(value: Any) -> Any:
-    """Return a tensor, the part of a sharded one that this rank has, or an array as a tensor; None: it is none."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer:
-        return value
-    if _is_dtensor(value):
-        return value._local_tensor
-    array = _array_of(value)
-    if array is None:
-        return None
-    try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except TypeError:  # torch has no such dtype
-        return None
-
-
-def _array_of(value: Any) -> Any:
-    numpy = sys.modules.get("numpy")
-    return value if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject else None
-
-
-def _is_dtensor(value: Any) -> bool:
-    return type(value) is getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-
-
-def _is_module(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.nn.Module in type(value).__mro__
-
-
-def _tensors_of_module(module: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield parameters and buffers by name, from the dicts that a module keeps them in."""
-    held = object.__getattribute__(module, "__dict__")
-    for group in ("_parameters", "_buffers"):
-        for name, each in list(held.get(group, {}).items()):
-            if _tensor_of(each) is not None:
-                yield f"{prefix}{name}", each
-    for name, child in list(held.get("_modules", {}).items()):
-        if _is_module(child) and depth < 100:
-            yield from _tensors_of_module(child, f"{prefix}{name}.", depth + 1)
 
 
 def _is_nan(tensor: Any) -> Any:
@@ -281,7 +315,7 @@ class _Sums:
         if not finite.all():
             self._nans += int(torch.isnan(values).sum())
             values = values[finite]
-        self._zeros += piece.numel() - int(torch.count_nonzero(piece))
+        self._zeros += int((values == 0).sum())
         count = values.numel()
         self._other += piece.numel() - count
         if not count:

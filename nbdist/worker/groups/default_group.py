@@ -140,6 +140,6 @@ def _by_device(backends: str) -> dict[str, str]:
 
 def _refusal(asked: str, have: str, other: str = "") -> str:
     return (
-        f"init_process_group asks for {asked}, and the session's process group, which exists already, has {have}. "
-        f"Leave that argument out, or start ranks that make their own group: {other}`%distributed start --no-init`."
+        f"init_process_group asks for {asked}, but the session already has a process group, with {have}. Leave that "
+        f"argument out, or start ranks that make their own group: {other}`%distributed start --no-init`."
     )

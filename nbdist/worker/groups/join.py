@@ -39,7 +39,6 @@ def environment(setup: RankSetup) -> dict[str, str]:
     defaults = {
         "OMP_NUM_THREADS": str(setup.threads),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "TTY_INTERACTIVE": "0",  # rich's live displays print their last state only: there is no cursor to move
     }
     # With one node nothing of it listens to the network.
     if interface := _LOOPBACK if place.num_nodes == 1 else setup.interface:
@@ -191,7 +190,7 @@ def separate_rendezvous(
         serial = cell()
         latest = (serial, latest[1] + 1 if latest[0] == serial else 1)
         rendezvous = original(*args, **kwargs)
-        with connecting(int(os.environ.get("MASTER_PORT", "0"))), _own_store(_meeting_point() != ours):
+        with connecting(int(os.environ.get("MASTER_PORT", "0"))), own_store(_meeting_point() != ours):
             store, rank, world_size = next(rendezvous)
         # The store of several nodes outlives a restart.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -206,8 +205,8 @@ def _meeting_point() -> tuple[str | None, str | None]:
 
 
 @contextlib.contextmanager
-def _own_store(wanted: bool) -> Iterator[None]:
-    """Let rank 0 of a rendezvous open a store in the body, if `wanted`: the script chose where to meet."""
+def own_store(wanted: bool = True) -> Iterator[None]:
+    """Let rank 0 of a rendezvous open a store in the body, if `wanted`: the script has chosen where to meet."""
     before = os.environ.get(_AGENT_STORE)
     if wanted:
         os.environ[_AGENT_STORE] = "False"

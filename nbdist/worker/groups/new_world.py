@@ -17,8 +17,8 @@ from nbdist.worker.groups.flight_record import group_label
 from nbdist.worker.groups.process_groups import Collectives
 
 _GONE = (
-    "this process group is of the time before the number of ranks changed (`%distributed shrink`, `grow`): create it "
-    "again with `dist.new_group(...)` on all ranks, and device meshes and sharded models, too"
+    "this process group was created before the number of ranks changed (`%distributed shrink`, `grow`): create it "
+    "again with `dist.new_group(...)` on all ranks, and create device meshes and sharded models again, too"
 )
 
 

@@ -317,8 +317,8 @@ class Collectives:
         fitting = [known for known in sorted(unclaimed, key=_order) if unclaimed[known].members == members]
         if not fitting:
             raise UsageError(
-                f"the other ranks have no further process group of {describe_ranks(members)} that this rank could take "
-                "its place in: make it in a cell on all ranks, not in one that `%distributed heal` runs"
+                f"the other ranks have no more process groups of {describe_ranks(members)} for this rank to join: "
+                "create the group in a cell on all ranks, not in a setup cell"
             )
         chosen = name if name in fitting else fitting[0]
         del unclaimed[chosen]
@@ -361,7 +361,7 @@ class Collectives:
                 with self._created(name, living[name].size()):
                     self._renew(living[name], store, known)
             except Exception as error:
-                known.unusable = f"this process group could not be renewed ({error}): `%distributed restart`"
+                known.unusable = f"this process group could not be renewed ({error}): use `%distributed restart`"
                 raise
             self._cut.discard(name)
             known.unusable = ""
@@ -373,7 +373,7 @@ class Collectives:
 
         register = getattr(group, "_register_backend", None)
         if register is None:
-            raise RuntimeError("this torch can't give a living group a new backend")
+            raise RuntimeError("this version of torch can't give an existing group a new backend")
         name, description = group.group_name, group.group_desc
         made: dict[str, tuple[Any, Any]] = {}
         for device, old in torch_groups.backends(group).items():
@@ -415,7 +415,7 @@ class Collectives:
         """Forget groups that could not be connected: their collectives would do nothing, and nobody would notice."""
         for name in torch_groups.living():
             if name in self._groups and self._groups[name].kinds:
-                self.drop(name, f"this process group could not be connected ({why}): `%distributed restart`")
+                self.drop(name, f"this process group could not be connected ({why}): use `%distributed restart`")
 
     def agree(self, topic: str, yes: bool, ranks: Sequence[int], rank: int) -> bool:
         """Return whether all of these ranks say yes; each of them asks. On the main thread, through the store.
@@ -434,8 +434,8 @@ class Collectives:
     def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
         """Make using groups whose members have died raise from now on, instead of hanging."""
         why = (
-            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed heal` replaces what died; "
-            "among the survivors: `dist.new_group([...], use_local_synchronization=True)`"
+            f"this process group has lost a rank: {describe_ranks(dead)} died. `%distributed heal` replaces dead "
+            "ranks; for a group of the surviving ranks, call `dist.new_group([...], use_local_synchronization=True)`"
         )
         for name, group in torch_groups.living().items():
             if name in groups:

@@ -137,7 +137,7 @@ def unset_default() -> Any:
     c10d, registry = sys.modules.get("torch.distributed.distributed_c10d"), world()
     unset = getattr(c10d, "_update_default_pg", None)
     if unset is None:
-        raise RuntimeError("this torch can't have another default process group beside living groups")
+        raise RuntimeError("this version of torch can't have another default process group beside existing groups")
     before = registry.default_pg
     unset(None)
     return before
@@ -152,7 +152,7 @@ def renumber(group: Any, numbers: Mapping[int, int]) -> None:
 def _make_subgroup(name: str, recipe: GroupRecipe, rank: int, devices: str, store: Any) -> Any:
     make = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_new_process_group_helper", None)
     if make is None:
-        raise RuntimeError("this torch can't make a group under a given name")
+        raise RuntimeError("this version of torch can't create a group with a given name")
     size, members = len(recipe.members), recipe.members
     group, _ = make(
         size,

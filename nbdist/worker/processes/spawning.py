@@ -1,4 +1,4 @@
-"""`torch.multiprocessing.spawn` on a rank: what can't work fails at once, with what to type instead."""
+"""`torch.multiprocessing.spawn` on a rank: what can't work fails at once, and what does is no part of the session."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from nbdist.errors import UsageError
 
 
-def refuse(is_main: Callable[[Any], bool]) -> None:
+def install(
+    is_main: Callable[[Any], bool], own_store: Callable[[], AbstractContextManager[None]], company: Callable[[], int]
+) -> None:
     """Make spawning a function that new processes can't import raise, instead of failing once they have imported torch.
+
+    What is spawned is no part of the session, and a line says so where several ranks do it.
 
     Args:
         is_main: Whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run.
+        own_store: In its body, processes are started that serve the store of their group, which nobody else does.
+        company: The number of ranks that run what runs now.
     """
     module: Any = importlib.import_module("torch.multiprocessing.spawn")  # the package has a function of this name
     package: Any = importlib.import_module("torch.multiprocessing")
@@ -27,9 +34,21 @@ def refuse(is_main: Callable[[Any], bool]) -> None:
         method = kwargs.get("start_method", args[4] if len(args) > 4 else "spawn")
         if method != "fork" and is_main(fn) and not _is_of_running_file(fn):
             raise UsageError(_advice(fn))
-        return original(fn, *args, **kwargs)
+        if company() > 1:
+            print(_notice(fn, kwargs.get("nprocs", args[1] if len(args) > 1 else 1)), flush=True)
+        with own_store():
+            return original(fn, *args, **kwargs)
 
     module.start_processes = package.start_processes = start_processes
+
+
+def _notice(function: Any, count: int) -> str:
+    name = getattr(function, "__name__", "the function")
+    started = "1 process" if count == 1 else f"{count:,} processes"
+    return (
+        f"nbdist: mp.spawn starts {started} on each rank. To use the ranks themselves, call `{name}(rank, ...)` on "
+        "them; to start these processes once, run this on one rank, with `%%rank 0`"
+    )
 
 
 def _is_of_running_file(function: Any) -> bool:

@@ -97,10 +97,14 @@ class ExactState:
         self.steps, self.record = steps, record
         kept = record.read(steps)
         if kept is None:
-            return ["its random state is new, as the dead rank had begun no cell"]
+            return ["its random state is new, because the dead rank had not started a cell"]
         made, states = kept
         _RandomState(states).put_back()
-        return [] if made == steps else [f"its random state is that after {made:,} steps; the others made {steps:,}"]
+        return (
+            []
+            if made == steps
+            else [f"its random state is from after step {made:,}; the others have made {steps:,} steps"]
+        )
 
     def _keep(self, *, find: bool) -> None:
         try:

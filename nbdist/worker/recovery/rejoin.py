@@ -27,6 +27,7 @@ from nbdist.wire.stopping import (
     GetState,
     Meet,
     RankState,
+    StepsMade,
     Strand,
 )
 from nbdist.worker.cell.keyboard import Keyboard
@@ -41,7 +42,7 @@ from nbdist.worker.recovery.random_record import RandomRecord
 from nbdist.worker.recovery.resizing import take_groups
 from nbdist.worker.recovery.step_stop import StepCounter
 
-_STATISTICS_STAY = "BatchNorm statistics of the lost step stay; `--exact` would restore them"
+_STATISTICS_STAY = "BatchNorm statistics of the lost step are kept; start with `--exact` to restore them"
 
 
 class RankRecovery:
@@ -85,7 +86,7 @@ class RankRecovery:
             [
                 GetPosition.by(self._progress.look),
                 GetStack.by(self._progress.stack),
-                Arm.by(lambda question: self._steps.arm(question.serial)),
+                Arm.by(self._arm),
                 Aim.by(self._aim),
                 Meet.by(self._meet),
                 Disarm.by(self._disarm),
@@ -102,6 +103,7 @@ class RankRecovery:
         reset_models.let_groups_outlive_ddp()
         self._steps.install()
         self._steps.after_step = self._after_step
+        self._steps.on_stop = self._control.gate.give
         self._statistics.install()
         self._events.listen(after=self._statistics.mark)
         if self._exact is not None:
@@ -113,6 +115,7 @@ class RankRecovery:
         """Begin a cell. On the main thread, where nothing interrupts yet."""
         self._serial, self._failure, self._in_step = serial, None, False
         self.collectives.begin()
+        self.collectives.timeouts.begin(serial)
         self._steps.begin(serial)
         self._statistics.mark()
         if self._exact is not None:
@@ -134,11 +137,18 @@ class RankRecovery:
 
     # --- stopping, in the control thread
 
+    def _arm(self, question: Arm) -> StepsMade:
+        if self._control.gate.is_settled(question.serial):  # it is stopping in its own way
+            return StepsMade(count=0, stepping=False, running=False)
+        return self._steps.arm(question.serial)
+
     def _aim(self, order: Aim) -> Done:
         self._steps.aim(order.serial, order.target)
         return Done()
 
     def _meet(self, order: Meet) -> Done:
+        if self._control.gate.is_settled(order.serial):
+            return Done()
         self._steps.aim(order.serial, order.target, hurry=True)
         if self._steps.count >= order.target:
             self._progress.mark()
@@ -150,7 +160,10 @@ class RankRecovery:
         return Done()
 
     def _free(self, order: Cut) -> Done:
-        if self._control.gate.running == order.serial and (order.force or self._progress.stands_still()):
+        gate = self._control.gate
+        if gate.running == order.serial and (
+            order.force or (self._progress.stands_still() and not gate.is_settled(order.serial))
+        ):
             self.collectives.cut()
         return Done()
 

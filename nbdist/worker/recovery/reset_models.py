@@ -149,11 +149,11 @@ def reset_models(*, keep_buckets: bool = False, moved: Callable[[Any], bool] = l
 
 _HOPELESS = {
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
-        "FullyShardedDataParallel (FSDP1) can't go on after a lost step: "
-        "build the model and its optimizer again, or use `torch.distributed.fsdp.fully_shard`, which can"
+        "FullyShardedDataParallel (FSDP1) can't continue after a lost step: build the model and its optimizer again, "
+        "or use `torch.distributed.fsdp.fully_shard`, which can"
     ),
     ("deepspeed", "DeepSpeedEngine"): (
-        "a DeepSpeed engine can't go on after a lost step: call `deepspeed.initialize` again and load a checkpoint"
+        "a DeepSpeed engine can't continue after a lost step: call `deepspeed.initialize` again and load a checkpoint"
     ),
 }
 
@@ -170,10 +170,10 @@ def _reset_each(things: Iterable[Any], reset: Any, notes: list[str]) -> int:
             reset(thing)
             count += 1
         except _CannotRevive as reason:
-            notes.append(f"{_title(thing)} can't go on after a lost step: {reason}")
+            notes.append(f"{_title(thing)} can't continue after a lost step: {reason}")
         except Exception as error:
             text = str(error).split("\n", 1)[0]
-            notes.append(f"{_title(thing)} can't go on ({type(error).__name__}: {text}): build it again")
+            notes.append(f"{_title(thing)} can't continue ({type(error).__name__}: {text}): build it again")
     return count
 
 
@@ -200,7 +200,7 @@ def _reset_ddp(model: Any, keep_buckets: bool) -> None:
         _renew_reducer(model)
         return
     if not hasattr(model, "_update_process_group"):
-        raise _CannotRevive("this torch can't reset it; wrap the module in DistributedDataParallel again")
+        raise _CannotRevive("this version of torch can't reset it; wrap the module in DistributedDataParallel again")
     settled = _is_settled(model)
     model._update_process_group(model.process_group)
     model.__dict__[_SETTLED] = settled  # which that call makes torch forget

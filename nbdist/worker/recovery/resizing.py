@@ -18,10 +18,10 @@ from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery import reset_models
 
 _SHARDED = (
-    "sharded models (FSDP2, tensor parallel) are of the time before: build and prepare them again, then "
+    "sharded models (FSDP2, tensor parallel) were created before this change: build and prepare them again, then call "
     "`nbdist.load_state(path)`"
 )
-_MESHES = "device meshes are of the time before: make them again"
+_MESHES = "device meshes were created before this change: create them again"
 
 
 def take_post(setup: RankSetup, order: Resize, names: MutableMapping[str, Any]) -> RankSetup:

@@ -30,13 +30,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nbdist import limits
 from nbdist.metrics.compute import step_events
 from nbdist.wire.stopping import StepsMade
-from nbdist.worker.cell.interrupts import StepStop
+from nbdist.worker.cell.interrupts import StepStop, is_the_users
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _RECENT = 32  # step-to-step times that the median is of
-_NOT_THE_USERS = {"IPython", "asyncio", "contextlib", "nbdist", "torch"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs} - {dis.opmap.get("JUMP_BACKWARD_NO_INTERRUPT")}  # that one goes on with an await
 
 
@@ -54,6 +53,7 @@ class StepCounter:
         count: Steps that the cell has made.
         stopped: The step after which the cell was stopped; None if it was not, or has gone on since.
         after_step: Called after each step when the main thread may be interrupted again.
+        on_stop: Called with the frame in which the main thread is about to be stopped.
     """
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
@@ -62,6 +62,7 @@ class StepCounter:
         self.count = 0
         self.stopped: int | None = None
         self.after_step: Callable[[], None] | None = None
+        self.on_stop: Callable[[FrameType], None] = lambda frame: None
         self._wake = wake
         self._serial = 0
         self._finished = 0
@@ -223,6 +224,7 @@ class StepCounter:
             return
         target = request.wait()  # it may be interrupted here
         if target is not None and self.count >= target:
+            self.on_stop(sys._getframe(1))
             raise KeyboardInterrupt
 
     def _frames_since_step(self) -> list[tuple[FrameType, int]]:
@@ -237,7 +239,7 @@ class StepCounter:
         for (code, offset), frame in zip(place, reversed(running), strict=False):
             if frame.f_code is not code or frame.f_lasti < offset:
                 return []
-            if _is_the_users(frame):
+            if is_the_users(frame):
                 found.insert(0, (frame, offset))
             if frame.f_lasti > offset:
                 break
@@ -265,6 +267,7 @@ class StepCounter:
         request.over = True
         self._leave_body()
         self.stopped = self.count
+        self.on_stop(sys._getframe(1))
         raise StepStop(f"stopped after step {self.count:,}")
 
     def _leave_body(self) -> None:
@@ -404,14 +407,10 @@ def _users_frames() -> list[FrameType]:
     frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_the_users(frame):
+        if is_the_users(frame):
             frames.append(frame)
         frame = frame.f_back
     return frames
-
-
-def _is_the_users(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS
 
 
 def _median_distance(times: list[float]) -> float | None:

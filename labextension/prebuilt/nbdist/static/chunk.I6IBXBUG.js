@@ -1,5 +1,0 @@
-var k={kind:"kernel"},m={kind:"ranks",ranks:""},f=/^\s*(%%(memory|local)\b.*)?$/,o=/^%%(distributed|dist)\b(.*)$/,l=/^%%rank\s+(\S+)(.*)$/,u=/(^|\s)(-r|--ranks)(?:\s+|=)("[^"]*"|'[^']*'|\S+)/,x=/^(@?[\w.-]+|\d+(-\d+)?)(,(@?[\w.-]+|\d+(-\d+)?))*$/;function p(n){let[,t]=a(n),r=o.exec(t);if(r!==null)return{kind:"ranks",ranks:c(u.exec(r[2]??"")?.[3]??"")};let e=l.exec(t);return e===null?k:{kind:"ranks",ranks:c(e[1]??"")}}function b(n,t){let r=n.split(`
-`),[e,s]=a(n),i=g(s);if(t.kind==="kernel")return i!==null&&r.splice(e,1),r.join(`
-`);let d=`%%distributed${t.ranks===""?"":` -r ${t.ranks}`}${i===null||i===""?"":` ${i}`}`;return r.splice(e,i===null?0:1,d),r.join(`
-`)}function $(n){return x.test(n)}function P(n){return/\bnbdist\b|^\s*%%?(distributed|dist|rank)\b/m.test(n)}function a(n){let t=n.split(`
-`),r=t.findIndex(s=>!f.test(s));return r>=0&&(o.test(t[r]??"")||l.test(t[r]??""))?[r,t[r]??""]:[t.findIndex(s=>s.startsWith("%%memory"))+1,""]}function g(n){let t=o.exec(n);return t!==null?(t[2]??"").replace(u,"").trim():l.exec(n)?.[2]?.trim()??null}function c(n){return n.replace(/^(["'])(.*)\1$/,"$2")}export{k as a,m as b,p as c,b as d,$ as e,P as f};

@@ -1,0 +1,189 @@
+"""What training steps come to: sums over all their time, so that rates are what was done in it.
+
+Knows nothing of hooks, nor of when a step begins.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import torch
+
+from nbdist.metrics.compute import peaks
+from nbdist.metrics.compute.live import Known, Shape
+from nbdist.metrics.node.sample import StepSample
+
+UNKNOWN = Shape(0, (), frozenset())
+
+
+class TimedStep:
+    """One step: first what is seen while it is under way, then what it was. Values of the class are where all begin."""
+
+    passes: tuple[Hashable, ...] = ()
+    batches: frozenset[Hashable] = frozenset()
+    is_fed: bool = False  # whether a batch to train on has come
+    waiting: float | None = None
+    waited: float = 0.0  # in collectives, as far as Python has heard of it
+    units: int = 0
+    optimizer: int = 0
+    counted: bool = False  # which takes time of its own
+    parts: float = 0.0  # seconds of its parts that were timed apart
+    beside: float = 0.0  # of these, seconds that are no part of a count
+    evaluation: float = 0.0  # of these, seconds of evaluations
+    communication: float | None = None
+    stands_for: float = 1.0  # steps, in what is known of `communication`
+    shape: Shape = UNKNOWN
+    seconds: float = 0.0
+    at: float = 0.0
+
+
+class StepPart(TimedStep):
+    """A part of a step that is timed apart.
+
+    Args:
+        step: The whole step.
+        evaluates: Whether it was an evaluation.
+        beside: Whether it is no part of a count.
+    """
+
+    def __init__(self, step: TimedStep, *, evaluates: bool, beside: bool) -> None:
+        self._step, self._evaluates, self._beside = step, evaluates, beside
+
+    def note(self, seconds: float) -> None:
+        """Note how long it took."""
+        self._step.parts += seconds
+        self._step.beside += seconds if self._beside else 0.0
+        self._step.evaluation += seconds if self._evaluates else 0.0
+
+
+@dataclass
+class Totals:
+    """Sums over steps.
+
+    Attributes:
+        steps: How many.
+        seconds: What they took, stalls included.
+        longest: Seconds of the one that took longest.
+        units: Samples or tokens.
+        waiting: Seconds spent waiting for data; None: without a DataLoader.
+        communication: Seconds that only collectives took.
+        communicating: Steps of which that is known, or which these stand for.
+        evaluation: Seconds of evaluations.
+        works: What is known of their FLOPs, by its identity, and of how many steps.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    units: int = 0
+    waiting: float | None = None
+    communication: float = 0.0
+    communicating: float = 0.0
+    evaluation: float = 0.0
+    works: dict[int, tuple[Known, int]] = field(default_factory=dict)
+
+    def add(self, step: TimedStep, known: Known | None) -> None:
+        """Add a step, and what is known of its shape."""
+        self.evaluation += step.evaluation
+        self.steps += 1
+        self.seconds += step.seconds
+        self.longest = max(self.longest, step.seconds)
+        self.units += step.units
+        if step.waiting is not None:
+            self.waiting = (self.waiting or 0.0) + step.waiting
+        if step.communication is not None:
+            self.communication += step.communication * step.stands_for
+            self.communicating += step.stands_for
+        if known is not None:
+            _, times = self.works.get(id(known), (known, 0))
+            self.works[id(known)] = known, times + 1
+
+    def with_steps(self, steps: Iterable[TimedStep], known: Mapping[Shape, Known]) -> Totals:
+        """Return the sums with further steps."""
+        found = replace(self, works=dict(self.works))
+        for step in steps:
+            found.add(step, known.get(step.shape))
+        return found
+
+    def sample(self, made: int, stalled: float = 0.0, *, evaluates: bool = False) -> StepSample:
+        """Return what these steps took.
+
+        Args:
+            made: How many there have been, those included that are in no sum.
+            stalled: Seconds since the last one ended. They count if they are more than any of these steps took.
+            evaluates: Whether an evaluation is under way.
+        """
+        stalled = stalled if stalled > self.longest else 0.0
+        whole = self.seconds + stalled
+        known = sum(times for _, times in self.works.values())
+        communication = self.communication / self.communicating * self.steps if self.communicating else None
+        found = StepSample(
+            steps=made,
+            timed=self.steps,
+            seconds=whole / self.steps,
+            uncounted=1 - known / self.steps,
+            waiting=None if self.waiting is None else min(1.0, self.waiting / whole),
+            communication=None if communication is None else min(1.0, communication / whole),
+            evaluation=(self.evaluation + (stalled if evaluates else 0.0)) / whole,
+            units=self.units / self.steps or None,
+        )
+        return _with_flops(found, list(self.works.values())) if known else found
+
+
+def _with_flops(sample: StepSample, works: Sequence[tuple[Known, int]]) -> StepSample:
+    """Return what each step of a sample takes, and what the device could do at most.
+
+    Args:
+        sample: Without that.
+        works: What is known, and of how many steps.
+    """
+    steps = sum(times for _, times in works)
+    by_dtype: Counter[str] = Counter()
+    for known, times in works:
+        for dtype, amount in known.work.items():
+            by_dtype[dtype] += amount * times
+    device = works[-1][0].device
+    figures = {dtype: peaks.known(device, dtype) for dtype in by_dtype}
+    peak = peaks.mixed(by_dtype, figures)
+    missing = [dtype for dtype, _ in by_dtype.most_common() if figures[dtype] is None]
+    read = [(known.count.tokens, times) for known, times in works if known.count.tokens]
+    tokens = sum(count * times for count, times in read) / sum(times for _, times in read) if read else None
+    return msgspec.structs.replace(
+        sample,
+        flops=sum(known.count.model_flops * times for known, times in works) / steps,
+        hardware_flops=sum(known.count.hardware_flops * times for known, times in works) / steps,
+        units=sample.units or tokens,
+        unit="tokens" if tokens and not sample.units else "",
+        batch=works[0][0].batch,
+        peak=None if peak is None else peak.tflops * 1e12,
+        peak_source="" if peak is None else peak.source,
+        without_peak=missing,
+        not_counted=sorted({name for known, _ in works for name in known.count.uncounted}),
+        why=_no_peak(device, missing) if missing else "",
+    )
+
+
+def _no_peak(device: torch.device, dtypes: Sequence[str]) -> str:
+    return f"no peak is known for {peaks.name_of(device)} at {', '.join(dtypes)}; `%distributed peak` measures it"
+
+
+def seconds_of(step: TimedStep) -> float:
+    """Return what a step took."""
+    return step.seconds
+
+
+def training_of(step: TimedStep) -> float:
+    """Return what a step took without the evaluations before it."""
+    return step.seconds - step.evaluation
+
+
+def middle(steps: Sequence[TimedStep], figure: Callable[[TimedStep], float]) -> float:
+    """Return a figure of a step in the middle: of each shape the median, weighed by how often it came."""
+    by_shape: defaultdict[Shape, list[float]] = defaultdict(list)
+    for step in steps:
+        by_shape[step.shape].append(figure(step))
+    return sum(len(each) * statistics.median(each) for each in by_shape.values()) / len(steps)

@@ -13,6 +13,7 @@
 #   wire/         every message between these processes; transfer/: how values travel
 #   text.py       numbers, tables and hints for people; checks.py: checks of what users give
 #   shells.py     what IPython shells keep alive, in the notebook and on ranks
+#   requirements.py  whether the packages that nbdist needs are there
 #   errors.py     the error tree; cuda_guard.py: who initialized CUDA in the notebook
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
 
@@ -50,5 +51,14 @@ def __getattr__(name: str) -> Any:
     if source is None:
         raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
     if not source:
-        return importlib.import_module(f"nbdist.{name}")
-    return getattr(importlib.import_module(f"nbdist.{source}"), name)
+        return _imported(f"nbdist.{name}")
+    return getattr(_imported(f"nbdist.{source}"), name)
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        from nbdist.requirements import explained
+
+        raise explained(error) from error

@@ -12,6 +12,7 @@ from .errors import InteractionError as InteractionError
 from .errors import LaunchError as LaunchError
 from .errors import NbdistError as NbdistError
 from .errors import NodesMissing as NodesMissing
+from .errors import PackageError as PackageError
 from .errors import RankDied as RankDied
 from .errors import RankError as RankError
 from .errors import RankFailure as RankFailure

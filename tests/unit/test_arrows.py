@@ -36,6 +36,7 @@ ALLOWED = {
     "devices": "metrics.node",
     "shells": "metrics.node",
     "control_comms": "shells",
+    "requirements": "",
     "cuda_guard": "devices imports metrics.node shells",
     "planning": "",
     "plan": "planning",
@@ -82,7 +83,7 @@ ALLOWED = {
     "panel": "client.costs client.session control_comms metrics.allocation metrics.node shells visits",
     "lab": "client.output client.session control_comms devices metrics.node panel shells",
     "client.magics": "client.costs client.debugger client.output client.session cuda_guard lab metrics.allocation "
-    "metrics.node panel plan planning shells train.estimate wire",
+    "metrics.node panel plan planning requirements shells train.estimate wire",
     "launch": "client.session devices processes train transfer wire worker.cell",
     "launch.nodes": "client.output client.session launch network processes shells transfer wire",
     # it forks in the template's place

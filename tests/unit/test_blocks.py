@@ -195,6 +195,32 @@ def test_without_gradients_the_cache_is_filled(make: Callable[[], nn.Module]) ->
     assert cache.get_seq_length() == BATCH.shape[1]
 
 
+class OwnNames(nn.Module):
+    """A block whose arguments have the names of ours, and of transformers' caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(
+        self, hidden: torch.Tensor, past_key_values: torch.Tensor, *, cache: dict[str, float], kind: int, block: str
+    ) -> torch.Tensor:
+        assert (kind, block) == (3, "a")
+        return self.inner(hidden) * cache["scale"] + past_key_values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_that_only_have_the_name_of_a_cache_arrive(kind: Any) -> None:
+    plain, block = OwnNames(), OwnNames()
+    block.load_state_dict(plain.state_dict())
+    keep_less([block], kind)
+    found = []
+    for each in (plain, block):
+        each(torch.ones(2, 4), torch.ones(4), cache={"scale": 2.0}, kind=3, block="a").sum().backward()
+        found.append([parameter.grad for parameter in each.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 

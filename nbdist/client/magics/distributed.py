@@ -17,7 +17,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
-from nbdist import cuda_guard, shells
+from nbdist import cuda_guard, requirements, shells
 from nbdist.client.costs import history
 from nbdist.client.costs.cell_memory import parse_mark
 from nbdist.client.costs.profiles import CellProfile
@@ -54,6 +54,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         raise UsageError("this is a rank: nbdist's magics live in the notebook, so load it in a local cell")
     if isinstance(shell.magics_manager.registry.get("DistributedMagics"), DistributedMagics):
         return  # `%reload_ext`
+    if (text := requirements.complaint()) is not None:
+        print(text)
     cuda_guard.arm()
     magics = DistributedMagics(shell)
     shell.register_magics(magics)

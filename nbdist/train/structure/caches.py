@@ -1,7 +1,7 @@
 """Blocks without the cache of keys and values that language models make by default, which training has no use for.
 
-A block that is computed again in backward must not get one: its cache is filled already then. Knows the argument names
-of transformers' models and nothing else of them.
+A block that is computed again in backward must not get one: its cache is filled already then. Knows the method by which
+transformers' caches give their length, the flag `use_cache`, and nothing else of its models.
 """
 
 from __future__ import annotations
@@ -12,48 +12,51 @@ from typing import Any
 
 from torch import nn
 
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # the first from transformers 5.24 on
-_OFF: dict[str, Any] = {**dict.fromkeys(_CACHES), "use_cache": False}
+_FLAG = "use_cache"
 _READ_ONLY = "_can_checkpoint_with_cache"  # set by transformers on layers that read the cache of other layers
 
 
 @dataclass(frozen=True)
 class CacheArguments:
-    """Where a block takes its cache.
+    """How a block takes its cache.
 
     Attributes:
         layer: The block's place in the cache.
-        places: The position of each argument that turns caching on, by name.
+        flag: The position of `use_cache` among the arguments, or None.
         is_writer: Whether the block writes into the cache.
     """
 
     layer: int
-    places: dict[str, int]
+    flag: int | None
     is_writer: bool
 
     @classmethod
     def of(cls, block: nn.Module) -> CacheArguments:
-        """Return the arguments of this block's forward."""
+        """Return how this block's forward takes it."""
         names = list(inspect.signature(type(block).forward).parameters)[1:]
         numbered = (getattr(part, "layer_idx", None) for part in block.modules())
         layer = next((number for number in numbered if isinstance(number, int)), 0)
-        places = {name: position for position, name in enumerate(names) if name in _OFF}
-        return cls(layer, places, not getattr(block, _READ_ONLY, False))
+        return cls(layer, names.index(_FLAG) if _FLAG in names else None, not getattr(block, _READ_ONLY, False))
 
     def is_filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the block is given keys and values of earlier tokens, on which its result depends."""
-        caches = [kwargs.get(name) for name in _CACHES]
-        caches += [args[self.places[name]] for name in _CACHES if self.places.get(name, len(args)) < len(args)]
-        return self.is_writer and any(cache is not None and self._length(cache) for cache in caches)
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        return self.is_writer and any(cache.get_seq_length(self.layer) for cache in caches)
 
     def turned_off(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the same arguments without a cache to write into."""
         if not self.is_writer:
             return args, kwargs
-        off = {position: _OFF[name] for name, position in self.places.items()}
-        kept = tuple(off.get(position, value) for position, value in enumerate(args))
-        return kept, {name: _OFF.get(name, value) for name, value in kwargs.items()}
+        kept = tuple(_off(value, place == self.flag) for place, value in enumerate(args))
+        return kept, {name: _off(value, name == _FLAG) for name, value in kwargs.items()}
 
-    def _length(self, cache: Any) -> int:
-        length = getattr(cache, "get_seq_length", None)
-        return int(length(self.layer)) if length is not None else 1
+
+def _is_cache(value: Any) -> bool:
+    """By what it is: the argument's name changes between versions, and a user's block may use it for something else."""
+    return callable(getattr(value, "get_seq_length", None))
+
+
+def _off(value: Any, is_flag: bool) -> Any:
+    if is_flag:
+        return False
+    return None if _is_cache(value) else value

@@ -51,7 +51,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     fresh: each rank is its own Python process, not forked from the template.
     port: the port of the rendezvous store; 0 for any. place: position of these ranks among those of other nodes.
     all_results: whether a launched function's return values come back from all ranks, or from rank 0 only.
-    fork_address: path of the Unix socket where the notebook forks ranks itself; "" if it does not.
+    fork_address: name of the Unix socket where the notebook forks ranks itself; "" if it does not.
     changed: variables that were set since the notebook began, and own_path: entries of `sys_path` that are not Python's
     own. Nodes other than the notebook's get these, and all else is theirs.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from testbed.kernel import Kernel, both, lines_by_rank, wait_until
 from tests.stand_ins.guard import write_packages
+from tests.support.leftovers import files_of_sessions
 
 SETUP = """
 import os, signal, sys, threading, time
@@ -331,6 +333,19 @@ def test_nothing_is_left_of_ranks_whose_agent_is_killed() -> None:
         assert running.finish().ename == "SessionBroken"
         psutil.wait_procs(below, timeout=10)
         assert not [process for process in below if process.is_running()]
+
+
+def test_nothing_is_left_of_a_kernel_that_is_killed_with_its_ranks() -> None:
+    before = files_of_sessions()
+    with Kernel(NBDIST_PREWARM="0") as kernel:
+        kernel.ok(SETUP)
+        running = kernel.start(fork("print('up')\ntime.sleep(60)"))
+        running.wait_until(lambda outcome: output(outcome.stdout) == both("up"))
+        below = psutil.Process(kernel.pid).children(recursive=True)
+        os.kill(kernel.pid, signal.SIGKILL)
+        psutil.wait_procs(below, timeout=10)
+        assert not [process for process in below if process.is_running()]
+    assert files_of_sessions() <= before
 
 
 # --- waiting

@@ -13,12 +13,11 @@ import gc
 import multiprocessing.process
 import os
 import queue
-import shutil
+import secrets
 import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -30,12 +29,10 @@ import stack_data  # noqa: F401
 import torch.distributed  # noqa: F401
 
 from nbdist.agent.forking import Template
-from nbdist.errors import UsageError
 from nbdist.wire.template_messages import Fork
 from nbdist.worker import rank
 from nbdist.worker.processes import forks
 
-_LONGEST_FOLDER = 90  # characters; the path of a socket in it may have 107
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
 
 InCell = Callable[[Callable[[], None]], None]
@@ -50,10 +47,7 @@ class Forker:
                 thread-local state and live as long as it does.
 
     Attributes:
-        address: Where it listens: the path of a Unix socket.
-
-    Raises:
-        UsageError: This system does not allow it to listen.
+        address: Where it listens: the name of an abstract Unix socket, which leaves no file whatever ends this process.
     """
 
     def __init__(self, function: Callable[[], Any], in_cell: InCell) -> None:
@@ -61,18 +55,9 @@ class Forker:
         self._closed = False
         self._forks: _Forks | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            short = len(tempfile.gettempdir()) < _LONGEST_FOLDER
-            self._folder = tempfile.mkdtemp(prefix="nbdist-", dir=None if short else "/tmp")
-            self.address = f"{self._folder}/fork"
-            self._listener.bind(self.address)
-            self._listener.listen()
-        except OSError as error:
-            self._listener.close()
-            raise UsageError(
-                f"can't make a socket for forked ranks in {tempfile.gettempdir()}: {error}. Set TMPDIR to a local "
-                "folder, or pass start_method='warm'"
-            ) from None
+        self.address = f"\0nbdist-{secrets.token_hex(16)}"
+        self._listener.bind(self.address)
+        self._listener.listen()
         self._thread = threading.Thread(target=self._serve, name="nbdist-forks", daemon=True)
         self._thread.start()
 
@@ -84,7 +69,6 @@ class Forker:
         if self._forks is not None:
             self._forks.stop()
         self._thread.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Forker:
         return self

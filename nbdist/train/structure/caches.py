@@ -52,7 +52,7 @@ class CacheArguments:
 
 
 def _is_cache(value: Any) -> bool:
-    """By what it is: the argument's name changes between versions, and a user's block may use it for something else."""
+    """Return whether it works like one. The argument's name says little: it changes, and a block may mean another."""
     return callable(getattr(value, "get_seq_length", None))
 
 

@@ -84,8 +84,12 @@ def _passes_alone(test: str, root: Path, folder: Path, reporter: TerminalReporte
 
 def _run_alone(test: str, root: Path, output: int) -> int | None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
+    # Options there may be of the whole run, such as the file for its report.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     try:
-        return subprocess.run(command, cwd=root, stdout=output, stderr=output, timeout=PATIENCE, check=False).returncode
+        return subprocess.run(
+            command, cwd=root, env=environment, stdout=output, stderr=output, timeout=PATIENCE, check=False
+        ).returncode
     except subprocess.TimeoutExpired:
         return None
 

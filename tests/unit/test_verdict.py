@@ -50,6 +50,12 @@ def test_both_outputs_of_an_unstable_test_are_kept(tmp_path: Path) -> None:
     assert "1 passed" in (kept / "again.txt").read_text()
 
 
+def test_the_report_of_the_whole_run_is_not_written_over(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    run(tmp_path, ONCE.format(count=1), PYTEST_ADDOPTS=f"--junitxml={report}")
+    assert 'failures="1"' in report.read_text()
+
+
 def test_a_test_that_fails_again_fails_the_run(tmp_path: Path) -> None:
     outcome = run(tmp_path, ONCE.format(count=1) + ALWAYS)
     assert outcome.returncode == 1

@@ -275,6 +275,11 @@ def show_sidebar(notebook: Notebook) -> Locator:
     return sidebar
 
 
+def unfold(within: Locator, title: str) -> None:
+    """Open a section of the sidebar. With the keyboard: a click misses it while what is above still takes its place."""
+    within.locator("summary").filter(has_text=re.compile(f"^{title}$")).press("Enter")
+
+
 def expect_place(cell: Locator, place: str) -> None:
     """A cell's badge says this, whether or not it is a picker at the moment."""
     shown = ("button.nbdist-badge-of-cell", "select.nbdist-badge-of-cell option:checked")

@@ -81,6 +81,13 @@ def built_for_cuda() -> bool:
     return runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"] is not None
 
 
+def pytest_exception_interact() -> None:
+    """What a failed test has left running in a kernel that others share ends now, and doesn't fail them, too."""
+    for process in _shared:
+        if isinstance(process, Kernel):
+            process.reclaim()
+
+
 @pytest.fixture(autouse=True)
 def environment_is_as_it_was() -> Iterator[None]:
     """After each test: what code in this process has set, such as a deterministic plan, is inherited by no kernel."""

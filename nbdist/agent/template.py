@@ -21,7 +21,7 @@ from pathlib import Path
 # While torch's largest library is loading no other can: load the others before, and pure Python meanwhile.
 _BEFORE_MAPPING = ("cmath", "decimal", "fcntl", "random", "shutil", "subprocess", "unicodedata")
 _WHILE_MAPPING = "sympy"
-# What ranks will need: dynamo for the first optimizer step, stack_data and pygments for the first traceback.
+# What ranks will need, such as stack_data and pygments for the first traceback.
 _PRELOADED = (
     "numpy",
     "torch",
@@ -38,9 +38,8 @@ _PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
-    "torch._dynamo",
 )
-_PRELOADED_IF_THERE = ("torch.profiler._cupti_monitor",)  # parts of torch that its first optimizer step imports
+_PRELOADED_IF_THERE = ("torch._dynamo", "torch.profiler._cupti_monitor")  # which torch's first optimizer step imports
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
+from nbdist import trees
 from nbdist.errors import UsageError
 from nbdist.metrics.compute.counting import Counting, FlopCount
 from nbdist.metrics.compute.formulas import register_flops
@@ -77,7 +77,7 @@ def _run(model: torch.nn.Module, batch: Any, backward: bool) -> None:
     if not backward:
         return
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    results = [loss] if isinstance(loss, torch.Tensor) else pytree.tree_leaves(out)
+    results = [loss] if isinstance(loss, torch.Tensor) else trees.leaves(out)
     sums = [each.sum() for each in results if isinstance(each, torch.Tensor) and each.requires_grad]
     if not sums:
         raise UsageError(
@@ -105,7 +105,7 @@ def _without_memory(model: torch.nn.Module, batch: Any) -> tuple[torch.nn.Module
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
     copied = copy.deepcopy(bare, memo)
-    return copied, pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return copied, trees.mapped(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 @contextlib.contextmanager

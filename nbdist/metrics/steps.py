@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from nbdist.metrics.compute import data_parallel, evaluation, graphs, loading, passes, step_events
+from nbdist.metrics.compute import data_parallel, evaluation, graphs, loading, passes, step_events, torch_parts
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
 from nbdist.metrics.compute.listening import compiler
 from nbdist.metrics.compute.live import LiveCounts, Shape
@@ -98,6 +98,7 @@ class StepMeter:
     """
 
     def __init__(self) -> None:
+        self._impossible = False
         self._counts = LiveCounts()
         self._clock: Clock[TimedStep] = HostClock()
         self._device = torch.device("cpu")
@@ -142,8 +143,9 @@ class StepMeter:
         """Measure from now on."""
         if self._ends:
             return
-        if not passes.available():
-            self._counts.why = f"PyTorch {torch.__version__} hides its backward passes, so steps can't be measured"
+        if lacking := torch_parts.lacking():
+            self._impossible = True
+            self._counts.why = f"{lacking}, so steps can't be measured"
             return
         graphs.watch()
         self._waits.start()
@@ -250,7 +252,7 @@ class StepMeter:
             earlier: Sums over those before.
         """
         if not steps:
-            return StepSample(steps=made, why=self._why_nothing(made))
+            return StepSample(steps=made, impossible=self._impossible, why=self._why_nothing(made))
         totals = (earlier or Totals()).with_steps(steps, self._counts.known)
         found = totals.sample(made, stalled, evaluates=self._evaluations.seems_under_way)
         batch = self._batch or found.batch

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from nbdist import shells, transfer
+from nbdist.metrics import measuring
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.profile import profiled
@@ -286,7 +287,7 @@ class RankProcess:
                 reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
             self._recovery.end(task.serial, reply.failure, self._shell.caught)
             lap = active_meter.end_lap()
-            if task.metered.steps and lap is not None and lap.steps:
+            if task.metered.steps and lap is not None and (lap.steps or lap.impossible):
                 reply = msgspec.structs.replace(reply, steps=lap)
             if reply.failure is None and active_training.training is not None:  # the models that what ran has replaced
                 active_training.training.after_cell()  # can't wait for a larger collection
@@ -344,9 +345,7 @@ class RankProcess:
     def _switch_steps(self, task: Execute) -> None:
         """Measure training steps if that was asked for, and no longer if not; what is nbdist's own changes nothing."""
         if task.metered.steps:
-            from nbdist.metrics import steps
-
-            steps.start()
+            measuring.start_steps()
         elif task.kind in ("cell", "call"):
             active_meter.stop()
 

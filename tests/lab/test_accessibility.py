@@ -13,7 +13,7 @@ pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, expect
 
-from testbed.lab import Lab, Notebook, show_sidebar
+from testbed.lab import Lab, Notebook, show_sidebar, unfold
 
 pytestmark = pytest.mark.lab
 
@@ -34,7 +34,7 @@ def plain(lab: Lab, browser: Browser) -> Iterator[Notebook]:
     """A notebook without ranks, all of its sidebar open."""
     with Notebook(lab, browser, ["x = 1"]) as notebook:
         sidebar = show_sidebar(notebook)
-        sidebar.get_by_text("This machine", exact=True).click()
+        unfold(sidebar, "This machine")
         expect(sidebar).to_contain_text("no NVIDIA GPUs")
         yield notebook
 

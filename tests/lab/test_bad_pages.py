@@ -14,7 +14,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, Route, expect
 
-from testbed.lab import CURRENT, Lab, Notebook, show_sidebar
+from testbed.lab import CURRENT, Lab, Notebook, show_sidebar, unfold
 from tests.lab.browser import jupyterlab
 
 pytestmark = pytest.mark.lab
@@ -61,7 +61,7 @@ def test_a_server_without_nbdist_is_named_and_all_else_works(
         Notebook(bare, browser, [START]) as notebook,
     ):
         sidebar = show_sidebar(notebook)
-        sidebar.get_by_text("This machine").click()
+        unfold(sidebar, "This machine")
         expect(sidebar).to_contain_text("The Jupyter server has not loaded nbdist")
         notebook.run(0)
         expect(sidebar).to_contain_text("2 ranks on cpu")
@@ -97,7 +97,7 @@ def test_a_read_only_notebook_is_looked_at_but_not_changed(lab: Lab, browser: Br
         expect(notebook.page.locator(".nbdist-status")).to_have_text("2 ranks: idle")
         sidebar.get_by_role("button", name="Stacks").click()
         expect(sidebar.locator(".nbdist-sidebar-text")).not_to_be_empty()
-        sidebar.locator(".nbdist-plan > summary").click()
+        unfold(sidebar, "Plan")
         sidebar.get_by_label("strategy", exact=True).select_option("none")
         expect(sidebar.locator(".nbdist-plan .nbdist-start-preview").first).to_contain_text("%distributed plan none")
         expect(sidebar.get_by_role("button", name="Add and run the plan")).to_be_disabled()
@@ -168,5 +168,5 @@ def test_a_server_of_another_version_is_named(lab: Lab, browser: Browser) -> Non
     with Notebook(lab, browser, ["x = 1"]) as notebook:
         notebook.page.route("**/nbdist/machine*", lambda route: route.fulfill(json={"protocol": 99, "version": "9.9"}))
         sidebar = show_sidebar(notebook)
-        sidebar.get_by_text("This machine").click()
+        unfold(sidebar, "This machine")
         expect(sidebar).to_contain_text("The Jupyter server has another version of nbdist.")

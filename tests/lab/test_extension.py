@@ -22,6 +22,7 @@ from testbed.lab import (
     search_output,
     show_sidebar,
     start_loop,
+    unfold,
 )
 
 pytestmark = pytest.mark.lab
@@ -386,7 +387,7 @@ def test_long_output_is_written_over_as_in_a_terminal(two: Notebook) -> None:
 
 def test_variables_show_which_differ_and_by_how_much(two: Notebook) -> None:
     variables = two.page.locator(".nbdist-variables")
-    variables.get_by_text("Variables").click()
+    unfold(variables, "Variables")
     two.run(6)  # and it is looked again
     row = variables.get_by_role("listitem").filter(has=two.page.get_by_role("button", name="w", exact=True))
     expect(row).to_contain_text("2 different values")
@@ -421,7 +422,7 @@ def test_variables_show_which_differ_and_by_how_much(two: Notebook) -> None:
 def test_what_differs_in_a_dict_is_opened_by_a_click(two: Notebook) -> None:
     variables = two.page.locator(".nbdist-variables")
     if variables.get_attribute("open") is None:
-        variables.get_by_text("Variables").click()
+        unfold(variables, "Variables")
     two.run(6)
     variables.get_by_role("button", name="state", exact=True).click()
     entries = variables.get_by_role("list", name="Entries that differ").get_by_role("listitem")

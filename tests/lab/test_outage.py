@@ -26,12 +26,14 @@ START = "%load_ext nbdist\n%distributed start -n 2\n%distributed panel --rate 0.
 COUNT = """\
 %%distributed
 import pathlib, time
-line = 0
-while not pathlib.Path({end!r}).exists():
-    line += 1
-    print("line", line)
-    pathlib.Path({here!r} + str(rank)).write_text(str(line))
-    time.sleep(0.05)"""
+def count():
+    line = 0
+    while not pathlib.Path({end!r}).exists():
+        line += 1
+        print("line", line)
+        pathlib.Path({here!r} + str(rank)).write_text(str(line))
+        time.sleep(0.05)
+count()"""
 
 LOGGED = "import nbdist\n[f'{len(text.splitlines())}' for text in nbdist.get_session().logs().values()]"
 
@@ -84,7 +86,7 @@ def test_a_network_that_was_gone_is_reported_and_what_ranks_printed_meanwhile_is
         expect(sidebar).to_contain_text("2 ranks on cpu")
         expect(sidebar.locator(".nbdist-panel")).not_to_contain_text("silent for")
         sidebar.get_by_role("button", name="Stacks").click()  # the page's line to the kernel lives on
-        expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("time.sleep")
+        expect(sidebar.locator(".nbdist-sidebar-text")).to_contain_text("count()")
         (tmp_path / "end").touch()
         expect(status).to_have_text("2 ranks: idle")
         for rank, last in enumerate(counted(tmp_path)):

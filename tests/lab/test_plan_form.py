@@ -11,7 +11,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, Locator, expect
 
-from testbed.lab import LOOP, Lab, Notebook, show_sidebar, start_loop
+from testbed.lab import LOOP, Lab, Notebook, show_sidebar, start_loop, unfold
 
 pytestmark = pytest.mark.lab
 
@@ -32,7 +32,7 @@ def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
         sidebar = show_sidebar(notebook)
         notebook.run(0)
         notebook.run(1)
-        sidebar.locator(".nbdist-plan > summary").click()
+        unfold(sidebar, "Plan")
         expect(form(notebook).get_by_label("strategy", exact=True)).to_have_value("ddp")
         yield notebook
 

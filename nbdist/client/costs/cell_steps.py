@@ -19,11 +19,13 @@ from nbdist.client.costs.recomputation import Recomputation
 from nbdist.client.session.observers import Observer, subscribe
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.session.task import Task
+from nbdist.metrics import measuring
 from nbdist.metrics.node import active_meter, step_shares
 from nbdist.metrics.node.sample import EVALUATING, STALLING, StepSample
 from nbdist.ranks import describe_ranks
 from nbdist.text import duration, energy, flop_rate, flop_unit, flops_in, percent, table
 
+NOTHING_TIMED = "no training steps have been timed: `%distributed tflops on`, then run a cell that trains"
 HERE = -1  # the notebook's own process, among ranks
 UNEQUAL = 1.1  # times the median rank's step, from which on the slowest rank is named
 _INDENT = "    "
@@ -41,12 +43,14 @@ class CellSteps(Observer):
         shown: Whether a line is shown below cells that made steps.
         last: What the last cell with training steps took, by rank.
         price: Of a rank for an hour, in any currency; None: costs are not shown.
+        trouble: Why steps can't be measured at all; empty: nothing is known of that.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.on = self.shown = False
         self.last: dict[int, StepSample] = {}
         self.price: float | None = None
+        self.trouble = ""
         self._recomputation = Recomputation()
         events: Any = shell.events
         events.register("pre_run_cell", self._before)
@@ -79,9 +83,10 @@ class CellSteps(Observer):
         """Return the lines below a cell that ran on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
-        figures = render(_steps_in(task), [rank for rank in task.ranks if rank not in task.replies], self.price)
+        samples = _steps_in(task)
+        figures = render(samples, [rank for rank in task.ranks if rank not in task.replies], self.price)
         change = self._recomputation.compare(task)
-        return "\n".join(filter(None, (figures, *_wrapped(change))))
+        return "\n".join(filter(None, (figures, *_wrapped(change), self._new_trouble(samples))))
 
     def cell_ended(self, task: Task) -> None:
         """Keep the steps of the last cell that made some."""
@@ -89,13 +94,19 @@ class CellSteps(Observer):
         if any(sample.steps for sample in found.values()):
             self.last = found
 
+    def _new_trouble(self, samples: Mapping[int, StepSample]) -> str:
+        """Return why steps can't be measured, the first time that it is known; else nothing."""
+        trouble = next((sample.why for sample in samples.values() if sample.impossible), "")
+        if trouble == self.trouble or not samples:
+            return ""
+        self.trouble = trouble
+        return trouble
+
     # --- the notebook's own process
 
     def _before(self, info: object = None) -> None:
         if self.on and "torch" in sys.modules:
-            from nbdist.metrics import steps
-
-            steps.start()
+            measuring.start_steps()
         elif not self.on:
             active_meter.stop()
 
@@ -105,8 +116,10 @@ class CellSteps(Observer):
         lap = active_meter.end_lap()
         if lap is not None and lap.steps:
             self.last = {HERE: lap}
-        if self.shown and lap is not None and (line := render({HERE: lap}, price=self.price)):
-            print(line)
+        if self.shown and lap is not None:
+            samples = {HERE: lap}
+            if line := render(samples, price=self.price) or self._new_trouble(samples):
+                print(line)
 
 
 def _steps_in(task: Task) -> dict[int, StepSample]:
@@ -121,7 +134,7 @@ def explain(samples: Mapping[int, StepSample]) -> str:
     """
     parts = step_shares.parts_of(samples)
     if not parts:
-        return "no training steps have been timed: `%distributed tflops on`, then run a cell that trains"
+        return NOTHING_TIMED
     rows = [
         ("notebook" if rank == HERE else rank, duration(each.step), duration(each.work), *map(_known, each[2:]))
         for rank, each in parts.items()

@@ -115,7 +115,8 @@ class _Inspector:
     def install(self) -> None:
         """Install it in front of the shell's own."""
         shell: Any = self._shell
-        inspect_mime, inspect = shell.object_inspect_mime, shell._inspect
+        inspect_mime: Any = shell.object_inspect_mime
+        inspect: Any = getattr(shell, "_inspect", None)
 
         def object_inspect_mime(name: str, detail_level: int = 0, omit_sections: Any = ()) -> Any:
             if self._on_ranks and (found := _inspect(name, detail_level)):
@@ -133,7 +134,9 @@ class _Inspector:
                 return page.page(found)
             return inspect(method, name, namespaces, **options)
 
-        shell.object_inspect_mime, shell._inspect = object_inspect_mime, inspect_named
+        shell.object_inspect_mime = object_inspect_mime
+        if inspect is not None and hasattr(shell, "_object_find"):  # private: without, `name?` looks only in the kernel
+            shell._inspect = inspect_named
         if (kernel := getattr(shell, "kernel", None)) is not None:
             self._watch(kernel)
 

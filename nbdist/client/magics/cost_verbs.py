@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist import shells
 from nbdist.client.costs import advice
 from nbdist.client.costs.cell_memory import CellMemory
-from nbdist.client.costs.cell_steps import HERE, CellSteps, explain, measure_peaks, without_peak
+from nbdist.client.costs.cell_steps import HERE, NOTHING_TIMED, CellSteps, explain, measure_peaks, without_peak
 from nbdist.client.magics import memory_parts
 from nbdist.client.session.current import get_session, living_session
 from nbdist.client.session.session import Session, rank_set_of
@@ -105,6 +105,8 @@ class CostVerbs:
 
     def explain_last(self) -> str:
         """Return why the last cell's steps took as long as they did."""
+        if self.steps.trouble:
+            return self.steps.trouble
         return "\n".join(part for part in (explain(self.steps.last), self._data_advice()) if part)
 
     def _data_advice(self) -> str:
@@ -121,7 +123,7 @@ class CostVerbs:
         """Measure what would make the last cell's steps faster (`%distributed advise`)."""
         rank = advice.rank_to_ask(self.steps.last)
         if rank is None:
-            raise UsageError("no training steps have been timed: `%distributed tflops on`, then run a cell that trains")
+            raise UsageError(self.steps.trouble or NOTHING_TIMED)
         session = self._session_of(rank)
         if session is not None and arguments.ranks is not None:
             rank, *others = rank_set_of(session).among(arguments.ranks) or [rank]

@@ -20,6 +20,8 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
+from nbdist import trees
+
 _ITEMS = 256  # at most
 _LEAST = 3
 _COLLATED = 3  # times
@@ -110,7 +112,7 @@ def _times_of(loader: DataLoader[Any], batch_size: int, seconds: float) -> ItemT
             batch if loader.batch_size is not None or loader.batch_sampler is not None else batch[0]
         )
         collating.append(time.perf_counter() - began)
-    tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in trees.leaves(made) if isinstance(leaf, torch.Tensor))
     return ItemTimes(
         items=len(taken),
         item=statistics.fmean(taken),

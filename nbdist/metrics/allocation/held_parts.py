@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from nbdist import trees
 from nbdist.metrics.allocation.tensors import Block, address_of, find, largest
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "other")
@@ -88,7 +89,7 @@ def _by_kind(torch: Any, objects: Iterable[Any]) -> Iterator[tuple[str, list[Any
     yield "parameters", parameters
     yield "buffers", [held for module in modules for held in module._buffers.values() if held is not None]
     yield "gradients", [held.grad for held in parameters if held.grad is not None]
-    leaves = (leaf for optimizer in optimizers for leaf in torch.utils._pytree.tree_leaves(dict(optimizer.state)))
+    leaves = (leaf for optimizer in optimizers for leaf in trees.leaves(dict(optimizer.state)))
     yield "optimizer", [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     yield "other", tensors
 

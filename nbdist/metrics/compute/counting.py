@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nbdist import trees
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import graphs, hidden, loading, passes
+from nbdist.metrics.compute import graphs, hidden, loading, passes, torch_parts
 from nbdist.metrics.compute.formulas import arithmetic, is_heavy, is_light, work_of
 from nbdist.metrics.compute.library_kernels import KernelWork
 from nbdist.metrics.compute.operations import Work
@@ -203,10 +204,8 @@ class Counting:
     """
 
     def __init__(self, *, eagerly: bool = True) -> None:
-        if not hasattr(torch._C, "_current_graph_task_id"):
-            raise UsageError(
-                f"PyTorch {torch.__version__} can't tell backward passes from forward ones: use another version"
-            )
+        if lacking := torch_parts.lacking():
+            raise UsageError(f"{lacking}, so FLOPs can't be counted: use another version")
         self.tally = Tally()
         self.in_optimizer = False
         self.failure = ""
@@ -394,9 +393,8 @@ def _ignore(outputs: object) -> None:
 @functools.cache
 def _dispatches_itself(kind: type) -> bool:
     """Return whether a type of tensor turns operations into others, like DTensor; FakeTensor only computes shapes."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # not loaded: there is none
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, getattr(fakes, "FakeTensor", ()))
 
 
 @functools.cache
@@ -421,7 +419,7 @@ def _operand(name: str, args: Any) -> tuple[torch.device, str] | None:
 
     (`addmm` begins with the addend.) Weights that are only stored in fewer bits are multiplied in the other's dtype.
     """
-    tensors = [arg for arg in pytree.tree_leaves(args[:2]) if isinstance(arg, torch.Tensor)]
+    tensors = [arg for arg in trees.leaves(args[:2]) if isinstance(arg, torch.Tensor)]
     if not tensors:
         return None
     operand = tensors[0] if name.startswith("aten._weight_int") else tensors[-1]

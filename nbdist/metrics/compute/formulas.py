@@ -14,9 +14,9 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.utils._pytree
 import torch.utils.flop_counter
 
+from nbdist import trees
 from nbdist.errors import UsageError
 from nbdist.metrics.compute import attention, graphs, peaks
 from nbdist.metrics.compute.operations import Formula, OperationCall, Work
@@ -288,7 +288,7 @@ def work_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     """
     packet = getattr(function, "overloadpacket", function)
     if packet in _registered:
-        shapes = torch.utils._pytree.tree_map(_shape, (args, kwargs, out))
+        shapes = trees.mapped(_shape, (args, kwargs, out))
         return Work(int(_registered[packet](*shapes[0], **shapes[1], out_shape=shapes[2])))
     sparse = _sparse_product(args, out)
     if sparse is not None:

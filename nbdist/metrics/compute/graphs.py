@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.utils._pytree as pytree
 
+from nbdist import trees
 from nbdist.metrics.compute import passes
 
 _VALUES = "_nbdist_values"  # attribute of what stands for integers: lengths and masks decide over work
@@ -89,9 +89,11 @@ def watch() -> None:
 
 
 def _watch_compiler() -> None:
-    from torch._dynamo.output_graph import OutputGraph
-
-    original: Any = getattr(OutputGraph, "call_user_compiler", None)  # private, so it is looked for
+    try:  # private, so it is looked for
+        from torch._dynamo.output_graph import OutputGraph
+    except ImportError:
+        return
+    original: Any = getattr(OutputGraph, "call_user_compiler", None)
     if original is None or hasattr(original, "_nbdist_watches"):
         return
 
@@ -111,8 +113,7 @@ def _watch_compiler() -> None:
 
 def _compiled_code() -> list[Any]:
     """Return references to all code that torch.compile has made here."""
-    from torch._dynamo import convert_frame
-
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     return list(getattr(getattr(convert_frame, "output_codes", None), "seen", ()))
 
 
@@ -152,7 +153,7 @@ def before_backward(out: Any, call: Callable[[], None]) -> None:
         out: What the graph returned. Without a compiled backward pass nothing is called.
         call: Called once for each time that it runs.
     """
-    for leaf in pytree.tree_leaves(out):
+    for leaf in trees.leaves(out):
         node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
         if node is not None and node.name() == passes.COMPILED:
             node.register_prehook(lambda gradients: call())
@@ -187,7 +188,7 @@ def run_on_shapes(graph: Graph, args: tuple[Any, ...], mode_of: Callable[[T], An
         fakes = [_fake(arg, without_data) for arg in args]
         with without_data, mode_of(forward):
             out = graph.module(*fakes)
-        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        results = [leaf for leaf in trees.leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if results and leaves:
             with without_data:

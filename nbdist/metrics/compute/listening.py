@@ -15,7 +15,8 @@ Listener = TypeVar("Listener", bound=Callable[..., None])
 
 # Returns what would compile the code that is called now: None or False, nothing would. Private, so it is looked for;
 # without it a compiled step ends what listens, with the compiler's own words.
-compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+_frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
 
 
 _compiler_flags = vars(torch.compiler)
@@ -24,10 +25,9 @@ _TRACED = "_is_compiling_flag"  # likewise; `is_compiling` looks it up in ten ti
 
 def never_compile(function: Any) -> None:
     """Have this run as it is where compiled code calls it; a compiler that traces its caller traces it, too."""
-    frames: Any = torch._C._dynamo.eval_frame
     with contextlib.suppress(AttributeError):  # private: without it, it is compiled, too, for nothing
-        skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(function.__code__, skipped)
+        skipped = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+        _frames.set_code_exec_strategy(function.__code__, skipped)
 
 
 def is_traced() -> bool:

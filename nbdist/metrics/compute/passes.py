@@ -28,16 +28,10 @@ _KEPT = 4096  # looks that are remembered
 
 # Nodes that autograd has made in this thread. The number of the loss's node would do as well, but Python has no object
 # for that node yet, which costs 5 µs.
-nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+nodes_made: Callable[[], int] = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", lambda: 0)
 
 _unseen = 0  # passes of our own under way, which nobody is to hear of
 _differentiable = 0  # passes under way whose own operations are recorded (`create_graph=True`)
-
-
-def available() -> bool:
-    """Return whether this torch lets passes be seen."""
-    needed = (torch._C, "_current_graph_task_id"), (torch._C._autograd, "_get_sequence_nr")
-    return _engine.exists and all(hasattr(owner, name) for owner, name in needed)
 
 
 @contextlib.contextmanager

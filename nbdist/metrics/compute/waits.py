@@ -21,6 +21,8 @@ _EVERY_ON_GPU = 0.25
 _ON_GPU = 20  # steps, of which torch logs one: it waits for the GPU then
 _KEPT = 16  # looks, on a GPU
 
+_LOG = ("logger", "_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate")  # private parts of a DDP model
+
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -177,6 +179,8 @@ class CollectiveWaits:
 
     def _last_pass(self, model: Any, rate: int) -> _Pass | None:
         """Return a model's last backward pass, of those that are logged: one in `rate`; None: not known yet."""
+        if not all(hasattr(model, name) for name in _LOG):
+            return None
         if model not in self._sampled:
             self._sampled.add(model)
             model._set_ddp_runtime_logging_sample_rate(rate)

@@ -23,6 +23,28 @@ class ActiveMeter(Protocol):
         """Return the steps since the last lap, which ends now."""
 
 
+class NoMeter:
+    """Stands for the meter where steps can't be measured.
+
+    Args:
+        why: The reason, in words.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._sample = StepSample(impossible=True, why=why)
+
+    def stop(self) -> None:
+        """Do nothing: nothing is measured."""
+
+    def sample(self) -> StepSample:
+        """Return nothing but why."""
+        return self._sample
+
+    def lap(self) -> StepSample:
+        """Return nothing but why."""
+        return self._sample
+
+
 _meter: ActiveMeter | None = None
 
 

@@ -108,6 +108,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
         peak_source: Where that figure is from.
         without_peak: What its products are in, and no peak is known for; most work first.
         spent: Time and energy of the cell, if this is of a whole cell.
+        impossible: Whether steps can't be measured in this process at all (`why`).
         why: What is not known and why.
     """
 
@@ -130,6 +131,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
     peak_source: str = ""
     without_peak: list[str] = []
     spent: Spent | None = None
+    impossible: bool = False
     why: str = ""
 
 

@@ -35,7 +35,8 @@ def group(which: str | Sequence[int]) -> dist.ProcessGroup:
 
 
 def _groups() -> dict[str, Any]:
-    names = {str(name): group for group, name in c10d._world.pg_names.items()} if has_group() else {}
+    world = getattr(c10d, "_world", None) if has_group() else None
+    names = {str(name): group for group, name in getattr(world, "pg_names", {}).items()}
     in_order = sorted(names, key=lambda name: (not name.isdigit(), len(name), name))
     return {name: names[name] for name in in_order if names[name].rank() >= 0}
 

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from nbdist import trees
 from nbdist.errors import UsageError
 from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
 from nbdist.train import state as training
@@ -186,7 +186,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in trees.leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _add_buckets(held: dict[str, int], setting: TrialSetup) -> None:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from nbdist import trees
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.train import state as training
@@ -127,7 +127,7 @@ class Step:
     @property
     def optimizer_state(self) -> list[torch.Tensor]:
         """All tensors that the optimizer keeps."""
-        return [value for value in tree_leaves(dict(self.optimizer.state)) if isinstance(value, torch.Tensor)]
+        return [value for value in trees.leaves(dict(self.optimizer.state)) if isinstance(value, torch.Tensor)]
 
 
 def make_step(task: TrialTask, state: training.State, setting: TrialSetup) -> Step:
@@ -198,7 +198,7 @@ def _default_loss(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+    first = next((leaf for leaf in trees.leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
     if first is None:
         raise UsageError(f"the model returned {_told(output)}, from which no loss can be made: pass loss=function")
     return first.sum()

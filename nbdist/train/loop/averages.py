@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,7 +109,15 @@ def update(state: State, optimizer: torch.optim.Optimizer) -> None:
         else:
             _local(average).lerp_(_local(parameter).to(average.dtype), 1 - state.plan.ema)
     if averages:
-        torch._foreach_lerp_(averages, weights, 1 - state.plan.ema)
+        _lerp_each(averages, weights, 1 - state.plan.ema)
+
+
+def _lerp_in_turn(averages: list[torch.Tensor], weights: list[torch.Tensor], share: float) -> None:
+    for average, weight in zip(averages, weights, strict=True):
+        average.lerp_(weight, share)
+
+
+_lerp_each: Any = getattr(torch, "_foreach_lerp_", _lerp_in_turn)  # private, and faster
 
 
 def empty_average(parameter: torch.Tensor) -> torch.Tensor:

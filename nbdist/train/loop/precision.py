@@ -179,8 +179,9 @@ def scaled_step(
     finally:
         record.inside = None
     record.phase = "stepped"
-    if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one is called, and skips the step by itself
-        made = made and not any(found.item() for found in state.scaler._found_inf_per_device(optimizer).values())
+    infinite = getattr(state.scaler, "_found_inf_per_device", None)  # private: without it, it is taken as made
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and infinite is not None:  # a fused one skips it itself
+        made = made and not any(found.item() for found in infinite(optimizer).values())
     if len(state.optimizers) == 1:
         renew_scale(state)
     if not made:

@@ -50,8 +50,10 @@ def _steps(batches: int, accumulate: int) -> int:
 def steps_of(scheduler: Any) -> int | None:
     """Return the steps after which a schedule has come to its end; None if it has none, or none that is known."""
     if isinstance(scheduler, lr_scheduler.SequentialLR):
-        last = steps_of(scheduler._schedulers[-1])
-        return None if last is None else int(scheduler._milestones[-1]) + last
+        parts: Any = getattr(scheduler, "_schedulers", None)
+        begins: Any = getattr(scheduler, "_milestones", None)
+        last = steps_of(parts[-1]) if parts and begins else None
+        return None if last is None else int(begins[-1]) + last
     if isinstance(scheduler, lr_scheduler.LambdaLR):
         given = (each.keywords for each in scheduler.lr_lambdas if isinstance(each, partial))
         found = next((keywords["num_training_steps"] for keywords in given if "num_training_steps" in keywords), None)

@@ -78,8 +78,12 @@ def _choose_tf32(wanted: bool) -> None:
 
 def _budget_activations(share: float) -> None:
     """Set the activation budget for what is compiled from now on, a setting of the process."""
-    from torch._functorch import config
-
+    try:
+        from torch._functorch import config
+    except ImportError:
+        raise UsageError(
+            f"PyTorch {torch.__version__} takes no activation budget: leave it out, or use activation_checkpointing"
+        ) from None
     _undo.append(partial(setattr, config, "activation_memory_budget", config.activation_memory_budget))
     config.activation_memory_budget = share
 

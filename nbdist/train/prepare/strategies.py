@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
@@ -26,9 +25,11 @@ from nbdist.train.loop import precision
 from nbdist.train.state import State
 from nbdist.train.structure import float8, meshes
 from nbdist.train.structure.activations import keep_less
+from nbdist.train.structure.batch_norms import is_batch_norm
 from nbdist.train.structure.blocks import Ends, compile_blocks, find_blocks, find_ends, refuse_without_blocks
 from nbdist.train.structure.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.structure.shadow import restore
+from nbdist.train.structure.wrappers import is_wrapper
 
 
 def strategy_in_effect(plan: Plan) -> Strategy:
@@ -302,16 +303,16 @@ def _completes_groups() -> bool:
 
     Older ones would not gather such a group in the next step.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
+    try:  # private, so it is looked for
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    except ImportError:
+        return False
     return hasattr(FSDPState, "_force_complete_incomplete_states")
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
     """BatchNorm layers, which can't have parameters of another type than their running statistics."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    found = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    found = [module for module in model.modules() if is_batch_norm(module) and module.track_running_stats]
     return _separable(model, [norm for norm in found if norm.affine])
 
 
@@ -345,8 +346,7 @@ def _move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:
     moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-    is_wrapper: bool = is_traceable_wrapper_subclass(moved)
-    if is_wrapper:  # as fp8 weights are: setting `data` of these leaves what is inside where it was
+    if is_wrapper(moved):  # as fp8 weights are: setting `data` of these leaves what is inside where it was
         torch.utils.swap_tensors(parameter, moved)
     else:
         parameter.data = moved.data

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nbdist.train.structure.caches import CacheArguments
 from nbdist.train.structure.shadow import shadow
+from nbdist.train.structure.wrappers import is_wrapper
 
 Kind = Literal["none", "full", "selective", "selective-half"]
 
@@ -102,8 +102,7 @@ class Offloaded(saved_tensors_hooks):
 
 def _pack(tensor: torch.Tensor) -> Any:
     whole = tensor if tensor._base is None else tensor._base
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)  # of several tensors
-    if isinstance(whole, nn.Parameter) or is_wrapper:
+    if isinstance(whole, nn.Parameter) or is_wrapper(tensor):
         return tensor.detach()
     return _copies.pack_hook(tensor)
 

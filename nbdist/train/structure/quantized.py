@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nbdist.errors import UsageError
+from nbdist.train.structure.wrappers import is_wrapper
 
 
 def is_quantized(value: torch.Tensor) -> bool:
     """Return whether a tensor, or the shard of one, keeps codes instead of values."""
     local = _local(value)
-    is_wrapper: bool = is_traceable_wrapper_subclass(local)
-    return is_wrapper and type(local).dequantize is not torch.Tensor.dequantize
+    return is_wrapper(local) and type(local).dequantize is not torch.Tensor.dequantize
 
 
 def is_signed(value: torch.Tensor) -> bool:

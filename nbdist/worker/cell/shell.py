@@ -186,7 +186,7 @@ class RankShell(InteractiveShell):
         for names in (vars(module), vars(builtins)):
             if "get_ipython" in names:
                 names["get_ipython"] = shell.get_ipython
-        shell.compile._filename_map.update(cells)
+        getattr(shell.compile, "_filename_map", {}).update(cells)
         shell.display_formatter = notebook.display_formatter  # which knows how figures of its libraries are shown
         return shell
 
@@ -293,7 +293,7 @@ class RankShell(InteractiveShell):
     def learn_source(self, filename: str, number: int, text: str) -> None:
         """Let tracebacks show a cell of the notebook that has come here only as a compiled function."""
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-        self.compile._filename_map[filename] = number
+        getattr(self.compile, "_filename_map", {})[filename] = number
 
     def is_main(self, function: Any) -> bool:
         """Return whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run."""

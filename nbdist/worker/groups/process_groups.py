@@ -371,8 +371,7 @@ class Collectives:
         import torch
         import torch.distributed as dist
 
-        register = getattr(group, "_register_backend", None)
-        if register is None:
+        if not torch_groups.can_be_renewed(group):
             raise RuntimeError("this version of torch can't give an existing group a new backend")
         name, description = group.group_name, group.group_desc
         made: dict[str, tuple[Any, Any]] = {}
@@ -386,7 +385,7 @@ class Collectives:
                     _next_slot(group, known),
                 )
             new, slot = made[kind]
-            register(torch.device(device), slot, new)
+            group._register_backend(torch.device(device), slot, new)
         group._set_group_name(name)  # the backends keep it, and functional collectives (DTensor's) go by it
         group._set_group_desc(description)
         known.entered = torch_groups.entered(group)

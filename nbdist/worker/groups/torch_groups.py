@@ -40,11 +40,20 @@ def backends(group: Any) -> dict[str, Any]:
     """Return the backends of a group that are in use, by device type."""
     import torch
 
-    found = {}
+    found: dict[str, Any] = {}
+    get = getattr(group, "_get_backend", None)
+    if get is None:
+        return found
     for device in getattr(group, "_device_types", []):
         with contextlib.suppress(RuntimeError):  # one that is made at first use
-            found[str(torch.device(device).type)] = group._get_backend(torch.device(device))
+            found[str(torch.device(device).type)] = get(torch.device(device))
     return found
+
+
+def can_be_renewed(group: Any) -> bool:
+    """Return whether this torch lets a group have other backends."""
+    needed = ("_register_backend", "_set_group_name", "_set_group_desc")
+    return bool(backends(group)) and all(callable(getattr(group, name, None)) for name in needed)
 
 
 def kind_of(backend: Any) -> str:
@@ -209,7 +218,7 @@ def make_backend(kind: str, old: Any, store: Any, group: Any, limit: timedelta, 
     if kind == "gloo":
         backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=limit)
         if timeout is not None:
-            backend._set_default_timeout(timeout)
+            set_timeout(backend, timeout)
     elif kind == "nccl":
         backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), _nccl_options(old, timeout))
     else:

@@ -57,8 +57,8 @@ class Orphans:
 def _awaited() -> set[int]:
     """Return children that an object of Python's will wait for."""
     processes = [found for found in gc.get_objects() if issubclass(type(found), subprocess.Popen)]
-    processes += multiprocessing.process._children  # type: ignore[attr-defined]
-    processes += subprocess._active  # type: ignore[attr-defined]
+    processes += getattr(multiprocessing.process, "_children", ())
+    processes += getattr(subprocess, "_active", ())
     return {pid for process in processes if isinstance(pid := getattr(process, "pid", None), int)}
 
 

@@ -20,11 +20,12 @@ class Statistics:
 
     def install(self) -> None:
         """Know of the layers that are built from now on. InstanceNorm is none of them: it does not count."""
-        from torch.nn.modules.batchnorm import _BatchNorm
         from torch.nn.modules.module import register_module_buffer_registration_hook
 
+        from nbdist.train.structure.batch_norms import is_batch_norm
+
         def note(module: Any, name: str, buffer: Any) -> None:
-            if name == _COUNTER and isinstance(module, _BatchNorm):
+            if name == _COUNTER and is_batch_norm(module):
                 self._seen[module] = None
 
         register_module_buffer_registration_hook(note)

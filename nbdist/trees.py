@@ -5,6 +5,7 @@ Torch's own module for that is private: without it, containers other than these 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,22 @@ from typing import Any
 
 def leaves(tree: Any) -> list[Any]:
     """Return all that is inside, in a fixed order."""
-    found: list[Any] = _tree_leaves(tree)
+    found: list[Any] = getattr(_of_torch(), "tree_leaves", _plain_leaves)(tree)
     return found
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return the same containers with `function(leaf)` in place of each leaf."""
-    return _tree_map(function, tree)
+    return getattr(_of_torch(), "tree_map", _plain_map)(function, tree)
+
+
+@functools.cache
+def _of_torch() -> Any:
+    """Return torch's module, which is loaded at the first use: a notebook without ranks need not load torch."""
+    try:
+        return importlib.import_module("torch.utils._pytree")
+    except ImportError:
+        return None
 
 
 def _plain_leaves(tree: Any) -> list[Any]:
@@ -36,11 +46,3 @@ def _plain_map(function: Callable[[Any], Any], tree: Any) -> Any:
         parts = [_plain_map(function, part) for part in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return function(tree)
-
-
-try:
-    _torch: Any = importlib.import_module("torch.utils._pytree")
-except ImportError:
-    _torch = None
-_tree_leaves: Callable[[Any], list[Any]] = getattr(_torch, "tree_leaves", _plain_leaves)
-_tree_map: Callable[[Callable[[Any], Any], Any], Any] = getattr(_torch, "tree_map", _plain_map)

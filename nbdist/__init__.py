@@ -14,6 +14,7 @@
 #   text.py       numbers, tables and hints for people; checks.py: checks of what users give
 #   shells.py     what IPython shells keep alive, in the notebook and on ranks
 #   requirements.py  whether the packages that nbdist needs are there
+#   trees.py      what is inside nested lists, tuples and dicts
 #   errors.py     the error tree; cuda_guard.py: who initialized CUDA in the notebook
 # The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
 

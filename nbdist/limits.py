@@ -6,6 +6,8 @@ are meant for one machine: who waits for an answer from other nodes adds the rou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 # --- stopping a cell at a step: the rank's side, then the controller's ladder
 
 AIM = 10.0  # that a rank waits in its step to be told where to stop
@@ -62,9 +64,31 @@ def ping_period(node_timeout: float) -> float:
     return min(2.0, silence(node_timeout) / 4)
 
 
+# --- what waits are longer by
+
+
+@dataclass(frozen=True)
+class Slack:
+    """What is added to waits for ranks, in seconds.
+
+    Attributes:
+        travel: What their answers take longer than on one machine.
+        answers: What the answers may take longer, because machines are far away or loaded. It costs no time where all
+            answer, as the last answer ends the wait.
+    """
+
+    travel: float = 0.0
+    answers: float = 0.0
+
+
+NO_SLACK = Slack()  # on one machine
+MOST_SLACK = 5.0  # that users can ask for
+
+
 # --- questions to ranks
 
 COMPLETION_ANSWER = 0.15  # for a rank to complete or inspect a name
 METRICS_ANSWER = 0.5  # ... to report what the panel shows
 STATUS_ANSWER = 1.0  # ... to report its memory
+STACK_ANSWER = 0.3  # ... to report the line that it is at
 STALE = 1.0  # after which nobody waits for an answer any more, so that it is not worked out

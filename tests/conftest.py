@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = secrets.token_hex(8)
     multiprocessing.set_start_method("fork", force=True)  # as ranks do; Python 3.14 has another
     os.environ["NBDIST_LINGER"] = "0"  # a kernel that a test kills leaves nothing, unless it says so
+    os.environ["NBDIST_SLACK"] = "1"  # what a slow answer changes is tested by name, and nowhere by accident
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch 2.8 starts and keeps others
     for name in ("TMPDIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "XDG_STATE_HOME"):
         path = folder / name.lower()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from nbdist import limits
 from nbdist.controller.inquiries import AskRanks
+from nbdist.limits import NO_SLACK, Slack
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import Aim, Arm, Cut, Disarm, Meet, StepsMade
 
@@ -35,7 +36,7 @@ class Ladder:
         now: The time in seconds, like all times here.
         together: Whether these are all ranks that run the cell, so that they can stop at the same step.
         grace: Seconds until a rank counts as stuck.
-        slack: Seconds that answers take longer than on one machine.
+        slack: What waits for the ranks are longer by.
 
     Attributes:
         due: Time of the next `tick`; None if there is nothing to wait for.
@@ -54,7 +55,7 @@ class Ladder:
         *,
         together: bool = True,
         grace: float = limits.STUCK,
-        slack: float = 0.0,
+        slack: Slack = NO_SLACK,
     ) -> None:
         self.serial = serial
         self.left = set(ranks)
@@ -64,7 +65,7 @@ class Ladder:
         self._raise_on = raise_on
         self._say = say
         self._began = now
-        self._grace = grace + slack
+        self._grace = grace + slack.travel
         self._slack = slack
         self.forced = False
         self._together = together
@@ -73,7 +74,7 @@ class Ladder:
         self._in_the_end = ""  # replaces the line in the end
         if together:
             self._arm()
-            self.due = now + limits.ARM + slack
+            self.due = now + limits.ARM + slack.answers
         else:
             self._raise(now)
 
@@ -133,7 +134,7 @@ class Ladder:
             self._interrupt(now)
             return
         self.rung = AIM
-        self.due = now + limit + self._slack
+        self.due = now + limit + self._slack.answers
         self._ask(sorted(self.left), Aim(self.serial, target))
         if left[last] > 1 and needed[last] > _LONG:
             self._say(
@@ -149,7 +150,7 @@ class Ladder:
             return
         self.rung = MEET
         self._steps = {}
-        self.due = now + (limits.HURRIED_ARM if self.forced else limits.ARM) + self._slack
+        self.due = now + (limits.HURRIED_ARM if self.forced else limits.ARM) + self._slack.answers
         self._arm()
 
     def _meet(self, now: float) -> None:
@@ -158,8 +159,10 @@ class Ladder:
         target = max((answer.count + answer.stepping for answer in steps.values()), default=0)
         self._behind = {rank for rank, answer in steps.items() if answer.count < target}  # in that step, or before it
         self._ask(sorted(self.left), Meet(self.serial, target))
-        if self._behind or self.forced:
-            self.due = now + (limits.FINISH_STEP if self._behind else limits.FORCED) + self._slack
+        if self._behind:
+            self.due = now + limits.FINISH_STEP + self._slack.answers
+        elif self.forced:
+            self.due = now + limits.FORCED + self._slack.travel
         else:
             self._wait(now)
 
@@ -175,11 +178,11 @@ class Ladder:
     def _wait(self, now: float) -> None:
         """Wait for interrupted ranks; those that do not end are stuck."""
         self.rung = RAISE
-        self.due = max(self._began + self._grace, now + min(limits.RAISE, self._grace) + self._slack)
+        self.due = max(self._began + self._grace, now + min(limits.RAISE, self._grace) + self._slack.travel)
 
     def _cut(self, now: float) -> None:
         self.rung = CUT
-        self.due = now + _CUT_EVERY + self._slack
+        self.due = now + _CUT_EVERY + self._slack.travel
         self._ask(sorted(self.left), Cut(self.serial, self.forced))
 
     def _arm(self) -> None:

@@ -21,6 +21,7 @@ from nbdist.controller.recovery import Recovery
 from nbdist.controller.running_cells import Cells
 from nbdist.controller.switchboard import Switchboard
 from nbdist.controller.whereabouts import Whereabouts
+from nbdist.limits import Slack
 from nbdist.processes import describe_exit
 from nbdist.ranks import RankNames
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply
@@ -87,6 +88,7 @@ class Members:
         self.backend = ""
         self._left: set[int] = set()  # nodes on which no process of it is left
         self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
+        self._answer_slack = shares[0].slack
         self.newcomers = Newcomers(self, nodes, tell, shares[0].patience)
 
     # --- messages to ranks
@@ -126,9 +128,10 @@ class Members:
         return self.where.names
 
     @property
-    def slack(self) -> float:
-        """Seconds that answers take longer than on one machine."""
-        return self._nodes.round_trip
+    def slack(self) -> Slack:
+        """What waits for these ranks are longer by."""
+        travel = self._nodes.round_trip
+        return Slack(travel, max(travel, self._answer_slack))
 
     def to_agent_of(self, rank: int, message: Message) -> None:
         """Send to the agent of the node that a rank is on, which knows it by its slot."""
@@ -226,7 +229,9 @@ class Members:
         if not missing and self._bring_up.forked:
             self.up, self.up_at = True, time.time()
             notes = self._bring_up.notes
-            self.to_notebook(Started(self.epoch, self.infos(), self.backend, notes, self._first_serial, self.slack))
+            self.to_notebook(
+                Started(self.epoch, self.infos(), self.backend, notes, self._first_serial, self.slack.answers)
+            )
         elif now > self._bring_up.due:
             self.fail(self._bring_up.describe_stuck(self.names.describe(missing)))
 

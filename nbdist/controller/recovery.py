@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from nbdist import limits
 from nbdist.controller.inquiries import AskRanks
+from nbdist.limits import NO_SLACK, Slack
 from nbdist.ranks import describe_ranks
 from nbdist.wire.cells import InOrder, Recover
 from nbdist.wire.question import NoAnswer
@@ -138,7 +139,7 @@ class Recovery:
         generation: The current generation of the process groups.
         lost: Groups that were lost before.
         regroup: Whether to make the default group again, replacing all existing groups.
-        slack: Seconds that answers take longer than on one machine.
+        slack: What waits for the ranks are longer by.
         newcomers: Ranks that take the places of dead ones.
 
     Attributes:
@@ -166,7 +167,7 @@ class Recovery:
         now: float,
         *,
         regroup: bool = False,
-        slack: float = 0.0,
+        slack: Slack = NO_SLACK,
         newcomers: Sequence[int] = (),
     ) -> None:
         self.generation = generation
@@ -182,7 +183,7 @@ class Recovery:
         self.failure = ""
         self.notes = ""
         self.began = now
-        self.due: float | None = now + limits.COMPARE + slack
+        self.due: float | None = now + limits.COMPARE + slack.answers
         self._slack = slack
         self._cell = cell
         self._regroup = regroup
@@ -300,7 +301,7 @@ class Recovery:
         if found.renew or self._regroup:
             self.generation += 1
         self.lost = [name for name in self.lost if name not in found.renew] + found.lost
-        self.due = now + limits.RENEW + 10 * self._slack  # groups are made in several round trips
+        self.due = now + limits.RENEW + 10 * self._slack.travel  # groups are made in several round trips
         self._tell(
             [*self._idle, *self._newcomers],
             Recover(

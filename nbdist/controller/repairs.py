@@ -18,6 +18,7 @@ import msgspec
 
 from nbdist.controller.inquiries import AskRanks
 from nbdist.controller.recovery import FailedCell, Recovery
+from nbdist.limits import Slack
 from nbdist.ranks import RankNames
 from nbdist.wire.cells import Execute, Failure, InOrder, Interrupt, Recover, Recovered, Remark, Reply
 from nbdist.wire.lanes import RANK_CELL
@@ -33,14 +34,14 @@ class Wires(Protocol):
 
     Attributes:
         names: How to name ranks.
-        slack: Seconds that answers take longer than on one machine.
+        slack: What waits for ranks are longer by.
     """
 
     @property
     def names(self) -> RankNames: ...
 
     @property
-    def slack(self) -> float: ...
+    def slack(self) -> Slack: ...
 
     def to_rank(self, lane: str, rank: int, message: Message) -> None:
         """Send to a rank, if it is alive."""

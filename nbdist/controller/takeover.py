@@ -73,7 +73,7 @@ def attached(
         members.infos(),
         members.backend,
         first_serial,
-        members.slack,
+        members.slack.answers,
         members.cells.generation,
         [rank.dead for rank in members.ranks.values() if rank.dead is not None],
         dict(unseen.names),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from nbdist.controller.awaited_ranks import AwaitedRanks, differ
 from nbdist.controller.inquiries import AskRanks
+from nbdist.limits import Slack
 from nbdist.ranks import ONE_NODE, RankNames
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.stopping import GetPosition, GetProcess, Position, ProcessState
@@ -49,12 +50,10 @@ class Pauses:
     sample: float = 0.3
     failed: float = 1.0
 
-    def slower(self, slack: float) -> Pauses:
-        """Return the pauses for answers that take so many seconds longer than on one machine."""
-        if not slack:
-            return self
-        stretched = {name: getattr(self, name) + slack for name in ("confirm", "repeat", "answer", "sample", "failed")}
-        return replace(self, **stretched)
+    def slower(self, slack: Slack) -> Pauses:
+        """Return the pauses for answers that take longer."""
+        between = {name: getattr(self, name) + slack.travel for name in ("confirm", "repeat", "sample", "failed")}
+        return replace(self, answer=self.answer + slack.answers, **between)
 
 
 class Watch:

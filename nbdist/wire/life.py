@@ -16,6 +16,7 @@ from nbdist.wire.system_text import as_text
 SERIALS = 1 << 32
 
 PATIENCE_VARIABLE = "NBDIST_START_PATIENCE"  # seconds that a start may go without progress
+SLACK_VARIABLE = "NBDIST_SLACK"  # seconds that answers of ranks may take beyond their limits
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -47,6 +48,7 @@ class StartOptions(msgspec.Struct, frozen=True):
 
     count: of ranks on this node; 0: only the store of those on others.
     patience: seconds without progress after which the start fails.
+    slack: seconds that answers of ranks may take beyond their limits, as on a loaded machine.
     exact: also restore buffers and random numbers that an interrupted step changed.
     fresh: each rank is its own Python process, not forked from the template.
     port: the port of the rendezvous store; 0 for any. place: position of these ranks among those of other nodes.
@@ -68,6 +70,7 @@ class StartOptions(msgspec.Struct, frozen=True):
     init: bool = True
     timeout: Seconds = 1800.0
     patience: Seconds = 120.0
+    slack: Seconds = 0.0
     exact: bool = False
     fresh: bool = False
     port: int = 0
@@ -132,7 +135,7 @@ class Progress(Message, frozen=True):
 class Started(Message, frozen=True):
     """The ranks are up and their process group is ready.
 
-    first_serial: where the client's count of cells starts. slack: seconds that answers take longer than on one machine.
+    first_serial: where the client's count of cells starts. slack: seconds that answers may take beyond their limits.
     """
 
     epoch: int

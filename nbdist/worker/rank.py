@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-from nbdist import shells, transfer
+from nbdist import limits, shells, transfer
 from nbdist.metrics import measuring
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
@@ -156,7 +156,8 @@ class RankProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cells = self._connect(RANK_CELL)
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
-        self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank)
+        stale = limits.STALE + setup.options.slack
+        self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank, stale)
         self._keyboard = keyboard.Keyboard(self._lane, lambda: bool(self._control.gate.running))
         self._control.answers |= dict([Release.by(self._release), Enter.by(self._keyboard.enter), Rest.by(self._rest)])
         self._control.questions.answers |= dict([GetFlight.by(lambda question: last_collectives(question.count))])

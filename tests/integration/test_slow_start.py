@@ -80,7 +80,17 @@ def test_an_interrupt_is_heard_while_the_controller_comes_up(held: Held, go: Pat
     assert interrupted.evalue == "the start was interrupted; no ranks are running"
 
 
-def test_a_patience_that_is_no_number_is_refused(notebook: Kernel) -> None:
-    notebook.ok("import nbdist, os; os.environ['NBDIST_START_PATIENCE'] = 'long'")
+@pytest.mark.parametrize(
+    ("variable", "text", "error"),
+    [
+        ("NBDIST_START_PATIENCE", "long", "is not a number of seconds: set it to 600, for example"),
+        ("NBDIST_START_PATIENCE", "0", "is not a number of seconds: set it to 600, for example"),
+        ("NBDIST_SLACK", "much", "is not 0 to 5 seconds: set it to 1, for example"),
+        ("NBDIST_SLACK", "60", "is not 0 to 5 seconds: set it to 1, for example"),
+    ],
+)
+def test_an_invalid_limit_is_refused(notebook: Kernel, variable: str, text: str, error: str) -> None:
+    notebook.ok(f"import nbdist, os; os.environ[{variable!r}] = {text!r}")
     refused = notebook.fails("nbdist.Session(1)", "UsageError")
-    assert refused.evalue == "NBDIST_START_PATIENCE='long' is not a number of seconds: set it to 600, for example"
+    assert refused.evalue == f"{variable}={text!r} {error}"
+    notebook.ok(f"del os.environ[{variable!r}]")

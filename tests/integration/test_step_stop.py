@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testbed.kernel import Kernel, Outcome
+from testbed.kernel import Kernel, Outcome, kernel_with_ranks
 
 pytestmark = pytest.mark.torch_private
 
@@ -125,3 +125,13 @@ def test_a_loop_that_catches_the_stop_takes_its_time_and_may_train_on(ranks: Ker
     ranks.interrupt()
     outcome = cell.finish()
     assert outcome.status == "ok" and outcome.lines[0][-1] == outcome.lines[1][-1] == "saved", str(outcome)
+
+
+def test_ranks_of_a_loaded_machine_get_the_time_that_the_user_allows() -> None:
+    """They answer after 1.2 s, as the step holds Python all the time; without the allowance they have 0.5 s."""
+    with kernel_with_ranks(2, NBDIST_SLACK="3") as kernel:
+        kernel.ok(SETUP + "import ctypes\nhold = ctypes.PyDLL(None).usleep")
+        outcome = interrupted(
+            kernel, LOOP.replace("time.sleep(jitter.random() * 0.01)", "hold(1_200_000 if done > 5 else 0)")
+        )
+        assert outcome.evalue.startswith("all ranks stopped after step"), str(outcome)

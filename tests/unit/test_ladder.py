@@ -7,7 +7,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from nbdist.controller.ladder import Ladder
+from nbdist import limits
+from nbdist.controller.ladder import RAISE, Ladder
+from nbdist.limits import Slack
 from nbdist.wire.question import Question
 from nbdist.wire.stopping import StepsMade
 
@@ -165,3 +167,19 @@ def test_force_once_more_skips_every_wait() -> None:
 
 def test_some_of_a_cell_s_ranks_can_t_stop_at_a_step() -> None:
     assert Rungs([1], together=False).new() == [("raise", [1])]
+
+
+def test_slow_answers_are_waited_for_but_a_stuck_rank_is_freed_as_soon_as_ever() -> None:
+    rungs = Rungs(slack=Slack(answers=2.0))
+    assert rungs.ladder.due == 100 + limits.ARM + 2
+    rungs.arm(IDLE, IDLE)
+    rungs.arm(IDLE, IDLE)
+    assert rungs.ladder.rung == RAISE and rungs.ladder.due == 100 + limits.STUCK
+
+
+def test_between_machines_all_takes_longer() -> None:
+    rungs = Rungs(slack=Slack(travel=0.5, answers=0.5))
+    assert rungs.ladder.due == 100 + limits.ARM + 0.5
+    rungs.arm(IDLE, IDLE)
+    rungs.arm(IDLE, IDLE)
+    assert rungs.ladder.due == 100 + limits.STUCK + 0.5

@@ -8,6 +8,7 @@ from typing import Any
 from nbdist.controller.inquiries import A, Handler
 from nbdist.controller.recovery import FailedCell
 from nbdist.controller.repairs import Repairs
+from nbdist.limits import Slack
 from nbdist.ranks import RankNames
 from nbdist.wire.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply
 from nbdist.wire.message import Message
@@ -64,7 +65,7 @@ class Ranks:
         return []
 
     names = RankNames()
-    slack = 0.0
+    slack = Slack()
 
     def apart(self, ranks: Sequence[int]) -> bool:
         return False

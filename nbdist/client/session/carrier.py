@@ -18,7 +18,7 @@ class Carrier(Witness, Protocol):
 
     Attributes:
         key: A unique name.
-        slack: Seconds that answers of ranks take longer than on one machine.
+        slack: Seconds that answers of ranks may take beyond their limits.
         is_stopping: Whether its ranks are ended on request.
     """
 

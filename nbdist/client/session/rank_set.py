@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from nbdist import limits
 from nbdist.checks import check_seconds
 from nbdist.client.session import calls, farewell, idle_controller, interruption, observers
 from nbdist.client.session.cell_options import CellOptions
@@ -432,7 +433,7 @@ class RankSet:
     def busy(self, others: Mapping[int, Task]) -> SessionBusy:
         """Return an error that names what these ranks run, and where they are."""
         ranks = sorted(others)
-        lines = self.traffic.ask(ranks, GetStack(), timeout=0.3)
+        lines = self.traffic.ask(ranks, GetStack(), timeout=limits.STACK_ANSWER)
         where = [f"\n  rank {rank}: {line_of(lines.get(rank)) or 'in a call that blocks Python'}" for rank in ranks]
         return SessionBusy(
             f"{self.traffic.places.describe(ranks)} {'is' if len(ranks) == 1 else 'are'} still running "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import sys
@@ -11,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist import shells
+from nbdist import limits, shells
 from nbdist.checks import LONGEST, check_seconds, check_whole
 from nbdist.devices import nccl_variables, visible_gpus
 from nbdist.errors import UsageError
 from nbdist.text import counted, did_you_mean, split_commas
-from nbdist.wire.life import PATIENCE_VARIABLE, StartOptions
+from nbdist.wire.life import PATIENCE_VARIABLE, SLACK_VARIABLE, StartOptions
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets NCCL 2.30 or newer put several ranks on one GPU
@@ -63,6 +64,7 @@ class Arguments:
             init=bool(self.init),
             timeout=_TIMEOUT if self.timeout is None else float(self.timeout),
             patience=_patience(),
+            slack=_slack(),
             exact=bool(self.exact),
             changed=_changed_variables(),
             own_path=_own_path(),
@@ -75,14 +77,34 @@ def _patience() -> float:
     Raises:
         UsageError: The environment variable holds something else.
     """
-    text = os.environ.get(PATIENCE_VARIABLE) or "120"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
+    seconds = _seconds_in(PATIENCE_VARIABLE, 120.0)
     if not 0 < seconds <= LONGEST:
+        text = os.environ[PATIENCE_VARIABLE]
         raise UsageError(f"{PATIENCE_VARIABLE}={text!r} is not a number of seconds: set it to 600, for example")
     return seconds
+
+
+def _slack() -> float:
+    """Return the seconds that answers of ranks may take beyond their limits.
+
+    Raises:
+        UsageError: The environment variable holds something else.
+    """
+    seconds = _seconds_in(SLACK_VARIABLE, 0.0)
+    if not 0 <= seconds <= limits.MOST_SLACK:
+        text = os.environ[SLACK_VARIABLE]
+        raise UsageError(
+            f"{SLACK_VARIABLE}={text!r} is not 0 to {limits.MOST_SLACK:g} seconds: set it to 1, for example"
+        )
+    return seconds
+
+
+def _seconds_in(variable: str, default: float) -> float:
+    """Return the number in a variable of the environment; NaN if it holds something else."""
+    try:
+        return float(os.environ.get(variable) or default)
+    except ValueError:
+        return math.nan
 
 
 def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:

@@ -400,7 +400,7 @@ class Task:
             f"nbdist: {who} still running{where}. Interrupt the kernel to stop them."
         )
 
-    def _lines(self, limit: float = 0.3) -> dict[int, str]:
+    def _lines(self, limit: float = limits.STACK_ANSWER) -> dict[int, str]:
         """Return where ranks are that still run; those that have ended while they were asked run no longer."""
         answers = self._traffic.ask(sorted(self._left), GetStack(), timeout=limit)
         self._take(0.0)
@@ -461,7 +461,7 @@ class Task:
         kind = "ended" if self._launch and self.failures else "running"
         if self._launch and self._interrupts:  # they end with the launch
             kind = "interrupted"
-        lines = self._lines(limits.DEATH_ANSWER if self.bereaved else 0.3)
+        lines = self._lines(limits.DEATH_ANSWER if self.bereaved else limits.STACK_ANSWER)
         for rank in self._left:
             text = f"in {lines[rank]}" if lines.get(rank) else "in a call that blocks Python"
             where = f"  {text}" if kind == "interrupted" else ""

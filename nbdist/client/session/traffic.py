@@ -61,7 +61,7 @@ class Traffic:
         names: The variables on each rank, as far as is known.
         places: How to name ranks, by their nodes if there are several.
         streams: Answers of ranks that keep coming.
-        slack: Seconds that answers of ranks take longer than on one machine.
+        slack: Seconds that answers of ranks may take beyond their limits.
         is_stopping: Whether its ranks are ended on request.
         dead: How ranks died.
         generation: Of the process groups: one more than the number of times they have been renewed.

@@ -35,6 +35,7 @@ class ControlThread:
         context: Where to make the wake-up sockets.
         socket: The control lane; from `start` on it belongs to the thread.
         rank: This rank.
+        stale: Seconds after which nobody waits for an answer any more.
 
     Attributes:
         gate: Who may be interrupted.
@@ -45,7 +46,9 @@ class ControlThread:
         on_overdue: Called then.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], rank: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], rank: int, stale: float
+    ) -> None:
         self._socket = socket
         self._rank = rank
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -55,7 +58,7 @@ class ControlThread:
         self.on_overdue: Callable[[], None] = lambda: None
         self._debugger = DebugStream(self._say_of_debugger)
         self.answers: dict[type[Question[Any]], Work] = dict([TellDebugger.by(self._debugger.tell)])
-        self.questions = Questions(rank, lambda: not self.gate.running, self._answer_later)
+        self.questions = Questions(rank, lambda: not self.gate.running, self._answer_later, stale)
         self._answered: deque[bytes] = deque()
 
     def renumber(self, rank: int) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from nbdist import limits
 from nbdist.metrics.node import device, host
 from nbdist.wire.held_variables import GetElements, GetEntries, GetFigures, GetGap, GetVariables
 from nbdist.wire.knowing import (
@@ -44,6 +43,7 @@ class Questions:
         rank: This rank.
         idle: Whether the main thread waits for work.
         answer: Called in this thread with a question and what gives its answer.
+        stale: Seconds after which nobody waits for an answer any more.
 
     Attributes:
         rank: As above.
@@ -52,12 +52,13 @@ class Questions:
         answers: What answers them, by their type.
     """
 
-    def __init__(self, rank: int, idle: Callable[[], bool], answer: Callable[[Ask, Work], None]) -> None:
+    def __init__(self, rank: int, idle: Callable[[], bool], answer: Callable[[Ask, Work], None], stale: float) -> None:
         self.shell: RankShell | None = None
         self.gpu = 0
         self.rank = rank
         self._gpu = MainThreadLook(lambda: device.look_at_gpu(self.gpu), idle)
         self._answer = answer
+        self._stale = stale
         self._inherited = host.anonymous_memory()
         variables = VariableAnswers(lambda: self._shell.user_ns, self._hidden, idle)
         self._waiting: queue.SimpleQueue[tuple[float, Ask]] = queue.SimpleQueue()
@@ -88,7 +89,7 @@ class Questions:
     def _run(self) -> None:
         while True:
             asked_at, question = self._waiting.get()
-            late = time.monotonic() - asked_at > limits.STALE
+            late = time.monotonic() - asked_at > self._stale
             self._answer(question, _too_late if late else self.answers[type(question.question)])
 
     @property

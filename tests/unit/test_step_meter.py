@@ -37,10 +37,11 @@ def test_a_lap_is_of_its_own_steps_and_the_pause_behind_it_of_none(meter: StepMe
     assert meter.lap().steps == 4
     assert meter.sample().in_cell == 0
     threading.Event().wait(0.5)
+    began = time.perf_counter()
     train(model, optimizer, *[(B, T)] * 3)
     assert meter.sample().in_cell == 3 and meter.sample().steps == 7
     found = meter.lap()
-    assert found.steps == 3 and found.seconds is not None and found.seconds < 0.25
+    assert found.steps == 3 and found.seconds is not None and found.seconds <= time.perf_counter() - began
     assert found.flops == gpt(B, T)
     assert meter.lap() == StepSample(why="no step yet")
 

@@ -6,6 +6,8 @@ import re
 import stat
 from pathlib import Path
 
+import pytest
+
 from testbed.kernel import kernel_with_ranks, wait_until
 
 
@@ -26,6 +28,20 @@ def test_a_report_names_what_ran_where_and_keeps_secrets_out(tmp_path: Path) -> 
     assert "rank 1 died: SIGKILL" in text and "if rank == 1: os.kill(os.getpid(), 9)" in text
     assert "rank 0: interrupted" in text and "MemTotal" in text and "torch " in text
     assert "NCCL_DEBUG=WARN" in text and "hunter2" not in text and "MY_TOKEN" not in text
+
+
+@pytest.mark.parametrize("verb", ["close", "restart"])
+def test_a_stop_or_restart_right_after_the_death_leaves_the_report_whole(tmp_path: Path, verb: str) -> None:
+    """The next line of the same cell stops the ranks, before the report's turn has come."""
+    with kernel_with_ranks(2, NBDIST_REPORTS=str(tmp_path)) as kernel:
+        kernel.ok(
+            "import nbdist\nsession = nbdist.get_session()\n"
+            'try: session.run(\'print("last words of", rank)\\nif rank: __import__("os")._exit(3)\')\n'
+            f"except nbdist.RankDied: session.{verb}()"
+        )
+        (path,) = tmp_path.glob("death-*.txt")
+        text = path.read_text()
+    assert re.search(r"^rank 0: \S+ MiB private$", text, re.MULTILINE) and "[1] last words of 1" in text, text
 
 
 def test_without_a_folder_to_write_to_the_error_comes_all_the_same(tmp_path: Path) -> None:

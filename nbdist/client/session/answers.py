@@ -5,14 +5,15 @@ from __future__ import annotations
 import queue
 import time
 
+from nbdist.wire.life import Broken
 from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.questions import Answer
 
 
 def gather(
-    answers: queue.SimpleQueue[Answer], request: int, question: Question[A], count: int, timeout: float
+    answers: queue.SimpleQueue[Answer | Broken], request: int, question: Question[A], count: int, timeout: float
 ) -> dict[int, A | NoAnswer]:
-    """Take answers until all have arrived, or the time is over.
+    """Take answers until all have arrived, no more come, or the time is over.
 
     Args:
         answers: The queue in which they arrive; also late answers to other questions.
@@ -29,6 +30,8 @@ def gather(
         try:
             answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
+            break
+        if isinstance(answer, Broken):
             break
         if answer.request == request:
             gathered[answer.rank] = question.checked(answer.body)

@@ -42,6 +42,7 @@ _SYSTEM_LINES = 20
 _ANSWER = 2.0  # seconds for dmesg, and for ranks to report their last collectives
 _LATER = 0.2  # seconds until the error is shown, which nothing is to delay
 _AT_MOST = 5.0  # seconds that the end of a session or process waits for a report
+HURRY = 0.5  # ... that an end waits which somebody has asked for
 _SYSTEM = re.compile(r"out of memory|oom[-_]kill|killed process|segfault|Xid|machine check", re.IGNORECASE)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PACKAGES = ("nbdist", "torch", "numpy", "ipython", "ipykernel", "pyzmq", "msgspec")
@@ -146,13 +147,14 @@ def write_later(path: Path, source: Witness, scene: Scene, error: RankError, fai
 
 
 @atexit.register
-def finish() -> None:
+def finish(at_most: float = _AT_MOST) -> None:
     """Have the reports written whose time has not come, and wait for that, but not long."""
     waiting = dict(_writing)
     for at_once in waiting.values():
         at_once.set()
+    deadline = time.monotonic() + at_most
     for thread in waiting:
-        thread.join(_AT_MOST)
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _write(path: Path, source: Witness, scene: Scene, error: str) -> None:

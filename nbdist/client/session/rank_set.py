@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from nbdist import limits
 from nbdist.checks import check_seconds
-from nbdist.client.session import calls, farewell, idle_controller, interruption, observers
+from nbdist.client.session import calls, death_report, farewell, idle_controller, interruption, observers
 from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.connection import Connection
 from nbdist.client.session.controller_talk import ControllerTalk, interrupt_start, taken_by
@@ -137,6 +137,7 @@ class RankSet:
         if self.closed:
             return
         self.closed = self.traffic.is_stopping = True
+        death_report.finish(death_report.HURRY)  # while there are ranks to ask
         with interruption.deferred():
             self._stop(grace)
 
@@ -268,6 +269,7 @@ class RankSet:
         A controller that was idle may have lost one before anybody looked; a new one has not.
         """
         began = time.monotonic()
+        death_report.finish(death_report.HURRY)  # while it is the earlier ranks that answer
         kinds = (Started, StartFailed, Broken) if again else (Started, StartFailed)
         self.closed, self.broken, self.left, self.stopped = True, "", "", False
         self.talk.begin()

@@ -22,7 +22,7 @@ from nbdist.client.session.connection import Connection
 from nbdist.client.session.report import describe_death
 from nbdist.client.session.task import Task
 from nbdist.client.session.widget_proxies import WidgetProxies
-from nbdist.errors import SessionBroken, SessionError
+from nbdist.errors import SessionBroken, SessionClosed, SessionError
 from nbdist.ranks import RankNames
 from nbdist.wire.cells import Recovered, Remark, Reply
 from nbdist.wire.handover import Attached, AttachRefused, Displaced
@@ -80,8 +80,9 @@ class Traffic:
         self._on_life = on_life
         self._connection: Connection | None = None
         self._requests = itertools.count(1)
-        self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
-        self._told: dict[int, queue.SimpleQueue[LogPart | Status]] = {}  # answers of the controller itself
+        self._answers: dict[int, queue.SimpleQueue[Answer | Broken]] = {}
+        self._told: dict[int, queue.SimpleQueue[LogPart | Status | Broken]] = {}  # answers of the controller itself
+        self._gone: Broken | None = None  # there is nobody to ask
         self.streams = AnswerStreams(self.send, lambda: next(self._requests))
         self._running: dict[int, Task] = {}
         self._latest: dict[int, Task] = {}
@@ -100,7 +101,7 @@ class Traffic:
 
     def begin(self, started: Started | Attached) -> None:
         """Start with a fresh set of ranks, to which nothing of the last one applies."""
-        self.slack, self.is_stopping = started.slack, False
+        self.slack, self.is_stopping, self._gone = started.slack, False, None
         self.place(started.ranks)
         self.names, self.dead, self._owed = {}, {}, {}
         self.generation = 1
@@ -233,8 +234,13 @@ class Traffic:
         with self._lock:
             tasks, self._running = set(self._running.values()), {}
             self._freed.notify_all()
+        self._gone = gone = Broken(text)
         for task in tasks:
-            task.put(Broken(text))
+            task.put(gone)
+        for answers in self._answers.copy().values():
+            answers.put(gone)
+        for told in self._told.copy().values():
+            told.put(gone)
 
     def pay(self, rank: int, size: int) -> None:
         """Note that output of a rank has been taken; credit its agent now and then."""
@@ -257,11 +263,13 @@ class Traffic:
             timeout: Maximum seconds to wait, for ranks of this machine.
 
         Returns:
-            The answers that arrived, by rank.
+            The answers that arrived, by rank. None arrive from ranks that have ended.
         """
         request = next(self._requests)
         answers = self._answers[request] = queue.SimpleQueue()
         try:
+            if self._gone is not None:
+                return {}
             self.send(ask(request, ranks, question))
             return gather(answers, request, question, len(ranks), timeout + self.slack)
         finally:
@@ -296,11 +304,19 @@ class Traffic:
         return part
 
     def _ask_controller(self, message: GetStatus | ReadLog, kind: type[_Told]) -> _Told | None:
-        """Return the controller's answer; None if there is none."""
+        """Return the controller's answer; None if there is none.
+
+        Raises:
+            SessionClosed: The ranks have ended.
+        """
         told = self._told[message.request] = queue.SimpleQueue()
         try:
+            if self._gone is not None:
+                raise SessionClosed(self._gone.text)
             self.send(message)
             answer = told.get(timeout=_ANSWER_LIMIT)
+            if isinstance(answer, Broken):
+                raise SessionClosed(answer.text)
             return answer if isinstance(answer, kind) else None
         except queue.Empty:
             return None

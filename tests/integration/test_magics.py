@@ -147,6 +147,18 @@ def test_with_auto_on_a_magic_may_stand_above_the_line_that_says_where_a_cell_ru
     auto.ok(f"{around}\n%distributed status")
 
 
+@pytest.mark.parametrize("above", ["# train", "# train\n\n# on all ranks", "%%memory\n# train", "# train\n%%memory"])
+def test_comments_may_stand_above_the_line_that_says_where_a_cell_runs(auto: Kernel, above: str) -> None:
+    assert auto.ok(f"{above}\n%%distributed -r 1\nrank").plain[0] == "[1] 1"
+    assert auto.ok(f"{above}\n%%rank 0\nrank").plain[0] == "[0] 0"
+    assert "'rank'" in auto.fails(f"{above}\n%%local\nrank", "NameError").evalue
+
+
+def test_below_a_comment_code_keeps_its_line_in_a_traceback(ranks: Kernel) -> None:
+    failed = ranks.fails("# train\n%%distributed\nx = 1\n1 / 0", "RankError")
+    assert "line 4" in failed.traceback
+
+
 def test_a_magic_above_keeps_what_ranks_print_and_one_below_works_on_each_rank(ranks: Kernel) -> None:
     ranks.ok("%%capture kept\n%%distributed\nprint('shared')")
     assert lines_by_rank(ranks.value("kept.stdout")) == both("shared")

@@ -15,6 +15,8 @@ const LOCAL = /^\s*%%local\b/;
 // As in nbdist/client/magics/router.py: they run the rest as a cell, so that ours may follow.
 const AROUND = /^\s*%%(memory|time|timeit|capture|prun)\b/;
 const BLANK = /^\s*$/;
+const COMMENT = /^\s*#/;
+const BELOW_COMMENTS = /^%%(distributed|dist|rank|local|memory)\b/; // the kernel puts them first
 const OURS = /^(\s*)%%(?:distributed|dist)(?!\S)(.*)$/;
 const RANK = /^(\s*)%%rank\s+(?![-#])(\S.*)$/;
 const RANKS_FLAG = /^(?:--ranks(?:=(.+))?|(-[bq]*)r=?(.*))$/; // -r 1, -r1, and with other letters: -qr 1
@@ -103,13 +105,20 @@ export function plainRanks(text: string): string {
 
 function read(source: string): Parts {
   const lines = source.split("\n");
-  const found = lines.findIndex((line) => !BLANK_OR_MARK.test(line));
+  const first = firstBelow(lines, 0, BLANK);
+  const found = firstBelow(lines, BLANK_OR_MARK.test(lines[first] ?? "") ? first + 1 : 0, BLANK_OR_MARK);
   const top = found >= 0 ? found : lines.findIndex((line) => line.trim() !== "") + 1;
   const local = LOCAL.test(lines[top] ?? "");
   const below = local ? top + 1 : top;
-  const skipped = lines.slice(below).findIndex((line) => !BLANK.test(line) && !AROUND.test(line));
-  const at = below + Math.max(0, skipped);
+  const at = Math.max(below, firstBelow(lines, below, BLANK, AROUND));
   return { lines, top, local, at, ours: readOurs(lines[at] ?? "") };
+}
+
+/** Where the first line stands that none of `above` matches; our magic, if only comments stand between. -1: nowhere. */
+function firstBelow(lines: string[], from: number, ...above: RegExp[]): number {
+  const isBelow = (line: string, at: number): boolean => at >= from && !above.some((each) => each.test(line));
+  const code = lines.findIndex((line, at) => isBelow(line, at) && !COMMENT.test(line));
+  return BELOW_COMMENTS.test(lines[code] ?? "") ? code : lines.findIndex(isBelow);
 }
 
 function readOurs(line: string): OurLine | null {

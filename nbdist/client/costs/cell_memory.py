@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -76,7 +76,9 @@ class CellMemory(Observer):
             return
         if not shells.in_cell():
             return
-        marked = MARK.match(info.raw_cell.lstrip())
+        lines = info.raw_cell.splitlines()
+        code = first_code(lines)
+        marked = MARK.match(lines[code].strip()) if code is not None else None
         mode = (marked[1] or "on") if marked else self.mode
         self._cell = _Cell(info, mode, explicit=marked is not None)
         if mode != "off":
@@ -268,6 +270,11 @@ def parse_mark(line: str) -> str:
     if marked is None:
         raise UsageError(f"%%memory takes `compact` or nothing, got {line.strip()!r}: `%%memory`, `%%memory compact`")
     return marked[1] or "on"
+
+
+def first_code(lines: Sequence[str]) -> int | None:
+    """Return where the first line is that is neither blank nor a comment."""
+    return next((at for at, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), None)
 
 
 def strip_mark(lines: list[str]) -> list[str]:

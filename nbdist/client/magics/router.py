@@ -11,7 +11,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import shells
-from nbdist.client.costs.cell_memory import strip_line, strip_mark
+from nbdist.client.costs.cell_memory import first_code, strip_line, strip_mark
 from nbdist.client.magics.magic_line import without_comment
 
 _AUTO_LINE = "%%distributed --auto\n"
@@ -22,6 +22,8 @@ _STAYS_HERE = re.compile(
 )
 # They run the rest of the cell as a cell, so that one of the above may follow.
 _AROUND = re.compile(r"%%(memory|time|timeit|capture|prun)\b")
+# IPython knows a cell magic by the first line only, but people write `# train` above it.
+_BELOW_COMMENTS = re.compile(r"%%(distributed|dist|rank|local|memory)\b")
 _LEAVES = re.compile(r"(exit|quit)(\(\))?")
 
 
@@ -69,7 +71,8 @@ class CellRouter:
 
         What a running cell asks IPython to transform (`%time expression`, `%run`) is left as it is.
         """
-        lines = lines if self._running else strip_mark(lines)
+        lines = _with_magic_first(lines)
+        lines = lines if self._running else _with_magic_first(strip_mark(lines))
         first = next((at for at, line in enumerate(lines) if line.strip()), None)
         if self._running or first is None:
             return lines
@@ -81,3 +84,11 @@ class CellRouter:
         if not self.auto or leaves or _STAYS_HERE.match(line) or not shells.in_cell():
             return lines
         return [_AUTO_LINE, *lines]
+
+
+def _with_magic_first(lines: list[str]) -> list[str]:
+    """Return a cell's lines with our magic above the comments that it stands below; code keeps its line numbers."""
+    code = first_code(lines)
+    if code is None or not any(line.strip() for line in lines[:code]) or not _BELOW_COMMENTS.match(lines[code]):
+        return lines
+    return [lines[code], *lines[:code], *lines[code + 1 :]]

@@ -26,7 +26,7 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by Accelerate's launche
 class Plan(Settings):
     """How models, optimizers and loaders are made distributed.
 
-    >>> print(Plan(strategy="fsdp", precision="bf16", accumulate=4).table(world_size=8))
+    >>> print(Plan("fsdp", precision="bf16", accumulate=4).table(world_size=8))
 
     Raises:
         UsageError: A value is wrong, or two settings exclude each other whatever the machine is.

@@ -45,11 +45,11 @@ _RANK = "each rank"
 _OWNERS = {_DDP: ("ddp",), _FSDP: SHARDED}  # of a group's settings in general; the others are for all strategies
 
 
-def _setting(default: Any, kind: Kind, group: str, help: str, **more: Any) -> Any:
+def _setting(default: Any, kind: Kind, group: str, help: str, *, positional: bool = False, **more: Any) -> Any:
     setting = Setting(kind, group, help, **{"owners": _OWNERS.get(group, STRATEGIES)} | more)
     if default is dict:
         return field(default_factory=dict, hash=False, metadata={"setting": setting})
-    return field(default=default, metadata={"setting": setting})
+    return field(default=default, metadata={"setting": setting}, kw_only=not positional)
 
 
 # --- what is told of settings that are set
@@ -230,6 +230,8 @@ class Settings:
         find_unused_parameters: DDP's argument.
         static_graph: DDP's argument.
         gradient_as_bucket_view: DDP's argument.
+        broadcast_buffers: DDP's argument: whether rank 0's buffers, such as BatchNorm's statistics, go to all ranks
+            before each forward.
         sync_batchnorm: Whether BatchNorm layers become SyncBatchNorm.
         shard_by: What FSDP shards as one block: a class name, several, a function of a module; None: found.
         reshard: FSDP: whether parameters are freed after forward; None: torch's default.
@@ -251,7 +253,7 @@ class Settings:
         even_batches: Whether the tail of the data is filled up so that all ranks see as many batches.
     """
 
-    strategy: Strategy = _setting("ddp", Choice(*STRATEGIES), "", "how models are distributed")
+    strategy: Strategy = _setting("ddp", Choice(*STRATEGIES), "", "how models are distributed", positional=True)
     precision: Precision = _setting(
         "fp32", Choice("fp32", "bf16", "fp16", "fp8", no="fp32"), _EVERY, "type for computations"
     )
@@ -370,6 +372,14 @@ class Settings:
         "gradients live in the buckets",
         why="only DDP has buckets",
         tell="gradients are copied into the buckets, which takes their memory twice",
+    )
+    broadcast_buffers: bool = _setting(
+        True,
+        Switch(),
+        _DDP,
+        "rank 0's buffers go to all ranks before each forward",
+        why="only DDP exchanges buffers",
+        tell="each rank keeps its own buffers, such as BatchNorm's statistics; rank 0's are saved",
     )
     sync_batchnorm: bool = _setting(
         False,

@@ -269,8 +269,12 @@ def test_so_do_shards_of_an_optimizer_that_counts_no_steps() -> None:
         kernel.ok("%%distributed\ntrain(3, 4)\nnbdist.sync()", HANG)  # whoever trains on has accepted it
 
 
+def test_with_nobody_dead_it_says_so_and_is_no_error(three: Kernel) -> None:
+    assert three.ok("%distributed heal").stdout.startswith("no rank has died, so none was replaced. ")
+    assert three.value("__import__('nbdist').get_session().heal().ranks") == []
+
+
 def test_it_is_refused_when_it_can_t_help(three: Kernel) -> None:
-    assert three.fails("%distributed heal", "UsageError").evalue.startswith("no rank has died")
     named = "--kill ends living ranks, so say which: `%distributed heal -r 1 --kill`"
     assert three.fails("%distributed heal --kill", "UsageError").evalue == named
     assert "no other rank would be left" in three.fails("%distributed heal -r 0-2 --kill", "UsageError").evalue

@@ -235,6 +235,18 @@ settings += [{"find_unused_parameters": True}, {"static_graph": True}]
     assert value(ranks, code) == "[True, True, True, True]"
 
 
+@pytest.mark.parametrize(("broadcast", "mean"), [(True, 0.1), (False, 0.19)])
+def test_ranks_begin_with_the_buffers_of_rank_0_or_each_with_its_own(
+    ranks: Kernel, broadcast: bool, mean: float
+) -> None:
+    """Rank 1's batches are all 1, and rank 0's all 0; each forward moves the running mean by a tenth."""
+    code = f"""
+model = nbdist.prepare(nn.BatchNorm1d(1), plan=Plan("ddp", broadcast_buffers={broadcast}))
+for _ in range(2): model(torch.full((4, 1), float(rank)))
+means = model.module.running_mean.clone(); dist.all_reduce(means); round(float(means), 6)"""
+    assert value(ranks, code) == str(mean)
+
+
 def test_parameters_that_no_loss_reaches_may_be_looked_for(ranks: Kernel) -> None:
     code = """
 class Half(Net):

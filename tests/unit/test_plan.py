@@ -49,6 +49,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
     "gradient_as_bucket_view": {"gradient_as_bucket_view": False},
+    "broadcast_buffers": {"broadcast_buffers": False},
     "sync_batchnorm": {"sync_batchnorm": True},
     "shard_by": {"strategy": "fsdp", "shard_by": ("Block", "Head")},
     "reshard": {"strategy": "fsdp", "reshard": False},

@@ -29,7 +29,7 @@ class HealReport:
     """What a heal has done. It prints as a few lines.
 
     Attributes:
-        ranks: The ranks that were replaced.
+        ranks: The ranks that were replaced; none if none had died.
         groups: How many process groups were rebuilt.
         generation: Of the process groups.
         seconds: What the replacement took, without the cells.
@@ -51,6 +51,11 @@ class HealReport:
     numbers: Mapping[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        if not self.ranks:
+            return (
+                "no rank has died, so none was replaced. If one is stuck, use `%distributed interrupt` or, "
+                "for example, `%distributed heal -r 1 --kill`"
+            )
         one = len(self.ranks) == 1
         rebuilt = f"{counted(self.groups, 'process group')} rebuilt (generation {self.generation})"
         if not self.groups:
@@ -104,13 +109,15 @@ def heal(
         token_file: Where the tokens of those machines are written; "": they are part of a line.
 
     Raises:
-        UsageError: Nothing is to be replaced, or it would not help; nothing has changed.
+        UsageError: One of them lives, or it would not help; nothing has changed.
         SessionBusy: Other ranks run something.
         SessionBroken: It failed; the ranks that live are as they were.
         RankError: They were replaced; then a cell that they ran to be set up failed.
         KeyboardInterrupt: The user interrupted it; likewise.
     """
     chosen = _choose(rank_set, ranks, kill)
+    if not chosen:
+        return HealReport([], 0, rank_set.generation, 0.0, [], marked=False)
     refuse_busy(rank_set, chosen)
     told = progress or (lambda line: None)
     with (
@@ -182,10 +189,7 @@ def _choose(rank_set: RankSet, ranks: Ranks, kill: bool) -> list[int]:
         raise UsageError("--kill ends living ranks, so say which: `%distributed heal -r 1 --kill`")
     if ranks is None and not dead:
         rank_set.check_open()
-        raise UsageError(
-            "no rank has died. If one is stuck, use `%distributed interrupt` or, for example, "
-            "`%distributed heal -r 1 --kill`"
-        )
+        return []
     chosen = rank_set.choose(dead if ranks is None else ranks, living=False)
     alive = [rank for rank in chosen if rank not in dead]
     if alive and not kill:

@@ -375,7 +375,7 @@ class Session(RankRequests):
             What was done; it prints as a few lines.
 
         Raises:
-            UsageError: Nothing is to be replaced, or no other rank lives; nothing has changed.
+            UsageError: One of them lives, or no other rank does; nothing has changed.
             SessionBusy: The other ranks run something.
             SessionBroken: They could not be replaced; the ranks that live are as they were.
             RankError: They were replaced; then a cell that they ran to be set up failed.

@@ -181,6 +181,7 @@ def _replicate(model: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
         find_unused_parameters=plan.find_unused_parameters,
         static_graph=plan.static_graph,
         gradient_as_bucket_view=plan.gradient_as_bucket_view,
+        broadcast_buffers=plan.broadcast_buffers,
     )
     if plan.comm_hook != "none":
         _register_hook(wrapped, plan.comm_hook, plan.comm_hook_options)

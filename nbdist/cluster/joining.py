@@ -35,7 +35,9 @@ from nbdist.wire.setup import AgentSetup, encode_line
 
 _CONNECT_LIMIT = 5.0  # seconds for one attempt
 _ANSWER_LIMIT = 20.0  # seconds for the controller to answer; it may be busy
+_BROKEN_OFF = 5  # handshakes that the other side breaks off: it has another key than the token's session
 _LAST_WORDS = 1.0  # seconds
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _LET_GO = "the connection that started it has ended"
 _AGAIN = "Paste the line that `%distributed start` prints in the notebook"
 
@@ -106,12 +108,12 @@ def _introduce(token: Token, url: str) -> Welcome:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     keys = Keys(url, token.server_key, zmq.curve_public(token.secret_key), token.secret_key)
     lane = f"{GUEST}/{secrets.randbelow(1 << 60)}".encode()
-    guest = connect(context, keys, lane, zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    guest = connect(context, keys, lane, _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
     events = guest.get_monitor_socket()
     try:
         with contextlib.suppress(zmq.Again):  # the keys were refused already, and nothing takes it
             guest.send(encode(Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()))), zmq.NOBLOCK)
-        answer = _answer(guest, events)
+        answer = _answer(guest, events, url)
     finally:
         guest.disable_monitor()
         context.destroy(linger=0)
@@ -125,7 +127,8 @@ def _introduce(token: Token, url: str) -> Welcome:
     return msgspec.structs.replace(answer, keys=msgspec.structs.replace(answer.keys, url=url))
 
 
-def _answer(guest: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> object:
+def _answer(guest: zmq.Socket[bytes], events: zmq.Socket[bytes], url: str) -> object:
+    broken_off = 0
     poller = zmq.Poller()
     poller.register(guest, zmq.POLLIN)
     poller.register(events, zmq.POLLIN)
@@ -135,8 +138,11 @@ def _answer(guest: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> object:
         if guest in ready:
             return decode(guest.recv())
         if events in ready:
-            recv_monitor_message(events)
-            raise TokenUsed(f"this token is no longer valid, or belongs to another session. {_AGAIN}")
+            if recv_monitor_message(events)["event"] & _REFUSED:
+                raise TokenUsed(f"this token is no longer valid, or belongs to another session. {_AGAIN}")
+            broken_off += 1
+            if broken_off == _BROKEN_OFF:
+                raise TokenUsed(f"what listens at {url} is not the session that this token is from. {_AGAIN}")
     raise CannotJoin(f"the session did not answer within {_ANSWER_LIMIT:g} s; is it still running? {_AGAIN}")
 
 

@@ -12,7 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
+import zmq
 
+from nbdist.wire.nodes import Token
 from testbed.kernel import Kernel, Outcome, wait_until
 from tests.conftest import sharing
 from tests.multinode.hosts import Host, two_hosts
@@ -158,6 +160,19 @@ def test_a_token_joins_once(kernel: Kernel) -> None:
             said = second.end()
     assert second.process.returncode == 2
     assert "token is no longer valid" in said, said
+    kernel.run("%distributed stop")
+
+
+def test_a_token_of_another_session_is_named_at_once(kernel: Kernel) -> None:
+    cell = start(kernel, arguments="-n 1")
+    address, (token,) = invitations(cell)
+    (public, _), (_, secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    with joined(address, str(Token(public, secret))) as stranger:
+        said = stranger.end()
+    assert stranger.process.returncode == 2
+    assert f"what listens at tcp://{address} is not the session that this token is from" in said, said
+    with joined(address, token):
+        assert cell.finish().status == "ok"
     kernel.run("%distributed stop")
 
 

@@ -132,6 +132,11 @@ def describe_exit(code: int) -> str:
     return name + hints.get(name, "")
 
 
+# Of each interpreter that ranks come from, unless the user has set it: else sets of strings, and what is built in their
+# order, differ between nodes.
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
+
+
 def python_command(module: str, *arguments: str) -> list[str]:
     """Command that runs `main()` of one of our modules in a fresh interpreter, whatever lies in the current folder.
 

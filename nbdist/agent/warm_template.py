@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.agent.fork_channel import ForkChannel
-from nbdist.processes import python_command
+from nbdist.processes import SAME_HASHES, python_command
 
 if TYPE_CHECKING:
     from nbdist.wire.life import StartOptions
@@ -75,7 +75,7 @@ class WarmTemplate:
         with theirs:
             self._process = subprocess.Popen(
                 command,
-                env={**self.environment, **_ONE_THREAD},
+                env={**SAME_HASHES, **self.environment, **_ONE_THREAD},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

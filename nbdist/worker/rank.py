@@ -25,7 +25,7 @@ from nbdist.metrics import measuring
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.profile import profiled
-from nbdist.processes import adopt_orphans, die_with_parent, python_command
+from nbdist.processes import SAME_HASHES, adopt_orphans, die_with_parent, python_command
 from nbdist.train import active_training
 from nbdist.train.collective import participants
 from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
@@ -81,7 +81,7 @@ def enter_anew(parent: int, descriptors: list[int]) -> NoReturn:
     for descriptor in descriptors:
         os.set_inheritable(descriptor, True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    environment = setup.options.environment | join.environment(setup)
+    environment = SAME_HASHES | setup.options.environment | join.environment(setup)
     command = python_command("nbdist.worker.rank", str(parent), *map(str, descriptors))
     os.execve(command[0], command, environment)
 

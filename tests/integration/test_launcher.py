@@ -241,6 +241,11 @@ def test_the_function_s_globals_are_those_of_the_notebook(kernel: Kernel) -> Non
     assert kernel.value("result") == [(1, False, "__main__")] * 2
 
 
+def test_sets_of_strings_have_one_order_on_ranks_of_new_pythons(kernel: Kernel) -> None:
+    kernel.ok(launch('return hash("a")', 'num_processes=2, start_method="spawn"'))
+    assert kernel.value("result[0] == result[1]")
+
+
 def test_a_rank_of_a_new_python_heeds_what_is_read_only_at_its_start(kernel: Kernel) -> None:
     kernel.ok('os.environ["PYTHONHASHSEED"] = "7"')
     kernel.ok(launch('return hash("a")', 'num_processes=2, start_method="spawn"'))

@@ -61,6 +61,13 @@ def test_other_nodes_have_their_own_environment_and_what_the_notebook_has_set(se
     assert found == {0: here, 1: here, 2: there, 3: there}
 
 
+def test_sets_of_strings_have_one_order_on_all_nodes(session: Kernel) -> None:
+    found = lines_of(
+        session, "import os\nprint(list({'query', 'key', 'value', 'output'}), 'PYTHONHASHSEED' in os.environ)"
+    )
+    assert len({tuple(lines) for lines in found.values()}) == 1 and "False" in found[0][0], found
+
+
 def test_a_failure_on_another_node_is_shown_and_sums_are_right_after_it(session: Kernel) -> None:
     outcome = run(session, "import torch.distributed as dist\nif rank == 3: raise ValueError('boom')\ndist.barrier()")
     assert outcome.evalue == f"rank 3 ({os.uname().nodename}#1) raised ValueError: boom", str(outcome)

@@ -227,6 +227,105 @@ def test_ranks_that_bring_different_objects_are_told_so(ranks: Kernel) -> None:
     assert "rank 0 with Net (" in text and "; rank 1 with Net (" in text
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_in_another_order_are_named(ranks: Kernel, strategy: str) -> None:
+    """DDP sends buffers by their place: each would get the other's values."""
+    code = f"""
+net = nn.Linear(2, 2)
+for name in sorted("ab", reverse=bool(rank)): net.register_buffer(name, torch.zeros(3))
+nbdist.prepare(net, plan=Plan({strategy!r}))"""
+    first = "The first difference: 'a' (3,) float32 on rank 0, 'b' (3,) float32 on rank 1. Build the model the same way"
+    assert first in refused(ranks, code)
+
+
+DATA = "from torch.utils.data import *\ndata = TensorDataset(torch.arange(64).float().view(64, 1))\n"
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (
+            "DistributedSampler(data, 2, rank, seed=1000 * rank + 5)",
+            ["rank 0 with DataLoader(TensorDataset of 64 samples, DistributedSampler(seed=5, ", "(seed=1005, "],
+        ),
+        ("random_split(data, [48, 16], torch.Generator().manual_seed(rank))[0]", ["Subset of 48 samples, indices "]),
+        ("Subset(data, range(40 + rank))", ["Subset of 40 samples", "Subset of 41 samples"]),
+        ("ConcatDataset([data] * (rank + 1))", ["of 64 samples", "of 128 samples"]),
+    ],
+    ids=["seed", "split", "length", "parts"],
+)
+def test_data_or_a_sampler_that_differs_is_named(ranks: Kernel, loader: str, words: list[str]) -> None:
+    code = f"""
+{DATA}
+given = {loader}
+loader = DataLoader(data, 4, sampler=given) if isinstance(given, Sampler) else DataLoader(given, 4)
+nbdist.prepare(loader, plan=Plan())"""
+    error = refused(ranks, code)
+    assert all(each in error for each in words) and "make data and samplers with the same seed on all ranks" in error
+
+
+def test_a_generator_of_numpy_is_compared(ranks: Kernel) -> None:
+    code = f"""
+{DATA}
+import numpy
+class Shuffled(Sampler):
+    def __init__(self): self.random = numpy.random.default_rng(rank)
+    def __iter__(self): return iter(self.random.permutation(64))
+    def __len__(self): return 64
+nbdist.prepare(DataLoader(data, 4, sampler=Shuffled()), plan=Plan())"""
+    assert "Shuffled(random=" in refused(ranks, code)
+
+
+def test_a_split_of_datasets_is_compared(ranks: Kernel) -> None:
+    code = """
+import datasets
+datasets.disable_progress_bars()
+rows = datasets.Dataset.from_dict({"x": list(range(64))}).train_test_split(0.25, seed=rank)["train"]
+nbdist.prepare(DataLoader(rows, 4), plan=Plan())"""
+    assert "Dataset of 48 samples, rows " in refused(ranks, code)
+
+
+def test_other_samples_alone_are_a_warning(ranks: Kernel) -> None:
+    code = """
+from torch.utils.data import TensorDataset
+torch.manual_seed(rank)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    loader = nbdist.prepare(DataLoader(TensorDataset(torch.randn(8, 2)), 2), plan=Plan())
+[str(each.message) for each in caught]"""
+    assert "rank 1 holds other samples than rank 0. Each rank takes its share" in value(ranks, code)
+
+
+@pytest.mark.parametrize(
+    ("loader", "settings"),
+    [
+        ("nbdist.prepare_loader(DataLoader(Subset(data, range(32 * rank, 32 * rank + 32)), 4), sharded=True)", ""),
+        ("DataLoader(Subset(data, range(40 + rank)), 4)", "'none'"),
+        ("DataLoader(data if rank == 0 else TensorDataset(torch.zeros(1, 1)), 4)", "dispatch=True"),
+        ("DataLoader(data, 4, sampler=DistributedSampler(data, 2, rank))", ""),
+        ("DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(rank))", ""),
+        ("DataLoader(Stream(), 4)", ""),
+        ("DataLoader(Odd(), 4, sampler=[1, 2])", ""),
+    ],
+    ids=["sharded", "alone", "dispatched", "shared", "agreed", "stream", "odd"],
+)
+def test_what_may_differ_is_not_compared(ranks: Kernel, loader: str, settings: str) -> None:
+    code = f"""
+{DATA}
+class Stream(IterableDataset):
+    def __iter__(self): return iter(range(rank + 3))
+class Odd(Dataset):
+    def __len__(self): raise RuntimeError("unknown")
+    def __eq__(self, other): raise RuntimeError("never")
+    def __getattr__(self, name): return rank
+    def __getitem__(self, at): raise AssertionError("an item was asked for")
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    loader = nbdist.prepare({loader}, plan=Plan({settings}))
+isinstance(loader, DataLoader)"""
+    assert value(ranks, code) == "True"
+
+
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Kernel) -> None:
     code = "try: nbdist.prepare('net' if rank else Net())\nexcept nbdist.UsageError as error: print(error)"
     told = ranks.ok(f"%%distributed\n{code}").lines

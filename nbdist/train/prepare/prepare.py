@@ -6,8 +6,7 @@ prepared stands in `strategies`, `stepping` and the data modules. Knows nothing 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +18,14 @@ from nbdist.errors import CheckpointError, UsageError
 from nbdist.plan import Plan
 from nbdist.planning.settings import SHARDED
 from nbdist.train import state as training
-from nbdist.train.checkpoint.weight_sources import described, open_source
+from nbdist.train.checkpoint.weight_sources import open_source
 from nbdist.train.checkpoint.weights import Fitting, fit, set_buffers
-from nbdist.train.collective.agreement import differing, refuse_differing
 from nbdist.train.collective.process_group import ensure_group
 from nbdist.train.loop.local_sgd import train_alone
 from nbdist.train.loop.loop import give_up_window, unwrap
 from nbdist.train.loop.precision import make_scaler, warn_of_emulation
 from nbdist.train.loop.schedules import warn_of_length
 from nbdist.train.loop.stepping import (
-    describe_groups,
     is_scheduler,
     prepare_optimizer,
     prepare_scheduler,
@@ -36,6 +33,7 @@ from nbdist.train.loop.stepping import (
     strange_parameters,
 )
 from nbdist.train.prepare import environment
+from nbdist.train.prepare.given import refuse_disagreement
 from nbdist.train.prepare.strategies import distribute, refuse_unfit, refuse_wrapped, strategy_in_effect
 from nbdist.train.state import State
 
@@ -81,7 +79,7 @@ def prepare(*objects: Any, plan: Plan | None = None, weights: Any = None) -> Any
         fitting = None if weights is None else _fitting(objects, weights)
     except (UsageError, CheckpointError) as error:
         failure = str(error)
-    _refuse_disagreement(failure, plan, objects, weights)
+    refuse_disagreement(failure, plan, objects, weights)
     assert plan is not None
     warn_of_emulation(plan, training.default_device())
     state = _state_for(plan)
@@ -263,35 +261,3 @@ def _refuse_strange(optimizer: Optimizer, count: int) -> None:
             f"{count} of the parameters of {type(optimizer).__name__} belong to no prepared model: prepare the model "
             "in the same call, or make the optimizer from the parameters of the prepared model"
         )
-
-
-def _refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any], weights: Any) -> None:
-    """Raise an error on all ranks if they were given different things, or one of them something wrong."""
-    given = ("", "") if failure else (_described_plan(plan), _described(objects, weights))
-    told = differing("prepare", given, failure)
-    refuse_differing("prepare", [theirs for theirs, _ in told], what="plans")
-    refuse_differing("prepare", [brought for _, brought in told], what="objects")
-
-
-def _described_plan(plan: Plan | None) -> str:
-    default = Plan()
-    changed = {name: value for name, value in vars(plan).items() if value != getattr(default, name)}
-    return f"Plan({', '.join(f'{name}={_told(value)}' for name, value in changed.items())})"
-
-
-def _told(value: Any) -> str:
-    """Return a setting's value, the same on all ranks: no function by its address."""
-    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
-
-
-def _described(objects: Iterable[Any], weights: Any) -> str:
-    kinds = [_described_object(thing) for thing in objects]
-    return ", ".join([*kinds, *([] if weights is None else [described(weights)])])
-
-
-def _described_object(thing: Any) -> str:
-    if isinstance(thing, nn.Module):
-        forms = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in thing.named_parameters()]
-        size = sum(tensor.numel() for tensor in thing.parameters())
-        return f"{type(thing).__name__} ({size:,} parameters, form {hashlib.md5(repr(forms).encode()).hexdigest()[:6]})"
-    return describe_groups([thing])[0] if isinstance(thing, Optimizer) else type(thing).__name__

@@ -25,6 +25,8 @@ FORCED = 0.05  # from a forced interrupt to force, if no rank is behind
 RESEND = 1.0  # until one that did not end the cell is sent again
 RAISE = 1.0  # at least, for a rank to stop after it
 STUCK = 2.0  # from the request until a rank that still runs counts as stuck
+PROOF = 0.12  # in one place until one that had moved counts as stuck: torch notes the end of a collective 0.1 s late
+CUT_AGAIN = 0.15  # until the second look whether a rank is stuck, where the first comes early
 FORCE_GRACE = 2.0  # for ranks to stop after the second Ctrl-C, before the notebook is given back without them
 TIMEOUT_GRACE = 4.0  # for ranks to stop after --timeout
 

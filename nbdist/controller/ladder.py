@@ -181,8 +181,9 @@ class Ladder:
         self.due = max(self._began + self._grace, now + min(limits.RAISE, self._grace) + self._slack.travel)
 
     def _cut(self, now: float) -> None:
+        soon = self.rung != CUT and self._grace < _CUT_EVERY
         self.rung = CUT
-        self.due = now + _CUT_EVERY + self._slack.travel
+        self.due = now + (limits.CUT_AGAIN if soon else _CUT_EVERY) + self._slack.travel
         self._ask(sorted(self.left), Cut(self.serial, self.forced))
 
     def _arm(self) -> None:

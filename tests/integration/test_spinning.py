@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch_private
 
 SETUP = """%%distributed
 import os, time, torch, torch.distributed as dist
-from tests.stand_ins.spinning import spin, spinning_until
+from tests.stand_ins.spinning import noted_late, spin, spinning_until
 
 def start():
     return spinning_until(dist.all_reduce(torch.ones(1), async_op=True).wait)
@@ -52,6 +52,18 @@ def test_it_is_freed_when_another_has_failed(line: str, kernel: Kernel) -> None:
 
 def test_one_interrupt_frees_it_when_another_never_comes(kernel: Kernel) -> None:
     cell = kernel.start(f"%%distributed\nif rank == 0:\n    wait = start()\n    print('go')\n    {SPIN}")
+    cell.wait_for("go")
+    kernel.interrupt()
+    outcome = cell.finish(20)
+    assert outcome.ename == "KeyboardInterrupt", str(outcome)
+    assert "process groups rebuilt" in outcome.traceback
+
+
+def test_so_it_does_right_after_a_collective_whose_end_torch_notes_late(kernel: Kernel) -> None:
+    cell = kernel.start(
+        "%%distributed\ndist.all_reduce(torch.ones(1))\nif rank == 0:\n    wait = start()\n"
+        f"    with noted_late(0.5):\n        print('go')\n        {SPIN}\nelse:\n    time.sleep(1000)"
+    )
     cell.wait_for("go")
     kernel.interrupt()
     outcome = cell.finish(20)

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _libc = ctypes.CDLL(None)
@@ -33,3 +36,26 @@ def spinning_until(over: Callable[[], object]) -> Any:
 
 
 spin = _libc.pthread_spin_lock
+
+
+@contextlib.contextmanager
+def noted_late(seconds: float) -> Iterator[None]:
+    """Let torch's record show, for so long, as if the last collective that has ended had not.
+
+    NCCL's watchdog, which notes what has ended, looks every 100 ms (ProcessGroupNCCL.cpp, `Watchdog::runLoop`:
+    kWatchdogThreadSleepMillis); gloo notes it at once.
+    """
+    c10d: Any = sys.modules["torch._C._distributed_c10d"]
+    dump, until = c10d._dump_fr_trace_json, time.monotonic() + seconds
+
+    def dump_late(*arguments: Any) -> str:
+        found = json.loads(dump(*arguments))
+        for status in found["pg_status"].values() if time.monotonic() < until else ():
+            status["last_completed_collective"] = str(int(status["last_completed_collective"]) - 1)
+        return json.dumps(found)
+
+    c10d._dump_fr_trace_json = dump_late
+    try:
+        yield
+    finally:
+        c10d._dump_fr_trace_json = dump

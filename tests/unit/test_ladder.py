@@ -150,6 +150,18 @@ def test_freeing_is_tried_again_until_the_rank_has_ended() -> None:
     assert rungs.new() == []
 
 
+def test_survivors_of_a_death_are_looked_at_twice_before_the_cell_gives_them_up() -> None:
+    rungs = Rungs([1], together=False, grace=limits.SURVIVORS)
+    dues = []
+    for _ in range(3):
+        due = rungs.ladder.due
+        assert due is not None
+        dues.append(due - 100)
+        rungs.ladder.tick(due)
+    assert rungs.new() == [("raise", [1])] + 3 * [("cut", [1], False)]
+    assert dues[1] - dues[0] > limits.PROOF and dues[1] < limits.DEATH_GRACE < dues[2]
+
+
 def test_force_frees_the_ranks_as_soon_as_they_have_had_time_to_finish_the_loops_body() -> None:
     rungs = Rungs()
     rungs.ladder.force(100.1)

@@ -6,6 +6,7 @@ import pytest
 
 from nbdist import limits
 from nbdist.controller.watch import Pauses
+from tests.stand_ins.nccl import LOOK
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,10 @@ from nbdist.controller.watch import Pauses
         pytest.param(limits.HURRIED_ARM, limits.ARM, id="a second interrupt waits for less than the first"),
         pytest.param(limits.FORCED, limits.FINISH_STEP, id="force comes sooner where no rank is behind"),
         pytest.param(limits.RESEND, limits.STUCK, id="KeyboardInterrupt comes again before a rank counts as stuck"),
+        pytest.param(limits.RESEND + limits.PROOF, limits.STUCK, id="what torch notes late does not count by then"),
+        pytest.param(LOOK, limits.PROOF, id="torch notes within a proof what has ended"),
+        pytest.param(limits.PROOF, limits.CUT_AGAIN, id="the second look at survivors can prove that they are stuck"),
+        pytest.param(limits.SURVIVORS + limits.CUT_AGAIN, limits.DEATH_GRACE, id="before a cell gives them up"),
         pytest.param(
             limits.HURRIED_ARM + limits.FINISH_STEP,
             limits.FORCE_GRACE,

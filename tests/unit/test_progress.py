@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
+from nbdist import limits
 from nbdist.worker.recovery.position import PositionProbe
 from testbed.kernel import wait_until
 from tests.stand_ins.spinning import spin, spinning_until
 
 
-def seen_from_aside(look: Callable[[], bool]) -> bool:
+def seen_from_aside(look: Callable[[], list[bool]]) -> list[bool]:
     """What another thread finds while this one, the main thread, spins in a call into C."""
-    found: list[bool] = []
+    found: list[list[bool]] = []
     spin(spinning_until(lambda: found.append(look())))
     return found[0]
 
@@ -30,19 +31,31 @@ def _main_thread_rests() -> bool:
     return frame.f_lasti == before
 
 
-def stands_still(before: Any, after: Any) -> bool:
-    """Whether it seems to wait, if torch's record shows this at the mark and that later on."""
-    records = iter([before, after])
+def stands_still(*shown: Any, pause: float = 0.15, resent: bool = False) -> list[bool]:
+    """Whether it seems to wait, if torch's record shows this at the mark and that later on, look by look.
+
+    Args:
+        shown: What it shows.
+        pause: Seconds between looks, during which the main thread spins.
+        resent: Whether the interrupt is sent again in between.
+    """
+    records = iter(shown)
     collectives: Any = SimpleNamespace(record=SimpleNamespace(unfinished=lambda: next(records)))
     gate: Any = SimpleNamespace(running=1)
     keyboard: Any = SimpleNamespace(asking=False)
     progress = PositionProbe(collectives, gate, keyboard)
 
-    def look() -> bool:
+    def look() -> list[bool]:
         wait_until(_main_thread_rests, "the main thread to be in the call")
         progress.mark()
-        time.sleep(0.1)  # during which it spins
-        return progress.stands_still()
+        if resent:
+            time.sleep(pause)
+            progress.note_moves()
+        found = []
+        for _ in shown[2 if resent else 1 :]:
+            time.sleep(pause)
+            found.append(progress.stands_still())
+        return found
 
     return seen_from_aside(look)
 
@@ -60,4 +73,22 @@ def stands_still(before: Any, after: Any) -> bool:
 def test_a_call_that_uses_a_processor_waits_only_if_a_collective_does_not_end(
     before: Any, after: Any, waits: bool
 ) -> None:
-    assert stands_still(before, after) is waits
+    assert stands_still(before, after) == [waits]
+
+
+# torch's record as NCCL's watchdog writes it, which looks every 0.1 s: the end of the second collective is noted late.
+LATE, NOTED = {"0": (3, 1)}, {"0": (3, 2)}
+
+
+def test_that_torch_notes_the_end_of_an_earlier_collective_late_counts_for_one_look_only() -> None:
+    assert stands_still(LATE, NOTED, NOTED) == [False, True]
+    assert stands_still(LATE, NOTED, {"0": (3, 3)}) == [False, False]
+
+
+def test_and_for_none_once_the_interrupt_was_sent_again() -> None:
+    assert stands_still(LATE, NOTED, NOTED, resent=True) == [True]
+
+
+def test_one_that_has_moved_a_moment_ago_does_not_wait_yet() -> None:
+    pause = limits.PROOF / 8  # at most two of them, and what looking takes
+    assert stands_still(LATE, NOTED, NOTED, pause=pause) == [False, False]

@@ -134,13 +134,15 @@ class InterruptGate:
         self._send()
         self._programs.interrupt(programs)
 
-    def resend(self) -> None:
-        """Send the interrupt again if the cell has swallowed it. From the control thread."""
-        if self._due is not None and time.monotonic() >= self._due:
-            self._insist = True
-            if self.pending and not self.was_given(self._running):  # a program that has begun since may be in its way
-                self._programs.interrupt(self._programs.to_interrupt(again=False))
-            self._send()
+    def resend(self) -> bool:
+        """Send the interrupt again if the cell has swallowed it. From the control thread. Returns whether it did."""
+        if self._due is None or time.monotonic() < self._due:
+            return False
+        self._insist = True
+        if self.pending and not self.was_given(self._running):  # a program that has begun since may be in its way
+            self._programs.interrupt(self._programs.to_interrupt(again=False))
+        self._send()
+        return True
 
     def resend_due(self) -> float | None:
         """Return the seconds until `resend` should be called, or None."""

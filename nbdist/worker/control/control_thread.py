@@ -42,6 +42,7 @@ class ControlThread:
         answers: What answers questions at once, by their type.
         questions: Those whose answers may take their time.
         on_interrupt: Called when KeyboardInterrupt is asked for.
+        on_resend: Called when it has been sent again, because it has not ended the cell.
         overdue: Seconds until a stop at the end of a step should be given up, None if none is pending.
         on_overdue: Called then.
     """
@@ -54,6 +55,7 @@ class ControlThread:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.gate = InterruptGate(self.wake)
         self.on_interrupt: Callable[[], None] = lambda: None
+        self.on_resend: Callable[[], None] = lambda: None
         self.overdue: Callable[[], float | None] = lambda: None
         self.on_overdue: Callable[[], None] = lambda: None
         self._debugger = DebugStream(self._say_of_debugger)
@@ -91,7 +93,8 @@ class ControlThread:
             os.read(self._wake_read, 4096)
         while self._answered:
             self._socket.send(self._answered.popleft())
-        self.gate.resend()
+        if self.gate.resend():
+            self.on_resend()
         if self.overdue() == 0.0:
             self.on_overdue()
         if self._socket in ready:

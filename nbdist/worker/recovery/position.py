@@ -5,6 +5,7 @@ Runs in the control thread. Knows the interrupt gate and the process groups; nev
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 from types import FrameType
 from typing import Any, NamedTuple
 
+from nbdist import limits
 from nbdist.wire.rank_spans import RankSpans
 from nbdist.wire.stopping import GetPosition, GetStack, GroupState, Position, ThreadStack
 from nbdist.worker.cell import debug_server, stacks
@@ -43,23 +45,34 @@ class PositionProbe:
         self._marked_at = 0.0
         self._cpu = 0.0
         self._marked: tuple[str, Unfinished] = "", {}
+        self._moved_at = -math.inf
         self._seen: tuple[Any, ...] = ()
         self._seen_at = 0.0
 
     def mark(self) -> None:
         """Start measuring for `stands_still`."""
         self._marked_at, self._cpu = time.monotonic(), _cpu_seconds()
-        self._marked = self._where(), self._unfinished()
+        self._marked, self._moved_at = (self._where(), self._unfinished()), -math.inf
+
+    def note_moves(self) -> None:
+        """If the main thread has moved since the mark, measure from now on whether it stays in one place.
+
+        torch notes up to 0.1 s late that a collective of NCCL's has ended. So a main thread that waits in the next one
+        may seem to move once more after the mark: compared with that mark alone, it would never stand still.
+        """
+        (where, unfinished), now = self._marked, (self._where(), self._unfinished())
+        if where != now[0] or not any(unfinished.get(name) == at for name, at in now[1].items()):
+            self._marked, self._moved_at = now, time.monotonic()
 
     def stands_still(self) -> bool:
         """Return whether the main thread waits: it has hardly used a processor since the mark, or it has been in
-        one place since, while a collective that was under way then has not ended. CUDA uses a processor to wait.
+        one place for a while, and a collective that was under way then has not ended. CUDA uses a processor to wait.
         """
         elapsed = max(1e-3, time.monotonic() - self._marked_at)
         if (_cpu_seconds() - self._cpu) / elapsed < _BUSY:
             return True
-        where, unfinished = self._marked
-        return where == self._where() and any(unfinished.get(name) == at for name, at in self._unfinished().items())
+        self.note_moves()
+        return time.monotonic() - self._moved_at >= limits.PROOF
 
     def look(self, question: GetPosition) -> Position:
         """Return where the main thread is in the cell. In the control thread."""

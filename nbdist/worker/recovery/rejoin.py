@@ -80,6 +80,7 @@ class RankRecovery:
         self._in_step = False
         control.gate.held = lambda: self._events.in_step or self._steps.finishing()
         control.on_interrupt = self._progress.mark
+        control.on_resend = self._progress.note_moves
         control.overdue = self._steps.overdue
         control.on_overdue = self._interrupt_body
         control.answers |= dict(

@@ -414,7 +414,7 @@ def _nvml_devices() -> list[tuple[str, int | None]]:
 
     Empty without a driver that works and answers within a moment.
     """
-    from nbdist.metrics.node.nvml import ask_once
+    from nbdist.metrics.node.driver import ask_once
 
     return ask_once(_shares_by_uuid, [])
 

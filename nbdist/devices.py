@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbdist.metrics.node.nvml import ask_once
+from nbdist.metrics.node.driver import ask_once
 
 _DEVICES = Path("/dev")
 _FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu", "kfd")  # of NVIDIA's driver, of WSL, Jetson, ROCm

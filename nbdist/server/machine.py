@@ -9,7 +9,8 @@ import psutil
 
 from nbdist import visits
 from nbdist._version import __version__
-from nbdist.metrics.node.nvml import read_once, within_limit
+from nbdist.metrics.node.driver import within_limit
+from nbdist.metrics.node.nvml import read_once
 from nbdist.metrics.node.sample import GpuSample
 from nbdist.wire.visitor_messages import RunningCell
 

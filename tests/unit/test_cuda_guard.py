@@ -12,7 +12,6 @@ import pytest
 
 from nbdist import cuda_guard
 from nbdist.errors import RankError
-from nbdist.metrics.node import nvml
 from testbed.kernel import wait_until
 from testbed.nvml import FakeNvml
 from tests.stand_ins.driver import compiled
@@ -319,7 +318,7 @@ def test_a_driver_that_never_answers_holds_up_no_launch(monkeypatch: pytest.Monk
     state = seen_by_nvml([2**30])
     state["seconds"], driver = 1e6, FakeNvml(state)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.setattr(nvml, "_PATIENCE", 0.1)
+    monkeypatch.setattr("nbdist.metrics.node.driver._PATIENCE", 0.1)
     assert cuda_guard.memory_warning() is None
     state["seconds"] = 0.0  # now it answers: who has asked gets it late
     wait_until(lambda: driver.calls > 0 and not driver.opened, "the driver to be let go of")
@@ -345,6 +344,13 @@ def test_the_preflight_prints_what_it_checked(packages: Path) -> None:
         "a forked process could use CUDA",
         "GPU memory: the process holds none",
     ]
+
+
+def test_it_needs_no_package_but_python_s_own() -> None:
+    """It is what people call when something is broken already."""
+    code = "import sys\nbefore = set(sys.modules)\nimport nbdist.cuda_guard\nprint(*(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"nbdist"}
 
 
 def test_the_error_is_recognized_in_what_caused_another_and_in_a_report() -> None:

@@ -13,7 +13,6 @@ import torch
 from nbdist.metrics.allocation import oom, tensors
 from nbdist.metrics.allocation.oom import Account
 from nbdist.metrics.allocation.tensors import Block
-from nbdist.metrics.node import nvml
 from nbdist.metrics.node.sample import GpuSample
 from testbed.kernel import wait_until
 from testbed.nvml import FakeNvml, machine
@@ -176,7 +175,7 @@ def test_memory_that_cuda_itself_could_not_have_is_explained_too(driver: FakeNvm
 
 
 def test_a_driver_that_never_answers_holds_up_no_explanation(driver: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "_PATIENCE", 0.1)
+    monkeypatch.setattr("nbdist.metrics.node.driver._PATIENCE", 0.1)
     driver.state["gpus"][0]["seconds"] = 30.0
     began = driver.calls
     assert "outside torch 12.0 GiB contexts, libraries and other processes" in explained()

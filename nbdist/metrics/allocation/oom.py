@@ -18,7 +18,8 @@ import msgspec
 from nbdist.metrics.allocation import tensors, watermarks
 from nbdist.metrics.allocation.tensors import Block
 from nbdist.metrics.node import device, host
-from nbdist.metrics.node.nvml import read_once, within_limit
+from nbdist.metrics.node.driver import within_limit
+from nbdist.metrics.node.nvml import read_once
 from nbdist.metrics.node.sample import GpuSample, gpu_among
 from nbdist.text import size
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
-from nbdist.metrics.node.nvml import ask_once
+from nbdist.metrics.node.driver import ask_once
 
 if TYPE_CHECKING:
     import torch

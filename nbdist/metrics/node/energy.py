@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from nbdist.metrics.node import device
-from nbdist.metrics.node.nvml import within_limit
+from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.sample import Spent
 
 

@@ -6,8 +6,6 @@ Knows nothing of ranks; who maps them to GPUs does so by UUID.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -24,7 +22,6 @@ _THROTTLED = {
     0x0000000000000080: "power brake",
 }
 _MIG_ENABLED = 1
-_PATIENCE = 2.0  # seconds that a single look waits for the driver
 
 
 class Nvml:
@@ -158,47 +155,6 @@ class Nvml:
             return function(*arguments)
         except Exception:
             return None
-
-
-def within_limit(look: Callable[[], _T], otherwise: _T, limit: float = _PATIENCE) -> _T:
-    """Return what a look at the driver finds, for callers that can't wait: a driver that hangs can't be interrupted.
-
-    Args:
-        look: Takes it, in a thread, which ends when the driver answers.
-        otherwise: What is returned if it has not answered in time, or the look raises.
-        limit: Seconds.
-    """
-    found: list[_T] = []
-
-    def take() -> None:
-        with contextlib.suppress(Exception):  # no driver, or one of tomorrow that answers in ways that nobody knows
-            found.append(look())
-
-    thread = threading.Thread(target=take, name="nbdist-driver-once", daemon=True)
-    thread.start()
-    thread.join(limit)
-    return found[0] if found else otherwise
-
-
-def ask_once(question: Callable[[Any], _T], otherwise: _T, limit: float = _PATIENCE) -> _T:
-    """Return the answer to a question, by callers that keep no driver open; as `within_limit`.
-
-    Args:
-        question: Called with pynvml while the driver is open.
-        otherwise: What is returned without a driver, or one that does not work or answer in time.
-        limit: Seconds.
-    """
-
-    def ask() -> _T:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return question(pynvml)
-        finally:
-            pynvml.nvmlShutdown()
-
-    return within_limit(ask, otherwise, limit)
 
 
 def read_once() -> list[GpuSample]:

@@ -139,6 +139,21 @@ class Blocks(Kind):
         )
 
 
+class Methods(Kind):
+    """Names of methods, also of submodules."""
+
+    def refined(self, name: str, value: Any) -> tuple[str, ...] | None:
+        names = [value] if isinstance(value, str) else value
+        if names is None:
+            return None
+        if isinstance(names, (list, tuple)) and all(_is_path(each) for each in names):
+            return tuple(names) or None
+        raise UsageError(
+            f"{name} must be the name of a method like 'encode' or 'decoder.logits', several of them, or None; not "
+            f"{value!r}"
+        )
+
+
 class Options(Kind):
     """Named values.
 
@@ -192,6 +207,11 @@ class Setting:
     part_of: str = ""
     is_on: Callable[[Any], bool] = bool
     tell: Tell | None = None
+
+
+def _is_path(value: object) -> bool:
+    """Return whether this names an attribute, or one of a submodule: "layers.0.project"."""
+    return isinstance(value, str) and all(part.isidentifier() or part.isdecimal() for part in value.split("."))
 
 
 def is_count(value: object) -> bool:

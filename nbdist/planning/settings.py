@@ -15,6 +15,7 @@ from nbdist.planning.kinds import (
     Choice,
     Count,
     Kind,
+    Methods,
     Number,
     OptionalSwitch,
     Options,
@@ -135,6 +136,10 @@ def _hook(plan: Settings, kind: str) -> str:
     return f"from step {start} on gradients travel as factors of rank {rank}, {what}"
 
 
+def _methods(plan: Settings, kind: str) -> str:
+    return f"{show(plan.methods)} may be called from outside forward, and the methods that are found"
+
+
 def _shard_by(plan: Settings, kind: str) -> str:
     if callable(plan.shard_by):
         return "this function says which modules are blocks"
@@ -234,6 +239,8 @@ class Settings:
             before each forward.
         sync_batchnorm: Whether BatchNorm layers become SyncBatchNorm.
         shard_by: What FSDP shards as one block: a class name, several, a function of a module; None: found.
+        methods: FSDP: methods besides forward that are called from outside it: "encode", "decoder.logits". Those whose
+            source shows that they use parameters are found.
         reshard: FSDP: whether parameters are freed after forward; None: torch's default.
         prefetch: FSDP: how many blocks are gathered ahead; 0: as torch does.
         exchange: FSDP: which micro-batch of a window exchanges gradients: the "last", until which each rank keeps whole
@@ -398,6 +405,15 @@ class Settings:
         metavar="CLASS",
         why="nothing is split into blocks otherwise",
         tell=_shard_by,
+    )
+    methods: str | tuple[str, ...] | None = _setting(
+        None,
+        Methods(),
+        _FSDP,
+        "methods called from outside forward: encode or decoder.logits,encode",
+        metavar="METHOD",
+        why="nothing is gathered otherwise",
+        tell=_methods,
     )
     reshard: bool | None = _setting(
         None,

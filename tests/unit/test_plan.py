@@ -52,6 +52,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "broadcast_buffers": {"broadcast_buffers": False},
     "sync_batchnorm": {"sync_batchnorm": True},
     "shard_by": {"strategy": "fsdp", "shard_by": ("Block", "Head")},
+    "methods": {"strategy": "fsdp", "methods": ("encode", "decoder.logits")},
     "reshard": {"strategy": "fsdp", "reshard": False},
     "prefetch": {"strategy": "fsdp", "prefetch": 2},
     "exchange": {"strategy": "fsdp", "exchange": "each"},

@@ -9,7 +9,18 @@ from typing import Any
 from nbdist.client.magics.magic_line import MagicParser
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
-from nbdist.planning.kinds import STRATEGIES, Blocks, Choice, Kind, OptionalSwitch, Options, Setting, Switch, Way
+from nbdist.planning.kinds import (
+    STRATEGIES,
+    Blocks,
+    Choice,
+    Kind,
+    Methods,
+    OptionalSwitch,
+    Options,
+    Setting,
+    Switch,
+    Way,
+)
 from nbdist.planning.settings import SETTINGS
 from nbdist.text import did_you_mean, split_commas
 
@@ -73,7 +84,7 @@ def _how_to_read(name: str, setting: Setting) -> dict[str, Any]:
         return {"type": _reader(name, kind), "choices": kind.words}
     if isinstance(kind, Options):
         return {"action": _Options, "nargs": "+", "metavar": metavar}
-    return {"type": _classes if isinstance(kind, Blocks) else _number, "metavar": metavar}
+    return {"type": _classes if isinstance(kind, Blocks | Methods) else _number, "metavar": metavar}
 
 
 def _ways(name: str) -> tuple[str, ...]:

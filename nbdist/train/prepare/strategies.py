@@ -28,6 +28,7 @@ from nbdist.train.structure.activations import keep_less
 from nbdist.train.structure.batch_norms import is_batch_norm
 from nbdist.train.structure.blocks import Ends, compile_blocks, find_blocks, find_ends, refuse_without_blocks
 from nbdist.train.structure.materialize import Materializer, refuse_without_initializer, take_from_rank_0
+from nbdist.train.structure.outside_calls import let_in, refuse_unknown_methods
 from nbdist.train.structure.shadow import restore
 from nbdist.train.structure.wrappers import is_wrapper
 
@@ -72,12 +73,14 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
         has_weights: Whether its values come from elsewhere.
 
     Raises:
-        UsageError: `shard_by` fits no module, there is nothing to checkpoint or to compute in fp8, a module on the meta
-            device can't set its values, this torch's hook is broken, torchao does not know the recipe.
+        UsageError: `shard_by` fits no module, or `methods` no method, there is nothing to checkpoint or to compute in
+            fp8, a module on the meta device can't set its values, this torch's hook is broken, torchao does not know
+            the recipe.
     """
     _blocks_of(model, plan)
     if not has_weights:
         refuse_without_initializer(model)
+    refuse_unknown_methods(model, plan.methods or ())
     float8.refuse_small(model, plan)
     if plan.precision == "fp8":
         float8.config_of(plan)
@@ -258,6 +261,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
     _prefetch([*embeddings, *blocks, *head[:1]], plan.prefetch)
     if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
+    let_in(model, plan.methods or ())
     return model
 
 

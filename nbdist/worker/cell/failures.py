@@ -44,6 +44,11 @@ _COMMUNICATION = re.compile(
     r"timed out (waiting|after)|remote process exited",
     re.IGNORECASE,
 )
+_SHARD_ADVICE = (
+    "a parameter of a sharded model was used where it is not gathered: outside the forward of the model or block that "
+    "it belongs to. Name the method that uses it in the plan, for example `%distributed plan fsdp --methods encode` "
+    "(before `prepare`), or use `parameter.full_tensor()` on all ranks"
+)
 _ENDS = 20  # frames that are shown of each end of a recursion
 _PICKLE_LIMIT = 1 << 20  # bytes of an exception object that are worth sending
 
@@ -108,15 +113,24 @@ def _raises(place: types.TracebackType) -> bool:
 
 
 def _advice(error: BaseException) -> str:
-    """Return advice on a GPU that a forked process can't use, or that this one has lost; empty for other errors."""
+    """Return advice on a GPU that a forked process can't use, or that this one has lost, or on a shard that is used
+    outside its model's forward; empty for other errors.
+    """
     if lost := lost_context.advice(error):
         return f"\nnbdist: {lost}"
+    if any(_uses_shard(part) for part in chain(error)):
+        return f"\nnbdist: {_SHARD_ADVICE}"
     if not any("forked subprocess" in _message(part) for part in chain(error)):
         return ""
     from nbdist import cuda_guard
 
     advice = cuda_guard.advice_for(error)
     return f"\nnbdist: {advice}" if advice else ""
+
+
+def _uses_shard(error: BaseException) -> bool:
+    """Return whether torch has refused to compute with a shard and a whole tensor: its native code says it by text."""
+    return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in _message(error)
 
 
 def trim(traceback: types.TracebackType | None, *, innermost: bool = True) -> types.TracebackType | None:

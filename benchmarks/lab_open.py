@@ -36,7 +36,7 @@ def main() -> None:
             "plain": lambda: _work_to_open(lab, browser, CODE, label=""),
             "on ranks": lambda: _work_to_open(lab, browser, f"%%distributed\n{CODE}", label="[0-3] "),
         }
-        samples = _tools.rounds(ROUNDS, measures, warm_up=1)
+        samples = _tools.rounds(ROUNDS, measures, warm_up=_tools.size(1, 0))
     _tools.header(f"a notebook of {CELLS} cells with output, opened in JupyterLab")
     _tools.row("cells of the kernel", samples["plain"])
     over = ("cells of the kernel", samples["plain"])

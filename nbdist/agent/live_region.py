@@ -22,6 +22,8 @@ _UP = re.compile(rb"\x1b\[(\d*)A")
 _ERASE = (b"\x1b[K", b"\x1b[0K", b"\x1b[2K")
 _COLOR = re.compile(rb"\x1b\[[0-9;]*m")
 _ERASED = re.compile(rb"\r?(?:\x1b\[\d*A\x1b\[2K)+")  # at the end, as what is drawn is not to stay
+# What moves a cursor, clears a screen, or sets a terminal's modes: where nothing is drawn, a page shows it as text.
+_UNDRAWN = re.compile(rb"\x1b\[[0-?]*[A-HJSTfhlnsu]")
 _CUT = re.compile(rb"\x1b(\[[0-?]*)?\Z")  # a code whose end is still to come
 _WIPE = b"\r \r"  # for readers: what comes next is no state of what was there
 _DRAWN_ROWS, _DRAWN_BYTES = 4, 1024  # of what is shown while it changes; of more, as a table, only the last state is
@@ -73,6 +75,7 @@ class LiveOutput:
                 if _MOVE_UP in before:
                     self._region = _Nested(self._line)
                 else:
+                    before = _UNDRAWN.sub(b"", before) if b"\x1b[" in before else before
                     self._note(before)
                     shown.append(before)
                     if not hides:

@@ -194,6 +194,11 @@ def test_what_moves_no_cursor_is_left_as_it_is(data: bytes) -> None:
     assert LiveOutput().feed(data) == data
 
 
+@pytest.mark.parametrize("code", [b"\x1b[?25h", b"\x1b[2J\x1b[H", b"\x1b[?1049h", b"\x1b[3;1f", b"\x1b[s\x1b[u"])
+def test_codes_for_a_cursor_that_nobody_draws_with_are_dropped(code: bytes) -> None:
+    assert LiveOutput().feed(b"done" + code + b"\n") == b"done\n"
+
+
 @pytest.mark.parametrize("leave", [True, False])
 def test_bars_of_tqdm_in_a_loop_of_another_are_one_line(leave: bool) -> None:
     reader = Reader(ranks=2)

@@ -19,6 +19,7 @@ import pytest
 from nbdist.devices import visible_gpus
 from testbed.kernel import Kernel, kernel_with_ranks, wait_until
 from tests.support.leftovers import MARK, files_of_sessions, processes_of_this_run
+from tests.support.scheduling import pytest_xdist_make_scheduler  # noqa: F401 # a hook
 from tests.support.spare import close_spares, processes_of_spares, spare_with_ranks
 from tests.support.verdict import pytest_addoption, pytest_sessionfinish  # noqa: F401 # hooks
 

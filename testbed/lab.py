@@ -142,7 +142,9 @@ class Notebook:
     def run(self, index: int) -> None:
         """Run a cell to its end."""
         self.choose(index)
-        self.page.evaluate("jupyterapp.commands.execute('notebook:run-cell')")
+        ran = "jupyterapp.commands.execute('notebook:run-cell')"  # evaluate() itself has no limit
+        late = f"new Promise((_, fail) => setTimeout(() => fail(new Error('not run in {LIMIT:g} s')), {1000 * LIMIT}))"
+        self.page.evaluate(f"Promise.race([{ran}, {late}])")
         outputs = self.page.evaluate(f"index => {CURRENT}.content.widgets[index].model.outputs.toJSON()", index)
         assert not [output["evalue"] for output in outputs if output["output_type"] == "error"]
 

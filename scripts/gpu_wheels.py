@@ -6,10 +6,12 @@ Nothing is installed. Standard library only: this runs before any wheel is on th
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
@@ -59,24 +61,40 @@ def pack(root: Path, folder: Path, python: str) -> int:
     return size
 
 
-def unpack(folder: Path, target: Path, installed: Callable[[str], str | None]) -> list[str]:
-    """Unpack the wheels that this machine needs.
+def needed(folder: Path, installed: Callable[[str], str | None]) -> list[Path]:
+    """Return the wheels that this machine needs.
 
     Args:
         folder: The wheels; it need not exist.
-        target: Where to; what was there is removed.
         installed: The version of a package that this machine has; None: it has none.
-
-    Returns:
-        The names of their files.
     """
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    used = missing(sorted(wheel.name for wheel in folder.glob("*.whl")), installed)
-    for name in used:
-        with zipfile.ZipFile(folder / name) as wheel:
-            wheel.extractall(target)
-    return used
+    return [folder / name for name in missing(sorted(wheel.name for wheel in folder.glob("*.whl")), installed)]
+
+
+def unpack(wheels: Sequence[Path], folder: Path) -> Path:
+    """Return the folder in this one that has what these wheels have.
+
+    It appears whole, is never changed, and is used again: several runs may do this at once, and each may go on for as
+    long as it likes. Other wheels get another folder.
+    """
+    contents = hashlib.sha256()
+    for path in wheels:
+        contents.update(path.read_bytes())
+    target = folder / contents.hexdigest()[:16]
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as name:
+        new = Path(name) / "site"
+        for path in wheels:
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(new)
+        try:
+            new.rename(target)
+        except OSError:
+            if not target.exists():  # else another run was faster
+                raise
+    return target
 
 
 def missing(wheels: Iterable[str], installed: Callable[[str], str | None]) -> list[str]:

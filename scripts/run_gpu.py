@@ -1,9 +1,10 @@
 """Run what needs an NVIDIA GPU: facts, checks and benchmarks, the most telling first; write a page with the results.
 
-Each is a process group of its own with a limit of its own, so that one that hangs costs its limit and no more. Results
-are kept after each, so that a run that was cut off goes on with --resume. Needs a Python with torch 2.8 or newer and no
-network: what else nbdist needs is taken from wheels that --pack has fetched before, and put on the path. Standard
-library only. Knows nothing of what a check or a benchmark does: a check is a test marked `gpu`, a benchmark a program.
+Each has a limit of its own, so that one that hangs costs its limit and no more. With --lanes, checks run side by side.
+Results are kept after each, so that a run that was cut off goes on with --resume. Needs a Python with torch 2.8 or
+newer and no network: what else nbdist needs is taken from wheels that --pack has fetched before, and put on the path.
+Standard library only. Knows nothing of what a check or a benchmark does: a check is a test marked `gpu`, a benchmark a
+program.
 
 Exit code: 0 all that was asked for passed; 1 something failed or hung; 2 nothing could run; 3 the time was over first.
 """
@@ -12,70 +13,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import platform
-import secrets
 import signal
-import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import date
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from xml.etree import ElementTree
 
 import gpu_wheels
 from gpu_parts import CHECK, FACTS, ROOT, Step, all_steps, chosen
+from gpu_results import FAILED, HUNG, Run
+from gpu_step import Runner
 
 FOLDER = ROOT / "build" / "gpu"
 MINUTES = 9.0
-PASSED, FAILED, HUNG, SKIPPED, NO_GPU = "passed", "failed", "hung", "skipped", "no GPU"
-_MARK = "NBDIST_GPU_RUN"  # in the environment of all that a step starts, so that nothing of it outlives the step
-_LAST_WORDS = 3.0  # seconds in which what hangs may show where
-LEAST = 5.0  # seconds; with less time left no step begins
-_LINES = 15  # of a failure, on the page
-
-
-@dataclass
-class Result:
-    """What became of a step."""
-
-    status: str
-    seconds: float
-    name: str
-    part: str
-    kind: str
-    figures: dict[str, str] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)  # of a benchmark, or the end of what a failure printed
-    why: str = ""
-
-
-@dataclass
-class Run:
-    """All results so far, and the machine they are of."""
-
-    machine: dict[str, object] = field(default_factory=dict)
-    day: str = field(default_factory=lambda: date.today().isoformat())
-    results: dict[str, Result] = field(default_factory=dict)
-
-    def keep(self, folder: Path) -> None:
-        """Write what there is, whole or not at all."""
-        for name, text in (("results.json", json.dumps(asdict(self), indent=1)), ("page.md", page(self))):
-            new = folder / f".{name}"
-            new.write_text(text, encoding="utf-8")
-            new.replace(folder / name)
-
-    @classmethod
-    def kept(cls, folder: Path) -> Run:
-        """Read what an earlier run has written; nothing where there was none."""
-        with contextlib.suppress(FileNotFoundError):
-            data = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-            results = {name: Result(**each) for name, each in data["results"].items()}
-            return cls(data["machine"], data["day"], results)
-        return cls()
 
 
 def main() -> int:
@@ -92,21 +49,39 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{step.part:<10} {step.limit:>4.0f} s  {step.target}" for step in steps))
         return 0
+    deadline = time.monotonic() + 60 * arguments.minutes
     arguments.out = arguments.out.resolve()  # steps run in the repository
     arguments.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # so that what runs is ended, too
-    deadline = time.monotonic() + 60 * arguments.minutes
-    environment = environment_for_steps(arguments.wheels)
-    if lacking := gpu_wheels.absent(ROOT, [FOLDER / "site"], arguments.python):
-        return unable(f"missing here: {', '.join(lacking)}. With a network type `scripts/gpu --pack` first")
-    run = Run()
-    if arguments.resume or arguments.failed:
-        run = Run.kept(arguments.out)
-    else:
-        (arguments.out / "log.txt").unlink(missing_ok=True)
-    if arguments.failed:
-        run.results = {name: each for name, each in run.results.items() if each.status not in (FAILED, HUNG)}
-    return go(run, steps, arguments, environment, deadline)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    with contextlib.ExitStack() as held:
+        if not reserve(arguments.out, held):
+            return unable(f"another run writes to {arguments.out}: give this one another folder with --out")
+        run = Run.kept(arguments.out) if arguments.resume or arguments.failed else Run()
+        again = run.take_failed() if arguments.failed else set()
+        try:
+            return go(run, first(again, steps), arguments, deadline)
+        except KeyboardInterrupt:
+            print("ended early", file=sys.stderr)
+            return conclude(run, steps, arguments.out)
+
+
+def interrupt(*_: object) -> None:
+    """End the run as Ctrl-C does, whatever the signal; the next signal does not cut off the end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def reserve(folder: Path, held: contextlib.ExitStack) -> bool:
+    """Have the folder to this run alone, for as long as it is held; return whether that is so."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def parse() -> argparse.Namespace:
@@ -117,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the results in --out and run what is left")
     parser.add_argument("--failed", action="store_true", help="like --resume, and run again what failed or hung")
     parser.add_argument("--dry", action="store_true", help="run all of it on a machine without a GPU, to test the run")
+    parser.add_argument("--lanes", type=whole, default=1, help="run so many checks side by side (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="end after so many (default: %(default)g)")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where results and page go (default: build/gpu)")
     parser.add_argument("--pack", action="store_true", help="only fetch the wheels, for a machine without a network")
@@ -128,13 +104,16 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def environment_for_steps(wheels: Path) -> dict[str, str]:
-    """Return the variables of all steps; what this Python lacks is unpacked from the wheels and on the path."""
-    site = FOLDER / "site"
-    used = gpu_wheels.unpack(wheels, site, gpu_wheels.installed_version)
-    if used:
-        print(f"{len(used)} packages are taken from {wheels}", flush=True)
-    path = [str(ROOT), *([str(site)] if used else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+def whole(text: str) -> int:
+    """Read a positive whole number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text!r}")
+    return int(text)
+
+
+def environment_for_steps(site: Sequence[Path]) -> dict[str, str]:
+    """Return the variables of all steps, with these folders of packages on the path."""
+    path = [str(ROOT), *map(str, site), *filter(None, [os.environ.get("PYTHONPATH")])]
     # The machine's own pytest plugins, kernels and notebook settings play no part: results should be comparable.
     own = {name: text for name, text in os.environ.items() if name not in ("JUPYTER_PATH", "JUPYTER_CONFIG_PATH")}
     own |= {
@@ -145,37 +124,70 @@ def environment_for_steps(wheels: Path) -> dict[str, str]:
     return {**own, "PYTHONUNBUFFERED": "1", "CI": "", "PYTHONPATH": os.pathsep.join(path)}
 
 
-def go(
-    run: Run, steps: Sequence[Step], arguments: argparse.Namespace, environment: dict[str, str], deadline: float
-) -> int:
-    """Run the steps on this machine, if it is the right one; return the exit code."""
-    facts = look(arguments.out, environment, deadline)
-    if facts is None:
-        return unable(f"{sys.executable} can't use torch: see {arguments.out / 'log.txt'}. NBDIST_PYTHON names another")
+def go(run: Run, steps: Sequence[Step], arguments: argparse.Namespace, deadline: float) -> int:
+    """Run the steps on this machine, if that is possible; return the exit code."""
+    used = gpu_wheels.needed(arguments.wheels, gpu_wheels.installed_version)
+    if used:
+        print(f"{len(used)} packages are taken from {arguments.wheels}", flush=True)
+    site = [gpu_wheels.unpack(used, FOLDER / "site")] if used else []
+    if lacking := gpu_wheels.absent(ROOT, site, arguments.python):
+        return unable(f"missing here: {', '.join(lacking)}. With a network type `scripts/gpu --pack` first")
+    if not arguments.resume and not arguments.failed:
+        (arguments.out / "log.txt").unlink(missing_ok=True)
+    runner = Runner(arguments.out, environment_for_steps(site), deadline)
+    with runner.ended_on_error():
+        return run_here(run, steps, arguments, runner)
+
+
+def first(targets: set[str], steps: Sequence[Step]) -> list[Step]:
+    """Return the steps with these before all others."""
+    return sorted(steps, key=lambda step: step.target not in targets)
+
+
+def run_here(run: Run, steps: Sequence[Step], arguments: argparse.Namespace, runner: Runner) -> int:
+    """Look at this machine, and run the steps if it is the right one; return the exit code."""
+    code, output = runner.ask(Step("facts", "facts", FACTS, "scripts/gpu_facts.py", 60))
+    if code is None and not runner.left():
+        return conclude(run, steps, arguments.out)
+    if code != 0:
+        log = arguments.out / "log.txt"
+        return unable(f"{sys.executable} can't use torch: see {log}. NBDIST_PYTHON names another")
+    facts: dict[str, object] = json.loads(output.splitlines()[-1])
     if not facts["gpus"] and not arguments.dry:
         return unable("torch finds no GPU here. `scripts/gpu --dry` tests the run itself without one")
     if run.results and any(run.machine.get(name) != facts.get(name) for name in ("GPU", "torch", "driver")):
         return unable(f"the results in {arguments.out} are of another machine: leave out --resume")
     run.machine = run.machine if run.results else facts
-    run_through(run, steps, arguments.out, environment, deadline)
+    run_through(run, steps, runner, arguments.lanes)
     return conclude(run, steps, arguments.out)
 
 
-def run_through(run: Run, steps: Sequence[Step], out: Path, environment: dict[str, str], deadline: float) -> None:
+def run_through(run: Run, steps: Sequence[Step], runner: Runner, lanes: int = 1) -> None:
     """Run the steps that have no result yet until the deadline; what there is, is kept after each."""
-    for step in steps:
-        if step.target in run.results:
-            continue
-        left = deadline - time.monotonic()
-        if left < LEAST:
-            break
-        result = perform(step, min(step.limit, left), out, environment, bool(run.machine.get("gpus")))
-        if result.status == HUNG and left < step.limit:
-            break  # it was the run's time that ended, not the step's
-        run.results[step.target] = result
-        run.keep(out)
-        print(f"{result.status:<8} {result.seconds:6.1f} s  {step.part}: {step.name}", flush=True)
-    run.keep(out)
+    order = [step.target for step in (*all_steps(), *steps)]
+    keeping = threading.Lock()
+
+    def perform(step: Step) -> None:
+        result = runner.perform(step, bool(run.machine.get("gpus")))
+        if result is None:
+            return
+        with keeping:
+            run.add(step.target, result, order)
+            run.keep(runner.out)
+            print(f"{result.status:<8} {result.seconds:6.1f} s  {step.part}: {step.name}", flush=True)
+
+    for together, width in turns([step for step in steps if step.target not in run.results], lanes):
+        with ThreadPoolExecutor(width) as pool, runner.ended_on_error():
+            list(pool.map(perform, together))
+    run.keep(runner.out)
+
+
+def turns(steps: Sequence[Step], lanes: int) -> list[tuple[list[Step], int]]:
+    """Return which steps run after which others, and in how many lanes: a benchmark runs beside nothing else."""
+    if lanes == 1:
+        return [(list(steps), 1)]
+    checks = [step for step in steps if step.kind == CHECK]
+    return [(checks, lanes), ([step for step in steps if step.kind != CHECK], 1)]
 
 
 def unable(why: str) -> int:
@@ -192,144 +204,6 @@ def conclude(run: Run, steps: Sequence[Step], out: Path) -> int:
     words += [f"{left} not reached: --resume"] if left else []
     print(f"{', '.join(words)}. Page: {out / 'page.md'}; all output: {out / 'log.txt'}")
     return 1 if counts[FAILED] or counts[HUNG] else 3 if left else 0
-
-
-# --- one step
-
-
-def look(out: Path, environment: dict[str, str], deadline: float) -> dict[str, object] | None:
-    """Return what this machine is; None where torch does not work."""
-    step = Step("facts", "facts", FACTS, "scripts/gpu_facts.py", 60)
-    code, output = execute(step, command_of(step, out), min(step.limit, deadline - time.monotonic()), out, environment)
-    if code != 0:
-        return None
-    facts: dict[str, object] = json.loads(output.splitlines()[-1])
-    return facts
-
-
-def perform(step: Step, limit: float, out: Path, environment: dict[str, str], with_gpu: bool) -> Result:
-    """Run a step and judge it by its exit code, and a check by pytest's own report."""
-    report = out / "report.xml"
-    report.unlink(missing_ok=True)
-    began = time.monotonic()
-    code, output = execute(step, command_of(step, out), limit, out, environment)
-    result = Result(FAILED, round(time.monotonic() - began, 1), step.name, step.part, step.kind)
-    if report.exists():
-        result.status, result.why, result.figures = judged(report.read_text(encoding="utf-8"))
-        report.unlink()
-    if code == 0 and step.kind != CHECK:
-        result.status, result.lines = PASSED if with_gpu else NO_GPU, output.splitlines()
-    if code != 0:
-        result.status = HUNG if code is None else FAILED
-        result.why = f"over {limit:.0f} s" if code is None else f"exit code {code}"
-        result.lines = output.splitlines()[-_LINES:]
-    if result.status == NO_GPU and with_gpu:
-        result.status, result.why = FAILED, "torch finds a GPU here, and this check found none"
-    return result
-
-
-def command_of(step: Step, out: Path) -> list[str]:
-    """Return how to run a step."""
-    if step.kind != CHECK:
-        return [sys.executable, step.target]
-    # A warning that only this machine's versions give is for people to read, not a failure.
-    pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider"]
-    return [*pytest, "-o", "junit_family=xunit1", f"--junitxml={out / 'report.xml'}", step.target]
-
-
-def judged(report: str) -> tuple[str, str, dict[str, str]]:
-    """Return status, reason and figures of tests that did not fail, from pytest's XML report."""
-    cases = list(ElementTree.fromstring(report).iter("testcase"))
-    figures = {each.get("name", ""): each.get("value", "") for case in cases for each in case.iter("property")}
-    skips = [case.find("skipped") for case in cases]
-    reasons = [skip.get("message", "") for skip in skips if skip is not None]
-    if len(reasons) < len(cases) or not reasons:
-        return PASSED, "; ".join(dict.fromkeys(reasons)), figures
-    if set(reasons) == {NO_GPU}:
-        return NO_GPU, "", figures
-    return SKIPPED, "; ".join(dict.fromkeys(reasons)), figures
-
-
-def execute(
-    step: Step, command: Sequence[str], limit: float, out: Path, environment: dict[str, str]
-) -> tuple[int | None, str]:
-    """Run a command in a process group of its own; nothing that it started is left.
-
-    Returns:
-        Its exit code, None when it was ended at its limit; and what it printed.
-    """
-    mark = secrets.token_hex(8)
-    current = out / "now.txt"
-    with current.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**environment, _MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-            process.send_signal(signal.SIGABRT)  # pytest shows where each thread is
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LAST_WORDS)
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            end_all(mark)
-    text = current.read_text(encoding="utf-8", errors="replace")
-    current.unlink()
-    with (out / "log.txt").open("a", encoding="utf-8") as log:
-        log.write(f"\n===== {step.part}: {step.name}\n{text}")
-    return code, text
-
-
-def end_all(mark: str) -> None:
-    """End the processes of a step, those that have left its process group included."""
-    wanted = f"{_MARK}={mark}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
-
-
-# --- the page
-
-
-def page(run: Run) -> str:
-    """Return the results as a section of docs/gpu.md."""
-    counts = Counter(result.status for result in run.results.values())
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing has run"
-    parts = [f"## {run.machine.get('GPU', 'no machine')}, {run.day}", f"{summary}."]
-    parts.append(table(["", ""], [[name, str(value)] for name, value in run.machine.items() if name != "gpus"]))
-    checks = [each for each in run.results.values() if each.kind == CHECK]
-    if checks:
-        rows = [[each.part, each.name, each.status, f"{each.seconds:.0f}", remarks(each)] for each in checks]
-        parts.append(table(["part", "check", "result", "s", "figures"], rows))
-    for each in run.results.values():
-        if each.lines:
-            parts += [f"### {each.name}: {each.status}", "```text\n" + "\n".join(each.lines) + "\n```"]
-    return "\n\n".join(parts) + "\n"
-
-
-def remarks(result: Result) -> str:
-    """Return figures and reason of a check in one cell of the table."""
-    return "; ".join([*(f"{name} {value}" for name, value in result.figures.items()), *filter(None, [result.why])])
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [list(head), ["---"] * len(head), *([_cell(text) for text in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +22,7 @@ import pytest
 from tests.support.roles import await_end
 
 ROOT = Path(__file__).resolve().parents[2]
+LEAST = 5.0  # seconds; with less time left no step begins
 FAR = 1e9  # a deadline that never comes, in seconds of the monotonic clock
 
 
@@ -39,6 +45,11 @@ def gpu_parts(scripts: None) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def gpu_results(scripts: None) -> ModuleType:
+    return importlib.import_module("gpu_results")
+
+
+@pytest.fixture(scope="module")
 def gpu_wheels(scripts: None) -> ModuleType:
     return importlib.import_module("gpu_wheels")
 
@@ -55,6 +66,13 @@ def check(folder: Path, name: str, text: str, gpu_parts: ModuleType) -> object:
     path = folder / f"test_{name}.py"
     path.write_text(f"import pytest\ndef test_{name}(record_property):\n    {text}\n")
     return gpu_parts.Step(name, "part", gpu_parts.CHECK, str(path), 60.0)
+
+
+def perform(run_gpu: ModuleType, steps: list[object], out: Path, lanes: int = 1, deadline: float = FAR) -> object:
+    """A run of these steps."""
+    run = run_gpu.Run({"gpus": 1, "GPU": "1 x Test"})
+    run_gpu.run_through(run, steps, run_gpu.Runner(out, dict(os.environ), deadline), lanes)
+    return run
 
 
 def statuses(run: object) -> dict[str, str]:
@@ -110,8 +128,7 @@ def test_a_step_that_hangs_costs_its_own_limit_and_leaves_no_process(
         program(tmp_path, "hangs", hanging, gpu_parts, limit=5.0),
         program(tmp_path, "works", "print('3 ms')", gpu_parts),
     ]
-    run = run_gpu.Run({"gpus": 1})
-    run_gpu.run_through(run, steps, tmp_path, dict(os.environ), FAR)
+    run = perform(run_gpu, steps, tmp_path)
     assert statuses(run) == {"hangs": "hung", "works": "passed"}
     for pid in map(int, (tmp_path / "pids").read_text().split()):
         await_end([pid])
@@ -125,20 +142,32 @@ def test_results_are_kept_after_each_step_and_a_resumed_run_goes_on(
         return program(tmp_path, name, text, gpu_parts)
 
     steps = [looking("first"), looking("second")]
-    run_gpu.run_through(run_gpu.Run({"gpus": 1}), steps, tmp_path, dict(os.environ), FAR)
+    perform(run_gpu, steps, tmp_path)
     run = run_gpu.Run.kept(tmp_path)
     assert [result.lines for result in run.results.values()] == [["found False"], ["found True"]]
-    run_gpu.run_through(run, [*steps, looking("third")], tmp_path, dict(os.environ), FAR)
+    run_gpu.run_through(run, [*steps, looking("third")], run_gpu.Runner(tmp_path, dict(os.environ), FAR))
     assert [result.lines[0] for result in run.results.values()] == ["found False", "found True", "found True"]
 
 
-def test_a_step_that_the_run_s_end_cuts_off_has_no_result_and_is_not_reached(
-    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_steps_that_the_run_s_end_cuts_off_have_no_result_and_are_not_reached(
+    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path, lanes: int
 ) -> None:
-    steps = [program(tmp_path, "long", "import time; time.sleep(1000)", gpu_parts)]
-    run = run_gpu.Run({"gpus": 1})
-    run_gpu.run_through(run, steps, tmp_path, dict(os.environ), time.monotonic() + run_gpu.LEAST + 1)
+    hanging = "import signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(1000)"
+    steps = [check(tmp_path, name, hanging, gpu_parts) for name in ("one", "two", "three")]
+    run = perform(run_gpu, steps, tmp_path, lanes, deadline=time.monotonic() + LEAST + 1)
     assert statuses(run) == {} and run_gpu.conclude(run, steps, tmp_path) == 3
+
+
+def test_what_failed_comes_first_when_it_is_run_again(
+    run_gpu: ModuleType, gpu_parts: ModuleType, gpu_results: ModuleType
+) -> None:
+    steps = [gpu_parts.Step(name, "part", gpu_parts.CHECK, name, 1.0) for name in ("a", "b", "c", "d")]
+    found = {"b": "passed", "c": "hung", "d": "failed"}
+    run = run_gpu.Run(results={name: gpu_results.Result(status, 1.0, name, "", "") for name, status in found.items()})
+    again = run.take_failed()
+    assert list(run.results) == ["b"]
+    assert [step.name for step in run_gpu.first(again, steps)] == ["c", "d", "a", "b"]
 
 
 def test_a_check_is_judged_by_pytest_and_brings_its_figures(
@@ -150,11 +179,14 @@ def test_a_check_is_judged_by_pytest_and_brings_its_figures(
         check(tmp_path, "unable", "pytest.skip('torchao is not installed')", gpu_parts),
         check(tmp_path, "without", "pytest.skip('no GPU')", gpu_parts),
     ]
-    run = run_gpu.Run({"gpus": 1, "GPU": "1 x Test"})
-    run_gpu.run_through(run, steps, tmp_path, dict(os.environ), FAR)
+    run = perform(run_gpu, steps, tmp_path)
     assert statuses(run) == {"good": "passed", "bad": "failed", "unable": "skipped", "without": "failed"}
     page = (tmp_path / "page.md").read_text()
-    assert f"## 1 x Test, {run.day}" in page and "latency 3 ms |" in page and "latency 9 s; exit code 1 |" in page
+    assert (
+        f"## 1 x Test, {run_gpu.Run().day}" in page
+        and "latency 3 ms |" in page
+        and "latency 9 s; exit code 1 |" in page
+    )
     assert "| torch finds a GPU here, and this check found none |" in page
     assert "| torchao is not installed |" in page and "assert 1 == 2" in page
     assert "assert 1 == 2" in (tmp_path / "log.txt").read_text()
@@ -171,11 +203,16 @@ def test_a_check_is_judged_by_pytest_and_brings_its_figures(
     ],
 )
 def test_the_exit_code_says_how_it_went(
-    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path, found: list[str | None], code: int
+    run_gpu: ModuleType,
+    gpu_parts: ModuleType,
+    gpu_results: ModuleType,
+    tmp_path: Path,
+    found: list[str | None],
+    code: int,
 ) -> None:
     steps = [gpu_parts.Step(str(number), "part", gpu_parts.CHECK, str(number), 1.0) for number in range(len(found))]
     results = {
-        step.target: run_gpu.Result(status, 1.0, step.name, "part", "check")
+        step.target: gpu_results.Result(status, 1.0, step.name, "part", "check")
         for step, status in zip(steps, found, strict=True)
         if status
     }
@@ -200,11 +237,132 @@ def test_without_a_gpu_nothing_is_run_and_that_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_time_that_is_over_before_the_machine_is_known_is_said(tmp_path: Path) -> None:
+    done = gpu("--dry", "--minutes", "0", "--only", "two_ranks_compute", "--out", str(tmp_path))
+    assert (done.returncode, done.stderr) == (3, "") and done.stdout.startswith("1 not reached: --resume. ")
+
+
 def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     """scripts/gpu on a machine that shows no GPU."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "NBDIST_PYTHON": sys.executable}
     command = [str(ROOT / "scripts" / "gpu"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+# --- side by side
+
+
+def test_checks_in_several_lanes_run_side_by_side(run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "meeting")  # who opens it waits for the other
+    steps = [
+        check(tmp_path, "writes", f"open({str(tmp_path / 'meeting')!r}, 'w').close()", gpu_parts),
+        check(tmp_path, "reads", f"open({str(tmp_path / 'meeting')!r}).close()", gpu_parts),
+    ]
+    assert statuses(perform(run_gpu, steps, tmp_path, lanes=2)) == {"writes": "passed", "reads": "passed"}
+
+
+def test_benchmarks_run_alone_after_all_checks(run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path) -> None:
+    begin, end = (f"open({str(tmp_path / 'events')!r}, 'a').write('{word} ')" for word in ("begin", "end"))
+    os.mkfifo(tmp_path / "meeting")
+    meeting = str(tmp_path / "meeting")
+    steps = [
+        program(tmp_path, "measures", f"{begin}\n{end}", gpu_parts),
+        program(tmp_path, "measures_too", f"{begin}\n{end}", gpu_parts),
+        check(tmp_path, "writes", f"{begin}; open({meeting!r}, 'w').close(); {end}", gpu_parts),
+        check(tmp_path, "reads", f"{begin}; open({meeting!r}).close(); {end}", gpu_parts),
+    ]
+    perform(run_gpu, steps, tmp_path, lanes=2)
+    assert (tmp_path / "events").read_text().split() == ["begin", "begin", "end", "end"] + ["begin", "end"] * 2
+
+
+def test_results_are_in_the_order_of_steps_whichever_ends_first(
+    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "meeting")
+    out = tmp_path / "out"
+    out.mkdir()
+    steps = [  # the third begins when the second has ended, and the first ends when the third has begun
+        check(tmp_path, "first", f"open({str(tmp_path / 'meeting')!r}).close()", gpu_parts),
+        check(tmp_path, "second", "pass", gpu_parts),
+        check(tmp_path, "third", f"open({str(tmp_path / 'meeting')!r}, 'w').close()", gpu_parts),
+    ]
+    perform(run_gpu, steps, out, lanes=2)
+    assert list(statuses(run_gpu.Run.kept(out))) == ["first", "second", "third"]
+    page = (out / "page.md").read_text()
+    assert page.index("| first |") < page.index("| second |") < page.index("| third |")
+    assert {path.name for path in out.iterdir()} == {"results.json", "page.md", "log.txt"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_lanes_and_what_has_finished_is_kept(
+    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path, number: signal.Signals
+) -> None:
+    hanging = (
+        "import os, subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], start_new_session=True); "
+        "open({!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(1000)"
+    )
+    hangs = [tmp_path / "pids_1", tmp_path / "pids_2"]
+    for path in hangs:
+        os.mkfifo(path)
+    steps = [
+        check(tmp_path, "quick", "pass", gpu_parts),
+        *(check(tmp_path, path.name, hanging.format(str(path)), gpu_parts) for path in hangs),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", own_steps(steps), "--dry", "--lanes", "2", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pids = [int(word) for path in hangs for word in path.read_text().split()]
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 3 and "2 not reached: --resume" in printed
+    assert statuses(run_gpu.Run.kept(tmp_path)) == {"quick": "passed"}
+    await_end(pids)
+
+
+def own_steps(steps: list[object]) -> str:
+    """scripts/gpu with these steps."""
+    return (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+        "import run_gpu\nfrom gpu_parts import Step\n"
+        f"run_gpu.all_steps = lambda: {steps!r}\n"
+        "sys.exit(run_gpu.main())\n"
+    )
+
+
+@pytest.mark.parametrize("lanes", ["0", "-1", "1.5", "two"])
+def test_a_number_of_lanes_that_is_none_is_one_clear_error(lanes: str) -> None:
+    done = gpu("--lanes", lanes)
+    assert done.returncode == 2
+    error = f"scripts/gpu: error: argument --lanes: a whole number from 1 on is needed, not '{lanes}'"
+    assert done.stderr.splitlines()[-1] == error
+
+
+def test_two_runs_at_once_in_one_checkout_both_finish(tmp_path: Path) -> None:
+    for number in range(3):
+        wheel(tmp_path / "wheels", f"nbdist_test_{number}")
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        asked = ("--dry", "--lanes", "2", "--only", "two_ranks_compute")
+        return gpu(*asked, "--wheels", str(tmp_path / "wheels"), "--out", str(tmp_path / name))
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for done in pool.map(run, ("one", "two")):
+                assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        for unpacked in (ROOT / "build" / "gpu" / "site").glob("*/nbdist_test_0.py"):
+            shutil.rmtree(unpacked.parent)
+
+
+def test_a_second_run_into_the_same_folder_is_refused(run_gpu: ModuleType, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as held:
+        assert run_gpu.reserve(tmp_path, held)
+        done = gpu("--dry", "--out", str(tmp_path))
+    refusal = f"another run writes to {tmp_path}: give this one another folder with --out\n"
+    assert (done.returncode, done.stderr) == (2, refusal)
 
 
 # --- wheels
@@ -229,15 +387,33 @@ def test_a_package_that_is_missing_or_older_comes_from_the_wheels(gpu_wheels: Mo
     assert gpu_wheels.missing(wheels, here.get) == ["old_one-2.10.0-py3-none-any.whl", "none-1.0-py3-none-any.whl"]
 
 
+def wheel(folder: Path, name: str, answer: int = 42) -> Path:
+    """A wheel with one module."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr(f"{name}.py", f"answer = {answer}")
+    return path
+
+
 def test_what_comes_from_the_wheels_can_be_imported_and_the_rest_stays_packed(
     gpu_wheels: ModuleType, tmp_path: Path
 ) -> None:
-    import zipfile
+    wanted, _ = (wheel(tmp_path / "wheels", name) for name in ("wanted", "installed"))
+    used = gpu_wheels.needed(tmp_path / "wheels", {"installed": "1.0"}.get)
+    assert used == [wanted]
+    assert [path.name for path in gpu_wheels.unpack(used, tmp_path / "site").iterdir()] == ["wanted.py"]
 
-    (tmp_path / "wheels").mkdir()
-    for name in ("wanted", "installed"):
-        with zipfile.ZipFile(tmp_path / "wheels" / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{name}.py", "answer = 42")
-    used = gpu_wheels.unpack(tmp_path / "wheels", tmp_path / "site", {"installed": "1.0"}.get)
-    assert used == ["wanted-1.0-py3-none-any.whl"]
-    assert [path.name for path in (tmp_path / "site").iterdir()] == ["wanted.py"]
+
+def test_runs_that_unpack_at_once_share_one_whole_folder(gpu_wheels: ModuleType, tmp_path: Path) -> None:
+    wheels = [wheel(tmp_path / "wheels", f"module_{number}") for number in range(20)]
+    with ThreadPoolExecutor(8) as pool:
+        folders = set(pool.map(lambda _: gpu_wheels.unpack(wheels, tmp_path / "site"), range(8)))
+    (folder,) = folders
+    assert list((tmp_path / "site").iterdir()) == [folder] and len(list(folder.iterdir())) == 20
+
+
+def test_other_wheels_leave_alone_what_a_run_uses(gpu_wheels: ModuleType, tmp_path: Path) -> None:
+    older = gpu_wheels.unpack([wheel(tmp_path / "wheels", "module", 1)], tmp_path / "site")
+    newer = gpu_wheels.unpack([wheel(tmp_path / "wheels", "module", 2)], tmp_path / "site")
+    assert [(each / "module.py").read_text() for each in (older, newer)] == ["answer = 1", "answer = 2"]

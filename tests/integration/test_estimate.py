@@ -105,6 +105,14 @@ def test_the_embedding_and_the_head_are_estimated_as_they_are_gathered(training:
         assert {name: getattr(found, name) for name in rank} == rank
 
 
+def test_an_optimizer_that_updates_all_tensors_at_once_takes_temporary_memory_of_shards() -> None:
+    """As on a GPU, where AdamW does so; its square roots are one shard."""
+    task = _packed(TrialTask(Mlp(512, 8), (8, 512), torch.optim.AdamW, None))
+    setup = TrialSetup(Plan(strategy="fsdp"), world_size=2, has_group=True, on_gpu=True)
+    found = answer_to(setup, task)["held"]
+    assert found["temporary"] == pytest.approx(found["parameters"], rel=0.1)
+
+
 def test_activations_are_those_that_each_module_saves_and_flops_those_of_the_step() -> None:
     """Of three layers with a ReLU behind each, autograd saves the batch and what each ReLU returns."""
     (found,) = estimate_each(nn.Sequential(Mlp(64, 3)), (8, 64), [NONE], details=True)

@@ -21,7 +21,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -32,6 +31,7 @@ from nbdist.errors import UsageError
 from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
 from nbdist.train import state as training
 from nbdist.train.estimate.details import details_of
+from nbdist.train.estimate.tracker import CountedFakeTensorMode, tracker_of
 from nbdist.train.estimate.trial_step import CPU, KernelsOfGpu, Step, TrialSetup, make_step, nothing_moves
 from nbdist.train.prepare import strategies
 
@@ -79,13 +79,13 @@ def _measure(setting: TrialSetup, task: bytes) -> dict[str, Any]:
     notes: list[str] = []
     state = _begin(setting, notes)
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        mode = stack.enter_context(CountedFakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(nothing_moves())
         if setting.on_gpu:
             stack.enter_context(KernelsOfGpu())
         step = _second_step(task, state, setting)
         try:
-            held = _watched(step)
+            held = _watched(step, mode)
         except Exception as error:  # the first step has worked, so it is the tracker that has not
             notes.append(f"temporary memory is not known, for torch's MemTracker does not work here: {error}")
             held = _added_up(_second_step(task, state, setting))
@@ -127,11 +127,9 @@ def _second_step(task: bytes, state: training.State, setting: TrialSetup) -> Ste
 # --- what is watched
 
 
-def _watched(step: Step) -> dict[str, int]:
+def _watched(step: Step, mode: CountedFakeTensorMode) -> dict[str, int]:
     """Return the bytes by category when most is held in a step, and of all gradients after backward."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    tracker = MemTracker()
+    tracker = tracker_of(mode)
     tracker.track_external(step.model, step.optimizer, *_tensors(step.batch))
     step.between = tracker.reset_mod_stats
     with tracker:

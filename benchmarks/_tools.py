@@ -89,6 +89,7 @@ def row(
     unit: str = "s",
     *,
     over: tuple[str, float | Sequence[float]] | None = None,
+    at_least: float = 0.0,
     at_most: float | None = None,
 ) -> None:
     """One line: median, spread and the ratio to a limit or to another measure of the same rounds.
@@ -96,6 +97,7 @@ def row(
     Args:
         unit: "s", "MB" or "%" of a core.
         over: Name and value of what the ratio is to; a list is taken round by round.
+        at_least: What the ratio should reach, if `at_most` is given.
         at_most: What the ratio should not exceed.
     """
     spread = f"{show(quantile(samples, 0.1), unit)} to {show(quantile(samples, 0.9), unit)}" if len(samples) > 1 else ""
@@ -107,7 +109,8 @@ def row(
         if isinstance(base, (int, float)):
             line += f" of {show(base, unit)}"
         if at_most is not None:
-            line += f", at most {at_most:g}: {'kept' if ratio <= at_most else 'MISSED'}"
+            low = f"at least {at_least:g}, " if at_least else ""
+            line += f", {low}at most {at_most:.3g}: {'kept' if at_least <= ratio <= at_most else 'MISSED'}"
     print(line.rstrip(), flush=True)
 
 

@@ -92,7 +92,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the results in --out and run what is left")
     parser.add_argument("--failed", action="store_true", help="like --resume, and run again what failed or hung")
     parser.add_argument("--dry", action="store_true", help="run all of it on a machine without a GPU, to test the run")
-    parser.add_argument("--lanes", type=whole, default=1, help="run so many checks side by side (default: %(default)s)")
+    parser.add_argument(
+        "--lanes", type=number_of_lanes, default=1, help="run so many checks side by side (default: %(default)s)"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="end after so many (default: %(default)g)")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where results and page go (default: build/gpu)")
     parser.add_argument("--pack", action="store_true", help="only fetch the wheels, for a machine without a network")
@@ -104,10 +106,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def whole(text: str) -> int:
-    """Read a positive whole number."""
+def number_of_lanes(text: str) -> int:
+    """Read a number of lanes."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"invalid number of lanes {text!r}: use a whole number, 1 or more, as in --lanes 4"
+        )
     return int(text)
 
 

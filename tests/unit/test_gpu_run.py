@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,6 @@ import pytest
 from tests.support.roles import await_end
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST = 5.0  # seconds; with less time left no step begins
 FAR = 1e9  # a deadline that never comes, in seconds of the monotonic clock
 
 
@@ -47,6 +47,11 @@ def gpu_parts(scripts: None) -> ModuleType:
 @pytest.fixture(scope="module")
 def gpu_results(scripts: None) -> ModuleType:
     return importlib.import_module("gpu_results")
+
+
+@pytest.fixture(scope="module")
+def gpu_step(scripts: None) -> ModuleType:
+    return importlib.import_module("gpu_step")
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +156,11 @@ def test_results_are_kept_after_each_step_and_a_resumed_run_goes_on(
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_steps_that_the_run_s_end_cuts_off_have_no_result_and_are_not_reached(
-    run_gpu: ModuleType, gpu_parts: ModuleType, tmp_path: Path, lanes: int
+    run_gpu: ModuleType, gpu_parts: ModuleType, gpu_step: ModuleType, tmp_path: Path, lanes: int
 ) -> None:
     hanging = "import signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(1000)"
     steps = [check(tmp_path, name, hanging, gpu_parts) for name in ("one", "two", "three")]
-    run = perform(run_gpu, steps, tmp_path, lanes, deadline=time.monotonic() + LEAST + 1)
+    run = perform(run_gpu, steps, tmp_path, lanes, deadline=time.monotonic() + gpu_step.LEAST + 1)
     assert statuses(run) == {} and run_gpu.conclude(run, steps, tmp_path) == 3
 
 
@@ -243,9 +248,9 @@ def test_time_that_is_over_before_the_machine_is_known_is_said(tmp_path: Path) -
 
 
 def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """scripts/gpu on a machine that shows no GPU."""
+    """scripts/gpu on a machine that shows no GPU. What --pack has left in this checkout plays no part."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "NBDIST_PYTHON": sys.executable}
-    command = [str(ROOT / "scripts" / "gpu"), *arguments]
+    command = [str(ROOT / "scripts" / "gpu"), "--wheels", os.devnull, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -310,16 +315,39 @@ def test_a_signal_ends_all_lanes_and_what_has_finished_is_kept(
         *(check(tmp_path, path.name, hanging.format(str(path)), gpu_parts) for path in hangs),
     ]
     process = subprocess.Popen(
-        [sys.executable, "-c", own_steps(steps), "--dry", "--lanes", "2", "--out", str(tmp_path)],
+        [
+            sys.executable,
+            "-c",
+            own_steps(steps),
+            "--dry",
+            "--lanes",
+            "2",
+            "--wheels",
+            os.devnull,
+            "--out",
+            str(tmp_path),
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )
-    pids = [int(word) for path in hangs for word in path.read_text().split()]
-    process.send_signal(number)
+    try:
+        pids = [int(word) for path in hangs for word in first_words(path).split()]
+    finally:
+        process.send_signal(number)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 3 and "2 not reached: --resume" in printed
     assert statuses(run_gpu.Run.kept(tmp_path)) == {"quick": "passed"}
     await_end(pids)
+
+
+def first_words(path: Path) -> str:
+    """What is written to a named pipe first, within a minute."""
+    descriptor = os.open(path, os.O_RDWR)  # as a writer, too, so that it opens without another
+    try:
+        assert select.select([descriptor], [], [], 60)[0], f"nothing was written to {path}"
+        return os.read(descriptor, 1 << 12).decode()
+    finally:
+        os.close(descriptor)
 
 
 def own_steps(steps: list[object]) -> str:
@@ -336,8 +364,8 @@ def own_steps(steps: list[object]) -> str:
 def test_a_number_of_lanes_that_is_none_is_one_clear_error(lanes: str) -> None:
     done = gpu("--lanes", lanes)
     assert done.returncode == 2
-    error = f"scripts/gpu: error: argument --lanes: a whole number from 1 on is needed, not '{lanes}'"
-    assert done.stderr.splitlines()[-1] == error
+    error = f"invalid number of lanes '{lanes}': use a whole number, 1 or more, as in --lanes 4"
+    assert done.stderr.splitlines()[-1] == f"scripts/gpu: error: argument --lanes: {error}"
 
 
 def test_two_runs_at_once_in_one_checkout_both_finish(tmp_path: Path) -> None:

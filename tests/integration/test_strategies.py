@@ -247,6 +247,17 @@ means = model.module.running_mean.clone(); dist.all_reduce(means); round(float(m
     assert value(ranks, code) == str(mean)
 
 
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_a_model_is_replicated_without_a_warning(ranks: Kernel, broadcast: bool) -> None:
+    code = f"""
+import warnings
+with warnings.catch_warnings(record=True) as given:
+    warnings.simplefilter("always")
+    nbdist.prepare(nn.BatchNorm1d(1), plan=Plan("ddp", broadcast_buffers={broadcast}))
+[str(each.message) for each in given]"""
+    assert value(ranks, code) == "[]"
+
+
 def test_parameters_that_no_loss_reaches_may_be_looked_for(ranks: Kernel) -> None:
     code = """
 class Half(Net):

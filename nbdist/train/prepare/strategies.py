@@ -7,6 +7,7 @@ checkpointed, then compiled, then sharded.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -184,11 +185,19 @@ def _replicate(model: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
         find_unused_parameters=plan.find_unused_parameters,
         static_graph=plan.static_graph,
         gradient_as_bucket_view=plan.gradient_as_bucket_view,
-        broadcast_buffers=plan.broadcast_buffers,
+        **_buffer_options(plan),
     )
     if plan.comm_hook != "none":
         _register_hook(wrapped, plan.comm_hook, plan.comm_hook_options)
     return wrapped
+
+
+def _buffer_options(plan: Plan) -> dict[str, Any]:
+    """Return DDP's argument for buffers, by the name that this version of torch has for it: 2.13 warns of the old."""
+    if plan.broadcast_buffers:
+        return {}  # as by default
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def _register_hook(model: DistributedDataParallel, kind: str, options: Mapping[str, Any]) -> None:

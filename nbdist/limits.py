@@ -92,5 +92,7 @@ MOST_SLACK = 5.0  # that users can ask for
 COMPLETION_ANSWER = 0.15  # for a rank to complete or inspect a name
 METRICS_ANSWER = 0.5  # ... to report what the panel shows
 STATUS_ANSWER = 1.0  # ... to report its memory
+MAIN_THREAD = 0.1  # of it: for the rank's main thread to come back from C and ask torch
+DRIVER_ANSWER = 0.5  # of it: for the driver to report the memory that torch could not
 STACK_ANSWER = 0.3  # ... to report the line that it is at
 STALE = 1.0  # after which nobody waits for an answer any more, so that it is not worked out

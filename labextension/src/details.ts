@@ -3,6 +3,7 @@
  */
 
 import { held, onGpu, type Rank } from "./state";
+import { partName } from "./row";
 import * as strings from "./strings";
 import { badgeOf, degrees, make, milliseconds, nameOf, partOf, percent, size, speed, stateOf, watts } from "./words";
 
@@ -71,7 +72,9 @@ function gpuMemory(rank: Rank): [label: string, value: string][] {
     [labels.peakOfTensors, size(rank.peak)],
     [labels.cache, size(rank.cache)],
     [labels.nonTorch, size(rank.non_torch)],
-    [rank.non_torch === null ? strings.outsideTorch : labels.others, size(rank.others)],
+    ...(rank.process === null ? [] : [[strings.parts.process, size(rank.process)] as [string, string]]),
+    [partName(rank, "others"), size(rank.others)],
+    [strings.parts.kept, size(rank.kept)],
     [labels.utilization, percent(rank.utilization)],
     [labels.temperature, degrees(rank.temperature)],
     [labels.power, rank.power_limit === null ? watts(rank.power) : `${watts(rank.power)} of ${watts(rank.power_limit)}`],

@@ -6,7 +6,7 @@ import { held, onGpu, remarks, shown, type Rank } from "./state";
 import * as strings from "./strings";
 import { badgeOf, degrees, make, milliseconds, nameOf, partOf, percent, size, stateOf, svg, watts, write } from "./words";
 
-export const PARTS = ["allocated", "cache", "non_torch", "others"] as const;
+export const PARTS = ["allocated", "cache", "non_torch", "process", "others", "kept"] as const;
 export type Part = (typeof PARTS)[number];
 
 const WIDTH = 64;
@@ -121,7 +121,7 @@ class Bar {
 
   draw(rank: Rank): void {
     const total = rank.total;
-    this.element.classList.toggle("nbdist-unknown", total === null || held(rank) === null);
+    this.element.classList.toggle("nbdist-unknown", total === null || shown(rank) === null);
     const words: string[] = [];
     PARTS.forEach((part, index) => {
       const value = rank[part];
@@ -179,7 +179,7 @@ export class MachineBar {
 
 /** What a part of a bar is called: where the driver hides processes, the rest is not only others'. */
 export function partName(rank: Rank, part: Part): string {
-  return part === "others" && rank.non_torch === null ? strings.outsideTorch : strings.parts[part];
+  return part === "others" && rank.non_torch === null && rank.process === null ? strings.outsideTorch : strings.parts[part];
 }
 
 /** The last minute or so. */

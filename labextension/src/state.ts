@@ -18,7 +18,9 @@ export interface Rank {
   allocated: number | null;
   cache: number | null;
   non_torch: number | null;
+  process: number | null;
   others: number | null;
+  kept: number | null;
   peak: number | null;
   utilization: number | null;
   temperature: number | null;
@@ -197,13 +199,13 @@ export class State {
 
 /** What a rank takes of its device's memory. */
 export function held(rank: Rank): number | null {
-  return rank.allocated === null ? null : rank.allocated + (rank.cache ?? 0) + (rank.non_torch ?? 0);
+  return rank.allocated === null ? rank.process : rank.allocated + (rank.cache ?? 0) + (rank.non_torch ?? 0);
 }
 
-/** What everybody together takes of it; on the CPU, where ranks share it, what the rank takes. */
+/** What processes together take of it; on the CPU, where ranks share it, what the rank takes. */
 export function shown(rank: Rank): number | null {
   const own = held(rank);
-  return own === null || !onGpu(rank) ? own : own + (rank.others ?? 0);
+  return !onGpu(rank) || (own === null && rank.others === null) ? own : (own ?? 0) + (rank.others ?? 0);
 }
 
 export function onGpu(rank: Rank): boolean {

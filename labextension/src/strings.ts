@@ -43,7 +43,15 @@ export const every = (seconds: number): string => (seconds === 1 ? "every second
 export const rankOn = (rank: string, device: string): string => `${rank} on ${device}`;
 export const overTime = (label: string): string => `${label}, the last minutes; bands are cells`;
 
-export const parts = { allocated: "tensors", cache: "torch's cache", non_torch: "CUDA and NCCL", others: "other processes" };
+export const parts = {
+  allocated: "tensors",
+  cache: "torch's cache",
+  non_torch: "CUDA and NCCL",
+  process: "the rank, as the driver reports it",
+  others: "other processes",
+  kept: "kept by the driver",
+};
+export const asNvidiaSmi = "used / total: of all processes, as nvidia-smi reports them";
 
 export const metrics = {
   memory: { name: "memory in use", less: "25 % of the device less", more: "25 % more" },
@@ -76,7 +84,6 @@ export const facts = {
   peakOfTensors: "peak of tensors",
   cache: "torch's cache",
   nonTorch: "CUDA and NCCL",
-  others: "other processes",
   utilization: "utilization",
   temperature: "temperature",
   power: "power",

@@ -402,8 +402,9 @@ function keys(gpus: boolean): HTMLElement[] {
   if (!gpus) {
     return [key("part nbdist-segment", strings.rankAlone), key("part nbdist-others", strings.elseInUse), key("free", strings.free)];
   }
-  const found = PARTS.map((part) => key(`part nbdist-${part}`, strings.parts[part]));
-  return [...found, key("free", strings.free), key("peak", strings.peak)];
+  const usual = PARTS.filter((part) => part !== "process"); // who sees one finds it named in the bar's title
+  const found = usual.map((part) => key(`part nbdist-${part}`, strings.parts[part]));
+  return [...found, key("free", strings.free), key("peak", strings.peak), make("span", "", strings.asNvidiaSmi)];
 }
 
 function key(swatch: string, words: string): HTMLElement {

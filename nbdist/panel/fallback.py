@@ -18,7 +18,8 @@ _BAR = 22  # characters
 _LINES = 32  # of nodes and of ranks in a summary of many
 _MARKS = {"busy": "●", "idle": "○", "stuck": "◐", "dead": "✕"}
 _COLUMNS = ("rank", "device", "memory", "", "peak", "util", "temp", "power", "CPU", "state", "")
-_RIGHT = frozenset({3, 4, 5, 6, 7, 8})  # columns of numbers
+_AMOUNT = 3  # the column of what is used, of the total
+_RIGHT = frozenset({_AMOUNT, 4, 5, 6, 7, 8})  # columns of numbers
 
 
 # --- text
@@ -50,9 +51,16 @@ def _text_node(view: View, index: int) -> str:
 
 
 def _text_table(rows: Sequence[Row]) -> str:
-    cells = [list(_COLUMNS), *(_text_cells(row) for row in rows)]
+    cells = [_headings(rows), *(_text_cells(row) for row in rows)]
     kept = [column for column in range(len(_COLUMNS)) if any(row[column] for row in cells[1:])]
     return _aligned([[row[column] for column in kept] for row in cells], {kept.index(c) for c in _RIGHT if c in kept})
+
+
+def _headings(rows: Sequence[Row]) -> list[str]:
+    headings = list(_COLUMNS)
+    if any(row.on_gpu for row in rows):
+        headings[_AMOUNT] = "as nvidia-smi"
+    return headings
 
 
 def _text_cells(row: Row) -> list[str]:
@@ -69,20 +77,21 @@ def _text_cells(row: Row) -> list[str]:
 
 
 def _text_bar(row: Row) -> str:
-    if not row.total or row.held is None:
+    if not row.total or row.used is None:
         return f"[{'?' * _BAR}]"
     bar, at = "", 0.0
-    for mark, part in zip("#=-.", (row.allocated, row.cache, row.non_torch, row.others), strict=True):
+    for mark, part in zip("#=-+.~", (getattr(row, field) for field, *_ in _PARTS), strict=True):
         at += (part or 0) / row.total
         bar = bar.ljust(min(_BAR, round(at * _BAR)), mark)
     return f"[{bar.ljust(_BAR)}]"
 
 
 def _legend(view: View) -> str:
-    if any(row.cache is not None for row in view.rows):
+    if any(row.on_gpu for row in view.rows):
         hidden = any(row.cache is not None and row.non_torch is None for row in view.rows)
         others = "outside torch (CUDA, NCCL, other processes)" if hidden else "other processes"
-        return f"# tensors  = torch's cache  - CUDA and NCCL  . {others}"
+        own = "  + this rank, as the driver reports it" if any(row.process is not None for row in view.rows) else ""
+        return f"# tensors  = torch's cache  - CUDA and NCCL{own}  . {others}  ~ kept by the driver"
     return "# this rank's own  . everything else in use"
 
 
@@ -113,7 +122,9 @@ _PARTS = (
     ("allocated", "tensors", "#4477aa"),
     ("cache", "torch's cache", "#99bbdd"),
     ("non_torch", "CUDA and NCCL", "#9970ab"),
+    ("process", "this rank, as the driver reports it", "#6f8fae"),
     ("others", "other processes", "#c2a05c"),
+    ("kept", "kept by the driver", "#888888"),
 )
 
 
@@ -166,7 +177,8 @@ def _html_node(view: View, index: int) -> str:
 def _html_table(rows: Sequence[Row]) -> str:
     cells = [_text_cells(row) for row in rows]
     kept = [column for column in range(len(_COLUMNS)) if any(row[column] for row in cells)]
-    head = "".join(f'<th style="{_column_style(column)};{_QUIET}">{_COLUMNS[column]}</th>' for column in kept)
+    headings = _headings(rows)
+    head = "".join(f'<th style="{_column_style(column)};{_QUIET}">{headings[column]}</th>' for column in kept)
     lines = "".join(
         "<tr>" + "".join(_html_cell(row, column, words[column]) for column in kept) + "</tr>"
         for row, words in zip(rows, cells, strict=True)
@@ -186,7 +198,7 @@ def _column_style(column: int) -> str:
 
 
 def _html_bar(row: Row) -> str:
-    if not row.total or row.held is None:
+    if not row.total or row.used is None:
         return f'<span style="{_TRACK};font-size:8px">n/a</span>'
     parts = "".join(
         f'<span style="display:inline-block;height:10px;background-color:{color};'
@@ -198,10 +210,14 @@ def _html_bar(row: Row) -> str:
 
 
 def _html_legend(view: View) -> str:
-    on_gpu = any(row.cache is not None for row in view.rows)
-    parts = _PARTS if on_gpu else (("", "this rank's own", _PARTS[0][2]), ("", "everything else in use", _PARTS[3][2]))
-    keys = "".join(f'<span style="color:{color}">■</span> {escape(name)} &nbsp; ' for _, name, color in parts)
-    return f'<p style="{_QUIET}">{keys}</p>'
+    on_gpu = any(row.on_gpu for row in view.rows)
+    alone = any(row.process is not None for row in view.rows)
+    colors = {field: color for field, _, color in _PARTS}
+    keys = [(name, color) for field, name, color in _PARTS if field != "process" or alone]
+    if not on_gpu:
+        keys = [("this rank's own", colors["allocated"]), ("everything else in use", colors["others"])]
+    words = "".join(f'<span style="color:{color}">■</span> {escape(name)} &nbsp; ' for name, color in keys)
+    return f'<p style="{_QUIET}">{words}</p>'
 
 
 # --- what both say
@@ -243,16 +259,15 @@ def _beyond(rows: Sequence[Row]) -> list[str]:
 
 
 def _used_of_total(row: Row) -> str:
-    if row.held is None:
+    used = row.used if row.on_gpu else row.held
+    if used is None:
         return "n/a"
-    if not row.total:
-        return f"{size(row.held)} of n/a"
-    return part_of(row.held if row.cache is None else row.used or 0, row.total)
+    return part_of(used, row.total) if row.total else f"{size(used)} of n/a"
 
 
 def _gauges(row: Row) -> list[str]:
     """Return peak, utilization, temperature, power; empty where there is no such thing, n/a where it is not known."""
-    if row.cache is None and not row.gpu:
+    if not row.on_gpu:
         return ["", "", "", ""]
     return [
         size(row.peak),

@@ -31,11 +31,13 @@ class Row(NamedTuple):
         name: What it is called: its number, or "notebook".
         node: Index of its machine.
         gpu: Name of its device; empty on the CPU.
-        total: Memory of the device; of the machine on the CPU.
+        total: Memory of the device, as nvidia-smi reports it; of the machine on the CPU.
         allocated: In tensors; on the CPU all that is the process's own.
         cache: Held by torch and empty.
         non_torch: The process's, outside of torch: CUDA context, NCCL.
-        others: Used by other processes; with `non_torch` where the driver does not tell whose it is.
+        process: The process's as the driver reports it, where torch can't be asked for `allocated` and `cache`.
+        others: Used by other processes; with what is this one's where the driver does not tell whose it is.
+        kept: What the driver keeps for itself.
         peak: Largest `allocated`, as torch tells it.
         cpu: Cores that the process keeps busy.
         step: Seconds of a training step.
@@ -57,7 +59,9 @@ class Row(NamedTuple):
     allocated: int | None = None
     cache: int | None = None
     non_torch: int | None = None
+    process: int | None = None
     others: int | None = None
+    kept: int | None = None
     peak: int | None = None
     utilization: float | None = None
     temperature: float | None = None
@@ -75,14 +79,25 @@ class Row(NamedTuple):
     why: str = ""
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether its memory is a GPU's."""
+        return self.cache is not None or self.gpu != ""
+
+    @property
     def held(self) -> int | None:
         """What this rank takes of the device's memory."""
-        return None if self.allocated is None else self.allocated + (self.cache or 0) + (self.non_torch or 0)
+        return self.process if self.allocated is None else self.allocated + (self.cache or 0) + (self.non_torch or 0)
 
     @property
     def used(self) -> int | None:
-        """What everybody together takes of it."""
-        return None if self.held is None else self.held + (self.others or 0)
+        """What processes together take of it."""
+        return None if self.held is None and self.others is None else (self.held or 0) + (self.others or 0)
+
+    @property
+    def full(self) -> float | None:
+        """The share of a GPU's memory that no process can have any more."""
+        used = self.used if self.on_gpu else None
+        return None if used is None else ratio(used + (self.kept or 0), self.total)
 
 
 class Node(NamedTuple):
@@ -230,10 +245,15 @@ def _with_gpu(row: Row, rank: RankSample, machine: NodeSample | None) -> Row:
         temperature=finite(gpu.temperature),
         power=finite(gpu.power),
         power_limit=finite(gpu.power_limit),
+        kept=gpu.kept,
         why=gpu.why,
     )
     if gpu.used is None:
         return row
+    if allocated is None and rank.why:
+        own = gpu.by_pid.get(rank.pid)
+        known = "this is the driver's figure" if own is not None else "its own memory is not known"
+        return row._replace(process=own, others=max(0, gpu.used - (own or 0)), why=f"{rank.why}; {known}")
     beyond = non_torch(rank, gpu)
     held = held_at_look(rank, gpu) or 0
     return row._replace(non_torch=beyond, others=max(0, gpu.used - held - (beyond or 0)))
@@ -258,9 +278,8 @@ def _badges(
         yield "bad", "not waiting with the others"
     if rank.ooms:
         yield "bad", "out of memory" if rank.ooms == 1 else f"out of memory {rank.ooms} times"
-    full = ratio(row.used, row.total) if row.cache is not None else None
-    if full is not None and full >= NEARLY_FULL:
-        yield "warn", f"nearly full: {percent(full)}"
+    if row.full is not None and row.full >= NEARLY_FULL:
+        yield "warn", f"nearly full: {percent(row.full)}"
     if rank.retries:
         yield "warn", f"{rank.retries} allocation {'retry' if rank.retries == 1 else 'retries'}"
         if (ratio(row.cache, row.total) or 0) >= FRAGMENTED:

@@ -244,7 +244,7 @@ def _scaled(factor: float, figures: int) -> Callable[[float | None], float | Non
     return lambda value: _rounded(None if value is None else value * factor, figures)
 
 
-_MEMORY = ("total", "allocated", "cache", "non_torch", "others", "peak", "used")
+_MEMORY = ("total", "allocated", "cache", "non_torch", "process", "others", "kept", "peak", "used")
 _WRITERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_MEMORY, _scaled(1 / _MIB, 4)),
     "utilization": _scaled(100, 2),
@@ -275,7 +275,11 @@ def _encode(fields: Sequence[str], values: Sequence[Any]) -> Encoded:
 
 def _seen_in_map(row: Row) -> Any:
     """Return much less than in a row of its own, which shows whatever is sent."""
-    coarse = (_coarse(_share(row.allocated, row.total), 20), _coarse(row.utilization, 20), _coarse(row.step, 50))
+    coarse = (
+        _coarse(_share(row.held if row.allocated is None else row.allocated, row.total), 20),
+        _coarse(row.utilization, 20),
+        _coarse(row.step, 50),
+    )
     doing = row.doing if row.state in ("dead", "stuck") else ""
     return doing, row.badges, row.pid, row.gpu, row.total, row.why, coarse
 
@@ -295,9 +299,7 @@ def _levels(view: View) -> dict[str, str]:
     slowest = max((row.work for row in view.rows if row.work is not None), default=None)
     largest = max((row.held for row in view.rows if row.held is not None), default=None)
     return {
-        "memory": "".join(
-            _level(_share(row.used, row.total) if row.gpu else _share(row.held, largest)) for row in view.rows
-        ),
+        "memory": "".join(_level(row.full if row.on_gpu else _share(row.held, largest)) for row in view.rows),
         "utilization": "".join(_level(row.utilization) for row in view.rows),
         "temperature": "".join(_level(_share(row.temperature, _HOTTEST)) for row in view.rows),
         "step": "".join(_level(_share(row.work, slowest)) for row in view.rows),

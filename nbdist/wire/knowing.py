@@ -11,11 +11,19 @@ from nbdist.wire.question import AnswerBody, Done, Question
 
 
 class ProcessMemory(AnswerBody, frozen=True):
-    """Bytes that a rank holds: CPU memory that it shares with no other process, and GPU memory, if it uses a GPU."""
+    """Bytes that a rank holds.
+
+    Attributes:
+        private: CPU memory that it shares with no other process.
+        allocated: GPU memory in tensors; None: it uses no GPU, or torch can't be asked now.
+        reserved: GPU memory that torch holds; None likewise.
+        by_driver: GPU memory as the driver reports it for the process, where torch can't be asked.
+    """
 
     private: int
     allocated: int | None = None
     reserved: int | None = None
+    by_driver: int | None = None
 
 
 class GetMemory(Question[ProcessMemory], frozen=True):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from testbed.kernel import Kernel
-from testbed.nvml import as_module, machine
+from testbed.kernel import Kernel, wait_until
+from testbed.nvml import GIB, as_module, machine
 from tests.stand_ins import heartbeat
 
 NAMES = (
@@ -34,6 +34,16 @@ class Stream:
 torch.cuda.is_initialized = lambda: True
 torch.cuda.current_stream = lambda: Stream()
 raise RuntimeError("words of a library")
+"""
+
+
+# As when torch empties its cache while a collective never ends: nobody has asked it for its memory before.
+WAIT_IN_CUDA = """
+import sys, time
+from tests.stand_ins.cuda import Torch
+sys.modules["torch.cuda"] = Torch("GPU-00000000").cuda
+print("w", end="", flush=True)
+time.sleep(600)
 """
 
 
@@ -78,6 +88,25 @@ def test_nccl_s_monitor_ends_a_rank_if_the_user_wants_it(machine_with_gpus: Kern
     machine_with_gpus.ok("%distributed start -n 2 --backend gloo")
     outcome = machine_with_gpus.run(long_hold, limit=60)
     assert outcome.ename == "RankDied" and "rank 1" in outcome.evalue and "SIGABRT" in outcome.evalue, str(outcome)
+
+
+def test_a_rank_that_waits_in_cuda_s_allocator_has_a_row_with_what_the_driver_reports(tmp_path: Path) -> None:
+    as_module(tmp_path, machine(1))
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with Kernel(PYTHONPATH=path) as kernel:
+        kernel.ok("%load_ext nbdist\n%distributed start -n 2 --backend gloo")
+        kernel.ok(f"%%distributed --background\n{WAIT_IN_CUDA}")
+        pids = kernel.value("[info.pid for info in __import__('nbdist').get_session().ranks]")
+        as_module(tmp_path, machine(1, processes=dict.fromkeys(pids, 3 * GIB)))
+        kernel.ok("handle = _\nwhile len(handle.output[0].stdout + handle.output[1].stdout) < 2: pass")
+        rows = kernel.value("__import__('nbdist').get_session().status()")
+        assert [(row["device_memory"], row["device_memory_by"]) for row in rows] == [(3 * GIB, "driver")] * 2
+        assert all(row["memory"] > 0 for row in rows)
+        assert "3.0 GiB (driver)" in kernel.ok("%distributed status").stdout
+        panel = "%distributed panel"
+        wait_until(
+            lambda: "the driver's figure" in str(kernel.ok(panel).plain), "the panel to have asked the driver", 30
+        )
 
 
 def test_ranks_without_gpus_find_nothing_of_that(ranks: Kernel) -> None:

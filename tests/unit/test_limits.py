@@ -39,6 +39,12 @@ from tests.stand_ins.nccl import LOOK
         pytest.param(limits.LAUNCH_PATIENCE + limits.FAILED_GRACE, 1.0, id="Ctrl-C ends a launch within a second"),
         pytest.param(limits.COLLECTIVE_GRACE, limits.LAUNCH_GRACE, id="stuck ranks are freed before a launch ends"),
         pytest.param(limits.RENEWAL, limits.RENEW, id="a rank reports a group that can't be renewed in time"),
+        pytest.param(
+            limits.MAIN_THREAD + limits.DRIVER_ANSWER,
+            limits.STATUS_ANSWER,
+            id="a rank whose torch can't be asked reports what the driver knows in time",
+        ),
+        pytest.param(limits.MAIN_THREAD, limits.METRICS_ANSWER, id="and the panel what it knows without"),
         pytest.param(limits.COMPARE, limits.RENEW, id="looking takes less than repairing"),
     ],
 )

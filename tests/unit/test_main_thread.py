@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.worker.cell import main_thread
+from nbdist import limits
 from nbdist.worker.cell.main_thread import MainThreadLook
 from testbed.kernel import wait_until
 
@@ -56,7 +56,7 @@ def ask_from_c(other: ThreadPoolExecutor, look: MainThreadLook) -> dict[str, Any
 
 
 def test_the_main_thread_looks_while_it_computes(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_thread, "_PATIENCE", LIMIT)
+    monkeypatch.setattr(limits, "MAIN_THREAD", LIMIT)
     seen: list[int | None] = []
     look = MainThreadLook(lambda: looker(seen), idle=lambda: False)
     for number in (1, 2):

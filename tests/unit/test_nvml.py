@@ -29,8 +29,9 @@ def test_a_gpu_in_good_health() -> None:
             uuid="GPU-00000000",
             index=0,
             name="NVIDIA H100 80GB HBM3",
-            total=80 * GIB - GIB // 2,
+            total=80 * GIB,
             used=10 * GIB,
+            kept=GIB // 2,
             by_pid={os.getpid(): GIB},
             utilization=0.55,
             temperature=41,
@@ -63,15 +64,14 @@ def test_all_gpus_of_a_machine_in_their_order() -> None:
     assert [sample.index for sample in read(machine(8))] == list(range(8))
 
 
-def test_what_the_driver_keeps_for_itself_is_neither_used_nor_free() -> None:
+def test_what_the_driver_keeps_for_itself_is_in_the_total_but_is_not_used() -> None:
     (sample,) = read(machine(total=80 * GIB, used=10 * GIB, reserved=GIB))
-    assert sample.total is not None and sample.used is not None
-    assert (sample.used, sample.total - sample.used) == (10 * GIB, 69 * GIB)
+    assert (sample.total, sample.used, sample.kept) == (80 * GIB, 10 * GIB, GIB)
 
 
 def test_an_old_driver_counts_its_own_memory_as_used() -> None:
     (sample,) = read(machine(memory_v2=False))
-    assert sample.used == 10 * GIB + GIB // 2
+    assert (sample.total, sample.used, sample.kept) == (80 * GIB, 10 * GIB + GIB // 2, 0)
 
 
 def test_mig_instances_stand_in_place_of_their_gpu() -> None:

@@ -146,7 +146,7 @@ def test_where_the_driver_tells_processes_apart_each_has_its_share() -> None:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     """A machine whose GPU 1 has 80 GiB, of which torch holds 60 here and a context takes 2."""
     state = machine(2)
-    state["gpus"][1].update(used=72 * GIB, processes={"self": 62 * GIB, "1": 10 * GIB})
+    state["gpus"][1].update(total=80 * GIB + GIB // 2, used=72 * GIB, processes={"self": 62 * GIB, "1": 10 * GIB})
     driver = FakeNvml(state)
     stand_in = Torch("GPU-00000000", "GPU-00000001", total=80 * GIB, taken=12 * GIB)
     stand_in.gpus[1].allocate(60 * GIB)
@@ -164,6 +164,10 @@ def explained() -> list[str]:
 def test_the_driver_tells_what_is_this_process_s_outside_torch(driver: FakeNvml) -> None:
     assert "this process 2.0 GiB outside torch: context, kernels, libraries" in explained()
     assert "other processes 10.0 GiB" in explained()
+
+
+def test_the_total_is_nvidia_smi_s_and_names_what_the_driver_keeps(driver: FakeNvml) -> None:
+    assert "free 8.0 GiB of 80.5 GiB, of which the driver keeps 512 MiB" in explained()
 
 
 def test_memory_that_cuda_itself_could_not_have_is_explained_too(driver: FakeNvml) -> None:

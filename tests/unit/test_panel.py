@@ -19,7 +19,7 @@ from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
 from nbdist.panel import fallback
 from nbdist.panel.figures import TRENDS, Stat
-from nbdist.panel.model import HEAT_ABOVE, Row, View, view_of
+from nbdist.panel.model import HEAT_ABOVE, Node, Row, View, view_of
 from nbdist.panel.panel_feed import Feed
 from nbdist.panel.plot import Point, plot
 from nbdist.panel.updates import LIMIT, METRICS, Updates
@@ -100,6 +100,42 @@ def test_what_the_driver_does_not_tell_has_its_reason() -> None:
 )
 def test_every_row_that_lacks_something_says_why(rank: RankSample, why: str) -> None:
     assert one(rank).why.startswith(why)
+
+
+WAITS = "torch can't be asked: its main thread is in a call into C"
+
+
+def waiting(by_pid: dict[int, int]) -> Row:
+    """A rank that torch can't be asked about."""
+    gpu = GpuSample("u", 0, "H100", total=80 * GIB, used=20 * GIB, by_pid=by_pid, kept=GIB)
+    rank = RankSample(0, node="a", device="cuda:0", gpu="u", pid=7, private=GIB, why=WAITS)
+    return one(rank, NodeSample("a", 0.0, gpus=[gpu]))
+
+
+def test_while_torch_can_t_be_asked_a_row_has_the_drivers_figure_and_says_so() -> None:
+    row = waiting({7: 16 * GIB})
+    assert (row.allocated, row.process, row.held, row.others) == (None, 16 * GIB, 16 * GIB, 4 * GIB)
+    assert row.why == f"{WAITS}; this is the driver's figure"
+    shown = fallback.text(View(0.0, "", (row,), (Node("a"),), ()))
+    assert "20.0 of 80.0 GiB" in shown and "+ this rank, as the driver reports it" in shown
+
+
+def test_where_the_driver_does_not_tell_processes_apart_either_the_gpus_memory_is_still_shown() -> None:
+    row = waiting({})
+    assert (row.held, row.others, row.used) == (None, 20 * GIB, 20 * GIB)
+    assert row.why == f"{WAITS}; its own memory is not known"
+    assert "20.0 of 80.0 GiB" in fallback.text(View(0.0, "", (row,), (Node("a"),), ()))
+
+
+def test_whose_figures_the_memory_of_gpus_is_stands_above_them() -> None:
+    assert "as nvidia-smi" in fallback.text(view_of(gpus(2))) and "as nvidia-smi" in fallback.html(view_of(gpus(2)))
+    assert "nvidia-smi" not in fallback.text(view_of(cpus(2)))
+
+
+def test_a_gpu_is_full_when_only_what_its_driver_keeps_is_left() -> None:
+    row = on_gpu(GpuSample("u", 0, "H100", total=80 * GIB, used=76 * GIB, by_pid={7: 76 * GIB}, kept=4 * GIB))
+    assert row.full == 1.0 and ("warn", "nearly full: 100 %") in row.badges
+    assert row.used == 76 * GIB and row.total == 80 * GIB  # as nvidia-smi has them
 
 
 def test_without_gpus_a_row_is_the_ranks_memory_and_the_node_says_why() -> None:

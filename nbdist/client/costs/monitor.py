@@ -268,7 +268,7 @@ def _looked_at(info: RankInfo, answer: Metrics | NoAnswer | None, task: Task | N
         found = msgspec.structs.replace(found, why=answer.why)
     else:
         sample = answer.sample
-        found = msgspec.structs.replace(sample, device=sample.device if sample.gpu else info.device)
+        found = msgspec.structs.replace(sample, device=info.device if sample.device == "cpu" else sample.device)
     if info.host:  # of several nodes, which may have one name
         found = msgspec.structs.replace(found, node=info.host)
     if task is None:
@@ -279,8 +279,9 @@ def _looked_at(info: RankInfo, answer: Metrics | NoAnswer | None, task: Task | N
 
 
 def _named(rank: RankSample, nodes: list[NodeSample]) -> RankSample:
-    """Return the rank with its GPU named as by the driver."""
-    gpu = gpu_of(rank.gpu, nodes)
+    """Return the rank with its GPU named as by the driver: where torch can't be asked, the one that it has most on."""
+    own = [gpu for node in nodes if node.name == rank.node for gpu in node.gpus if rank.pid in gpu.by_pid]
+    gpu = gpu_of(rank.gpu, nodes) if rank.gpu else max(own, key=lambda gpu: gpu.by_pid[rank.pid], default=None)
     return rank if gpu is None else msgspec.structs.replace(rank, gpu=gpu.uuid)
 
 

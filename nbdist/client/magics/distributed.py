@@ -364,7 +364,7 @@ class DistributedMagics(Magics):
                 row["state"],
                 row["generation"],
                 size(row["memory"]),
-                size(row["device_memory"]),
+                size(row["device_memory"]) + (" (driver)" if row["device_memory_by"] == "driver" else ""),
                 row["doing"],
             )
             for row in session.status()

@@ -253,6 +253,8 @@ def _memory(source: Witness, ranks: Sequence[int]) -> str:
             lines.append(f"rank {rank}: no answer")
             continue
         gpu = f", GPU {size(held.allocated)} allocated, {size(held.reserved)} reserved" if held.allocated else ""
+        if held.by_driver is not None:
+            gpu = f", GPU {size(held.by_driver)} by the driver's count"
         lines.append(f"rank {rank}: {size(held.private)} private{gpu}")
     return "\n".join(lines) or "none lives"
 

@@ -73,6 +73,7 @@ def _row(
     if state == "busy":
         task = busy.get(rank)
         doing = line_of(stacks.get(rank)) or (task.describe() if task is not None else "")
+    on_device, by = _on_device(held) if isinstance(held, ProcessMemory) else (None, "")
     return {
         "rank": rank,
         "node": node,
@@ -81,6 +82,14 @@ def _row(
         "state": state,
         "generation": generation,
         "memory": held.private if isinstance(held, ProcessMemory) else None,
-        "device_memory": held.reserved if isinstance(held, ProcessMemory) else None,
+        "device_memory": on_device,
+        "device_memory_by": by,
         "doing": doing,
     }
+
+
+def _on_device(held: ProcessMemory) -> tuple[int | None, str]:
+    """Return the bytes on a rank's GPU, and who reports them."""
+    if held.reserved is not None:
+        return held.reserved, "torch"
+    return held.by_driver, "" if held.by_driver is None else "driver"

@@ -41,7 +41,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         device: "cuda:0", or "cpu".
         asked: What was asked for.
-        total: Of the device, or of what this process may use of the machine.
+        total: Of the device, as nvidia-smi reports it, or of what this process may use of the machine.
+        kept: By the device's driver for itself: in the total, but neither free nor anybody's.
         free: Left for anybody.
         allocated: In torch's tensors; on the CPU, resident memory of this process.
         cached: Held by torch in no tensor.
@@ -52,6 +53,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     asked: int | None = None
     total: int | None = None
+    kept: int = 0
     free: int | None = None
     allocated: int | None = None
     cached: int | None = None
@@ -130,10 +132,12 @@ def _account(where: str, asked: int | None) -> Account:
     allocated, reserved = cuda.memory_allocated(index), cuda.memory_reserved(index)
     gpu = gpu_among(device.uuid(cuda, index), within_limit(read_once, []))
     outside, others = share(gpu, os.getpid(), total - free, reserved)
+    whole = max(total, (gpu.total if gpu is not None else None) or 0)  # CUDA's is without what the driver keeps
     return Account(
         device=where,
         asked=asked,
-        total=total,
+        total=whole,
+        kept=whole - total,
         free=free,
         allocated=allocated,
         cached=reserved - allocated,
@@ -178,7 +182,8 @@ def render(account: Account, blocks: Sequence[Block] = ()) -> str:
 
 
 def _rows(account: Account) -> list[tuple[str, int | None, str]]:
-    yet = [("asked for", account.asked, ""), ("free", account.free, f"of {size(account.total)}")]
+    kept = f", of which the driver keeps {size(account.kept)}" if account.kept else ""
+    yet = [("asked for", account.asked, ""), ("free", account.free, f"of {size(account.total)}{kept}")]
     if account.device == "cpu":
         return [*yet, ("this process", account.allocated, ""), ("other processes", account.others, "")]
     yet += [("in tensors", account.allocated, ""), ("cached", account.cached, "held by torch, in no tensor")]

@@ -12,8 +12,11 @@ from typing import Any
 
 import msgspec
 
+from nbdist import limits
 from nbdist.metrics.node import active_meter, host
-from nbdist.metrics.node.sample import RankSample
+from nbdist.metrics.node.driver import within_limit
+from nbdist.metrics.node.nvml import read_once
+from nbdist.metrics.node.sample import GpuSample, RankSample
 
 _processor = host.ProcessorUse()
 
@@ -77,6 +80,17 @@ def _gpu(cuda: Any, index: int) -> dict[str, Any]:
         "retries": stats.get("num_alloc_retries", 0),
         "ooms": stats.get("num_ooms", 0),
     }
+
+
+def memory_by_driver() -> int | None:
+    """Return the bytes that the driver reports for this process on all its GPUs; None where it doesn't, or not soon.
+
+    For when torch can't be asked. Takes milliseconds, or longer where the driver has to initialize GPUs.
+    """
+    none: list[GpuSample] = []
+    gpus = within_limit(read_once, none, limits.DRIVER_ANSWER)
+    shares = [gpu.by_pid[os.getpid()] for gpu in gpus if os.getpid() in gpu.by_pid]
+    return sum(shares) if shares else None
 
 
 def in_use(cuda: Any, own: int) -> int:

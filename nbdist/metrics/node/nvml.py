@@ -103,6 +103,7 @@ class Nvml:
             name=_text(missing.try_to("name", nvml.nvmlDeviceGetName, handle) or ""),
             total=None if memory is None else memory[0],
             used=None if memory is None else memory[1],
+            kept=0 if memory is None else memory[2],
             by_pid=missing.try_to("processes", self._by_pid, handle) or {},
             utilization=None if busy is None else busy.gpu / 100,
             temperature=missing.try_to("temperature", nvml.nvmlDeviceGetTemperature, chip, 0),
@@ -112,21 +113,21 @@ class Nvml:
             why=missing.words(),
         )
 
-    def _memory(self, handle: Any) -> tuple[int, int]:
-        """Return the bytes available and in use, without the driver's own reserve, like CUDA.
+    def _memory(self, handle: Any) -> tuple[int, int, int]:
+        """Return the bytes of the device, those in use by processes, and those that the driver keeps for itself.
 
-        Only the second version of the call tells that apart; the first counts it as used.
+        Only the second version of the call tells the last two apart; the first counts both as used.
         """
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         if version is not None:
             try:
                 found = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
-                return int(found.total - found.reserved), int(found.used)
+                return int(found.total), int(found.used), int(found.reserved)
             except Exception as error:
                 if _failure(error) == _LOST:
                     raise
         found = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-        return int(found.total), int(found.used)
+        return int(found.total), int(found.used), 0
 
     def _by_pid(self, handle: Any) -> dict[int, int]:
         """Return memory by process; empty where the driver numbers processes otherwise than this system does.

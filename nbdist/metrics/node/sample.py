@@ -21,8 +21,9 @@ class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True):
         uuid: What names it everywhere.
         index: As `nvidia-smi` counts.
         name: Of the device, as its maker writes it.
-        total: Memory of the device, without what its driver keeps for itself.
-        used: Memory in use, by anybody.
+        total: Memory of the device, as `nvidia-smi` reports it: with what its driver keeps for itself.
+        used: Memory in use by processes, as `nvidia-smi` reports it.
+        kept: What the driver keeps for itself, so that no process can have it; older drivers count it as `used`.
         by_pid: Memory in use by process, as far as the driver tells, and numbers processes as this system does.
         utilization: Share of the last period in which a kernel ran.
         temperature: Of the chip.
@@ -37,6 +38,7 @@ class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     total: int | None = None
     used: int | None = None
+    kept: int = 0
     by_pid: dict[int, int] = {}
     utilization: float | None = None
     temperature: float | None = None

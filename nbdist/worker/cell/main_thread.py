@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_PATIENCE = 0.1  # seconds that the main thread may take to come back from C
+from nbdist import limits
+
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
@@ -41,7 +42,7 @@ class MainThreadLook:
         elif self._taken.is_set():  # else it has been asked, and has not come back from C since
             self._taken.clear()
             if ctypes.pythonapi.Py_AddPendingCall(self._callback, None) == 0:
-                self._taken.wait(_PATIENCE)
+                self._taken.wait(limits.MAIN_THREAD)
             else:  # the interpreter's queue is full
                 self._taken.set()
         if self._newest is None:

@@ -103,13 +103,25 @@ class Questions:
 
     def memory(self) -> ProcessMemory:
         """Return the bytes that this rank holds."""
-        figures = self._gpu.newest() if device.uses_gpu() else {}
-        return ProcessMemory(host.private_memory(), figures.get("allocated"), figures.get("reserved"))
+        private = host.private_memory()
+        if not device.uses_gpu():
+            return ProcessMemory(private)
+        try:
+            figures = self._gpu.newest()
+        except TimeoutError:
+            return ProcessMemory(private, by_driver=device.memory_by_driver())
+        return ProcessMemory(private, figures.get("allocated"), figures.get("reserved"))
 
     def _metrics(self, _: GetMetrics) -> Metrics:
         """Return this rank for the panel, once a second: so nothing that costs more than microseconds."""
         sample = device.look_at_host(self.rank, self._inherited)
-        return Metrics(msgspec.structs.replace(sample, **self._gpu.newest()) if device.uses_gpu() else sample)
+        if not device.uses_gpu():
+            return Metrics(sample)
+        try:
+            figures = self._gpu.newest()
+        except TimeoutError as error:
+            figures = {"device": f"cuda:{self.gpu}", "why": f"torch can't be asked: {error}"}
+        return Metrics(msgspec.structs.replace(sample, **figures))
 
     def _complete(self, question: Complete) -> Completions:
         from IPython.core.completer import provisionalcompleter

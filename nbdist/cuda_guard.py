@@ -221,7 +221,7 @@ def advice_for(error: BaseException | str) -> str | None:
         The culprit and the way out; None if the error is another one.
     """
     text = error if isinstance(error, str) else "\n".join(_texts(error))
-    if _SYMPTOM not in text:
+    if _SYMPTOM not in text and (isinstance(error, str) or not is_refusal(error)):
         return None
     if "DataLoader worker" in text:
         return (
@@ -234,6 +234,16 @@ def advice_for(error: BaseException | str) -> str | None:
             "`torch.multiprocessing.get_context('spawn')`, or let them work on the CPU"
         )
     return f"{_culprit()}, and the process that failed was forked after that: {_way_out()}"
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether torch has raised an error to refuse CUDA to this process, because it was forked: by its frames."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    frame = None if place is None else place.tb_frame
+    in_torch = frame is not None and frame.f_globals.get("__name__") == "torch.cuda"
+    return in_torch and isinstance(error, RuntimeError) and _is_bad_fork()
 
 
 # --- being told

@@ -12,6 +12,7 @@ import pytest
 from testbed.kernel import Kernel, wait_until
 from testbed.nvml import GIB, as_module, machine
 from tests.stand_ins import heartbeat
+from tests.support.torch_build import cpu_torch
 
 NAMES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -61,6 +62,7 @@ def on_ranks(kernel: Kernel, expression: str) -> list[Any]:
     return list(kernel.value(f"__import__('nbdist').get_session().pull({expression!r})"))
 
 
+@cpu_torch
 def test_ranks_on_gpus_find_what_libraries_read_but_once(machine_with_gpus: Kernel) -> None:
     machine_with_gpus.ok("%env CUBLAS_WORKSPACE_CONFIG=:16:8\n%distributed start -n 2 --backend gloo")
     found = on_ranks(machine_with_gpus, f"{{name: __import__('os').environ.get(name) for name in {NAMES}}}")
@@ -76,6 +78,7 @@ def long_hold(tmp_path: Path) -> str:
     return f"%%distributed -r 1\nfrom tests.stand_ins.heartbeat import Heart\nHeart({str(library)!r}).hold_gil()"
 
 
+@cpu_torch
 def test_a_rank_survives_a_long_hold_of_the_gil(machine_with_gpus: Kernel, long_hold: str) -> None:
     machine_with_gpus.ok("%env TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1\n%distributed start -n 2 --backend gloo")
     machine_with_gpus.ok("%%distributed\nkept = 10 + rank")
@@ -83,6 +86,7 @@ def test_a_rank_survives_a_long_hold_of_the_gil(machine_with_gpus: Kernel, long_
     assert on_ranks(machine_with_gpus, "kept") == [10, 11]
 
 
+@cpu_torch
 def test_nccl_s_monitor_ends_a_rank_if_the_user_wants_it(machine_with_gpus: Kernel, long_hold: str) -> None:
     machine_with_gpus.ok("%env TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1\n%env TORCH_NCCL_ENABLE_MONITORING=1")
     machine_with_gpus.ok("%distributed start -n 2 --backend gloo")
@@ -90,6 +94,7 @@ def test_nccl_s_monitor_ends_a_rank_if_the_user_wants_it(machine_with_gpus: Kern
     assert outcome.ename == "RankDied" and "rank 1" in outcome.evalue and "SIGABRT" in outcome.evalue, str(outcome)
 
 
+@cpu_torch
 def test_a_rank_that_waits_in_cuda_s_allocator_has_a_row_with_what_the_driver_reports(tmp_path: Path) -> None:
     as_module(tmp_path, machine(1))
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))

@@ -14,6 +14,7 @@ import pytest
 from testbed.kernel import Kernel, both, lines_by_rank, wait_until
 from tests.stand_ins.guard import write_packages
 from tests.support.leftovers import files_of_sessions
+from tests.support.torch_build import cpu_torch
 
 SETUP = """
 import os, signal, sys, threading, time
@@ -546,6 +547,7 @@ def test_a_preflight_says_what_it_has_checked(kernel_with_cuda: Kernel) -> None:
     assert "GPU memory: the kernel holds none\n" in shown.stdout
 
 
+@cpu_torch
 def test_memory_that_ranks_will_miss_is_said_where_they_are_not_forked(kernel_with_cuda: Kernel) -> None:
     kernel_with_cuda.ok("import torch\nfrom nbdist import debug_launcher\ntorch.cuda._lazy_init()")
     said = "nbdist: the kernel holds 1.0 GiB on GPU 0 that the ranks will miss"
@@ -554,11 +556,20 @@ def test_memory_that_ranks_will_miss_is_said_where_they_are_not_forked(kernel_wi
         assert said not in kernel_with_cuda.ok(without).stdout
 
 
+@cpu_torch  # another's own code notices the fork, too, and blames it
 @pytest.mark.parametrize("way", ["warm", "fork"])
 def test_cuda_that_a_forked_process_cannot_use_comes_with_advice(kernel: Kernel, way: str) -> None:
     raised = "raise RuntimeError('Cannot re-initialize CUDA in forked subprocess')"
     failed = kernel.fails(fork(raised, f"num_processes=2, start_method={way!r}"), "LaunchError")
     assert "nbdist: this rank uses CUDA, so processes that it forks can't: start them by " in failed.traceback
+
+
+@pytest.mark.parametrize("way", ["warm", "fork"])
+def test_cuda_that_torch_refuses_to_a_rank_comes_with_advice(kernel: Kernel, way: str) -> None:
+    refused = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\ntorch.cuda._lazy_init()"
+    failed = kernel.fails(fork(refused, f"num_processes=2, start_method={way!r}"), "LaunchError")
+    assert "nbdist: CUDA was initialized by a call that was not seen" in failed.traceback
+    assert "restart the process, and move what does it into the function" in failed.traceback
 
 
 # --- one process

@@ -19,6 +19,7 @@ import pytest
 from testbed.kernel import Kernel, kernel_with_ranks, wait_until
 from testbed.nvml import GIB, as_module, machine
 from tests.conftest import shared_kernel
+from tests.support.torch_build import cpu_torch
 
 FOR_EVER = 1e6
 NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22
@@ -95,6 +96,9 @@ def agent_of(kernel: Kernel) -> psutil.Process:
 def driver_in(folder: Path) -> dict[str, Any]:
     """What a kernel needs in its environment so that its processes find the file's driver."""
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+pytestmark = cpu_torch
 
 
 @pytest.fixture(scope="module")

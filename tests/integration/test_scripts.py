@@ -171,6 +171,32 @@ def test_forking_a_function_of_a_cell_works(ranks: Kernel) -> None:
     assert outcome.lines == {0: ["started 0"]}
 
 
+FORKED_GROUP = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+def train(index):
+    {port}
+    dist.init_process_group("gloo", rank=index, world_size=2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"sum {{total.item()}}\\n", end="", flush=True)
+mp.start_processes(train, nprocs=2, start_method="fork")
+"""
+
+
+def test_forked_processes_that_would_meet_at_the_rank_s_address_say_what_to_do(ranks: Kernel) -> None:
+    """As Lightning's strategy "ddp_notebook" has them do."""
+    outcome = ranks.fails(f"%%distributed -r 0\n{FORKED_GROUP.format(port='pass')}", "RankError")
+    assert "a rank has started this process" in outcome.traceback
+    assert "strategy='ddp' in place of 'ddp_notebook'" in outcome.traceback
+
+
+def test_forked_processes_can_have_a_group_of_their_own(ranks: Kernel, port: int) -> None:
+    own = f"os.environ['MASTER_PORT'] = '{port}'"
+    outcome = ranks.ok(f"%%distributed -r 0\n{FORKED_GROUP.format(port=own)}")
+    assert outcome.lines == {0: ["sum 2.0", "sum 2.0"]}
+    assert ranks.ok(f"%%distributed\n{SUM}").lines == both("2.0")
+
+
 def test_bars_of_rich_move_and_leave_their_last_state(ranks: Kernel, tmp_path: Path) -> None:
     code = (
         "import pathlib, time\nfrom rich.progress import track\n"

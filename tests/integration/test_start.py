@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from testbed.kernel import Kernel, both, wait_until
 from testbed.nvml import as_module, machine
 from tests.conftest import sharing
 from tests.support.roles import alive, family, find, listening
+from tests.support.torch_build import cpu_torch
 
 HANG = 30.0
-cpu_torch = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a stand-in for GPUs that this torch would try")
 REDUCE = """%%distributed
 import torch, torch.distributed as dist
 {init}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nbdist import cuda_guard
 from nbdist.errors import RankError
@@ -359,6 +360,17 @@ def test_the_error_is_recognized_in_what_caused_another_and_in_a_report() -> Non
     error.__cause__ = cause
     for given in (cause, error, RankError(f"rank 1 raised\nRuntimeError: {cause}"), str(cause)):
         assert "use the default start_method" in (cuda_guard.advice_for(given) or "")
+
+
+def test_what_torch_refuses_is_recognized_in_whatever_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
+    with pytest.raises(RuntimeError) as refused:
+        torch.cuda._lazy_init()
+    refused.value.args = ("words of a later version",)
+    assert "use the default start_method" in (cuda_guard.advice_for(refused.value) or "")
+    with pytest.raises(RuntimeError) as own:
+        raise RuntimeError("words of the user's")
+    assert cuda_guard.advice_for(own.value) is None
 
 
 def test_a_worker_of_a_loader_gets_advice_of_its_own() -> None:

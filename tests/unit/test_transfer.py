@@ -214,6 +214,7 @@ class TestTensors:
     )
     @pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning")
     @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*script_method:FutureWarning")
     @pytest.mark.filterwarnings("ignore:.*TypedStorage:UserWarning")
     def test_of_unusual_kinds_arrive(self, make: Callable[[], Any]) -> None:
         sent = make()

@@ -15,11 +15,17 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from nbdist.errors import UsageError
 from nbdist.wire.life import Place, StartOptions
 from nbdist.wire.rank_processes import RankSetup
 from nbdist.worker.groups.gpu_defaults import gpu_defaults
 
 _LOOPBACK = "lo"
+_STARTED_BY_A_RANK = (
+    "a rank has started this process, which would form a group with others at the rank's own address ({}:{}). The "
+    "ranks are the processes of a group already: let them run the training themselves (with Lightning, "
+    "strategy='ddp' in place of 'ddp_notebook'), or set MASTER_PORT to a free port before the processes are started"
+)
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # whether a rendezvous only connects to a store that is there
 
 
@@ -183,10 +189,12 @@ def separate_rendezvous(
     original = handlers.get("env")
     if original is None:
         return
-    latest = (0, 0)
+    latest, own = (0, 0), os.getpid()
 
     def handler(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         nonlocal latest
+        if os.getpid() != own and _meeting_point() == ours:
+            raise UsageError(_STARTED_BY_A_RANK.format(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")))
         serial = cell()
         latest = (serial, latest[1] + 1 if latest[0] == serial else 1)
         rendezvous = original(*args, **kwargs)

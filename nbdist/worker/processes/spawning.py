@@ -37,9 +37,21 @@ def install(
         if company() > 1:
             print(_notice(fn, kwargs.get("nprocs", args[1] if len(args) > 1 else 1)), flush=True)
         with own_store():
-            return original(fn, *args, **kwargs)
+            return original(_apart(fn) if method == "fork" else fn, *args, **kwargs)
 
     module.start_processes = package.start_processes = start_processes
+
+
+def _apart(function: Any) -> Any:
+    """Return a function for forked processes: they inherit the rank's group, whose connections are the rank's alone."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        groups: Any = importlib.import_module("torch.distributed").group
+        groups.WORLD = None
+        return function(*args, **kwargs)
+
+    return run
 
 
 def _notice(function: Any, count: int) -> str:

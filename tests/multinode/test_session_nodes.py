@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import pytest
 import zmq
 
@@ -191,6 +193,24 @@ def test_a_rank_of_another_node_is_replaced_there(kernel: Kernel) -> None:
         found = lines_of(kernel, SUM + "print(local_rank, os.environ['GROUP_RANK'])")
         assert found == {0: ["10", "0 0"], 1: ["10", "1 0"], 2: ["10", "0 1"], 3: ["10", "1 1"]}
         assert run(kernel, "print(kept)", "-r 0-2").lines == {0: ["0"], 1: ["1"], 2: ["2"]}
+
+
+def test_an_interrupt_says_that_a_machine_does_not_answer_and_the_next_one_ends_the_cell(kernel: Kernel) -> None:
+    with two_nodes(kernel) as node:
+        cell = kernel.start("%%distributed\nprint('at it')\nimport time\nif rank > 1: time.sleep(100)")
+        cell.wait_for_ranks(4, "at it")
+        there: list[Any] = [node.process, *psutil.Process(node.process.pid).children(recursive=True)]
+        for process in there:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            kernel.interrupt()
+            cell.wait_for("ranks 2-3 (vm#1) have not answered".replace("vm", socket.gethostname()))
+            assert "interrupt again to end it without them" in str(cell.outcome)
+            kernel.interrupt()
+            assert "ranks 2-3" in cell.finish(10).evalue
+        finally:
+            for process in there:
+                process.send_signal(signal.SIGCONT)
 
 
 def test_leaving_is_a_death_with_a_cause_and_the_others_keep_their_variables(kernel: Kernel) -> None:

@@ -11,7 +11,7 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -388,10 +388,8 @@ class Task:
         names = self._traffic.places
         who = names.describe(self._left)
         if self._interrupts:
-            self.say(
-                f"{who} will stop when this call ends{where}; if it is a collective, nbdist ends it in a moment, and "
-                "what an `except` or `finally` does may take its time. Interrupt again to stop them now."
-            )
+            for line in self._why_not_yet(self._left - found.keys(), where):
+                self.say(line)
             return
         failed = sorted(self.failures)
         first = self.failures[failed[0]]
@@ -400,8 +398,26 @@ class Task:
             f"nbdist: {who} still running{where}. Interrupt the kernel to stop them."
         )
 
+    def _why_not_yet(self, silent: set[int], where: str) -> Iterator[str]:
+        """Yield what interrupted ranks are waited for, those that do not answer last: they may be out of reach."""
+        names = self._traffic.places
+        if answering := self._left - silent:
+            yield (
+                f"{names.describe(answering)} will stop when this call ends{where}; if it is a collective, nbdist ends "
+                "it in a moment, and what an `except` or `finally` does may take its time. Interrupt again to stop "
+                "them now."
+            )
+        if not silent:
+            return
+        have, are, them = ("has", "is", "it") if len(silent) == 1 else ("have", "are", "them")
+        away = ", or the network or the machine has failed" if names.nodes else ""
+        yield (
+            f"{names.describe(silent)} {have} not answered: {them if have == 'has' else 'they'} {are} in a call that "
+            f"blocks Python{away}. The cell waits for {them}; interrupt again to end it without {them}."
+        )
+
     def _lines(self, limit: float = limits.STACK_ANSWER) -> dict[int, str]:
-        """Return where ranks are that still run; those that have ended while they were asked run no longer."""
+        """Return where ranks are that still run, and answer; without those that have ended while they were asked."""
         answers = self._traffic.ask(sorted(self._left), GetStack(), timeout=limit)
         self._take(0.0)
         return {rank: line_of(answer) for rank, answer in answers.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.client.costs.cell_steps import explain, render
+from nbdist.metrics.compute.step_totals import TimedStep, Totals
 from nbdist.metrics.node.sample import Spent, StepSample
 from nbdist.metrics.node.step_shares import late_rank, parts_of, sentence
 
@@ -116,3 +117,16 @@ def test_no_line_below_a_cell_is_longer_than_100_characters_and_nothing_is_lost(
     text = " ".join(line.strip() for line in lines)
     assert "HFU ≥ 58.6 %" in text and text.count("15 % waiting for data") == 1
     assert why in text and "rank 8 missing" in text
+
+
+def timed(seconds: float, communication: float | None) -> TimedStep:
+    step = TimedStep()
+    step.seconds, step.communication = seconds, communication
+    return step
+
+
+def test_collectives_keep_their_share_where_two_optimizers_take_turns() -> None:
+    """The step of the second one is next to nothing, and too short to be looked at."""
+    pairs = [timed(0.040, 0.010), timed(0.001, None)] * 10
+    found = Totals().with_steps(pairs, {}).sample(20).communication
+    assert found == pytest.approx(0.25)

@@ -71,7 +71,8 @@ class Totals:
         units: Samples or tokens.
         waiting: Seconds spent waiting for data; None: without a DataLoader.
         communication: Seconds that only collectives took.
-        communicating: Steps of which that is known, or which these stand for.
+        communicating: Seconds of steps of which that is known, or which these stand for. Not their number: where two
+            optimizers take turns, each second step is next to nothing.
         evaluation: Seconds of evaluations.
         works: What is known of their FLOPs, by its identity, and of how many steps.
     """
@@ -97,7 +98,7 @@ class Totals:
             self.waiting = (self.waiting or 0.0) + step.waiting
         if step.communication is not None:
             self.communication += step.communication * step.stands_for
-            self.communicating += step.stands_for
+            self.communicating += training_of(step) * step.stands_for
         if known is not None:
             _, times = self.works.get(id(known), (known, 0))
             self.works[id(known)] = known, times + 1
@@ -120,7 +121,8 @@ class Totals:
         stalled = stalled if stalled > self.longest else 0.0
         whole = self.seconds + stalled
         known = sum(times for _, times in self.works.values())
-        communication = self.communication / self.communicating * self.steps if self.communicating else None
+        trained = self.seconds - self.evaluation
+        communication = self.communication / self.communicating * trained if self.communicating else None
         found = StepSample(
             steps=made,
             timed=self.steps,

@@ -36,7 +36,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", module, "--no-browser", "--allow-root", f"--ServerApp.port={port}"]
         command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}", *options]
-        own = {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_NO_CONFIG": "1", **(environment or {})}
+        own = {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_NO_CONFIG": "1", "PYTHONFAULTHANDLER": "1"}
+        own |= environment or {}
         self._command, self._environment = command, {**os.environ, **own}
         self.start()
 
@@ -71,4 +72,9 @@ class Server:
 
     def close(self, signum: int = signal.SIGTERM) -> None:
         self.process.send_signal(signum)
-        self.process.wait(LIMIT)
+        try:
+            self.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # its log then has where each thread was
+            self.process.wait(LIMIT)
+            raise AssertionError(f"the server did not end in {LIMIT:g} s: {self._log.read_text()[-8000:]}") from None

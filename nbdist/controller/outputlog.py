@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import struct
 import tempfile
-from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,11 @@ _CELLS = 50_000  # size of the index: the cells that printed last
 _HEADER = struct.Struct("<QHBI")  # cell, rank, stream, length
 _BLOCK = 1 << 20  # bytes that are read at once
 _SCAN = 16  # blocks that one question may scan
+_ENDS = 64  # cells, the newest, of which it is known where each rank's end is
+_RECORDS, _LEAST = 16, 1024  # of a rank's end, when others have printed more since: its last records, and their bytes
+
+
+_LINE_BEGIN = re.compile(rb"\n|(?=\r)")
 
 
 @dataclass
@@ -57,6 +63,14 @@ class _Cell:
     failed: bool = False
 
 
+@dataclass(slots=True)
+class _RankEnd:
+    """Where the last records of a rank are. count: all that it has in its cell."""
+
+    count: int = 0
+    positions: deque[int] = field(default_factory=lambda: deque(maxlen=_RECORDS))
+
+
 @dataclass(frozen=True)
 class Part:
     """Part of what was printed.
@@ -82,7 +96,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LastOutput:
-    """The end of what a cell has printed. printed: bytes of all of it. records: as in Part, the newest."""
+    """The end of what a cell has printed, from whole lines. printed: bytes of all of it. records: as in Part."""
 
     printed: int
     records: list[tuple[int, int, bytes]]
@@ -118,6 +132,7 @@ class OutputLog:
         self._limit = limit
         self._segments: deque[_Segment] = deque()
         self._cells: OrderedDict[int, _Cell] = OrderedDict()  # ordered by their last records
+        self._ends: OrderedDict[int, dict[int, _RankEnd]] = OrderedDict()
         self._end = 0
         self._file = -1  # descriptor of the last segment
         self._newest = 0  # the cell that printed last
@@ -145,7 +160,7 @@ class OutputLog:
             return None
         whole = not cell.dropped
         try:
-            self._append(serial, cell, _HEADER.pack(serial, rank, stream, len(data)) + data)
+            self._append(serial, cell, rank, _HEADER.pack(serial, rank, stream, len(data)) + data)
             self._make_room()
         except OSError as error:
             return self._fail(cell, len(data), error)
@@ -169,6 +184,7 @@ class OutputLog:
                 segment.path.unlink(missing_ok=True)
         self._segments.clear()
         self._cells.clear()
+        self._ends.clear()
 
     def close(self) -> None:
         """Remove every file."""
@@ -186,9 +202,12 @@ class OutputLog:
             for segment in self._segments:
                 segment.cells.pop(oldest, None)
         cell = self._cells[serial] = _Cell(number, self._end, self._end)
+        self._ends[serial] = {}
+        if len(self._ends) > _ENDS:
+            self._ends.popitem(last=False)
         return cell
 
-    def _append(self, serial: int, cell: _Cell, record: bytes) -> None:
+    def _append(self, serial: int, cell: _Cell, rank: int, record: bytes) -> None:
         segment = self._segment_for(serial)
         if self._file < 0:
             self._file = os.open(segment.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -199,6 +218,10 @@ class OutputLog:
         except OSError:
             os.ftruncate(self._file, segment.size)  # only whole records
             raise
+        if (ends := self._ends.get(serial)) is not None:
+            end = ends.setdefault(rank, _RankEnd())
+            end.count += 1
+            end.positions.append(segment.end)
         printed = len(record) - _HEADER.size
         segment.size += len(record)
         segment.cells[serial] = segment.cells.get(serial, 0) + printed
@@ -304,7 +327,13 @@ class OutputLog:
         )
 
     def tail(self, serial: int, size: int) -> LastOutput:
-        """Return the newest `size` bytes that a cell has printed, or a record more; all of it where that is less."""
+        """Return the end of what a cell has printed; all of it where that is less.
+
+        Args:
+            serial: The cell.
+            size: Bytes, or a record more: the newest. Before them is the end of each rank that has few among them, as
+                it ended before the others or prints less.
+        """
         cell = self._cells.get(serial)
         if cell is None:
             return LastOutput(0, [])
@@ -317,7 +346,17 @@ class OutputLog:
             held += sum(len(data) for *_, data in found)
             while len(records) > 1 and held - len(records[0][2]) >= size:
                 held -= len(records.popleft()[2])
-        return LastOutput(cell.size + cell.dropped + cell.missing, list(records))
+        printed, ends = cell.size + cell.dropped + cell.missing, self._ends.get(serial, {})
+        if held >= printed:
+            return LastOutput(printed, list(records))
+        counts = Counter(rank for rank, *_ in records)
+        early = sorted((rank for rank in ends if counts[rank] < _RECORDS), key=lambda rank: ends[rank].positions[-1])
+        budget = max(_LEAST, size // max(1, len(ends)))
+        before = [record for rank in early for record in self._end_of(ends[rank], counts[rank], budget)]
+        shown = [*before, *records]
+        counts += Counter(rank for rank, *_ in before)
+        whole = {rank for rank, end in ends.items() if counts[rank] == end.count}
+        return LastOutput(printed, _from_whole_lines(shown, whole))
 
     def follow(self, position: int, size: int = _BLOCK) -> NewOutput:
         """Return what all cells have printed behind a position that an earlier call has returned.
@@ -331,6 +370,23 @@ class OutputLog:
         start = max(position, self._segments[0].start if self._segments else self._end)
         following, records = self._read_block(start, size, self._cells, None)
         return NewOutput(records, following, following >= self._end, start - position)
+
+    def _end_of(self, end: _RankEnd, known: int, size: int) -> list[tuple[int, int, bytes]]:
+        """Return the last records of a rank but for those that are known; those of a size, but at least one."""
+        found: list[tuple[int, int, bytes]] = []
+        for position in list(end.positions)[-1 - known :: -1]:
+            segment = next((each for each in self._segments if each.start <= position < each.end), None)
+            if segment is None:
+                break
+            try:
+                _, rank, stream, data = _read_record(segment, position - segment.start)
+            except OSError:
+                break
+            if found and len(data) > size:
+                break
+            size -= len(data)
+            found.insert(0, (rank, stream, data))
+        return found
 
     def _start_of_tail(self, serial: int, size: int) -> int:
         """Return the start of a segment from which on there are so many bytes of a cell, or all of them."""
@@ -389,6 +445,31 @@ def _read_records(segment: _Segment, offset: int) -> bytes:
             end = _HEADER.size + _HEADER.unpack_from(data)[3]
             data += file.read(end - len(data))
         return data[:end]
+
+
+def _read_record(segment: _Segment, offset: int) -> tuple[int, int, int, bytes]:
+    """Return the cell, rank, stream and bytes of one record."""
+    with segment.path.open("rb") as file:
+        file.seek(offset)
+        serial, rank, stream, length = _HEADER.unpack(file.read(_HEADER.size))
+        return serial, rank, stream, file.read(length)
+
+
+def _from_whole_lines(
+    records: Sequence[tuple[int, int, bytes]], whole: Collection[int]
+) -> list[tuple[int, int, bytes]]:
+    """Return records from the first whole line of each rank and stream; of ranks in `whole` nothing is left out."""
+    begun: set[tuple[int, int]] = set()
+    kept = []
+    for rank, stream, data in records:
+        start = 0
+        if rank not in whole and (rank, stream) not in begun:
+            begin = _LINE_BEGIN.search(data)
+            start = len(data) if begin is None else begin.end()
+            begun |= set() if begin is None else {(rank, stream)}
+        if data[start:]:
+            kept.append((rank, stream, data[start:]))
+    return kept
 
 
 def _end_of_whole(data: bytes) -> int:

@@ -275,13 +275,21 @@ def test_a_cell_costs_the_same_however_many_there_were(log: OutputLog) -> None:
 @pytest.mark.parametrize("size", [1, 999, 30_000, 1_000_000])
 def test_the_end_of_what_a_cell_has_printed_is_found_among_the_output_of_others(log: OutputLog, size: int) -> None:
     for number in range(300):
-        log.write(1 + number % 2, 7, number % 3, 1, b"%0100d" % number)
+        log.write(1 + number % 2, 7, number % 3, 1, b"%099d\n" % number)
     tail = log.tail(2, size)
-    kept = [b"%0100d" % number for number in range(1, 300, 2)]
-    assert tail.printed == 100 * len(kept)
-    wanted = min(len(kept), -(-size // 100))
-    assert [data for _, _, data in tail.records] == kept[-wanted:]
+    assert tail.printed == 100 * 150
+    wanted = min(50, -(-size // 300))
+    for rank in range(3):
+        kept = [b"%099d\n" % number for number in range(1, 300, 2) if number % 3 == rank]
+        found = [data for each, _, data in tail.records if each == rank]
+        assert found == kept[-len(found) :] and wanted - 1 <= len(found) <= wanted + 10
     assert log.tail(3, size).records == []
+
+
+def test_of_a_line_that_rewrites_itself_the_end_is_kept_too(log: OutputLog) -> None:
+    for step in range(1_000):
+        log.write(1, 1, 0, 2, b"\r%5d of 1000" % step)
+    assert b"".join(data for *_, data in log.tail(1, 100).records).endswith(b"\r  999 of 1000")
 
 
 def test_who_follows_gets_what_all_cells_print_from_then_on(log: OutputLog) -> None:
@@ -306,3 +314,19 @@ def test_who_follows_too_slowly_gets_the_rest_and_how_much_is_missing(log: Outpu
         numbers += [int(data[:4]) for *_, data in new.records]
     assert 50 < len(numbers) < 100 and numbers == list(range(100 - len(numbers), 100))
     assert dropped == (100 - len(numbers)) * (1000 + 15)
+
+
+def test_the_end_of_a_cell_has_that_of_each_rank(log: OutputLog) -> None:
+    """Also of one that ended long before the others, or wrote its only line at the beginning."""
+    log.write(1, 1, 2, 1, b"all that rank 2 says\n")
+    for step in range(100):
+        log.write(1, 1, 1, 1, b"rank 1, step %d\n" % step)
+    log.write(1, 1, 1, 1, b"rank 1 is done\n")
+    for step in range(1_000):
+        log.write(1, 1, 0, 1, b"rank 0, step %d\n" % step)
+    records = log.tail(1, 1_000).records
+    of = {rank: b"".join(data for each, _, data in records if each == rank) for rank in range(3)}
+    assert of[2] == b"all that rank 2 says\n"
+    assert of[1].startswith(b"rank 1, step") and of[1].endswith(b"rank 1, step 99\nrank 1 is done\n")
+    assert of[0].startswith(b"rank 0, step") and of[0].endswith(b"rank 0, step 999\n") and len(of[0]) <= 1_020
+    assert [rank for rank, *_ in records] == sorted((rank for rank, *_ in records), key=lambda rank: -rank)

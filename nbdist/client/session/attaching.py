@@ -18,7 +18,6 @@ from nbdist.ranks import describe_ranks, format_ranks
 from nbdist.text import counted, duration, size, span
 from nbdist.visits import Found, of_this_machine, reach, stop
 from nbdist.wire.handover import Attach, Attached, AttachRefused, UnseenCell
-from nbdist.wire.output import Output
 
 LOST = "not restored: the previous notebook's widgets, results, captures, and measurements"
 
@@ -155,27 +154,12 @@ def _show_past(task: Task, cell: UnseenCell) -> None:
     shown = sum(len(output.data) for output in cell.output)
     if hidden := cell.printed - shown:
         task.put(PastOutput(None, f"{size(hidden)} of earlier output are not shown here; {_all_of(task.number)}"))
-    for output in _from_whole_lines(cell.output) if hidden else cell.output:
+    for output in cell.output:
         task.put(PastOutput(output))
 
 
 def _all_of(number: int) -> str:
     return f"`%distributed logs --cell {number} --save FILE` writes everything"
-
-
-def _from_whole_lines(outputs: Sequence[Output]) -> list[Output]:
-    """Return output from the first whole line of each rank and stream."""
-    begun: set[tuple[int, int]] = set()
-    kept = []
-    for output in outputs:
-        data = output.data
-        if (output.rank, output.stream) not in begun:
-            end = data.find(b"\n") + 1
-            data = data[end:] if end else b""
-            begun |= {(output.rank, output.stream)} if end else set()
-        if data:
-            kept.append(Output(output.rank, output.stream, data))
-    return kept
 
 
 def _describe(rank_set: RankSet, name: str, attached: Attached, running: Sequence[Task], seconds: float) -> str:

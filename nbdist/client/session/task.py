@@ -409,11 +409,11 @@ class Task:
             )
         if not silent:
             return
-        have, are, them = ("has", "is", "it") if len(silent) == 1 else ("have", "are", "them")
+        have, they_are = ("has", "it is") if len(silent) == 1 else ("have", "they are")
         away = ", or the network or the machine has failed" if names.nodes else ""
         yield (
-            f"{names.describe(silent)} {have} not answered: {them if have == 'has' else 'they'} {are} in a call that "
-            f"blocks Python{away}. The cell waits for {them}; interrupt again to end it without {them}."
+            f"{names.describe(silent)} {have} not answered: {they_are} in a call that blocks Python{away}. Interrupt "
+            "again to stop them now: the cell then ends without those that do not answer."
         )
 
     def _lines(self, limit: float = limits.STACK_ANSWER) -> dict[int, str]:

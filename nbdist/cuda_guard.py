@@ -220,8 +220,9 @@ def advice_for(error: BaseException | str) -> str | None:
     Returns:
         The culprit and the way out; None if the error is another one.
     """
-    text = error if isinstance(error, str) else "\n".join(_texts(error))
-    if _SYMPTOM not in text and (isinstance(error, str) or not is_refusal(error)):
+    chain = [] if isinstance(error, str) else list(_chain(error))
+    text = error if isinstance(error, str) else "\n".join(map(_text, chain))
+    if _SYMPTOM not in text and not any(map(_is_refusal, chain)):
         return None
     if "DataLoader worker" in text:
         return (
@@ -236,7 +237,7 @@ def advice_for(error: BaseException | str) -> str | None:
     return f"{_culprit()}, and the process that failed was forked after that: {_way_out()}"
 
 
-def is_refusal(error: BaseException) -> bool:
+def _is_refusal(error: BaseException) -> bool:
     """Return whether torch has raised an error to refuse CUDA to this process, because it was forked: by its frames."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
@@ -481,8 +482,8 @@ def _suspects() -> str:
     return f" ({' and '.join(imported)}, imported here, would do it at its import)" if imported else ""
 
 
-def _texts(error: BaseException) -> Iterator[str]:
-    """Yield the text of an error and of what it came from."""
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it came from."""
     known: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
@@ -490,8 +491,15 @@ def _texts(error: BaseException) -> Iterator[str]:
         if each is None or id(each) in known:
             continue
         known.add(id(each))
-        yield f"{each}\n{getattr(each, 'report', '')}"
+        yield each
         todo += [each.__cause__, each.__context__]
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f"{error}\n{getattr(error, 'report', '')}"
+    except Exception:  # a class of the user's, whose words can't be had
+        return ""
 
 
 def _kind_of_process() -> str:

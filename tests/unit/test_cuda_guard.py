@@ -378,6 +378,15 @@ def test_a_worker_of_a_loader_gets_advice_of_its_own() -> None:
     assert "let the dataset return CPU tensors" in (cuda_guard.advice_for(RuntimeError(text)) or "")
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_error_whose_words_can_t_be_had_gets_no_advice() -> None:
+    assert cuda_guard.advice_for(Wordless()) is None
+
+
 def test_other_errors_get_no_advice() -> None:
     error = RuntimeError("CUDA out of memory")
     error.__context__ = error

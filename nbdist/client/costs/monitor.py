@@ -28,7 +28,7 @@ from nbdist.client.session.traffic import Traffic
 from nbdist.errors import UsageError
 from nbdist.metrics.node import device
 from nbdist.metrics.node.held_lately import HeldLately
-from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, gpu_of
+from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, gpu_of
 from nbdist.metrics.node.sampler import FASTEST, Sampler
 from nbdist.wire.knowing import GetMetrics, Metrics
 from nbdist.wire.life import Died, RankInfo
@@ -279,10 +279,16 @@ def _looked_at(info: RankInfo, answer: Metrics | NoAnswer | None, task: Task | N
 
 
 def _named(rank: RankSample, nodes: list[NodeSample]) -> RankSample:
-    """Return the rank with its GPU named as by the driver: where torch can't be asked, the one that it has most on."""
-    own = [gpu for node in nodes if node.name == rank.node for gpu in node.gpus if rank.pid in gpu.by_pid]
-    gpu = gpu_of(rank.gpu, nodes) if rank.gpu else max(own, key=lambda gpu: gpu.by_pid[rank.pid], default=None)
+    """Return the rank with its GPU named as by the driver, who knows it also where torch can't be asked."""
+    can_t_be_asked = rank.device != "cpu" and not rank.gpu and rank.why
+    gpu = _gpu_of_process(rank, nodes) if can_t_be_asked else gpu_of(rank.gpu, nodes)
     return rank if gpu is None else msgspec.structs.replace(rank, gpu=gpu.uuid)
+
+
+def _gpu_of_process(rank: RankSample, nodes: list[NodeSample]) -> GpuSample | None:
+    """Return the GPU that a rank's process has most on; None where the driver does not tell processes apart."""
+    own = [gpu for node in nodes if node.name == rank.node for gpu in node.gpus if rank.pid in gpu.by_pid]
+    return max(own, key=lambda gpu: gpu.by_pid[rank.pid], default=None)
 
 
 class _OwnProcess:

@@ -409,11 +409,11 @@ class Task:
             )
         if not silent:
             return
-        have, they_are = ("has", "it is") if len(silent) == 1 else ("have", "they are")
-        away = ", or the network or the machine has failed" if names.nodes else ""
+        have, they = ("has", "it") if len(silent) == 1 else ("have", "they")
+        away = ", or the network or the machine may have failed" if names.nodes else ""
         yield (
-            f"{names.describe(silent)} {have} not answered: {they_are} in a call that blocks Python{away}. Interrupt "
-            "again to stop them now: the cell then ends without those that do not answer."
+            f"{names.describe(silent)} {have} not answered so far: {they} may be in a call that blocks Python{away}. "
+            "Interrupt again to stop them now: the cell then ends without those that do not answer."
         )
 
     def _lines(self, limit: float = limits.STACK_ANSWER) -> dict[int, str]:

@@ -122,8 +122,6 @@ def _advice(error: BaseException) -> str:
         return f"\nnbdist: {_SHARD_ADVICE}"
     from nbdist import cuda_guard
 
-    if not any("forked subprocess" in _message(part) or cuda_guard.is_refusal(part) for part in chain(error)):
-        return ""
     advice = cuda_guard.advice_for(error)
     return f"\nnbdist: {advice}" if advice else ""
 

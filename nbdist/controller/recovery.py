@@ -40,17 +40,19 @@ class GroupRepairs:
 
 @dataclass(frozen=True)
 class FailedCell:
-    """A failed cell.
+    """A failed cell, or one that caught the error of a collective that broke a group.
 
     Attributes:
         serial: The cell; if none failed, the one about to begin.
         ranks: Where it ran.
-        failed: The ranks that failed.
+        failed: The ranks that failed, or whose groups broke.
+        caught: Whether the cell caught the error on all of them, and ended well.
     """
 
     serial: int
     ranks: Collection[int] = ()
     failed: Collection[int] = ()
+    caught: bool = False
 
 
 def compare_groups(
@@ -90,7 +92,7 @@ def compare_groups(
     compared = [states[rank] for rank in idle]
     counts = {state.count for state in compared}
     found.count, found.uneven = max(counts, default=0), len(counts) > 1
-    found.reset = bool(found.renew) or any(state.caught for state in compared)
+    found.reset = (bool(found.renew) and not cell.caught) or any(state.caught for state in compared)
     return found
 
 
@@ -332,7 +334,8 @@ class Recovery:
             parts.append(f"{self.failure}: `%distributed restart`")
         elif found.renew:
             self.renewed = found.renew
-            parts.append(f"process groups rebuilt (generation {self.generation})")
+            why = ", because the cell caught an error that had broken them" if self._cell.caught else ""
+            parts.append(f"process groups rebuilt (generation {self.generation}){why}")
         elif self._regroup:
             parts.append("the default process group, which a cell had destroyed, was recreated")
         if self.failure:

@@ -41,13 +41,19 @@ class _Cell:
     watch: Watch
     failed: set[int] = field(default_factory=set)
     cut: set[int] = field(default_factory=set)  # ranks to be freed by force
+    broken: set[int] = field(default_factory=set)  # ranks with a process group that a failed collective has broken
     repaired: set[int] = field(default_factory=set)  # ranks that failed and were repaired while others kept running
     ladder: Ladder | None = None
 
     @property
     def unsure(self) -> set[int]:
         """Ranks that left the cell perhaps out of step: a cell may catch the error that freed it and finish well."""
-        return (self.failed | self.cut) - self.left
+        return (self.failed | self.cut | self.broken) - self.left
+
+    @property
+    def failure(self) -> FailedCell:
+        """What there is to repair."""
+        return FailedCell(self.serial, self.ranks, self.unsure, caught=not self.failed and not self.cut)
 
     @property
     def stopping(self) -> bool:
@@ -140,7 +146,7 @@ class Cells:
         for cell in self._running.values():
             if ranks & cell.unsure - cell.repaired:
                 cell.repaired |= cell.unsure
-                self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.unsure))
+                self._repairs.add(cell.failure)
 
     def stop(self, message: Interrupt, now: float) -> None:
         """Stop a cell at the user's request; a second request stops it at once."""
@@ -174,6 +180,8 @@ class Cells:
         if cell is None:
             self._wires.to_notebook(reply)
             return
+        if reply.broken:
+            cell.broken.add(reply.rank)
         self._leave(cell, reply.rank, reply, reply.status != "ok", now)
 
     def died(self, died: Died, now: float) -> None:
@@ -297,5 +305,5 @@ class Cells:
         del self._running[cell.serial]
         self.prompts.forget(cell.serial)
         if not in_order:
-            self._repairs.add(FailedCell(cell.serial, cell.ranks, cell.unsure), message)
+            self._repairs.add(cell.failure, message)
             self._repairs.go_on(now)

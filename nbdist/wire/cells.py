@@ -98,7 +98,7 @@ class Reply(Message, frozen=True):
 
     parcel: the value that it sends. payload: the summary of a profile, what was freed, or debugpy's port.
     grouped: whether it has its default process group, where the session is to have one. caught: whether it was
-    interrupted, and its code has caught that.
+    interrupted, and its code has caught that. broken: whether a process group has lost a connection.
     """
 
     serial: int
@@ -113,6 +113,7 @@ class Reply(Message, frozen=True):
     steps: StepSample | None = None
     grouped: bool = True
     caught: bool = False
+    broken: bool = False
 
 
 class Remark(Message, frozen=True):

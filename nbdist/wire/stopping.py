@@ -17,7 +17,8 @@ from nbdist.wire.rank_spans import RankSpans
 class GroupState(msgspec.Struct, array_like=True, frozen=True):
     """A rank's position in one process group.
 
-    members: global ranks. entered: collectives since the cell began, by backend. cut: whether its connections were cut.
+    members: global ranks. entered: collectives since the cell began, by backend. cut: whether its connections were cut,
+    or have broken.
     """
 
     members: RankSpans
@@ -229,7 +230,7 @@ class RankState(AnswerBody, frozen=True):
 
     groups: by name. count: how many groups have been numbered. current: whether it has begun no other cell since.
     recipes: of the same groups, if they were asked for.
-    caught: whether the cell's failure caught a model in the middle of a step. steps: made by the cell.
+    caught: whether what went wrong may have caught a model in the middle of a step. steps: made by the cell.
     rescheduled: whether learning rates have changed since the last of them. lifetime: steps of all cells, if exact.
     stopped: the step after which our stop ended it, None if something else did.
     """

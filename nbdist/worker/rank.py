@@ -295,6 +295,8 @@ class RankProcess:
             self._put_in_order()
             if self._group.destroyed:
                 reply = msgspec.structs.replace(reply, grouped=False)
+            if self._recovery.collectives.broken():
+                reply = msgspec.structs.replace(reply, broken=True)
         except BaseException as error:  # from what surrounds the task, or from a signal handler that ran then
             if reply is None or reply.failure is None:
                 reply = self._failed_around(task, error, "before its end" if reply is None else "after its end")

@@ -354,6 +354,14 @@ _COLLECTIVES = [
         "pending = dist.all_reduce(torch.ones(1000, device=device), async_op=True)",
     ),
     OddCell(
+        "caught-time-out",
+        "catches the time-out of a collective",
+        "import datetime, torch.distributed as dist\n"
+        "if rank == 0:\n    try: dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.1))\n"
+        "    except RuntimeError: pass",
+        remains="nothing: the process group is rebuilt",
+    ),
+    OddCell(
         "raises-before-collective",
         "raises on one rank while the others enter a collective",
         "import torch, torch.distributed as dist\n"

@@ -182,3 +182,10 @@ def test_a_renewal_that_fails_says_why() -> None:
     found.in_order(1, InOrder())
     assert "could not be renewed (RuntimeError: no store): `%distributed restart`" in found.text
     assert found.owed == {"0": RankSpans.of([0, 1])} and not found.settled
+
+
+def test_a_caught_error_resets_no_model_that_does_not_communicate_in_the_broken_group() -> None:
+    broken = {0: state(cut=True), 1: state()}
+    assert compare(broken).reset
+    assert not compare(broken, caught=True).reset
+    assert compare({0: state(cut=True, caught=True), 1: state()}, caught=True).reset

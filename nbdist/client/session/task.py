@@ -150,6 +150,8 @@ class Task:
                         deadline = self._ask_user(deadline)
                 if self._left and self._broken is None:
                     self._note_running()
+                if self.recovered is not None and self.recovered.text and not self.failures:
+                    self.say(self.recovered.text)
                 self._finish_output()
         finally:
             self.close()

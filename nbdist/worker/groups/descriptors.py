@@ -51,6 +51,13 @@ def targets(epoll: int) -> list[int]:
         return []
 
 
+def count(epoll: int) -> int:
+    """Return how many descriptors an epoll set has; 0 if it is none."""
+    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{epoll}", "rb", buffering=0) as file:
+        return file.read().count(b"\ntfd:")
+    return 0
+
+
 def listening(epoll: int) -> tuple[int, str]:
     """Return the listening socket in an epoll set, and its inode; -1 and "" if it has none."""
     for fd in targets(epoll):

@@ -50,11 +50,19 @@ _STALE = (
 )
 
 
+@dataclass(frozen=True)
+class _Epoll:
+    """The epoll set of a gloo device: its listener's inode, and its number of descriptors with all peers connected."""
+
+    listener: str
+    size: int
+
+
 @dataclass
 class _Group:
     """What is kept of a process group, by its name."""
 
-    epolls: dict[int, str] = field(default_factory=dict)  # descriptor of a gloo epoll set -> its listener's inode
+    epolls: dict[int, _Epoll] = field(default_factory=dict)  # of its gloo devices, by descriptor
     entered: tuple[int, ...] = ()  # collectives entered when the present cell began, by backend
     slot: int = _FIRST_SLOT
     unusable: str = ""  # why it can't be used, and what to do about it
@@ -162,7 +170,8 @@ class Collectives:
             after = dict(descriptors.links())
             new = {fd: inode for fd, inode in creation.new_epolls(after).items() if inode}
             if new:
-                self._groups.setdefault(name, _Group()).epolls.update(new)
+                connected = {fd: _Epoll(inode, _size_with(size - 1, fd)) for fd, inode in new.items()}
+                self._groups.setdefault(name, _Group()).epolls.update(connected)
             descriptors.keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
 
     def name_of(self, group: Any) -> str:
@@ -201,8 +210,17 @@ class Collectives:
             now = torch_groups.entered(group)
             before = known.entered if len(known.entered) == len(now) else (0,) * len(now)
             delta = [late - early for late, early in zip(now, before, strict=True)] if current else [0] * len(now)
-            groups[name] = GroupState(RankSpans.of(torch_groups.members(group)), delta, name in self._cut)
+            cut = name in self._cut or _is_broken(known)
+            groups[name] = GroupState(RankSpans.of(torch_groups.members(group)), delta, cut)
         return groups
+
+    def broken(self) -> dict[str, Any]:
+        """Return groups that have lost a connection, as each does in which a collective times out, by name."""
+        return {
+            name: group
+            for name, group in torch_groups.living().items()
+            if (known := self._groups.get(name)) and not known.unusable and name not in self._cut and _is_broken(known)
+        }
 
     def place_in(self, name: str, device: str) -> tuple[str, int]:
         """Return a group in words, and how many collectives of a device's tensors it has seen here. From any thread."""
@@ -242,8 +260,8 @@ class Collectives:
                 self._abort_apart(backend).join(limit.total_seconds())
                 aborted = True
         known = self._groups.get(name)
-        for fd, listener in known.epolls.items() if known is not None else ():
-            if descriptors.listening(fd)[1] == listener:  # else the descriptor has become somebody else's
+        for fd, epoll in known.epolls.items() if known is not None else ():
+            if descriptors.listening(fd)[1] == epoll.listener:  # else the descriptor has become somebody else's
                 self._silence(fd)
                 aborted = True
         return aborted
@@ -481,6 +499,24 @@ class Collectives:
 def _order(name: str) -> tuple[bool, int, str]:
     """Return the same order of groups on all ranks: else two ranks wait for each other in different ones."""
     return (not name.isdigit(), int(name) if name.isdigit() else 0, name)
+
+
+def _size_with(peers: int, epoll: int) -> int:
+    """Return how many descriptors an epoll set has with one connection for each peer.
+
+    Another one is left where a peer's first attempt to connect took too long; the peer gives it up at some time.
+    """
+    found = descriptors.targets(epoll)
+    connections = sum(descriptors.peer_port(fd) > 0 for fd in found)
+    return len(found) - max(0, connections - peers)
+
+
+def _is_broken(known: _Group) -> bool:
+    """Return whether a connection of a gloo group is gone: gloo closes those of a collective that fails, for good."""
+    return any(
+        descriptors.count(fd) < epoll.size and descriptors.listening(fd)[1] == epoll.listener  # else somebody else's
+        for fd, epoll in known.epolls.items()
+    )
 
 
 def _next_slot(group: Any, known: _Group) -> Any:

@@ -286,9 +286,12 @@ class RankRecovery:
         return InOrder()
 
     def _caught(self) -> bool:
-        """Return whether the cell's failure caught a model in the middle of a step."""
+        """Return whether what went wrong in the cell may have caught a model in the middle of a step."""
         if self._stopped_at_step():
             return False
+        broken = self.collectives.broken().values()
+        if broken and reset_models.communicate_in(broken):  # it may have been in a step whose error the cell has caught
+            return True
         return self._in_step or (self._was_interrupted() and self._steps.count > 0)
 
     def _was_interrupted(self) -> bool:

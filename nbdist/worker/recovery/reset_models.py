@@ -12,7 +12,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -93,6 +93,20 @@ def buckets_settled() -> bool:
     """Return whether the buckets of every living DDP model have their final layout on this rank."""
     found = living(loaded("torch.nn.parallel", "DistributedDataParallel"))
     return all(_is_settled(model) for model in found if _is_built(model))
+
+
+def communicate_in(groups: Collection[Any]) -> bool:
+    """Return whether a living DDP model, or a sharded parameter of one that is trained, uses one of these groups."""
+    found = living(
+        loaded("torch.nn.parallel", "DistributedDataParallel"),
+        sharded := loaded("torch.distributed.fsdp", "FSDPModule"),
+        optimizer := loaded("torch.optim", "Optimizer"),
+    )
+    replicated = [vars(model)["process_group"] for model in found if "process_group" in vars(model)]
+    parameters = _parameters(_of(found, sharded), _of(found, optimizer))
+    meshes = {id(mesh): mesh for each in parameters if (mesh := getattr(each, "device_mesh", None)) is not None}
+    used = {*replicated, *(group for mesh in meshes.values() for group in mesh.get_all_groups())}
+    return not used.isdisjoint(groups)
 
 
 def begin_forwards_alike() -> None:

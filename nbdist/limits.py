@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# --- how late what others write down may be: a decision by two looks at it needs them further apart than that.
+# The list of all such decisions: docs/decisions.md, "Records that are written late".
+
+COLLECTIVE_LATE = 0.1  # that a collective has ended: NCCL's watchdog looks every 100 ms (kWatchdogThreadSleepMillis)
+PROCESSOR_LATE = 0.02  # processor time of a thread that runs: two ticks of a kernel with 100 of them a second
+
 # --- stopping a cell at a step: the rank's side, then the controller's ladder
 
 AIM = 10.0  # that a rank waits in its step to be told where to stop
@@ -25,7 +31,8 @@ FORCED = 0.05  # from a forced interrupt to force, if no rank is behind
 RESEND = 1.0  # until one that did not end the cell is sent again
 RAISE = 1.0  # at least, for a rank to stop after it
 STUCK = 2.0  # from the request until a rank that still runs counts as stuck
-PROOF = 0.12  # in one place until one that had moved counts as stuck: torch notes the end of a collective 0.1 s late
+PROOF = COLLECTIVE_LATE + 0.02  # that a rank is seen in one place before it counts as stuck
+IDLE_PROOF = PROCESSOR_LATE + 0.005  # ... if it uses no processor
 CUT_AGAIN = 0.15  # until the second look whether a rank is stuck, where the first comes early
 FORCE_GRACE = 2.0  # for ranks to stop after the second Ctrl-C, before the notebook is given back without them
 TIMEOUT_GRACE = 4.0  # for ranks to stop after --timeout

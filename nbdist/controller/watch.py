@@ -9,9 +9,11 @@ failed, it names those that wait for it in vain. Until then it costs only a time
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from nbdist import limits
 from nbdist.controller.awaited_ranks import AwaitedRanks, differ
 from nbdist.controller.inquiries import AskRanks
 from nbdist.limits import Slack
@@ -75,7 +77,6 @@ class Watch:
         names: How to name ranks.
 
     Attributes:
-        due: Time of the next `tick`.
         waits: What ranks that have not moved wait in, and for which ranks, as last reported.
     """
 
@@ -99,7 +100,7 @@ class Watch:
         self.serial = serial
         self._began = now
         self._early = part  # look only for ranks that wait for ranks outside the cell
-        self.due = now + (self._pauses.absent if part else self._pauses.first)
+        self._due = now + (self._pauses.absent if part else self._pauses.first)
         self.waits: dict[int, str] = {}
         self._ranks = dict.fromkeys(ranks)  # in order, and quick to look up
         self._left = set(ranks)
@@ -116,6 +117,7 @@ class Watch:
         self._say = say
         self._free = free
         self._asked = now
+        self._answered = -math.inf  # when the last answer came
         self._looking = False  # a look has begun, and some ranks have not answered
         self._silent: set[int] = set()  # have not answered yet
         self._states: dict[int, ProcessState] = {}  # of processes that did not answer
@@ -126,13 +128,18 @@ class Watch:
         self._told: tuple[dict[int, str], Set[int], bool] | None = None  # last report: waits, for whom, forever
         self._waited_since = 0.0
 
+    @property
+    def due(self) -> float:
+        """The time of the next `tick`: not so soon that two looks show a record of torch's that is late."""
+        return self._due if self._looking else max(self._due, self._answered + limits.PROOF)
+
     def ended(self, rank: int, failed: bool, now: float) -> None:
         """Note that a rank has left the cell."""
         self._left.discard(rank)
         if failed and not self._failed:
             self._looking = self._early = False
             self._before = {}
-            self.due = now + max(0.0, self._grace - self._pauses.sample)
+            self._due = now + max(0.0, self._grace - self._pauses.sample)
         if failed:
             self._failed.add(rank)
         else:
@@ -159,6 +166,7 @@ class Watch:
 
     def answered(self, rank: int, look: Position | NoAnswer, now: float) -> None:
         """Handle a rank's report of what it does, or why it can't report."""
+        self._answered = now
         self._silent.discard(rank)
         self._states.pop(rank, None)
         if isinstance(look, Position) and rank in self._ranks:
@@ -184,7 +192,7 @@ class Watch:
         self._looks = {}
         self._looking = True
         self._asked = now
-        self.due = now + self._pauses.answer
+        self._due = now + self._pauses.answer
         self._ask(asked, GetPosition(self.serial), self.answered)
 
     def _compare(self, now: float) -> None:
@@ -206,7 +214,7 @@ class Watch:
             for rank in awaited
             if _is_same(self._looks[rank], before.get(rank))
         }
-        self.due = max(now, self._next(bool(before), bool(awaited or self._stopped)))
+        self._due = max(now, self._next(bool(before), bool(awaited or self._stopped)))
         self._early = self._early and not before and bool(awaited)
         lost = self._in_vain(awaited) if self._failed else []
         if lost:
@@ -230,7 +238,7 @@ class Watch:
         if isinstance(state, ProcessState) and rank in self._silent:
             self._states[rank] = state
             if rank in self._stopped and not self._looking:
-                self.due = min(self.due, max(now, self._asked + self._pauses.confirm))
+                self._due = min(self._due, max(now, self._asked + self._pauses.confirm))
 
     @property
     def _stopped(self) -> list[int]:
@@ -242,7 +250,7 @@ class Watch:
     def _rest(self, now: float) -> None:
         """Say nothing and end no waiting, as the user types: from then on all times are counted again."""
         self._before, self._since, self._early = {}, {}, False
-        self.due = self._asked + self._pauses.repeat
+        self._due = self._asked + self._pauses.repeat
         self._close(now, ", then went on")
 
     def _is_late(self, now: float) -> bool:
@@ -252,7 +260,7 @@ class Watch:
     def _hasten(self, now: float) -> None:
         """Look again as soon as the ranks that still run are late."""
         if self._finished_at is not None and not self._failed and not self._looking:
-            self.due = min(self.due, max(now, self._finished_at + _WORTH_SAYING))
+            self._due = min(self._due, max(now, self._finished_at + _WORTH_SAYING))
 
     def _next(self, again: bool, suspicious: bool) -> float:
         """Return when to look again."""
@@ -294,7 +302,7 @@ class Watch:
             if due <= now:
                 found[rank] = gone
             else:
-                self.due = min(self.due, due)
+                self._due = min(self._due, due)
         return found
 
     def _left_out(self, returned: int, look: Position) -> bool:

@@ -21,6 +21,8 @@ from tests.stand_ins.nccl import LOOK
         pytest.param(limits.RESEND, limits.STUCK, id="KeyboardInterrupt comes again before a rank counts as stuck"),
         pytest.param(limits.RESEND + limits.PROOF, limits.STUCK, id="what torch notes late does not count by then"),
         pytest.param(LOOK, limits.PROOF, id="torch notes within a proof what has ended"),
+        pytest.param(limits.PROCESSOR_LATE, limits.IDLE_PROOF, id="the kernel what a thread has used"),
+        pytest.param(limits.IDLE_PROOF, limits.SURVIVORS, id="survivors that rest are freed at the first look"),
         pytest.param(limits.PROOF, limits.CUT_AGAIN, id="the second look at survivors can prove that they are stuck"),
         pytest.param(limits.SURVIVORS + limits.CUT_AGAIN, limits.DEATH_GRACE, id="before a cell gives them up"),
         pytest.param(

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,11 @@ from testbed.kernel import wait_until
 from tests.stand_ins.spinning import spin, spinning_until
 
 
-def seen_from_aside(look: Callable[[], list[bool]]) -> list[bool]:
-    """What another thread finds while this one, the main thread, spins in a call into C."""
+def seen_from_aside(look: Callable[[], list[bool]], *, rest: bool) -> list[bool]:
+    """What another thread finds while this one, the main thread, spins or rests in a call into C."""
+    if rest:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(look).result()
     found: list[list[bool]] = []
     spin(spinning_until(lambda: found.append(look())))
     return found[0]
@@ -31,13 +35,14 @@ def _main_thread_rests() -> bool:
     return frame.f_lasti == before
 
 
-def stands_still(*shown: Any, pause: float = 0.15, resent: bool = False) -> list[bool]:
+def stands_still(*shown: Any, pause: float = 0.15, resent: bool = False, rest: bool = False) -> list[bool]:
     """Whether it seems to wait, if torch's record shows this at the mark and that later on, look by look.
 
     Args:
         shown: What it shows.
         pause: Seconds between looks, during which the main thread spins.
         resent: Whether the interrupt is sent again in between.
+        rest: Whether the main thread rests instead of spinning.
     """
     records = iter(shown)
     collectives: Any = SimpleNamespace(record=SimpleNamespace(unfinished=lambda: next(records)))
@@ -57,7 +62,7 @@ def stands_still(*shown: Any, pause: float = 0.15, resent: bool = False) -> list
             found.append(progress.stands_still())
         return found
 
-    return seen_from_aside(look)
+    return seen_from_aside(look, rest=rest)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +97,13 @@ def test_and_for_none_once_the_interrupt_was_sent_again() -> None:
 def test_one_that_has_moved_a_moment_ago_does_not_wait_yet() -> None:
     pause = limits.PROOF / 8  # at most two of them, and what looking takes
     assert stands_still(LATE, NOTED, NOTED, pause=pause) == [False, False]
+
+
+def test_looks_closer_to_each_other_than_the_record_is_late_prove_nothing() -> None:
+    """The rank answered late, and two questions at once; what it seems to wait in may have ended before both."""
+    assert stands_still({"0": (3, 2)}, {"0": (3, 2)}, pause=limits.PROOF / 8) == [False]
+
+
+def test_nor_do_those_within_which_the_kernel_may_not_have_counted_processor_time_yet() -> None:
+    assert stands_still(None, None, None, pause=0.0, rest=True) == [False, False]
+    assert stands_still(None, None, rest=True) == [True]

@@ -62,6 +62,13 @@ def test_what_has_been_given_up_is_not_named_again_until_it_moves(monkeypatch: p
     assert found.unfinished() == {"nccl 0": (8, 7)}
 
 
+def test_nor_when_torch_notes_only_afterwards_that_one_had_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = recorded(monkeypatch, dump(backend_0=(7, 5)), dump(backend_0=(7, 6)), dump(backend_0=(8, 6)))
+    found.give_up()
+    assert found.unfinished() == {}
+    assert found.unfinished() == {"nccl 0": (8, 6)}
+
+
 @pytest.mark.torch_private
 @pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="torch 2.8 records nothing of gloo")
 def test_torch_has_what_is_read() -> None:

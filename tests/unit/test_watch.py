@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from nbdist import limits
 from nbdist.controller.watch import Watch
 from nbdist.wire.question import NoAnswer, Question
 from nbdist.wire.rank_spans import RankSpans
@@ -381,7 +382,39 @@ def test_so_are_those_that_wait_by_spinning() -> None:
     assert cell.freed == [0]
 
 
-def test_but_not_those_that_compute_ahead_of_one_that_has_failed() -> None:
+@pytest.mark.parametrize("late", [0.29, 0.5])
+def test_but_not_by_two_looks_at_once_which_a_rank_that_answers_late_takes(late: float) -> None:
+    """Its record may be 0.1 s late, so that both show a collective under way that has ended."""
+    cell = Cell(ranks=[0, 1])
+    spins: dict[str, Any] = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
+    cell.does = {0: None, 1: answer}
+    failed(1, 0.5, cell)
+    cell.run(1.2)  # the first look
+    cell.now += late
+    cell.does[0] = lambda at: waiting(at, "a collective", cpu=at, **spins)
+    cell.answer()
+    cell.run(cell.now + limits.COLLECTIVE_LATE)
+    assert not cell.freed
+    cell.run(cell.now + 0.1)
+    assert cell.freed == [0]
+
+
+def test_nor_if_the_late_answer_comes_after_the_others_have_been_compared() -> None:
+    cell = Cell(ranks=[0, 1])
+    spins: dict[str, Any] = {"members": [], "group": "", "unfinished": {"0": [1, 0]}}
+    cell.does = {0: None, 1: answer}
+    failed(1, 0.5, cell)
+    cell.run(2.2)  # the first look, and its end without the late rank
+    cell.now = 2.3
+    cell.does[0] = lambda at: waiting(at, "a collective", cpu=at, **spins)
+    cell.answer()
+    cell.run(2.3 + limits.COLLECTIVE_LATE)
+    assert not cell.freed
+    cell.run(4)
+    assert cell.freed == [0]
+
+
+def test_nor_those_that_compute_ahead_of_one_that_has_failed() -> None:
     cell = Cell(ranks=[0, 1])
     cell.does = {0: lambda at: waiting(at, "a collective", cpu=at, members=[], group=""), 1: answer}
     failed(1, 0.5, cell)

@@ -38,7 +38,7 @@ class Record:
     """What torch has recorded of this process."""
 
     def __init__(self) -> None:
-        self._given_up: Unfinished = {}
+        self._given_up: dict[str, int] = {}  # by backend, its last collective that was started then
 
     def unfinished(self) -> Unfinished | None:
         """Return collectives that were started and have not ended. From any thread.
@@ -53,12 +53,15 @@ class Record:
         return {
             name: (started, ended)
             for name, (started, ended) in found.items()
-            if started > ended and self._given_up.get(name) != (started, ended)
+            if started > ended and started != self._given_up.get(name)
         }
 
     def give_up(self) -> None:
-        """Abort the groups of what has not ended by now, and never will."""
-        self._given_up = {**self._given_up, **(self.unfinished() or {})}
+        """Leave out from now on what has not ended, as the groups were aborted: it never will.
+
+        How much had ended before, torch may note late, so that does not count.
+        """
+        self._given_up |= {name: started for name, (started, _) in (self.unfinished() or {}).items()}
 
 
 def last_collectives(count: int) -> Flight:

@@ -5,7 +5,6 @@ Runs in the control thread. Knows the interrupt gate and the process groups; nev
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -45,14 +44,14 @@ class PositionProbe:
         self._marked_at = 0.0
         self._cpu = 0.0
         self._marked: tuple[str, Unfinished] = "", {}
-        self._moved_at = -math.inf
+        self._moved_at = 0.0
         self._seen: tuple[Any, ...] = ()
         self._seen_at = 0.0
 
     def mark(self) -> None:
         """Start measuring for `stands_still`."""
         self._marked_at, self._cpu = time.monotonic(), _cpu_seconds()
-        self._marked, self._moved_at = (self._where(), self._unfinished()), -math.inf
+        self._marked, self._moved_at = (self._where(), self._unfinished()), self._marked_at
 
     def note_moves(self) -> None:
         """If the main thread has moved since the mark, measure from now on whether it stays in one place.
@@ -67,9 +66,11 @@ class PositionProbe:
     def stands_still(self) -> bool:
         """Return whether the main thread waits: it has hardly used a processor since the mark, or it has been in
         one place for a while, and a collective that was under way then has not ended. CUDA uses a processor to wait.
+
+        Never right after the mark, as this thread may have been late: both records are written later than it happens.
         """
-        elapsed = max(1e-3, time.monotonic() - self._marked_at)
-        if (_cpu_seconds() - self._cpu) / elapsed < _BUSY:
+        elapsed = time.monotonic() - self._marked_at
+        if elapsed >= limits.IDLE_PROOF and (_cpu_seconds() - self._cpu) / elapsed < _BUSY:
             return True
         self.note_moves()
         return time.monotonic() - self._moved_at >= limits.PROOF

@@ -25,6 +25,7 @@ from nbdist.agent.native_stacks import NativeStacks
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.process_set import STORE, ProcessSet
 from nbdist.agent.relay import Relay
+from nbdist.agent.slow_looks import SlowLooks, memory_of
 from nbdist.agent.storage import NodeStorage
 from nbdist.agent.warm_template import WarmTemplate, find_torch
 from nbdist.metrics.node.sampler import Sampler
@@ -32,6 +33,7 @@ from nbdist.processes import allow_many_files, describe_exit, describe_owner, en
 from nbdist.wire.bundle import Bundle
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.healing import EndRanks, Respawn
+from nbdist.wire.knowing import GetMemoryFromOutside
 from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
@@ -100,6 +102,7 @@ class Agent:
         self._storage = NodeStorage(self._send_freight)
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
+        self._looks = SlowLooks()
         self._stacks = NativeStacks()
         self._set: ProcessSet | None = None
         self._outputs = Bundle()
@@ -110,7 +113,7 @@ class Agent:
     def run(self) -> int:
         """Serve until the controller is gone or asks to stop. Returns the exit code."""
         poller = zmq.Poller()
-        for source in (self._control, self._controller, self._pipes, self._sampler.wake, self._stacks.wake):
+        for source in (self._control, self._controller, self._pipes, self._sampler.wake, self._looks.wake):
             poller.register(source, zmq.POLLIN)
         for other in (self._link.events if self._link is not None else None, self._freight):
             if other is not None:
@@ -135,8 +138,8 @@ class Agent:
             if self._sampler.wake in ready:
                 for node in self._sampler.take():
                     self._say(Look(node))
-            if self._stacks.wake in ready:
-                for answer in self._stacks.take():
+            if self._looks.wake in ready:
+                for answer in self._looks.take():
                     self._say(answer)
             if self._freight in ready:
                 self._take_freight()
@@ -175,7 +178,7 @@ class Agent:
         return int(min(waits) * 1000) + 1 if waits else None
 
     def _end(self, remove: bool) -> None:
-        self._stacks.close()
+        self._looks.close()
         end_descendants()
         if remove or self._setup.node:
             _remove(self._setup.leftovers)
@@ -235,13 +238,14 @@ class Agent:
     def _answer(self, message: Ask) -> None:
         pids = {rank: pid for pid, rank in self._set.pids.items()} if self._set is not None else {}
         for rank in message.ranks:
-            if rank in pids and isinstance(message.question, GetProcess):
+            if rank not in pids:
+                self._say(Answer(message.request, rank, NoAnswer("it has ended"), message.asker))
+            elif isinstance(message.question, GetProcess):
                 state = ProcessState(pids[rank], state_of(pids[rank]))
                 self._say(Answer(message.request, rank, state, message.asker))
-            elif rank in pids:
-                self._stacks.look(message, rank, pids[rank])
             else:
-                self._say(Answer(message.request, rank, NoAnswer("it has ended"), message.asker))
+                look = memory_of if isinstance(message.question, GetMemoryFromOutside) else self._stacks.look
+                self._looks.begin(message, rank, look, pids[rank])
 
     def _spawn(self, message: Spawn) -> None:
         self._notes = []

@@ -1,40 +1,29 @@
 """The stacks of this node's ranks with the frames of C code, by py-spy.
 
-Runs py-spy in threads, as it takes seconds. Knows nothing of what the frames mean.
+Knows nothing of what the frames mean.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import re
 import shutil
 import subprocess
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from nbdist.wire.questions import Answer, Ask
 from nbdist.wire.stopping import NativeStack
 
 _DUMP_LIMIT = 60.0  # seconds: py-spy reads the symbols of all of torch's libraries
-_AT_ONCE = 8
 _MAIN_THREAD = re.compile(r'^Thread .*: "MainThread"\n((?: .*\n?)*)', re.MULTILINE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _REFUSED = re.compile(r"permission denied|operation not permitted", re.IGNORECASE)
 
 
 class NativeStacks:
-    """Answers questions for the native stacks of ranks.
-
-    Attributes:
-        wake: Readable when `take` has something.
-    """
+    """Looks at the native stacks of processes, in any number of threads."""
 
     def __init__(self) -> None:
-        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pool: ThreadPoolExecutor | None = None
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._programs: set[int] = set()
 
     @property
@@ -42,29 +31,12 @@ class NativeStacks:
         """The processes of py-spy."""
         return set(self._programs)
 
-    def look(self, question: Ask, rank: int, pid: int) -> None:
-        """Look at a rank's process; `take` returns the answer."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_AT_ONCE, "nbdist-stacks")
-        self._pool.submit(self._look, question, rank, pid)
-
-    def take(self) -> list[Answer]:
-        """Return the answers since the last time."""
-        os.eventfd_read(self.wake)
-        return [self._answers.get() for _ in range(self._answers.qsize())]
-
-    def close(self) -> None:
-        """Begin nothing more. What runs has to be ended."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _look(self, question: Ask, rank: int, pid: int) -> None:
+    def look(self, pid: int) -> NativeStack:
+        """Return the stack of a process, or what keeps py-spy from it."""
         try:
-            found = self._dump(pid)
-        except Exception as error:  # nobody else would notice
-            found = NativeStack(obstacle="other", text=f"{type(error).__name__}: {error}")
-        self._answers.put(Answer(question.request, rank, found, question.asker))
-        os.eventfd_write(self.wake, 1)
+            return self._dump(pid)
+        except Exception as error:
+            return NativeStack(obstacle="other", text=f"{type(error).__name__}: {error}")
 
     def _dump(self, pid: int) -> NativeStack:
         folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]

@@ -111,7 +111,7 @@ def _how_it_ended(died: Died | None) -> str:
 
 def _describe(portrait: _Portrait, side: ClientSide, now: float) -> Description:
     told = portrait.standing
-    held = [each.reserved if told.gpus else each.private for each in portrait.held]
+    held = [each.on_gpu if told.gpus else each.private for each in portrait.held]
     return Description(
         os.getpid(),
         side.client.pid,

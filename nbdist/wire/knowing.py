@@ -25,9 +25,18 @@ class ProcessMemory(AnswerBody, frozen=True):
     reserved: int | None = None
     by_driver: int | None = None
 
+    @property
+    def on_gpu(self) -> int | None:
+        """What the rank holds of GPUs, by whoever reports it."""
+        return self.by_driver if self.reserved is None else self.reserved
+
 
 class GetMemory(Question[ProcessMemory], frozen=True):
     """How much memory does this rank hold?"""
+
+
+class GetMemoryFromOutside(Question[ProcessMemory], frozen=True):
+    """How much memory does the process hold? Answered by the rank's agent: one in a call that blocks Python can't."""
 
 
 class Metrics(AnswerBody, frozen=True):

@@ -26,6 +26,7 @@ from nbdist.wire.knowing import (
     Completions,
     GetFailure,
     GetMemory,
+    GetMemoryFromOutside,
     GetMetrics,
     Inspect,
     Inspection,
@@ -78,6 +79,7 @@ AnyQuestion = (
     | GetFlight
     | GetGap
     | GetMemory
+    | GetMemoryFromOutside
     | GetMetrics
     | GetNativeStack
     | GetPosition
@@ -120,7 +122,7 @@ AnyAnswer = (
 )
 
 
-OF_AGENTS = (GetNativeStack, GetProcess)  # the questions that agents answer for their ranks
+OF_AGENTS = (GetMemoryFromOutside, GetNativeStack, GetProcess)  # the questions that agents answer for their ranks
 
 
 class Ask(Message, frozen=True):

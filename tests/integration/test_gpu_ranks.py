@@ -48,6 +48,16 @@ time.sleep(600)
 """
 
 
+# A long call into C that keeps Python's own lock.
+HOLD_GIL = """
+import ctypes, os
+gate = os.open({!r}, os.O_RDWR)
+print("h", end="", flush=True)
+ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)
+os.close(gate)
+"""
+
+
 @pytest.fixture
 def machine_with_gpus(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel on a machine with two GPUs."""
@@ -112,6 +122,31 @@ def test_a_rank_that_waits_in_cuda_s_allocator_has_a_row_with_what_the_driver_re
         wait_until(
             lambda: "the driver's figure" in str(kernel.ok(panel).plain), "the panel to have asked the driver", 30
         )
+
+
+@cpu_torch
+def test_so_has_one_that_does_not_answer_at_all(tmp_path: Path) -> None:
+    as_module(tmp_path, machine(1))
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with Kernel(PYTHONPATH=path) as kernel:
+        kernel.ok("%load_ext nbdist\n%distributed start -n 2 --backend gloo")
+        kernel.ok(
+            f"import nbdist\nhandle = nbdist.get_session().run_in_background({HOLD_GIL.format(str(gate))!r}, [1])"
+        )
+        pids = kernel.rank_pids()
+        as_module(tmp_path, machine(1, processes=dict.fromkeys(pids, 3 * GIB)))
+        kernel.ok("while 'h' not in handle.output[1].stdout: pass")
+        status = "nbdist.get_session().status()"
+        kernel.ok(f"while {status}[1]['device_memory'] is None: pass")
+        row = kernel.value(f"{status}[1]")
+        assert (row["device_memory"], row["device_memory_by"]) == (3 * GIB, "driver")
+        assert row["memory"] > 0
+        assert "3.0 GiB (driver)" in kernel.ok("%distributed status").stdout
+        gate.write_text(".")
+        kernel.ok("handle.wait(30)")
+        assert kernel.value(f"{status}[1]['device_memory_by']") == ""
 
 
 def test_ranks_without_gpus_find_nothing_of_that(ranks: Kernel) -> None:

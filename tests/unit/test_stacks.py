@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.native_stacks import NativeStacks
+from nbdist.agent.slow_looks import SlowLooks
 from nbdist.client.session.stack_report import Stack, render, stack_of, with_native_frames
 from nbdist.errors import UsageError
 from nbdist.ranks import ONE_NODE, RankNames
@@ -69,11 +70,11 @@ def test_a_rank_that_does_not_answer_is_said_not_to() -> None:
 def native(py_spy_says: str, py_spy: Path) -> NativeStack | NoAnswer:
     """What an agent answers for a rank where py-spy says this."""
     install(py_spy, py_spy_says)
-    stacks = NativeStacks()
-    stacks.look(Ask(1, [0], GetNativeStack()), 0, 42)
-    assert select.select([stacks.wake], [], [], 30)[0]
-    [answer] = stacks.take()
-    stacks.close()
+    looks = SlowLooks()
+    looks.begin(Ask(1, [0], GetNativeStack()), 0, NativeStacks().look, 42)
+    assert select.select([looks.wake], [], [], 30)[0]
+    [answer] = looks.take()
+    looks.close()
     return GetNativeStack().checked(answer.body)
 
 

@@ -21,15 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbdist import limits
 from nbdist.checks import is_on
 from nbdist.client.session.flight import render
 from nbdist.client.session.logs import CellLog
+from nbdist.client.session.rank_memory import memory_of
 from nbdist.client.session.results import CellResult
 from nbdist.errors import NbdistError, RankError, RankFailure
 from nbdist.ranks import RankNames, describe_ranks
 from nbdist.text import size
-from nbdist.wire.knowing import GetMemory, ProcessMemory
 from nbdist.wire.output import LogPart
 from nbdist.wire.question import A, NoAnswer, Question
 from nbdist.wire.stopping import Flight, GetFlight
@@ -245,11 +244,11 @@ def _system_log() -> str:
 
 
 def _memory(source: Witness, ranks: Sequence[int]) -> str:
-    answers = _answers(source, ranks, GetMemory(), limits.STATUS_ANSWER)
+    found = memory_of(source, ranks)
     lines = []
     for rank in ranks:
-        held = answers.get(rank)
-        if not isinstance(held, ProcessMemory):
+        held = found.get(rank)
+        if held is None:
             lines.append(f"rank {rank}: no answer")
             continue
         gpu = f", GPU {size(held.allocated)} allocated, {size(held.reserved)} reserved" if held.allocated else ""

@@ -158,8 +158,8 @@ class RankRequests:
         Returns:
             For each rank: rank, node, pid, device, state, generation, memory (bytes that it alone holds), device_memory
             (bytes on its GPU), device_memory_by, doing. device_memory_by is "torch", which reports what its allocator
-            holds; or "driver", where the rank waits inside of that allocator: all that the process has, CUDA's context
-            and NCCL's buffers included; or "" where device_memory is None.
+            holds; or "driver", where the rank waits inside of that allocator, or is in a call that blocks Python: all
+            that the process has, CUDA's context and NCCL's buffers included; or "" where device_memory is None.
         """
         return status_of(self._rank_set)
 

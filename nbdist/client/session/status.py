@@ -7,11 +7,12 @@ from typing import Any
 
 from nbdist import limits
 from nbdist.client.session.flight import COUNT, render
+from nbdist.client.session.rank_memory import memory_of
 from nbdist.client.session.rank_set import Ranks, RankSet
 from nbdist.client.session.stack_report import Stack, line_of, stack_of, with_native_frames
 from nbdist.client.session.task import Task
 from nbdist.errors import UsageError
-from nbdist.wire.knowing import GetMemory, ProcessMemory
+from nbdist.wire.knowing import ProcessMemory
 from nbdist.wire.question import NoAnswer
 from nbdist.wire.questions import RankStatus
 from nbdist.wire.stopping import Flight, GetFlight, GetNativeStack, GetStack, ThreadStack
@@ -52,7 +53,7 @@ def status_of(rank_set: RankSet) -> list[dict[str, Any]]:
     rank_set.check_open()
     traffic, living = rank_set.traffic, rank_set.living()
     known = traffic.status()
-    memory = traffic.ask(living, GetMemory(), timeout=limits.STATUS_ANSWER)
+    memory = memory_of(traffic, living)
     stacks = traffic.ask(living, GetStack(), timeout=limits.STATUS_ANSWER)
     running = traffic.running(living)
     places = {info.rank: info.host for info in rank_set.ranks}
@@ -63,7 +64,7 @@ def _row(
     row: RankStatus,
     node: str,
     generation: int,
-    memory: Mapping[int, ProcessMemory | NoAnswer],
+    memory: Mapping[int, ProcessMemory],
     stacks: Mapping[int, ThreadStack | NoAnswer],
     busy: Mapping[int, Task],
 ) -> dict[str, Any]:
@@ -73,7 +74,6 @@ def _row(
     if state == "busy":
         task = busy.get(rank)
         doing = line_of(stacks.get(rank)) or (task.describe() if task is not None else "")
-    on_device, by = _on_device(held) if isinstance(held, ProcessMemory) else (None, "")
     return {
         "rank": rank,
         "node": node,
@@ -81,15 +81,14 @@ def _row(
         "device": row.device,
         "state": state,
         "generation": generation,
-        "memory": held.private if isinstance(held, ProcessMemory) else None,
-        "device_memory": on_device,
-        "device_memory_by": by,
+        "memory": held.private if held is not None else None,
+        "device_memory": held.on_gpu if held is not None else None,
+        "device_memory_by": _who_reports(held),
         "doing": doing,
     }
 
 
-def _on_device(held: ProcessMemory) -> tuple[int | None, str]:
-    """Return the bytes on a rank's GPU, and who reports them."""
-    if held.reserved is not None:
-        return held.reserved, "torch"
-    return held.by_driver, "" if held.by_driver is None else "driver"
+def _who_reports(held: ProcessMemory | None) -> str:
+    if held is None or held.on_gpu is None:
+        return ""
+    return "driver" if held.reserved is None else "torch"

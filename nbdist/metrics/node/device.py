@@ -82,14 +82,17 @@ def _gpu(cuda: Any, index: int) -> dict[str, Any]:
     }
 
 
-def memory_by_driver() -> int | None:
-    """Return the bytes that the driver reports for this process on all its GPUs; None where it doesn't, or not soon.
+def memory_by_driver(pid: int | None = None) -> int | None:
+    """Return the bytes that the driver reports for a process on all its GPUs; None where it doesn't, or not soon.
 
     For when torch can't be asked. Takes milliseconds, or longer where the driver has to initialize GPUs.
+
+    Args:
+        pid: The process; None: this one.
     """
     none: list[GpuSample] = []
     gpus = within_limit(read_once, none, limits.DRIVER_ANSWER)
-    shares = [gpu.by_pid[os.getpid()] for gpu in gpus if os.getpid() in gpu.by_pid]
+    shares = [share for gpu in gpus if (share := gpu.by_pid.get(pid or os.getpid())) is not None]
     return sum(shares) if shares else None
 
 

@@ -102,12 +102,18 @@ def anonymous_memory() -> int:
     return (int(resident) - int(shared)) * _PAGE
 
 
-def private_memory() -> int:
-    """Return the bytes that only this process holds, including shared pages it has written. May take a while.
+def private_memory(pid: int | None = None) -> int:
+    """Return the bytes that only a process holds, including shared pages it has written. May take a while.
 
     The kernel walks all pages, under a lock that who maps memory waits for.
+
+    Args:
+        pid: The process; None: this one.
+
+    Raises:
+        OSError: It has ended, or the system does not let this process look.
     """
-    with open("/proc/self/smaps_rollup") as file:
+    with open(f"/proc/{pid or 'self'}/smaps_rollup") as file:
         fields = (line.split() for line in file)
         return 1024 * sum(int(parts[1]) for parts in fields if parts[0] in ("Private_Clean:", "Private_Dirty:"))
 

@@ -101,5 +101,7 @@ METRICS_ANSWER = 0.5  # ... to report what the panel shows
 STATUS_ANSWER = 1.0  # ... to report its memory
 MAIN_THREAD = 0.1  # of it: for the rank's main thread to come back from C and ask torch
 DRIVER_ANSWER = 0.5  # of it: for the driver to report the memory that torch could not
+STATUS_LOOK = 2.0  # that its last look at torch's allocator may have been old then, else the driver's figure is true
+PANEL_LOOK = 60.0  # ... for the panel, which may look that rarely
 STACK_ANSWER = 0.3  # ... to report the line that it is at
 STALE = 1.0  # after which nobody waits for an answer any more, so that it is not worked out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist import limits
+from nbdist.client.costs.monitor import SLOWEST
 from nbdist.controller.watch import Pauses
 from tests.stand_ins.nccl import LOOK
 
@@ -57,6 +58,10 @@ def test_one_limit_is_over_before_the_other(less: float, more: float) -> None:
 @pytest.mark.parametrize("limit", ["COMPLETION_ANSWER", "METRICS_ANSWER", "STATUS_ANSWER"])
 def test_no_question_is_dropped_that_is_still_waited_for(limit: str) -> None:
     assert getattr(limits, limit) <= limits.STALE
+
+
+def test_the_panel_shows_what_its_last_look_has_seen_however_rarely_it_looks() -> None:
+    assert limits.PANEL_LOOK >= SLOWEST
 
 
 def test_a_rank_that_a_look_waits_for_has_been_looked_at_before_the_next_one() -> None:

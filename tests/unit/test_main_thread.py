@@ -37,14 +37,14 @@ def compute_until(done: Future[Any]) -> None:
         pass
 
 
-def ask_from_c(other: ThreadPoolExecutor, look: MainThreadLook) -> dict[str, Any]:
+def ask_from_c(other: ThreadPoolExecutor, look: MainThreadLook, oldest: float = LIMIT) -> dict[str, Any]:
     """What the other thread is told while the main thread reads from a pipe."""
     read, write = os.pipe()
 
     def ask() -> dict[str, Any]:
         try:
             wait_until(lambda: "pipe" in Path(f"/proc/self/task/{os.getpid()}/wchan").read_text(), "a read")
-            return look.newest()
+            return look.newest(oldest)
         finally:
             os.write(write, b".")
 
@@ -60,7 +60,7 @@ def test_the_main_thread_looks_while_it_computes(other: ThreadPoolExecutor, monk
     seen: list[int | None] = []
     look = MainThreadLook(lambda: looker(seen), idle=lambda: False)
     for number in (1, 2):
-        asked = other.submit(look.newest)
+        asked = other.submit(look.newest, LIMIT)
         compute_until(asked)
         assert asked.result() == {"look": number}
     assert seen == [MAIN, MAIN]
@@ -75,13 +75,22 @@ def test_while_the_main_thread_is_in_c_the_last_look_serves(other: ThreadPoolExe
     assert ask_from_c(other, look) == {"look": 1}
 
 
+def test_but_not_one_that_was_older_than_it_may_be_when_the_main_thread_was_asked(other: ThreadPoolExecutor) -> None:
+    """What the process holds may have changed since, and nobody has looked."""
+    seen: list[int | None] = []
+    look = MainThreadLook(lambda: looker(seen), idle=lambda: False)
+    assert look.newest(LIMIT) == {"look": 1}
+    with pytest.raises(TimeoutError, match="in a call into C"):
+        ask_from_c(other, look, oldest=0.0)
+
+
 def test_while_the_main_thread_is_idle_any_thread_looks(other: ThreadPoolExecutor) -> None:
     seen: list[int | None] = []
     look = MainThreadLook(lambda: looker(seen), idle=lambda: True)
-    assert other.submit(look.newest).result(LIMIT) == {"look": 1}
+    assert other.submit(look.newest, LIMIT).result(LIMIT) == {"look": 1}
     assert seen != [MAIN]
 
 
 def test_the_main_thread_does_not_wait_for_itself() -> None:
     seen: list[int | None] = []
-    assert MainThreadLook(lambda: looker(seen), idle=lambda: False).newest() == {"look": 1}
+    assert MainThreadLook(lambda: looker(seen), idle=lambda: False).newest(LIMIT) == {"look": 1}

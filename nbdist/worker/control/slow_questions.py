@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from nbdist import limits
 from nbdist.metrics.node import device, host
 from nbdist.wire.held_variables import GetElements, GetEntries, GetFigures, GetGap, GetVariables
 from nbdist.wire.knowing import (
@@ -107,7 +108,7 @@ class Questions:
         if not device.uses_gpu():
             return ProcessMemory(private)
         try:
-            figures = self._gpu.newest()
+            figures = self._gpu.newest(limits.STATUS_LOOK)
         except TimeoutError:
             return ProcessMemory(private, by_driver=device.memory_by_driver())
         return ProcessMemory(private, figures.get("allocated"), figures.get("reserved"))
@@ -118,7 +119,7 @@ class Questions:
         if not device.uses_gpu():
             return Metrics(sample)
         try:
-            figures = self._gpu.newest()
+            figures = self._gpu.newest(limits.PANEL_LOOK)
         except TimeoutError as error:
             figures = {"device": f"cuda:{self.gpu}", "why": f"torch can't be asked: {error}"}
         return Metrics(msgspec.structs.replace(sample, **figures))

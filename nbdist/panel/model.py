@@ -320,8 +320,8 @@ def _node(name: str, machine: NodeSample | None, gpus: Counter[str], left_alone:
     words = ", ".join(f"{count} × {gpu}" if count > 1 else gpu for gpu, count in gpus.items() if gpu not in ("", "cpu"))
     if machine is None:
         return Node(name, words, why="this machine has not been looked at yet")
-    why = machine.why
-    if set(gpus) <= {"cpu"} and not machine.gpus:
+    why = machine.silence or machine.why
+    if not machine.silent and set(gpus) <= {"cpu"} and not machine.gpus:
         why = f"no GPUs: {why or 'the driver has not been asked yet'}"
     return Node(
         name,

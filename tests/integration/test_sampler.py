@@ -211,6 +211,22 @@ def test_a_rank_whose_python_can_not_answer_says_so_and_the_other_is_seen(node: 
     assert node.value("(sample.ranks[1].why, sample.ranks[1].private > 0)") == ("", True)
 
 
+def test_a_machine_that_reports_no_more_has_no_figures_that_move(own_node: Node) -> None:
+    own_node.ok("from nbdist import limits", "limits.MACHINE_LATE = 0.5", "watch()", "until(gpus)")
+    own_node.agent.suspend()
+    try:
+        own_node.ok("sample = until(lambda sample: sample.nodes[0].silent)")
+    finally:
+        own_node.agent.resume()
+    assert own_node.value("(sample.nodes[0].cpu, sample.nodes[0].memory_used)") == (None, None)
+    assert (
+        own_node.value("[(gpu.total, gpu.used, gpu.utilization) for gpu in gpus(sample)]")
+        == [(80 * GIB, None, None)] * 2
+    )
+    assert "this machine has not reported for" in own_node.value("gpus(sample)[0].why")
+    own_node.ok("until(lambda sample: gpus(sample)[0].used)")
+
+
 # --- a driver that takes its time
 
 

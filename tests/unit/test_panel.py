@@ -604,6 +604,12 @@ def test_without_speed_only_memory_is_drawn() -> None:
     assert len(plot([Point(0.0, GIB, GIB, GIB, None)]).axes) == 1
 
 
+def test_a_machine_that_reports_no_more_is_named_with_for_how_long() -> None:
+    node = NodeSample("a", 0.0, memory_total=8 * GIB, memory_used=GIB, cpu=0.5, why="no driver", silent=130.0)
+    (line,) = view_of(Sample(0.0, [RankSample(0, node="a", private=1)], [node])).nodes
+    assert line.why == "this machine has not reported for 2 min"
+
+
 def test_a_plot_of_nothing_says_what_to_do() -> None:
     with pytest.raises(UsageError, match="%distributed panel"):
         plot([])

@@ -28,7 +28,7 @@ from nbdist.client.session.traffic import Traffic
 from nbdist.errors import UsageError
 from nbdist.metrics.node import device
 from nbdist.metrics.node.held_lately import HeldLately
-from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, gpu_of
+from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, as_of, gpu_of
 from nbdist.metrics.node.sampler import FASTEST, Sampler
 from nbdist.wire.knowing import GetMetrics, Metrics
 from nbdist.wire.life import Died, RankInfo
@@ -211,7 +211,7 @@ class Monitor(Observer):
         assert self._own_process is not None
         for node in self._own_process.take():
             self._note_node(node)
-        nodes = list(self._nodes.values())
+        nodes = self._nodes_now()
         ranks = self._with_held([_named(self._own_process.look(), nodes)])
         return Sample(at=time.time(), ranks=ranks, nodes=nodes)
 
@@ -223,7 +223,7 @@ class Monitor(Observer):
         living = rank_set.living()
         answers = rank_set.traffic.ask(living, GetMetrics(), timeout=limits.METRICS_ANSWER)
         running = rank_set.traffic.running(living)
-        nodes = list(self._nodes.values())
+        nodes = self._nodes_now()
         ranks = [
             _looked_at(info, answers.get(info.rank), running.get(info.rank), rank_set.traffic.dead.get(info.rank))
             for info in rank_set.ranks
@@ -235,7 +235,13 @@ class Monitor(Observer):
         return Sample(at=now, ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation)
 
     def _note_node(self, node: NodeSample) -> None:
-        self._nodes[node.name], self._came[node.name] = node, time.monotonic()
+        self._came[node.name] = time.monotonic()  # first this: the other thread asks how old each node is
+        self._nodes[node.name] = node
+
+    def _nodes_now(self) -> list[NodeSample]:
+        """Return what is known of nodes now; of one that reports no more, only what does not change."""
+        now = time.monotonic()
+        return [as_of(node, now - self._came[name]) for name, node in list(self._nodes.items())]
 
     def _with_held(self, ranks: list[RankSample]) -> list[RankSample]:
         """Return the ranks with what torch held in them when the driver of their node was asked."""

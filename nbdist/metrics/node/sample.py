@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from nbdist import limits
+from nbdist.text import span
+
 STALLING = 1.2  # times the typical step, from which on the mean is worth a word
 EVALUATING = 0.02  # share of the time, from which on evaluations are
 
@@ -60,6 +63,7 @@ class NodeSample(msgspec.Struct, frozen=True, omit_defaults=True):
         cpu: Share of its cores that is busy.
         why: Why there are no GPUs, in words; empty where there are.
         period: Seconds between two looks; grows when looking is slow.
+        silent: Seconds since it last reported, where it should have again; then only what does not change is known.
     """
 
     name: str
@@ -70,6 +74,12 @@ class NodeSample(msgspec.Struct, frozen=True, omit_defaults=True):
     cpu: float | None = None
     why: str = ""
     period: float = 1.0
+    silent: float = 0.0
+
+    @property
+    def silence(self) -> str:
+        """In words that it does not report any more; empty: it does."""
+        return f"this machine has not reported for {span(self.silent)}" if self.silent else ""
 
 
 class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -189,6 +199,20 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     nodes: list[NodeSample] = []
     cell: int = 0
     generation: int = 0
+
+
+def as_of(node: NodeSample, age: float) -> NodeSample:
+    """Return the last look at a node as it is to be shown now: what moves is left out if the next one is overdue.
+
+    Args:
+        node: The look.
+        age: Seconds since it came.
+    """
+    if age <= 2 * node.period + limits.MACHINE_LATE:  # a slow look doubles the period
+        return node
+    silent = msgspec.structs.replace(node, cpu=None, memory_used=None, silent=age)
+    gpus = [GpuSample(gpu.uuid, gpu.index, gpu.name, gpu.total, why=silent.silence) for gpu in node.gpus]
+    return msgspec.structs.replace(silent, gpus=gpus)
 
 
 def gpu_of(uuid: str, nodes: Iterable[NodeSample]) -> GpuSample | None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from nbdist import limits
 from nbdist.metrics.node import host
 from nbdist.metrics.node.nvml import Nvml
 from nbdist.metrics.node.sample import GpuSample, NodeSample
@@ -22,7 +23,7 @@ FASTEST = 0.25  # seconds
 _SLOWEST = 30.0
 _SHARE = 0.05  # of its period that a look may take; above, the period doubles
 _FIRST_PATIENCE = 1.0  # seconds that the first look waits for the driver, so that there is soon something to see
-_PATIENCE = 10.0  # seconds that later ones do: a driver that needs 50 ms for each question needs 4 s for eight GPUs
+_PATIENCE = limits.MACHINE_LATE  # for later ones: a driver that takes 50 ms to answer needs 4 s for eight GPUs
 
 
 class Sampler:

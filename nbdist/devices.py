@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbdist.metrics.node.driver import ask_once
+from nbdist.metrics.node.driver import ask_once, mig_instances
 
 _DEVICES = Path("/dev")
 _FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu", "kfd")  # of NVIDIA's driver, of WSL, Jetson, ROCm
@@ -31,8 +31,11 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
     Returns:
         Indices or UUIDs; empty without GPUs or without a driver.
     """
-    count = _count()
     listed = environment.get("CUDA_VISIBLE_DEVICES")
+    uncut: list[str] = []
+    if listed is None and (cut := ask_once(_names_of_cut, uncut, _DRIVER_LIMIT)):
+        return cut
+    count = _count()
     if listed is None:
         return [str(index) for index in range(count)]
     names = []
@@ -41,6 +44,25 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
             break  # CUDA itself stops at the first entry that it does not know
         names.append(name)
     return names if count else []
+
+
+def _names_of_cut(nvml: Any) -> list[str]:
+    """Return UUIDs of all GPUs if some are cut into MIG instances, else nothing: then indices do."""
+    names, is_cut = [], False
+    for handle in _handles(nvml):
+        instances = mig_instances(nvml, handle)
+        is_cut |= instances is not None
+        names += [_text(nvml.nvmlDeviceGetUUID(each)) for each in ([handle] if instances is None else instances)]
+    return names if is_cut else []
+
+
+def _handles(nvml: Any) -> list[Any]:
+    """Return the GPUs that can be asked: one may have fallen off the bus."""
+    found = []
+    for index in range(int(nvml.nvmlDeviceGetCount())):
+        with contextlib.suppress(Exception):
+            found.append(nvml.nvmlDeviceGetHandleByIndex(index))
+    return found
 
 
 def nccl_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -63,8 +85,11 @@ def nccl_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 def _names_and_version(nvml: Any) -> tuple[list[str], str]:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(int(nvml.nvmlDeviceGetCount()))]
-    return [_text(nvml.nvmlDeviceGetName(handle)) for handle in handles], _text(nvml.nvmlSystemGetDriverVersion())
+    names = []
+    for handle in _handles(nvml):
+        with contextlib.suppress(Exception):  # it is lost just now
+            names.append(_text(nvml.nvmlDeviceGetName(handle)))
+    return names, _text(nvml.nvmlSystemGetDriverVersion())
 
 
 def _text(value: str | bytes) -> str:

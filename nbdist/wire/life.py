@@ -84,6 +84,19 @@ class StartOptions(msgspec.Struct, frozen=True):
         for name in ("environment", "cwd", "sys_path", "argv", "changed", "own_path"):
             msgspec.structs.force_setattr(self, name, as_text(getattr(self, name)))
 
+    @property
+    def gpus_are_parts(self) -> bool:
+        """Whether some GPUs are MIG instances: CUDA shows a process one of them at most, and NCCL doesn't tell apart
+        those of one GPU.
+        """
+        return any(name.startswith("MIG-") for name in self.gpus or [])
+
+    @property
+    def usual_backend(self) -> str:
+        """The backend if none is asked for: nccl and gloo if each rank has a GPU of its own, else gloo."""
+        own = len(self.gpus or []) >= self.count and bool(self.gpus) and not self.gpus_are_parts
+        return "cpu:gloo,cuda:nccl" if own else "gloo"
+
     def with_variables(self, variables: Mapping[str, str]) -> StartOptions:
         """Return these options with more variables of the environment, on all nodes."""
         return msgspec.structs.replace(

@@ -55,6 +55,12 @@ class RankSetup(msgspec.Struct, frozen=True):
         return len(self.options.gpus or [])
 
     @property
+    def gpus_shown(self) -> list[str]:
+        """The GPUs that CUDA is to show this rank, by name."""
+        gpus = self.options.gpus or []
+        return [gpus[self.gpu % len(gpus)]] if self.options.gpus_are_parts else gpus
+
+    @property
     def world_size(self) -> int:
         """The number of ranks in the whole job."""
         return self.options.place.world_size if self.options.place is not None else self.options.count

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from testbed.kernel import Kernel, wait_until
-from testbed.nvml import GIB, as_module, machine
+from testbed.nvml import GIB, as_module, gpu, machine
 from tests.stand_ins import heartbeat
 from tests.support.torch_build import cpu_torch
 
@@ -46,6 +46,22 @@ sys.modules["torch.cuda"] = Torch("GPU-00000000").cuda
 print("w", end="", flush=True)
 time.sleep(600)
 """
+
+
+@cpu_torch
+def test_each_rank_is_shown_only_its_own_mig_instance_and_they_do_not_use_nccl(tmp_path: Path) -> None:
+    """CUDA shows a process one instance at most, whatever the variable names (MIG User Guide, "CUDA Device
+    Enumeration"), and to NCCL those of one GPU are the same GPU.
+    """
+    as_module(tmp_path, {**machine(0), "gpus": [gpu(mig=[gpu(uuid="MIG-a"), gpu(uuid="MIG-b")])]})
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with Kernel(PYTHONPATH=path) as kernel:
+        kernel.ok("%load_ext nbdist")
+        refused = kernel.run("%distributed start -n 2 --backend nccl")
+        assert "MIG instances" in refused.evalue and "`--backend gloo`" in refused.evalue, str(refused)
+        kernel.ok("%distributed start -n 2")
+        assert on_ranks(kernel, "__import__('os').environ['CUDA_VISIBLE_DEVICES']") == ["MIG-a", "MIG-b"]
+        assert kernel.value("__import__('nbdist').get_session().backend") == "gloo"
 
 
 # A long call into C that keeps Python's own lock.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nbdist import devices
 from nbdist.devices import nccl_variables, unusable_gpus, visible_gpus
-from testbed.nvml import FakeNvml, machine
+from testbed.nvml import FakeNvml, gpu, machine
 
 
 @pytest.fixture
@@ -42,6 +43,26 @@ def test_cuda_visible_devices_counts_up_to_the_first_that_cuda_does_not_know(
     nvml: FakeNvml, listed: str, visible: list[str]
 ) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": listed}) == visible
+
+
+INSTANCES = [gpu(uuid="MIG-a"), gpu(uuid="MIG-b")]
+
+
+def test_a_gpu_in_mig_mode_counts_as_its_instances(nvml: FakeNvml) -> None:
+    """CUDA knows them by UUID only; beside them, a whole GPU's index depends on what a process is shown."""
+    nvml.state["gpus"] = [gpu(0, mig=INSTANCES)]
+    assert visible_gpus({}) == ["MIG-a", "MIG-b"]
+    nvml.state["gpus"] = [gpu(0, mig=INSTANCES), gpu(1)]
+    assert visible_gpus({}) == ["MIG-a", "MIG-b", "GPU-00000001"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-b"}) == ["MIG-b"]
+
+
+@pytest.mark.parametrize("mig", [None, []])
+def test_a_gpu_that_has_fallen_off_the_bus_does_not_hide_the_others(nvml: FakeNvml, mig: Any) -> None:
+    nvml.state.update(machine(3, name="NVIDIA GeForce RTX 4090", mig=mig), driver="535.104.05")
+    nvml.state["gpus"][1]["handle"] = "GPU_IS_LOST"
+    assert visible_gpus({}) == ["0", "1", "2"]
+    assert sorted(nccl_variables({})) == ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"]
 
 
 def test_without_gpus_nothing_is_visible(nvml: FakeNvml) -> None:

@@ -10,8 +10,9 @@ from nbdist.wire.rank_processes import RankSetup, StoreAddress
 from nbdist.worker.groups import join
 
 
-def setup(count: int, gpus: int, rank: int = 0) -> RankSetup:
-    options = StartOptions(count, {}, "/", [], [], 0o022, 1024, gpus=[str(gpu) for gpu in range(gpus)])
+def setup(count: int, gpus: int | list[str], rank: int = 0) -> RankSetup:
+    names = [str(gpu) for gpu in range(gpus)] if isinstance(gpus, int) else gpus
+    options = StartOptions(count, {}, "/", [], [], 0o022, 1024, gpus=names)
     return RankSetup(1, rank, "", b"", b"", b"", b"", StoreAddress(), 1, options, gpu=rank)
 
 
@@ -30,3 +31,20 @@ def test_ranks_that_share_a_gpu_do_not_connect_it() -> None:
 
 def test_gloo_connects_no_gpu() -> None:
     assert join.bound_device(setup(2, 2), "gloo") is None
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, "MIG-a"), (1, "MIG-b"), (2, "MIG-a")])
+def test_a_rank_on_a_mig_instance_sees_that_one_only(rank: int, shown: str) -> None:
+    """CUDA shows a process one instance at most, so that any other number is an invalid device ordinal."""
+    own = setup(3, ["MIG-a", "MIG-b"], rank)
+    assert join.environment(own)["CUDA_VISIBLE_DEVICES"] == shown
+    assert own.gpu % len(own.gpus_shown) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [(["0", "1"], "cpu:gloo,cuda:nccl"), (["0"], "gloo"), (["MIG-a", "MIG-b"], "gloo"), ([], "gloo")],
+)
+def test_nccl_is_the_usual_backend_only_where_it_knows_the_ranks_gpus_apart(gpus: list[str], backend: str) -> None:
+    assert join.backend_for(setup(2, gpus).options, len(gpus)) == backend
+    assert setup(2, gpus).options.usual_backend == backend

@@ -150,7 +150,7 @@ def for_launch(environment: Mapping[str, str], precision: str) -> dict[str, str]
 def _expected_backend(options: StartOptions) -> str | None:
     if not options.init or options.backend is not None:
         return options.backend if options.init else None
-    return "cpu:gloo,cuda:nccl" if options.gpus and len(options.gpus) >= options.count else "gloo"
+    return options.usual_backend
 
 
 def _none_as_unknown(backend: str) -> str | None:

@@ -49,9 +49,8 @@ class Arguments:
         if count is None:
             count = len(gpus)
         check_whole("the number of ranks", count, 1, "%distributed start -n 2")
-        _check_backend(self.backend, count, gpus)
         check_seconds("timeout", self.timeout)
-        return StartOptions(
+        found = StartOptions(
             count=count,
             environment={**os.environ, **(nccl_variables() if len(gpus[:count]) > 1 else {})},
             cwd=_current_folder(),
@@ -69,6 +68,8 @@ class Arguments:
             changed=_changed_variables(),
             own_path=_own_path(),
         )
+        _check_backend(found)
+        return found
 
 
 def _patience() -> float:
@@ -125,7 +126,8 @@ def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:
     return chosen
 
 
-def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None:
+def _check_backend(options: StartOptions) -> None:
+    backend, count, gpus = options.backend, options.count, options.gpus or []
     if backend is None:
         return
     if not isinstance(backend, str):
@@ -133,7 +135,14 @@ def _check_backend(backend: str | None, count: int, gpus: Sequence[str]) -> None
     if backend not in _BACKENDS:
         hint = did_you_mean(backend, _BACKENDS, "`--backend {}`")
         raise UsageError(f"backend {backend!r} is unknown{hint} Allowed values: {', '.join(_BACKENDS)}")
-    if "nccl" in backend and count > len(gpus) and not (gpus and os.environ.get(SHARED_GPUS) == "1"):
+    if "nccl" not in backend or (gpus and os.environ.get(SHARED_GPUS) == "1"):
+        return
+    if options.gpus_are_parts and count > 1:
+        raise UsageError(
+            "nccl takes the MIG instances of a GPU for the same GPU: `--backend gloo`, or "
+            f"`%env {SHARED_GPUS}=1` first, with an NCCL that supports MIG"
+        )
+    if count > len(gpus):
         fewer = f", or `-n {len(gpus)}`" if gpus else ""
         shared = f", or `%env {SHARED_GPUS}=1` first, with NCCL 2.30 or newer" if gpus else ""
         raise UsageError(

@@ -73,6 +73,8 @@ def remark_on_devices(options: StartOptions, ranks: Sequence[RankInfo], backend:
     gpus = options.gpus or []
     if gpus and all(info.device == "cpu" for info in ranks):
         return "this PyTorch is built without CUDA, so the ranks use the CPU, not the GPUs"
+    if options.gpus_are_parts and options.count > 1 and "nccl" not in backend:
+        return f"nccl takes the MIG instances of a GPU for the same GPU, so the ranks' group uses {backend}"
     if gpus and len(gpus) < options.count:
         so = "" if "nccl" in backend else "so "  # it was requested
         return f"{options.count} ranks share {counted(len(gpus), 'GPU')}, {so}their group uses {backend}"

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
+_MIG_ENABLED = 1
 _PATIENCE = 2.0  # seconds that a single look waits for the driver
 
 
@@ -51,3 +52,18 @@ def ask_once(question: Callable[[Any], _T], otherwise: _T, limit: float | None =
             pynvml.nvmlShutdown()
 
     return within_limit(ask, otherwise, limit)
+
+
+def mig_instances(nvml: Any, handle: Any) -> list[Any] | None:
+    """Return handles of the MIG instances of a GPU; None where it is not cut into instances."""
+    try:
+        if nvml.nvmlDeviceGetMigMode(handle)[0] != _MIG_ENABLED:
+            return None
+        most = int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))
+    except Exception:  # older than MIG
+        return None
+    found = []
+    for number in range(most):
+        with contextlib.suppress(Exception):  # there is none of this number
+            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from nbdist.metrics.node.driver import mig_instances
 from nbdist.metrics.node.sample import GpuSample
 
 _T = TypeVar("_T")
@@ -21,7 +22,6 @@ _THROTTLED = {
     0x0000000000000040: "heat (hardware)",
     0x0000000000000080: "power brake",
 }
-_MIG_ENABLED = 1
 
 
 class Nvml:
@@ -76,18 +76,8 @@ class Nvml:
         except Exception as error:
             yield GpuSample(uuid="", index=index, why=_failure(error))
             return
-        instances = self._instances(handle)
-        for part in instances or [handle]:
+        for part in mig_instances(self._nvml, handle) or [handle]:
             yield self._sample(part, index, chip=handle)
-
-    def _instances(self, handle: Any) -> list[Any]:
-        """Return the MIG instances of a GPU; none where it is not cut."""
-        mode = self._ask(self._nvml.nvmlDeviceGetMigMode, handle)
-        if mode is None or mode[0] != _MIG_ENABLED:
-            return []
-        most = self._ask(self._nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
-        found = (self._ask(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number) for number in range(most))
-        return [instance for instance in found if instance is not None]
 
     def _sample(self, handle: Any, index: int, *, chip: Any) -> GpuSample:
         """Return a sample of a GPU, or of an instance of it: power and heat are the whole chip's."""

@@ -50,7 +50,7 @@ def environment(setup: RankSetup) -> dict[str, str]:
     if interface := _LOOPBACK if place.num_nodes == 1 else setup.interface:
         defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     if setup.options.gpus is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.options.gpus)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.gpus_shown)
         defaults |= gpu_defaults(setup.options.environment)
     return {name: value for name, value in defaults.items() if name not in setup.options.environment} | variables
 
@@ -103,7 +103,7 @@ def device(setup: RankSetup) -> Any:
 def _gpu(setup: RankSetup) -> Any:
     import torch
 
-    return torch.device("cuda", setup.gpu % setup.gpu_count)
+    return torch.device("cuda", setup.gpu % len(setup.gpus_shown))
 
 
 def _gpu_count(setup: RankSetup) -> int:
@@ -115,10 +115,10 @@ def _gpu_count(setup: RankSetup) -> int:
 
 
 def backend_for(options: StartOptions, gpu_count: int) -> str:
-    """Return the backend: the requested one, else nccl and gloo if every rank has its own GPU, else gloo."""
+    """Return the backend: the requested one, else the usual one of these GPUs, of which torch can use so many."""
     if options.backend is not None:
         return options.backend
-    return "cpu:gloo,cuda:nccl" if gpu_count >= options.count else "gloo"
+    return options.usual_backend if gpu_count else "gloo"
 
 
 def bound_device(setup: RankSetup, backend: str) -> Any:
@@ -126,7 +126,7 @@ def bound_device(setup: RankSetup, backend: str) -> Any:
 
     Only where each rank has a GPU of its own: NCCL refuses a GPU that several ranks connect.
     """
-    own = _gpu_count(setup) >= setup.options.count
+    own = _gpu_count(setup) >= setup.options.count and not setup.options.gpus_are_parts
     return _gpu(setup) if own and "nccl" in backend else None
 
 

@@ -431,8 +431,15 @@ def _nvml_devices() -> list[tuple[str, int | None]]:
 
 
 def _shares_by_uuid(nvml: Any) -> list[tuple[str, int | None]]:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    return [(str(nvml.nvmlDeviceGetUUID(handle)), _own_share(nvml, handle)) for handle in handles]
+    return [_share_at(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+
+
+def _share_at(nvml: Any, index: int) -> tuple[str, int | None]:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        return str(nvml.nvmlDeviceGetUUID(handle)), _own_share(nvml, handle)
+    except Exception:  # it has fallen off the bus, which says nothing of the others
+        return "", None
 
 
 def _own_share(nvml: Any, handle: Any) -> int | None:

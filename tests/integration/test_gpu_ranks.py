@@ -182,6 +182,23 @@ def test_a_lost_gpu_is_named_whoever_notices(own_ranks: Kernel) -> None:
     assert "has lost its GPU" in own_ranks.run(LOSE_LATER).traceback
 
 
+@cpu_torch
+def test_a_gpu_that_has_fallen_off_the_bus_is_named_with_what_to_do(tmp_path: Path) -> None:
+    """CUDA calls that an unknown error; the driver knows."""
+    as_module(tmp_path, machine(1, handle="GPU_IS_LOST"))
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with Kernel(PYTHONPATH=path) as kernel:
+        kernel.ok("%load_ext nbdist\n%distributed start -n 2 --backend gloo")
+        kernel.ok(LOSE)
+        outcome = kernel.run(
+            "%%distributed -r 1\nimport sys\nfrom tests.stand_ins.cuda import Torch\n"
+            "sys.modules['torch.cuda'] = Torch('GPU-00000000').cuda\n"
+            "error = lost()\nerror.error_code = 999\nraise error"
+        )
+        assert "GPU of this rank has fallen off the bus" in outcome.traceback, str(outcome)
+        assert "--gpus" in outcome.traceback
+
+
 def test_another_error_is_none_of_a_lost_gpu(own_ranks: Kernel) -> None:
     own_ranks.ok(LOSE)
     code = "%%distributed -r 1\nerror = lost()\nerror.error_code = 2\nraise error"

@@ -14,7 +14,7 @@ import torch
 from nbdist import cuda_guard
 from nbdist.errors import RankError
 from testbed.kernel import wait_until
-from testbed.nvml import FakeNvml
+from testbed.nvml import FakeNvml, machine
 from tests.stand_ins.driver import compiled
 from tests.stand_ins.guard import seen_by_nvml, write_packages
 
@@ -292,6 +292,13 @@ def test_a_context_made_outside_torch_is_found_by_nvml(packages: Path) -> None:
 def test_contexts_of_torch_itself_are_not_outside_torch(packages: Path) -> None:
     code = "import pretend, bitsandbytes\nfrom nbdist import cuda_guard\nprint(cuda_guard.context_outside_torch())"
     assert program(packages, code, (2**29,)) == ["[]"]
+
+
+def test_so_it_is_beside_a_gpu_that_has_fallen_off_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = machine(2, processes={"self": 2**30})
+    state["gpus"][0]["handle"] = "GPU_IS_LOST"
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(state))
+    assert cuda_guard.context_outside_torch() == [1] and cuda_guard.held_memory() == {1: 2**30}
 
 
 def test_without_nvml_there_are_no_contexts_and_no_memory_is_held(packages: Path) -> None:

@@ -98,6 +98,26 @@ def test_a_gpu_that_falls_off_the_bus_is_named_and_the_others_go_on() -> None:
     assert [bool(sample.used) for sample in samples] == [True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        pytest.param({"utilization": (1 << 32) - 1}, "utilization", id="a share of more than all"),
+        pytest.param({"utilization": "much"}, "utilization", id="no number"),
+        pytest.param({"used": 1 << 63}, "memory", id="more in use than there is"),
+        pytest.param({"power": (1 << 32) - 1}, "power", id="more power than any chip draws"),
+        pytest.param({"temperature": 1 << 31}, "temperature", id="hotter than any chip gets"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_left_out_and_the_rest_is_shown(changes: dict[str, Any], missing: str) -> None:
+    """What a driver answers for a while about a GPU that is about to be lost."""
+    state = machine(2)
+    state["gpus"][0].update(changes)
+    first, second = read(state)
+    assert first.why == f"no {missing}: the driver's answer makes no sense" and second.why == ""
+    assert getattr(first, {"memory": "used"}.get(missing, missing)) is None
+    assert first.name == second.name
+
+
 def test_a_gpu_that_is_lost_before_it_is_asked() -> None:
     state = machine(2)
     state["gpus"][0]["handle"] = "GPU_IS_LOST"

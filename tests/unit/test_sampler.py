@@ -199,6 +199,6 @@ def test_without_a_driver_there_is_a_reason(node: Watched) -> None:
 def test_an_answer_that_makes_no_sense_ends_nothing(node: Watched) -> None:
     node.state["gpus"][0]["utilization"] = "much"
     node.sampler.watch(FASTEST)
-    assert "makes no sense" in node.next().why
+    assert "makes no sense" in node.next().gpus[0].why
     node.state["gpus"][0]["utilization"] = 55
-    assert node.until(lambda sample: sample.gpus).gpus[0].utilization == 0.55
+    assert node.until(lambda sample: not sample.gpus[0].why).gpus[0].utilization == 0.55

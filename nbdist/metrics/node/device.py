@@ -16,7 +16,7 @@ from nbdist import limits
 from nbdist.metrics.node import active_meter, host
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.nvml import read_once
-from nbdist.metrics.node.sample import GpuSample, RankSample
+from nbdist.metrics.node.sample import GpuSample, RankSample, gpu_among
 
 _processor = host.ProcessorUse()
 
@@ -94,6 +94,18 @@ def memory_by_driver(pid: int | None = None) -> int | None:
     gpus = within_limit(read_once, none, limits.DRIVER_ANSWER)
     shares = [share for gpu in gpus if (share := gpu.by_pid.get(pid or os.getpid())) is not None]
     return sum(shares) if shares else None
+
+
+def is_lost(own: str) -> bool:
+    """Return whether a GPU has fallen off the bus, as far as the driver tells soon.
+
+    Args:
+        own: Its UUID; empty if it is not known: then any GPU that is lost is taken for it.
+    """
+    none: list[GpuSample] = []
+    gpus = within_limit(read_once, none, limits.DRIVER_ANSWER)
+    known = gpu_among(own, gpus)
+    return known.lost if known is not None else any(gpu.lost and not (own and gpu.uuid) for gpu in gpus)
 
 
 def in_use(cuda: Any, own: int) -> int:

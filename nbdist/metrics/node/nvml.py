@@ -14,6 +14,8 @@ from nbdist.metrics.node.sample import GpuSample
 
 _T = TypeVar("_T")
 
+_MOST_POWER, _MOST_HEAT = 100_000_000, 200  # milliwatts and degrees Celsius that no chip reaches
+
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that mean that the chip is held back; idle and user settings do not.
 _THROTTLED = {
     0x0000000000000004: "power limit",
@@ -74,7 +76,7 @@ class Nvml:
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
         except Exception as error:
-            yield GpuSample(uuid="", index=index, why=_failure(error))
+            yield GpuSample(uuid="", index=index, lost=_kind(error) == _IS_LOST, why=_failure(error))
             return
         for part in mig_instances(self._nvml, handle) or [handle]:
             yield self._sample(part, index, chip=handle)
@@ -84,9 +86,10 @@ class Nvml:
         nvml, missing = self._nvml, _Missing()
         uuid = missing.try_to("UUID", nvml.nvmlDeviceGetUUID, handle)
         memory = missing.try_to("memory", self._memory, handle)
-        busy = missing.try_to("utilization", nvml.nvmlDeviceGetUtilizationRates, handle)
-        power = missing.try_to("power", nvml.nvmlDeviceGetPowerUsage, chip)
-        limit = missing.try_to("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, chip)
+        busy = missing.try_to("utilization", lambda: _sound(nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 100))
+        power = missing.try_to("power", lambda: _sound(nvml.nvmlDeviceGetPowerUsage(chip), _MOST_POWER))
+        limit = missing.try_to("power limit", lambda: _sound(nvml.nvmlDeviceGetEnforcedPowerLimit(chip), _MOST_POWER))
+        heat = missing.try_to("temperature", lambda: _sound(nvml.nvmlDeviceGetTemperature(chip, 0), _MOST_HEAT))
         return GpuSample(
             uuid=_text(uuid or ""),
             index=index,
@@ -95,11 +98,12 @@ class Nvml:
             used=None if memory is None else memory[1],
             kept=0 if memory is None else memory[2],
             by_pid=missing.try_to("processes", self._by_pid, handle) or {},
-            utilization=None if busy is None else busy.gpu / 100,
-            temperature=missing.try_to("temperature", nvml.nvmlDeviceGetTemperature, chip, 0),
+            utilization=None if busy is None else busy / 100,
+            temperature=heat,
             power=None if power is None else power / 1000,
             power_limit=None if limit is None else limit / 1000,
             throttled=missing.try_to("clocks", self._throttled, chip) or [],
+            lost=missing.lost,
             why=missing.words(),
         )
 
@@ -112,12 +116,12 @@ class Nvml:
         if version is not None:
             try:
                 found = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
-                return int(found.total), int(found.used), int(found.reserved)
+                return int(found.total), _sound(found.used, found.total), _sound(found.reserved, found.total)
             except Exception as error:
-                if _failure(error) == _LOST:
+                if _kind(error) == _IS_LOST:
                     raise
         found = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-        return int(found.total), int(found.used), 0
+        return int(found.total), _sound(found.used, found.total), 0
 
     def _by_pid(self, handle: Any) -> dict[int, int]:
         """Return memory by process; empty where the driver numbers processes otherwise than this system does.
@@ -157,31 +161,45 @@ def read_once() -> list[GpuSample]:
         driver.close()
 
 
+_IS_LOST = "GpuIsLost"
 _LOST = "it has fallen off the bus: `nvidia-smi` and the kernel's log say more; a reboot brings it back"
 _WORDS = {
-    "GpuIsLost": _LOST,
+    _IS_LOST: _LOST,
+    "Nonsense": "the driver's answer makes no sense",
     "NotSupported": "this GPU does not report it",
     "NoPermission": "the driver does not let this user read it",
 }
+
+
+class Nonsense(Exception):
+    """The driver has answered what can't be true, as it may for a while about a GPU that fails."""
+
+
+def _sound(value: Any, most: int) -> int:
+    if not isinstance(value, int) or not 0 <= value <= most:
+        raise Nonsense(f"{value!r}")
+    return value
 
 
 class _Missing:
     """What could not be read, and why."""
 
     def __init__(self) -> None:
+        self.lost = False
         self._names: dict[str, list[str]] = {}
 
     def try_to(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T | None:
-        if _LOST in self._names:
+        if self.lost:
             return None
         try:
             return function(*arguments)
         except Exception as error:
+            self.lost = _kind(error) == _IS_LOST
             self._names.setdefault(_failure(error), []).append(name)
             return None
 
     def words(self) -> str:
-        if _LOST in self._names:
+        if self.lost:
             return _LOST
         return "; ".join(f"no {', '.join(names)}: {why}" for why, names in self._names.items())
 

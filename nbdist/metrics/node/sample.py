@@ -33,6 +33,7 @@ class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True):
         power: Drawn now.
         power_limit: Allowed.
         throttled: Why its clocks are held down ("power", "heat", ...); empty: they are not.
+        lost: Whether it has fallen off the bus; one that was lost before it was asked has no `uuid`.
         why: What could not be read and why; empty: all could.
     """
 
@@ -48,6 +49,7 @@ class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True):
     power: float | None = None
     power_limit: float | None = None
     throttled: list[str] = []
+    lost: bool = False
     why: str = ""
 
 

@@ -34,6 +34,12 @@ _OF_CODE = (700, 710, 716, 719)  # usually the fault of an index that is out of 
 def advice(error: BaseException) -> str:
     """Return what an error means that comes with the loss of the GPU, and what to type; empty if it is not lost."""
     code = next((code for part in chain(error) if (code := _code(part))), 0) or _probe()
+    if any(map(_is_of_cuda, chain(error))) and _has_fallen_off_the_bus():
+        return (
+            "the GPU of this rank has fallen off the bus: `nvidia-smi` and the kernel's log say more, and a reboot "
+            "brings it back. What is in CPU memory can be pulled before `%distributed stop`; `%distributed start "
+            "--gpus 0,2`, for example, goes on without that GPU."
+        )
     if not code:
         return ""
     words = (
@@ -51,11 +57,25 @@ def advice(error: BaseException) -> str:
 
 def _code(error: BaseException) -> int:
     """Return the code of a CUDA error after which the GPU is lost; 0 for any other error."""
-    kind = getattr(sys.modules.get("torch"), "AcceleratorError", None)  # since torch 2.8
-    if kind is None or not isinstance(error, kind):
-        return 0
-    code = getattr(error, "error_code", 0)
+    code = getattr(error, "error_code", 0) if _is_of_cuda(error) else 0
     return code if code in _STICKY else 0
+
+
+def _is_of_cuda(error: BaseException) -> bool:
+    kind = getattr(sys.modules.get("torch"), "AcceleratorError", None)  # since torch 2.8
+    return kind is not None and isinstance(error, kind)
+
+
+def _has_fallen_off_the_bus() -> bool:
+    """Return whether the driver has lost this process's GPU, of which CUDA reports only an unknown error."""
+    if not device.uses_gpu():
+        return False
+    cuda: Any = sys.modules["torch.cuda"]
+    try:
+        own = device.uuid(cuda, device.in_use(cuda, int(cuda.current_device())))
+    except Exception:  # torch refuses whatever it is asked now
+        own = ""
+    return device.is_lost(own)
 
 
 def _probe() -> int:

@@ -393,6 +393,7 @@ class NodeTable:
         """Act on what is due."""
         if now < self._ping_at:
             return
+        stood_still = now > self._ping_at + self._ping_period  # this process itself, so nobody was asked meanwhile
         self._ping_at = now + self._ping_period if len(self._nodes) > 1 else float("inf")
         for node in [node for node in self if node.number]:
             lane, was_cut_off = node_lane(AGENT_CONTROL, node.number), node.cut_off
@@ -401,6 +402,8 @@ class NodeTable:
             timeout = self._timeout if node.answers else max(self._timeout, limits.NODE_TIMEOUT)  # its agent starts
             if was_cut_off and node.cut_off:
                 self.lose(node, "its connection has ended")
+            elif stood_still:
+                continue
             elif quiet > timeout:
                 self.lose(node, f"it has not answered for {quiet:.0f} s")
             elif quiet > limits.silence(timeout) and not node.silent:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 COLLECTIVE_LATE = 0.1  # that a collective has ended: NCCL's watchdog looks every 100 ms (kWatchdogThreadSleepMillis)
 MACHINE_LATE = 10.0  # a look at a machine: as long as the sampler waits for a driver that takes its time
+ENERGY_LATE = 0.1  # what a GPU has used, by its driver: it is measured every 20 to 100 ms (arXiv 2312.02741)
 PROCESSOR_LATE = 0.02  # processor time of a thread that runs: two ticks of a kernel with 100 of them a second
 
 # --- stopping a cell at a step: the rank's side, then the controller's ladder

@@ -11,10 +11,12 @@ from typing import Any
 import pynvml
 import pytest
 
-from nbdist.metrics.node.energy import GpuEnergy
+from nbdist.metrics.node import energy
+from nbdist.metrics.node.energy import GpuEnergy, Spending
 from nbdist.metrics.node.nvml import Nvml
 from nbdist.metrics.node.sample import GpuSample
 from testbed.nvml import GIB, FakeNvml, as_module, gpu, machine
+from tests.stand_ins.cuda import Torch
 
 NO_PROCESS = (1 << 22) + 1  # Linux numbers none higher than 1 << 22
 
@@ -49,6 +51,20 @@ def test_the_energy_of_a_cell_is_the_difference_of_the_drivers_counter() -> None
     state["gpus"][1]["energy"] = 1_517_000  # millijoules
     after = counter.read()
     assert before is not None and after is not None and after - before == 1512.0
+
+
+@pytest.mark.parametrize(("shortest", "joules"), [(0.0, 7.0), (1e6, None)])
+def test_the_energy_of_a_cell_so_short_that_the_counter_may_be_late_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, shortest: float, joules: float | None
+) -> None:
+    state = machine()
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(state))
+    monkeypatch.setitem(sys.modules, "torch.cuda", Torch("GPU-00000000").cuda)
+    monkeypatch.setattr(energy, "_SHORTEST", shortest)
+    spending = Spending()
+    spending.begin()
+    state["gpus"][0]["energy"] = 7_000
+    assert spending.end().joules == joules
 
 
 @pytest.mark.parametrize("uuid", ["GPU-00000000", "MIG-7"])

@@ -10,9 +10,12 @@ import sys
 import time
 from typing import Any
 
+from nbdist import limits
 from nbdist.metrics.node import device
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.sample import Spent
+
+_SHORTEST = 10 * limits.ENERGY_LATE  # seconds of a cell: in a shorter one, more than a tenth might be another's
 
 
 class GpuEnergy:
@@ -63,9 +66,12 @@ class Spending:
         self._at_start = self._energy.read() if self._energy is not None else None
 
     def end(self) -> Spent:
-        """Return what the cell has spent. Its energy is not known if the process has begun to use its GPU in it."""
+        """Return what the cell has spent.
+
+        Its energy is not known if the process has begun to use its GPU in it, or if it took less than a second.
+        """
         seconds = time.monotonic() - self._began
-        if self._energy is None or self._at_start is None:
+        if self._energy is None or self._at_start is None or seconds < _SHORTEST:
             return Spent(seconds)
         now = self._energy.read()
         return Spent(seconds, None if now is None else max(0.0, now - self._at_start), self._energy.uuid)

@@ -234,6 +234,12 @@ class StepMeter:
             device=known[-1].device if known else self._device,
         )
 
+    def release(self) -> None:
+        """Let go of what only advice on the last steps would need. In that thread."""
+        if self._last is not None:
+            _, _, uses = self._last
+            uses.release()
+
     def _trained_in(self, steps: Sequence[TimedStep]) -> list[torch.Tensor]:
         """Return the parameters that the optimizers of these steps move."""
         made_by = {step.shape.optimizer for step in steps}

@@ -414,6 +414,7 @@ class RankProcess:
     def _free(self, task: Execute) -> Reply:
         before = self._control.questions.memory()
         self._shell.forget_failure()
+        active_meter.release()
         device = shells.free_memory(self._shell)
         after = self._control.questions.memory()
         report = {

@@ -383,3 +383,12 @@ def test_advice_is_measured_on_a_rank_and_why_names_what_the_dataloader_needs(me
         assert line in advice and line in why, advice + why
     assert "measured on rank 1 (the CPU)" in advice
     measured.ok("%%distributed\nassert torch.equal(before, torch.get_rng_state())")
+
+
+def test_a_dataloader_that_the_loop_makes_itself_is_measured_as_well(measured: Kernel) -> None:
+    made_in_loop = SLOW.replace("in loader:", "in torch.utils.data.DataLoader(Slow(), batch_size=2):")
+    measured.ok(
+        "%%distributed\n" + made_in_loop.replace("loader = torch.utils.data.DataLoader(Slow(), batch_size=2)", "")
+    )
+    why = measured.ok("%distributed why").stdout
+    assert "DataLoader of Slow: waiting for it takes" in why and "give the DataLoader num_workers=" in why

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
+import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +25,7 @@ from nbdist.metrics.advice.loader_advice import LoaderAdvice, advise_on_loaders
 from nbdist.metrics.advice.named_weights import Weight, weights
 from nbdist.metrics.advice.roles import HEAD, ROWS, WIDTH, Role, placed, with_size
 from nbdist.metrics.advice.shapes import Change, ProductCost, ShapeAdvice, advise_on_shapes
-from nbdist.metrics.compute import loading
+from nbdist.metrics.compute import loader_source, loading
 from nbdist.metrics.compute.products import Attention, Product
 from nbdist.metrics.node import active_meter
 
@@ -210,6 +215,70 @@ def test_a_loader_that_is_waited_for_is_found_and_one_that_is_iterable_left_alon
     (other,) = advise_on_loaders(0.5)
     assert "iterable" in other.why and other.times is None
     del loader, stream
+
+
+def test_a_loader_that_the_loop_has_made_is_measured_though_it_is_gone(measured: None) -> None:
+    meter = steps.running()
+    assert meter is not None
+    train(Net(), loader=DataLoader(Slow(0.01), batch_size=8))
+    meter.lap()
+    (found,) = advise_on_loaders(0.5)
+    assert (found.name, found.why) == ("DataLoader of Slow", "") and found.needed is not None and found.needed > 1
+    assert "num_workers" in dict(found.options)
+
+
+def test_its_dataset_is_kept_until_the_next_steps_or_until_memory_is_freed(measured: None) -> None:
+    meter = steps.running()
+    assert meter is not None
+    datasets: list[weakref.ref[Any]] = []
+    for _ in range(2):
+        dataset = Slow(0.01)
+        datasets.append(weakref.ref(dataset))
+        train(Net(), loader=DataLoader(dataset, batch_size=8))
+        del dataset
+        meter.lap()
+    assert [reference() is not None for reference in datasets] == [False, True]
+    active_meter.release()
+    assert datasets[1]() is None
+
+
+def test_workers_of_a_loader_that_the_loop_has_made_end_with_the_loop(measured: None) -> None:
+    train(Net(), loader=DataLoader(Slow(0.01), batch_size=8, num_workers=1, persistent_workers=True))
+    assert multiprocessing.active_children() == []
+
+
+class Holding(Slow):
+    """The same items, beside something else."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(0.01)
+        self.held = held
+
+
+@pytest.mark.parametrize("held", ["large", "file", "folder"])
+def test_a_dataset_that_should_end_with_its_loop_is_not_kept(measured: None, held: str) -> None:
+    meter = steps.running()
+    assert meter is not None
+    makers: dict[str, Callable[[], Any]] = {
+        "large": lambda: torch.empty(loader_source.LIMIT + 1, dtype=torch.uint8),
+        "file": lambda: open(__file__, "rb"),  # noqa: SIM115 - ends with the dataset
+        "folder": tempfile.TemporaryDirectory,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        train(Net(), loader=DataLoader(Holding(makers[held]()), batch_size=8))
+        assert not any(type(found) is Holding for found in gc.get_objects())
+    meter.lap()
+    (found,) = advise_on_loaders(0.5)
+    assert "keep it in a variable" in found.why
+
+
+def test_only_what_is_in_the_hosts_memory_is_kept() -> None:
+    weights = torch.ones(8, requires_grad=True)
+    assert loader_source.weight_of([torch.ones(256)], 1 << 20) is not None
+    assert loader_source.weight_of([torch.ones(256, device="meta")], 1 << 20) is None
+    assert loader_source.weight_of([weights * 2], 1 << 20) is None  # with what autograd has saved
+    assert loader_source.weight_of([object() for _ in range(20_000)], 1 << 30) is None
 
 
 class Stream(torch.utils.data.IterableDataset[Tensor]):

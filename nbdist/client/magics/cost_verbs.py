@@ -19,7 +19,7 @@ from nbdist.client.magics import memory_parts
 from nbdist.client.session.current import get_session, living_session
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import SessionBusy, UsageError
-from nbdist.metrics.node import host
+from nbdist.metrics.node import active_meter, host
 from nbdist.text import size, table
 
 if TYPE_CHECKING:
@@ -178,6 +178,7 @@ class CostVerbs:
 def _free_here(shell: InteractiveShell) -> dict[str, int]:
     """Free memory in the notebook's own process, like `Session.free`."""
     before = host.anonymous_memory()
+    active_meter.release()
     device = shells.free_memory(shell)
     after = host.anonymous_memory()
     return {

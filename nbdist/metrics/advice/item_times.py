@@ -21,6 +21,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from nbdist import trees
+from nbdist.metrics.compute.loader_source import LoaderSource
+
+Source = DataLoader[Any] | LoaderSource
 
 _ITEMS = 256  # at most
 _LEAST = 3
@@ -51,7 +54,7 @@ class ItemTimes(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def measure_items(loader: DataLoader[Any], batch_size: int, seconds: float = 2.0) -> ItemTimes:
+def measure_items(loader: Source, batch_size: int, seconds: float = 2.0) -> ItemTimes:
     """Measure a slice of a DataLoader's dataset, which must be one with a length and items by number.
 
     Args:
@@ -79,7 +82,7 @@ def measure_items(loader: DataLoader[Any], batch_size: int, seconds: float = 2.0
         child.join()
 
 
-def _measure(loader: DataLoader[Any], batch_size: int, seconds: float, sending: Connection) -> None:
+def _measure(loader: Source, batch_size: int, seconds: float, sending: Connection) -> None:
     """Read items, make batches, and send what that took. In the fork."""
     _be_silent()
     torch.set_num_threads(1)
@@ -90,7 +93,7 @@ def _measure(loader: DataLoader[Any], batch_size: int, seconds: float, sending: 
     sending.send_bytes(msgspec.msgpack.encode(found))
 
 
-def _times_of(loader: DataLoader[Any], batch_size: int, seconds: float) -> ItemTimes:
+def _times_of(loader: Source, batch_size: int, seconds: float) -> ItemTimes:
     dataset: Any = loader.dataset
     numbers = random.Random(0).sample(range(len(dataset)), min(len(dataset), max(_ITEMS, batch_size)))
     together = getattr(dataset, "__getitems__", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbdist import shells
 from nbdist.metrics import steps
-from nbdist.metrics.advice.item_times import ItemTimes, measure_items
+from nbdist.metrics.advice.item_times import ItemTimes, Source, measure_items
 from nbdist.metrics.compute import timing
 from nbdist.metrics.compute.loading import LoaderKey, LoaderUse
 from nbdist.metrics.node import host
@@ -28,6 +28,10 @@ _UNEVEN = 4.0  # times an item in the middle, from which on a slow one is worth 
 _AHEAD = 4  # batches for each worker
 SPARE = 0.25  # of a core, that workers may take where none is left for them: training does not keep its own busy always
 _COPY_WORTH = 0.01  # share of a step
+_GONE = (
+    "its dataset no longer exists, and only small ones without files or GPU memory are kept; keep it in a variable, "
+    "then run the cell again"
+)
 
 
 @dataclass(frozen=True)
@@ -85,16 +89,14 @@ def advise_on_loaders(seconds: float = 2.0) -> list[LoaderAdvice]:
 
 
 def _advice(key: LoaderKey, use: LoaderUse, share: float, work: steps.StepWork, seconds: float) -> LoaderAdvice:
-    loader = _loader_of(key)
-    if loader is None:
-        return LoaderAdvice(
-            "a DataLoader", share, why="it no longer exists; keep it in a variable, then run the cell again"
-        )
-    name = _name(loader)
-    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+    source = _source_of(key, use)
+    if source is None:
+        return LoaderAdvice("a DataLoader", share, why=_GONE)
+    name = _name(source, key)
+    if isinstance(source.dataset, IterableDataset) or not hasattr(source.dataset, "__len__"):
         return LoaderAdvice(name, share, why="not measured: reading an iterable dataset would move its position")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    times = measure_items(loader, key.batch_size or 1, seconds)
+    times = measure_items(source, key.batch_size or 1, seconds)
     if times.why:
         return LoaderAdvice(name, share, why=times.why)
     copy, pinned = _copies(times.batch, work.device)
@@ -110,7 +112,7 @@ def _advice(key: LoaderKey, use: LoaderUse, share: float, work: steps.StepWork, 
         copy=copy,
         pinned_copy=pinned,
     )
-    return with_options(found, key.batch_size or 1, _options_of(loader))
+    return with_options(found, key.batch_size or 1, _options_of(source))
 
 
 def with_options(found: LoaderAdvice, batch_size: int, has: Mapping[str, Any]) -> LoaderAdvice:
@@ -167,26 +169,34 @@ def _is_bound() -> bool:
         return False
 
 
-def _loader_of(key: LoaderKey) -> DataLoader[Any] | None:
-    """Return the DataLoader that batches came from; None if it is gone. Walks all objects: 0.1 s or more."""
-    loaders: Iterable[Any] = (found for found in gc.get_objects() if issubclass(type(found), DataLoader))
-    same = (
-        loader
-        for loader in loaders
-        if (id(loader.dataset), id(loader.collate_fn), loader.num_workers) == (key.dataset, key.collate, key.workers)
-    )
-    return next(same, None)
+def _source_of(key: LoaderKey, use: LoaderUse) -> Source | None:
+    """Return what the batches came from; None if it is gone."""
+    known = use.reference.source() if use.reference is not None else None
+    if use.reference is not None and use.reference.has_ended:
+        return None
+    return known if known is not None else next((loader for loader in _loaders() if _is_of(loader, key)), None)
 
 
-def _name(loader: DataLoader[Any]) -> str:
+def _loaders() -> Iterator[DataLoader[Any]]:
+    """Yield the DataLoaders that exist. Walks all objects: 0.1 s or more."""
+    objects: Iterable[Any] = gc.get_objects()
+    return (found for found in objects if issubclass(type(found), DataLoader))
+
+
+def _is_of(loader: DataLoader[Any], key: LoaderKey) -> bool:
+    return (id(loader.dataset), id(loader.collate_fn), loader.num_workers) == (key.dataset, key.collate, key.workers)
+
+
+def _name(source: Source, key: LoaderKey) -> str:
     shell = shells.current()
     names = shell.user_ns.items() if shell is not None else ()
-    variable = next((name for name, value in names if value is loader and not name.startswith("_")), None)
-    return variable or f"DataLoader of {type(loader.dataset).__name__}"
+    loaders = ((name, value) for name, value in names if issubclass(type(value), DataLoader) and name[:1] != "_")
+    variable = next((name for name, loader in loaders if _is_of(loader, key)), None)
+    return variable or f"DataLoader of {type(source.dataset).__name__}"
 
 
-def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {name: getattr(loader, name, None) for name in ("persistent_workers", "prefetch_factor", "pin_memory")}
+def _options_of(source: Source) -> dict[str, Any]:
+    return {name: getattr(source, name, None) for name in ("persistent_workers", "prefetch_factor", "pin_memory")}
 
 
 def _copies(size: int, device: torch.device) -> tuple[float | None, float | None]:

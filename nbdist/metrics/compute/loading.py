@@ -19,11 +19,13 @@ import torch.utils.data.dataloader as dataloader
 
 from nbdist.metrics.compute import passes
 from nbdist.metrics.compute.listening import WrappedFunction
+from nbdist.metrics.compute.loader_source import KeptSources, SourceReference
 
 Listener = Callable[["float | None", Any], None]
 
 _AHEAD = 1  # batches that a loop may have fetched before it works on them, as to know which one is the last
 _KEPT = 4096  # batches that no step follows, as when a model is only evaluated
+_WORTH_KEEPING = 0.05  # seconds waited for a DataLoader in all, from which on there may be advice on it
 _NONE: frozenset[Hashable] = frozenset()
 _TENSORS = 16  # of a batch that are looked at
 _VALUES = 1024  # of a tensor that are looked at, about
@@ -87,11 +89,14 @@ class LoaderUse:
     Attributes:
         batches: How many.
         seconds: Waited for them.
+        reference: To what it reads; None: not known.
     """
 
     def __init__(self) -> None:
         self.batches = 0
         self.seconds = 0.0
+        self.reference: SourceReference | None = None
+        self.is_kept = False  # what it reads, as far as that is harmless
         self.ahead: deque[TakenBatch] = deque(maxlen=_KEPT)  # batches that no step has worked on yet
         self.shapes: frozenset[Hashable] = frozenset()  # of the batches taken since the last step
         self.steps = 0  # before which some were taken
@@ -121,6 +126,7 @@ class LoaderUses:
         self._use = LoaderUse()
         self._open: list[LoaderUse] = []  # with batches that no step has worked on
         self._newest = TakenBatch(0, 0)
+        self._sources = KeptSources()
 
     @property
     def is_training(self) -> bool:
@@ -136,12 +142,20 @@ class LoaderUses:
         """Note who is asked for a batch."""
         if self._iterator() is not iterator:
             self._iterator = weakref.ref(iterator)
-            self._use = self.used.setdefault(loader_key(iterator), LoaderUse())
+            key = loader_key(iterator)
+            use = self._use = self.used.setdefault(key, LoaderUse())
+            if use.reference is None or not use.reference.is_of(iterator):
+                use.reference, use.is_kept = SourceReference(iterator, key.batch_size), False
 
     def take(self, seconds: float) -> None:
         """Note that it has arrived after so many seconds of waiting."""
-        self._use.batches += 1
-        self._use.seconds += seconds
+        use = self._use
+        use.batches += 1
+        use.seconds += seconds
+        if use.seconds >= _WORTH_KEEPING and not use.is_kept:
+            use.is_kept = True
+            if use.reference is not None and (iterator := self._iterator()) is not None:
+                self._sources.keep(use.reference, iterator)
 
     def hold(self, batch: Batch) -> None:
         """Note what it is."""
@@ -157,6 +171,11 @@ class LoaderUses:
         use.ahead.append(self._newest)
         if batch.shapes not in use.shapes:
             use.shapes |= {batch.shapes}
+
+    def release(self) -> None:
+        """Keep nothing alive any more."""
+        for use in self.used.values():
+            use.reference = None
 
     def see_pass(self, oldest: int) -> None:
         """Note a backward pass that differentiates no node of autograd's before this one; 0: not known."""

@@ -22,6 +22,9 @@ class ActiveMeter(Protocol):
     def lap(self) -> StepSample | None:
         """Return the steps since the last lap, which ends now."""
 
+    def release(self) -> None:
+        """Let go of what only advice on the last steps would need."""
+
 
 class NoMeter:
     """Stands for the meter where steps can't be measured.
@@ -43,6 +46,9 @@ class NoMeter:
     def lap(self) -> StepSample:
         """Return nothing but why."""
         return self._sample
+
+    def release(self) -> None:
+        """Do nothing: nothing is kept."""
 
 
 _meter: ActiveMeter | None = None
@@ -81,3 +87,9 @@ def current_sample() -> StepSample | None:
 def end_lap() -> StepSample | None:
     """End the lap of a cell, or of other code with steps, in the thread that called `nbdist.metrics.steps.start`."""
     return None if _meter is None else _meter.lap()
+
+
+def release() -> None:
+    """Let go of what only advice on the last steps needs. In the thread that called `nbdist.metrics.steps.start`."""
+    if _meter is not None:
+        _meter.release()

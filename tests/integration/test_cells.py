@@ -149,15 +149,63 @@ def test_the_source_of_functions_and_methods_of_cells_is_found(ranks: Kernel) ->
     assert {rank: printed[:4] for rank, printed in outcome.lines.items()} == both(*lines)
 
 
-def test_classes_of_cells_have_no_source_as_in_a_plain_notebook(ranks: Kernel) -> None:
-    on_ranks(ranks, "class Sourced:\n    there = 1")
+CLASSES = """import dataclasses, inspect
+class Outer:
+    there = 1
+    class Inner: depth = 2
+
+def mark(kind): return kind
+
+@mark
+class Decorated:
+    there = 3
+
+@dataclasses.dataclass
+class Data:
+    field: int = 4
+
+def make():
+    class Local:
+        there = 5
+    return Local
+
+class Method(Outer):
+    def first(self): return 6
+"""
+SOURCES = {
+    "Outer": ["class Outer:", "    there = 1", "    class Inner: depth = 2"],
+    "Outer.Inner": ["    class Inner: depth = 2"],
+    "Decorated": ["@mark", "class Decorated:", "    there = 3"],
+    "Data": ["@dataclasses.dataclass", "class Data:", "    field: int = 4"],
+    "make()": ["    class Local:", "        there = 5"],
+    "Method": ["class Method(Outer):", "    def first(self): return 6"],
+}
+
+
+def test_the_source_of_classes_of_cells_is_found(ranks: Kernel) -> None:
+    on_ranks(ranks, CLASSES)
+    for kind, lines in SOURCES.items():
+        assert on_ranks(ranks, f"print(inspect.getsource({kind}), end='')").lines == both(*lines), kind
+
+
+def test_the_source_of_a_class_that_was_defined_again_is_the_newest(ranks: Kernel) -> None:
+    on_ranks(ranks, "import inspect\nclass Again:\n    there = 1")
+    on_ranks(ranks, "old = Again\nclass Again:\n    there = 2\n    def method(self): return 3")
+    on_ranks(ranks, "class Again:\n    there = 4")
+    lines = ["class Again:", "    there = 4"]
+    assert on_ranks(ranks, "print(inspect.getsource(Again), end='')").lines == both(*lines)
+
+
+def test_the_source_of_a_class_that_no_cell_has_defined_is_not_found_as_ever(ranks: Kernel) -> None:
     code = (
         "import inspect\n"
-        "try: found = 'there = 1' in inspect.getsource(Sourced)\n"
-        "except (OSError, TypeError): found = False\n"
-        "found"
+        "errors = []\n"
+        "for kind in (type('Made', (), {}), int):\n"
+        "    try: inspect.getsource(kind)\n"
+        "    except (OSError, TypeError) as error: errors.append(type(error).__name__)\n"
+        "errors"
     )
-    assert on_ranks(ranks, code).plain == ["[0-1] False"]
+    assert on_ranks(ranks, code).plain == ["[0-1] ['OSError', 'TypeError']"]
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit()", "exit", "exit()", "quit()", "raise SystemExit(0)"])

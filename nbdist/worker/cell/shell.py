@@ -32,7 +32,7 @@ from nbdist.errors import InteractionError, NbdistError, UsageError
 from nbdist.metrics.allocation import oom
 from nbdist.wire.cells import Failure
 from nbdist.wire.knowing import KnownFailure
-from nbdist.worker.cell import failures, keyboard
+from nbdist.worker.cell import class_sources, failures, keyboard
 from nbdist.worker.cell.interrupts import CellLoop
 from nbdist.worker.cell.launched import is_plain_exit
 from nbdist.worker.cell.programs import run_command
@@ -157,6 +157,7 @@ class RankShell(InteractiveShell):
         shell._failures, shell._kept, shell._gone = [], [], KnownFailure()
         shell._scripts = ScriptFolders()
         failures.keep_last_comments()
+        class_sources.find_classes()
         return shell
 
     @classmethod

@@ -135,15 +135,35 @@ def test_multi_head_attention_counts_the_same_in_one_kernel() -> None:
         assert live(lambda: one(inputs, inputs, inputs)).model_flops == 8 * B * T * 32 * 32 + 4 * B * T * T * 32
 
 
-@pytest.mark.skipif(
+has_grouped_products = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "CPU")
     and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "CompositeExplicitAutograd"),
     reason="this torch has the products of experts for GPUs alone",
 )
+
+
+@has_grouped_products
 def test_experts_are_counted() -> None:
     rows, experts = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(2, 16, 8, dtype=torch.bfloat16)
     ends = torch.tensor([8, 32], dtype=torch.int32)
     assert live(lambda: torch._grouped_mm(rows, experts, offs=ends)).model_flops == 2 * 32 * 16 * 8
+
+
+@has_grouped_products
+@pytest.mark.parametrize("padded", ["rows", "columns"])
+def test_padded_rows_of_experts_count_neither_forward_nor_backward(padded: str) -> None:
+    """56 rows of 160 belong to an expert."""
+    rows = torch.randn(160, 64, dtype=torch.bfloat16, requires_grad=True)
+    experts = torch.randn(4, 64, 32, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([8, 24, 40, 56], dtype=torch.int32)
+
+    def work() -> None:
+        if padded == "rows":
+            torch._grouped_mm(rows, experts, offs=ends).square().sum().backward()
+        else:
+            torch._grouped_mm(experts.transpose(1, 2), rows.T, offs=ends).square().sum().backward()
+
+    assert live(work).model_flops == 3 * 2 * 56 * 64 * 32
 
 
 def test_products_with_vectors_and_of_integers_are_counted() -> None:

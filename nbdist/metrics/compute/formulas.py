@@ -84,10 +84,11 @@ def _trilinear(call: OperationCall) -> int:
 
 def _grouped_mm(call: OperationCall) -> int:
     """Count groups that are a batch of `mat_a` or `mat_b`, or split their common dimension, without unused rows."""
-    left, right = list(call.shape("self")), call.shape("mat2")
-    if len(left) == 2 and len(right) == 3 and call["offs"] is not None:
+    left, right = list(call.shape("self")), list(call.shape("mat2"))
+    split = right if len(left) == 3 else left  # its last dimension, unless its rows belong to a batch of matrices
+    if call["offs"] is not None:
         with contextlib.suppress(ValueError):  # no values here: all rows count
-            left[0] = graphs.numbers_in(call["offs"])[-1]
+            split[0 if len(right) == 3 else -1] = graphs.numbers_in(call["offs"])[-1]
     if len(left) == 3 and len(right) == 2:  # a batch of matrices, each with its part of the other's columns
         return 2 * int(left[1]) * prod(right)
     return 2 * prod(left) * int(right[-1])

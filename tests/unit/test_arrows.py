@@ -6,6 +6,7 @@ Also: which of the folders around nbdist may import which.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -132,6 +133,7 @@ def room_of(module: str, known: dict[str, Path]) -> str:
     return module or "nbdist"
 
 
+@functools.cache
 def arrows() -> set[tuple[str, str]]:
     known = modules()
     imports = [(module, other) for module, path in known.items() for other in imported(path, known)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,14 +34,17 @@ BANNED = {  # what to write instead
 }
 
 
-def messages() -> Iterator[tuple[str, str]]:
+@functools.cache
+def messages() -> list[tuple[str, str]]:
     """Every text in the code that is not a docstring, and where it is."""
+    found = []
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
-                yield f"{path.relative_to(ROOT.parent)}:{node.lineno}", node.value
+                found.append((f"{path.relative_to(ROOT.parent)}:{node.lineno}", node.value))
+    return found
 
 
 @pytest.mark.parametrize("pattern", BANNED)

@@ -33,10 +33,12 @@ class Programs:
 
     def __init__(self) -> None:
         self._since = 0
+        self._before: set[int] = set()
         self._sent: set[int] = set()
 
     def begin(self) -> None:
         """Begin a cell."""
+        self._before = set(_children(os.getpid())) if _has_children() else set()  # a tick, 10 ms, can have two cells
         self._since = int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS)
         self._sent.clear()
 
@@ -61,11 +63,15 @@ class Programs:
         while unseen:
             pid = unseen.pop()
             program = _look_at(pid)
-            if program is None or pid in workers or not program.executed or program.began < self._since:
+            if program is None or pid in workers or not program.executed or self._is_older(pid, program):
                 continue
             unseen += _children(pid)
             if program.group == group:  # else it has chosen to be out of reach of a terminal's Ctrl-C
                 yield pid
+
+    def _is_older(self, pid: int, program: _Program) -> bool:
+        """Return whether it was there before the cell, as a child or as one that is adopted later."""
+        return program.began < self._since or (program.began == self._since and pid in self._before)
 
 
 def waits_in_system() -> bool:
@@ -112,6 +118,15 @@ def _is_ignored(number: int) -> bool:
         ignored = next(line for line in lines if line.startswith("SigIgn:"))
         return bool(int(ignored.split()[1], 16) >> (number - 1) & 1)
     return False
+
+
+def _has_children() -> bool:
+    """Return whether this process has any: one call, where a list of them takes a file for each thread."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _children(pid: int) -> Iterator[int]:

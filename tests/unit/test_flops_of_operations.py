@@ -59,9 +59,22 @@ WORK: dict[str, tuple[Callable[[], object], int]] = {
     "COO @ dense": (lambda: SPARSE @ torch.randn(200, 8), 2 * VALUES * 8),
     "sparse.mm": (lambda: torch.sparse.mm(SPARSE, torch.randn(200, 8)), 2 * VALUES * 8),
     "CSR @ dense": (lambda: SPARSE.to_sparse_csr() @ torch.randn(200, 8), 2 * VALUES * 8),
+    "COO, uncoalesced": (lambda: torch.cat([SPARSE, SPARSE]) @ torch.randn(200, 8), 2 * 2 * VALUES * 8),
+    "BSR @ dense": (lambda: SPARSE.to_sparse_bsr((2, 2)) @ torch.randn(200, 8), 2 * 2 * VALUES * 8),
+    "dense @ CSR": (lambda: torch.randn(4, 100) @ SPARSE.to_sparse_csr(), 2 * VALUES * 4),
+    "linear, CSR": (lambda: F.linear(torch.randn(8, 200), SPARSE.to_sparse_csr()), 2 * VALUES * 8),
+    "linear, BSR": (lambda: F.linear(torch.randn(8, 200), SPARSE.to_sparse_bsr((2, 2))), 2 * 2 * VALUES * 8),
     "scaled_mm": (scaled_mm, 2 * 64 * 32 * 48),
     "_grouped_mm": (grouped_mm, 2 * 32 * 64 * 32),
     "fp4": (packed_fp4, 2 * 128 * 128 * 64),
+}
+
+
+WITHOUT_FORMULA: dict[str, Callable[[], object]] = {
+    "geqrf": lambda: torch.geqrf(torch.randn(8, 4)),
+    "ormqr": lambda: torch.ormqr(torch.randn(8, 4), torch.randn(4), torch.randn(8, 2)),
+    "_pdist_forward": lambda: torch.pdist(torch.randn(8, 4)),
+    "hspmm": lambda: torch.hspmm(SPARSE, torch.randn(200, 8)),
 }
 
 
@@ -72,6 +85,11 @@ def test_an_operation_takes_what_the_textbook_says(name: str) -> None:
         pytest.skip("this torch lacks it")
     found = counted(work)
     assert (found.model_flops, dict(found.uncounted)) == (truth, {})
+
+
+@pytest.mark.parametrize("name", WITHOUT_FORMULA)
+def test_an_operation_that_computes_and_has_no_formula_is_named(name: str) -> None:
+    assert name in str(counted(WITHOUT_FORMULA[name]).uncounted)
 
 
 def test_sparse_backward_passes_count_values_as_well() -> None:

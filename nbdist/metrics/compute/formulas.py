@@ -224,13 +224,14 @@ for _kernel in ("flash", "efficient"):
     _OURS[f"_{_kernel}_attention_forward"] = attention.kernel_attention
     _OURS[f"_{_kernel}_attention_backward"] = attention.kernel_attention_backward
 
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _registered: dict[Any, Callable[..., int]] = {}
 
 # Parts of the names of operations that do more than elementwise work, so that one without a formula is worth a word.
 _HEAVY = {
     *("addmm", "addmv", "attention", "baddbmm", "bmm", "cdist", "cholesky", "conv", "convolution", "einsum", "fft"),
-    *("gru", "linalg", "linear", "lstm", "matmul", "mm", "mv", "rnn", "trilinear", "triangular"),
+    *("geqrf", "gru", "hspmm", "linalg", "linear", "lstm", "matmul", "mm", "mv", "ormqr", "pdist", "rnn", "smm"),
+    *("spsolve", "sspaddmm", "trilinear", "triangular"),
 }
 _LIGHT = {"linalg_vector_norm", "_linalg_check_errors", "linalg_cross", "linalg_diagonal"}
 # What is in these namespaces is communication or bookkeeping; in others, somebody's own work.
@@ -320,7 +321,10 @@ def _products_of_one(args: tuple[Any, ...]) -> int:
 
 
 def _sparse_product(args: tuple[Any, ...], out: Any) -> Work | None:
-    """Return the work of a product with a sparse matrix: each of its values meets a row of the other."""
+    """Return the work of a product with a sparse matrix: each of its values meets a row or column of the other.
+
+    Blocks are stored whole, and `_nnz` is the number of blocks.
+    """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     sparse = next((tensor for tensor in tensors if tensor.layout in _SPARSE), None)
     if sparse is None or not isinstance(out, torch.Tensor):
@@ -328,8 +332,10 @@ def _sparse_product(args: tuple[Any, ...], out: Any) -> Work | None:
     others = [tensor for tensor in tensors if tensor is not sparse and tensor.layout not in _SPARSE]
     if not others or out.layout in _SPARSE:
         raise NotImplementedError("the product of sparse matrices")
-    width = int(out.shape[-1]) if out.dim() > 1 else 1
-    return Work(2 * int(sparse._nnz()) * width)
+    values = sparse._values() if sparse.layout == torch.sparse_coo else sparse.values()
+    is_right = tensors[-1] is sparse
+    size = 1 if out.dim() < 2 else out.shape[-2] if is_right else out.shape[-1]
+    return Work(2 * values.numel() * int(size))
 
 
 def arithmetic(name: str, dtype: str, device: torch.device) -> str:

@@ -125,6 +125,8 @@ class StepMeter:
         self._last_shapes: Hashable = None  # of a batch
         self._thread = 0
         self._clock_is_off = False  # in this lap
+        self._counted: list[float] = []  # seconds of this lap's counted steps
+        self._passes_elsewhere = 0  # of this lap, in other threads
         self._is_lap_over = False
         self._usual: dict[Shape, float] = {}  # seconds, of this lap
         self._ends: list[Callable[[], None]] = []
@@ -194,7 +196,9 @@ class StepMeter:
         self._counts.end_lap()
         self._note(self._clock.restart())
         found = self._summary(self._lap_steps, list(self._since_lap), earlier=self._earlier)
-        found = msgspec.structs.replace(found, spent=self._spending.end() if found.steps else None)
+        spent = self._spending.end() if found.steps else None
+        passes = 0 if self._lap_steps else len(self._gathered.passes) + self._passes_elsewhere
+        found = msgspec.structs.replace(found, spent=spent, counting=self._counting_took(), passes=passes)
         if self._since_lap:
             self._last = list(self._since_lap), found, self._loaders
         self._loaders = loading.LoaderUses()
@@ -203,6 +207,8 @@ class StepMeter:
         self._earlier = Totals()
         self._lap_steps = 0
         self._usual.clear()
+        self._counted.clear()
+        self._passes_elsewhere = 0
         self._clock_is_off = False
         self._is_lap_over = True
         self._is_calm = False
@@ -212,6 +218,11 @@ class StepMeter:
         self._reader.restart()
         self._waits.restart()
         return found
+
+    def _counting_took(self) -> float:
+        """Return the seconds that counting has added to this lap's steps."""
+        usual = middle(self._since_lap, training_of) if self._since_lap else 0.0
+        return sum(max(0.0, seconds - usual) for seconds in self._counted) if usual else 0.0
 
     def last_work(self) -> StepWork | None:
         """Return what the steps of the last lap that had some consisted of; None: there was none. In that thread."""
@@ -279,7 +290,9 @@ class StepMeter:
         if made:
             return "too few steps: the first begins, the second is counted, from the third on they are timed"
         if self._gathered.passes:
-            return "no step yet: one that is compiled, or runs inside a backward pass, can't be seen"
+            return "no step was seen: one that is compiled, inside a backward pass, or without an optimizer can't be"
+        if self._passes_elsewhere:
+            return "backward passes ran in another thread than the cell's, and steps there are not measured"
         return "no step yet"
 
     # --- in the user's loop, so nothing may be raised
@@ -298,6 +311,7 @@ class StepMeter:
 
     def _see_pass(self, outputs: Sequence[Any]) -> None:
         if threading.get_ident() != self._thread:
+            self._passes_elsewhere += 1
             return
         gathered, reader = self._gathered, self._reader
         passes = gathered.passes
@@ -491,6 +505,7 @@ class StepMeter:
             step: The step.
             seconds: Of what was counted.
         """
+        self._counted.append(seconds)
         usual = middle(self._window, training_of) if self._window else seconds
         self._counts.spent += max(0.0, seconds - usual)
         usual = self._usual.get(step.shape, usual)

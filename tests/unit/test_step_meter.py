@@ -75,6 +75,43 @@ def test_seconds_of_a_step_include_the_stalls_between_steps(meter: StepMeter, mo
     assert (found.seconds, found.typical) == (2.0, 1.0)
 
 
+def test_what_counting_took_is_known_of_each_lap(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model = Clock(monkeypatch), nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), 0.01)
+
+    def steps(count: int, rows: int) -> None:
+        for _ in range(count):
+            model(torch.ones(rows, 4)).sum().backward()
+            clock.now += 4.0 if torch._C._len_torch_dispatch_stack() else 1.0
+            optimizer.step()
+
+    steps(20, rows=8)
+    first = meter.lap()
+    assert (first.timed, first.seconds, first.counting) == (18, 1.0, 3.0)
+    steps(5, rows=8)
+    assert meter.lap().counting == 0.0
+    steps(20, rows=16)
+    assert meter.lap().counting >= 3.0
+
+
+def test_passes_that_no_step_follows_are_reported_with_what_may_be_the_reason(meter: StepMeter) -> None:
+    model = nn.Linear(4, 2)
+    for _ in range(3):
+        model(torch.ones(8, 4)).sum().backward()
+    found = meter.lap()
+    assert found.passes == 3 and "without an optimizer" in found.why
+    assert meter.lap().passes == 0
+
+
+def test_steps_in_another_thread_are_reported_as_such(meter: StepMeter) -> None:
+    thread = threading.Thread(target=train, args=(model := Gpt(), SGD(model.parameters(), 0.01), *[(B, T)] * 3))
+    thread.start()
+    thread.join()
+    found = meter.lap()
+    assert found.passes == 3 and "another thread" in found.why
+    assert meter.lap() == StepSample(why="no step yet")
+
+
 def test_steps_beyond_those_that_are_kept_count_too(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_LAP", 4)
     clock = Clock(monkeypatch)

@@ -71,6 +71,31 @@ def test_steps_that_are_in_no_figure_are_told() -> None:
     assert line(60).startswith("60 steps | ")
 
 
+def test_time_that_counting_took_is_told_from_two_percent_on() -> None:
+    def line(seconds: float) -> str:
+        return render({0: StepSample(steps=60, timed=57, seconds=0.1, counting=seconds)})
+
+    assert "counting FLOPs took 5 % of the time, which is left out" in line(0.3)
+    assert "counting" not in line(0.1)
+
+
+def test_a_step_without_evaluations_is_of_the_ranks_that_the_step_is_of() -> None:
+    shares = {0.1: 0.2, 0.2: 0.1, 0.3: 0.0}
+    steps = {
+        rank: StepSample(steps=9, seconds=seconds, evaluation=share, units=3, unit="samples")
+        for rank, (seconds, share) in enumerate(shares.items())
+    }
+    shown = render(steps)
+    assert shown.startswith("9 steps | 200 ms a step | 30 samples/s")
+    assert "without it a step takes 180 ms, 30 samples/s" in shown.replace("\n    ", " ")
+
+
+def test_passes_without_a_step_have_a_line_with_the_reason() -> None:
+    assert render({0: StepSample(passes=3, why="no step was seen")}) == "training steps n/a: no step was seen"
+    assert render({0: StepSample(passes=1, why="no step was seen")}) == ""
+    assert render({0: StepSample(why="no step yet")}) == ""
+
+
 def test_the_table_has_a_row_for_each_rank_and_says_what_is_not_known() -> None:
     text = explain(ranks(0.6, 0.1))
     assert len(text.splitlines()) == 4 and "waiting for ranks" in text

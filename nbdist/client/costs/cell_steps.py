@@ -27,6 +27,7 @@ from nbdist.text import duration, energy, flop_rate, flop_unit, flops_in, percen
 
 NOTHING_TIMED = "no training steps have been timed: `%distributed tflops on`, then run a cell that trains"
 HERE = -1  # the notebook's own process, among ranks
+COUNTING = 0.02  # share of the time that counting took, from which on it is shown
 UNEQUAL = 1.1  # times the median rank's step, from which on the slowest rank is named
 _INDENT = "    "
 _WIDTH = 100  # characters of a line
@@ -160,11 +161,12 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = (), price
         price: Of a rank for an hour; None: not to be shown.
 
     Returns:
-        Steps, time, units of work, TFLOPS, MFU, HFU, waiting, in lines of at most 100 characters; empty without steps.
+        Steps, time, units of work, TFLOPS, MFU, HFU, waiting, in lines of at most 100 characters; empty without steps,
+        unless something seems to have trained.
     """
     stepping = {rank: sample for rank, sample in samples.items() if sample.steps}
     if not stepping:
-        return ""
+        return _unseen(samples)
     parts = [_steps(stepping)]
     timed = {rank: sample for rank, sample in stepping.items() if sample.seconds}
     if timed:
@@ -176,6 +178,12 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = (), price
         notes.append(f"{describe_ranks(sorted(missing))} missing")
     below = [*([why] if why else []), *(["; ".join(notes)] if notes else [])]
     return "\n".join([*_filled(parts), *(line for each in below for line in _wrapped(each))])
+
+
+def _unseen(samples: Mapping[int, StepSample]) -> str:
+    """Return why no step was seen in a cell that seems to train; empty if none does. One pass is no loop."""
+    reasons = sorted({sample.why for sample in samples.values() if sample.passes > 1})
+    return "\n".join(textwrap.wrap(f"training steps n/a: {'; '.join(reasons)}", _WIDTH)) if reasons else ""
 
 
 def _filled(parts: Sequence[str]) -> list[str]:
@@ -201,6 +209,8 @@ def _notes(stepping: Mapping[int, StepSample], timed: Mapping[int, StepSample]) 
     notes += [f"{_unknown(timed)} n/a: {'; '.join(reasons)}"] if reasons else []
     if names := _not_counted(timed):
         notes.append(f"not counted: {', '.join(names)} (register_flops)")
+    if (counting := max(map(_counting, timed.values()), default=0.0)) >= COUNTING:
+        notes.append(f"counting FLOPs took {percent(counting)} of the time, which is left out")
     if timed and (uncounted := statistics.fmean(sample.uncounted for sample in timed.values())):
         notes.append(f"{percent(uncounted)} of the steps have shapes that were not counted")
     return notes
@@ -229,6 +239,12 @@ def _time(samples: Mapping[int, StepSample]) -> str:
     return f"{duration(statistics.median(sample.seconds or 0.0 for sample in samples.values()))} a step"
 
 
+def _counting(sample: StepSample) -> float:
+    """Return the share of counting in all time."""
+    timed = (sample.seconds or 0.0) * sample.timed
+    return sample.counting / (timed + sample.counting) if timed else 0.0
+
+
 def _stragglers_and_stalls(samples: Mapping[int, StepSample]) -> list[str]:
     """Return what a mean hides: ranks that do not go in step with the others, and stalls between steps."""
     seconds = {rank: sample.seconds or 0.0 for rank, sample in samples.items()}
@@ -247,9 +263,10 @@ def _evaluation(samples: Mapping[int, StepSample]) -> list[str]:
     share = max(sample.evaluation for sample in samples.values())
     if share < EVALUATING:
         return []
-    training = max(map(_training, samples.values()))
-    rate = "".join(f", {words}" for words in _throughput(samples, training))
-    return [f"evaluation took {percent(share)} of the time; without it a step takes {duration(training)}{rate}"]
+    training = [_training(sample) for sample in samples.values()]
+    step = duration(statistics.median(training))  # of the ranks that `_time` is of
+    rate = "".join(f", {words}" for words in _throughput(samples, max(training)))
+    return [f"evaluation took {percent(share)} of the time; without it a step takes {step}{rate}"]
 
 
 def _training(sample: StepSample) -> float:

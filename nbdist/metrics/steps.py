@@ -516,6 +516,7 @@ class StepMeter:
         self._usual[shape] = usual + (seconds - usual) / 8
         while len(self._usual) > _SHAPES:
             del self._usual[next(iter(self._usual))]
+        self._reader.is_cheap = len(shape.passes) * self._reader.cost <= _READING * seconds
         may_read = self._reader.spent <= _READING_FREE + _READING * self._counts.trained
         if may_read and abs(seconds - usual) > _CHANGED * usual:
             self._reader.doubt()

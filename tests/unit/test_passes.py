@@ -52,6 +52,17 @@ def test_a_step_that_takes_another_time_has_the_next_pass_read_whole() -> None:
     assert reader.suspects
 
 
+def test_where_reading_takes_next_to_nothing_what_differs_far_from_the_loss_is_found_at_once() -> None:
+    reader, body, head = PassReader(), layers(2), layers(DEPTH)
+
+    def read(rows: int) -> object:
+        return reader.read([head(body(torch.randn(rows, 8)).mean(0)).sum()])
+
+    reader.is_cheap = True
+    usual = [read(4) for _ in range(100)][-1]
+    assert read(8) != usual and not reader.suspects
+
+
 def test_frozen_layers_show_in_how_many_nodes_are_made() -> None:
     reader, model = PassReader(), layers(DEPTH)
     inputs = torch.randn(4, 8)

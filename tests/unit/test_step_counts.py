@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbdist.metrics.compute import live
 from nbdist.metrics.steps import StepMeter
 from testbed.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
-from tests.support.step_loops import B, T, beside_compiled, measured, one_ahead, train
+from tests.support.step_loops import B, Clock, T, beside_compiled, measured, one_ahead, train
 
 pytestmark = [pytest.mark.torch_private, pytest.mark.usefixtures("one_thread")]
 
@@ -213,6 +213,26 @@ def test_depths_that_vary_at_random_are_all_counted_though_their_batches_are_ali
         optimizer.step()
         optimizer.zero_grad()
     assert meter.lap().uncounted == 0
+
+
+def test_inputs_that_grow_behind_a_deep_head_are_seen_at_once_in_steps_that_take_long(
+    meter: StepMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, body, head = Clock(monkeypatch), nn.Linear(8, 8), nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+    optimizer = SGD([*body.parameters(), *head.parameters()], 0.01)
+
+    def steps(count: int, rows: int) -> None:
+        for _ in range(count):
+            head(body(torch.ones(rows, 8)).mean(0)).sum().backward()
+            clock.now += 1.0
+            optimizer.step()
+
+    steps(40, rows=4)
+    small = meter.sample().flops
+    steps(8, rows=400)
+    found = meter.lap()
+    assert small is not None and found.flops is not None and found.flops > small
+    assert found.uncounted <= 2 / found.timed
 
 
 def test_a_shape_that_came_once_is_not_waited_for_all_the_time(meter: StepMeter) -> None:

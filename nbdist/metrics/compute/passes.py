@@ -56,17 +56,20 @@ class PassReader:
     At first sight that is the part of the graph next to the loss, and how many nodes autograd has made since the pass
     before; once many have looked alike, mostly the latter alone. The whole graph is read of the first passes of a lap,
     now and then, and where something has changed: that number, or how long a step takes. Where passes differ that look
-    alike at first sight, all are read whole from then on.
+    alike at first sight, all are read whole from then on, and also where that takes next to nothing.
 
     Attributes:
         spent: Seconds that reading whole graphs has taken.
+        cost: Seconds that the last one took.
+        is_cheap: Set while that is next to nothing beside a step.
         suspects: How many passes before the last one it shows to have been taken for others, perhaps.
         oldest: Number of the first node that the last pass differentiates, as `nodes_made` counts; 0: not known. What
             has made the nodes before it, since the pass before, was no training.
     """
 
     def __init__(self) -> None:
-        self.spent = 0.0
+        self.spent = self.cost = 0.0
+        self.is_cheap = False
         self.suspects = self.oldest = 0
         self._since_whole = 0  # passes since the last whole one that was what it looked like
         self._always = self._doubts = False
@@ -105,7 +108,7 @@ class PassReader:
         """
         number = nodes_made()
         made, self._last = number - self._last, number
-        if self._unlooked and made == self._usual:
+        if self._unlooked and made == self._usual and not self.is_cheap:
             self._unlooked -= 1
             self.oldest = number - self._behind if self._behind else 0
             return self._near
@@ -134,7 +137,7 @@ class PassReader:
         self._at_a_glance = self._unlooked = _GLANCES - 1 if self._alike >= self._enough else 0
         has_changed = self._has_changed(near, made)
         doubts = self._doubts and self._since_whole >= _AT_MOST_EVERY
-        if not (has_changed or doubts or self._passes <= _FIRST or self._since_whole >= _EVERY):
+        if not (has_changed or doubts or self.is_cheap or self._passes <= _FIRST or self._since_whole >= _EVERY):
             self._since_whole += 1
             self._behind = self._trained.get((near, made), 0)
             self.oldest = self._last - self._behind if self._behind else 0
@@ -158,7 +161,8 @@ class PassReader:
         whole, seen = _fingerprint(nodes, _NODES)
         with contextlib.suppress(AttributeError, ValueError):  # a node without a number, or none at all
             self.oldest = min(node._sequence_nr() for node in seen) if len(seen) < _NODES else 0
-        self.spent += time.perf_counter() - began
+        self.cost = time.perf_counter() - began
+        self.spent += self.cost
         return whole
 
     def _has_changed(self, near: int, made: int) -> bool:

@@ -288,7 +288,7 @@ class RankProcess:
                 reply = msgspec.structs.replace(reply, payload=msgspec.msgpack.encode(profiles[0]))
             self._recovery.end(task.serial, reply.failure, self._shell.caught)
             lap = active_meter.end_lap()
-            if task.metered.steps and lap is not None and (lap.steps or lap.impossible):
+            if task.metered.steps and lap is not None and (lap.steps or lap.passes or lap.impossible):
                 reply = msgspec.structs.replace(reply, steps=lap)
             if reply.failure is None and active_training.training is not None:  # the models that what ran has replaced
                 active_training.training.after_cell()  # can't wait for a larger collection

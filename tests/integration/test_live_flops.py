@@ -288,6 +288,12 @@ def test_cells_without_steps_have_no_line(measured: Kernel) -> None:
     assert measured.ok("%%distributed\nGpt()(indices(1, 4)).sum().item() > 0 or None").stdout.count("step") == 0
 
 
+def test_a_cell_that_trains_without_an_optimizer_has_a_line_with_the_reason(measured: Kernel) -> None:
+    cell = "model = Gpt()\nfor _ in range(3): loss_of(model, indices(2, 16)).backward()"
+    shown = unwrapped(measured.ok(f"%%distributed\n{cell}"))
+    assert "training steps n/a" in shown and "without an optimizer" in shown, shown
+
+
 def test_the_panel_gets_the_last_steps_while_a_cell_runs(measured: Kernel) -> None:
     cell = measured.start("%%distributed --background\nwhile True: train(Gpt(), 10); print('ten', flush=True)")
     cell.finish()

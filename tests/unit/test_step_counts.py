@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -233,6 +234,17 @@ def test_inputs_that_grow_behind_a_deep_head_are_seen_at_once_in_steps_that_take
     found = meter.lap()
     assert small is not None and found.flops is not None and found.flops > small
     assert found.uncounted <= 2 / found.timed
+
+
+def test_an_operation_that_raises_in_a_counted_step_is_named_as_the_reason(meter: StepMeter) -> None:
+    model = Gpt()
+    optimizer = SGD(model.parameters(), 0.01)
+    for _ in range(4):
+        with contextlib.suppress(RuntimeError):
+            torch.ones(2) @ torch.ones(3)
+        train(model, optimizer, (B, T))
+    found = meter.lap()
+    assert found.flops is None and "RuntimeError: inconsistent tensor size" in found.why
 
 
 def test_a_shape_that_came_once_is_not_waited_for_all_the_time(meter: StepMeter) -> None:

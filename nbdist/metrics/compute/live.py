@@ -191,6 +191,7 @@ class LiveCounts:
     def _note_failure(self, failure: str) -> None:
         self._has_failed = True
         self._failures += 1
+        self.hindrance = f"an operation raised while a step was counted: {failure}"
         if self._failures >= _FAILURES:
             self.why = f"steps can't be counted, for an operation raised twice while one was: {failure}"
 

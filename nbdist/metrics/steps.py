@@ -31,6 +31,7 @@ from nbdist.metrics.compute.step_totals import (
     StepPart,
     TimedStep,
     Totals,
+    beyond_usual_without_gradients,
     middle,
     seconds_of,
     training_of,
@@ -277,6 +278,7 @@ class StepMeter:
         return msgspec.structs.replace(
             found,
             typical=middle(steps, seconds_of),
+            without_gradients=beyond_usual_without_gradients(totals, steps),
             unit=self._unit if totals.units else found.unit,
             batch=data_parallel.shared_batch(batch, self._trained_in(steps)) if batch else "",
             why=found.why if totals.works else unknown,
@@ -384,7 +386,7 @@ class StepMeter:
         """Begin to count within a step, if that is worth it: its time so far is no part of what counting takes."""
         begin()
         if self._counts.under_way:
-            self._clock.tick(StepPart(self._gathered, evaluates=False, beside=True), time.monotonic())
+            self._clock.tick(StepPart(self._gathered, "training", beside=True), time.monotonic())
 
     def _see_sign(self, sign: evaluation.Sign, model: Any) -> None:
         """Note that gradients or a model are switched to what evaluations use, or back."""
@@ -402,11 +404,11 @@ class StepMeter:
         except Exception as error:
             self._fail("an evaluation could not be timed", error)
 
-    def _end_part(self, evaluates: bool) -> None:
+    def _end_part(self, kind: evaluation.Part) -> None:
         """End a part of the step that is under way."""
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return
-        part = StepPart(self._gathered, evaluates=evaluates, beside=evaluates or not self._counts.under_way)
+        part = StepPart(self._gathered, kind, beside=kind == "evaluation" or not self._counts.under_way)
         self._clock.tick(part, time.monotonic())
         self._parts += 1
         if self._parts % _PARTS == 0:

@@ -127,6 +127,23 @@ def test_what_trains_without_gradients_is_no_evaluation_and_one_beside_it_is(met
     assert found.evaluation * found.seconds == pytest.approx(LASTS / EVERY, rel=0.05)
 
 
+def test_an_evaluation_that_nothing_marks_as_one_is_named_as_code_without_gradients(
+    meter: StepMeter, loop: Loop
+) -> None:
+    for number in range(1, 102):
+        with torch.no_grad():
+            loop.clock.now += 0.25  # a teacher, which is a part of each step
+        loop.step()
+        if number % EVERY == 0:
+            with torch.no_grad():
+                loop.evaluate()
+    found = meter.lap()
+    assert found.evaluation == 0
+    assert found.without_gradients == pytest.approx(LASTS / (EVERY * 1.25 + LASTS), rel=0.02)
+    words = "code without gradients between steps took 24 % of the time: if that evaluates, call eval() on the model"
+    assert words in render({0: found}).replace("\n    ", " ")
+
+
 def test_an_evaluation_after_each_step_is_known_by_its_mode(meter: StepMeter, loop: Loop) -> None:
     teacher = nn.Linear(4, 2)
     for _ in range(40):

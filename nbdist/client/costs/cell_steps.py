@@ -29,6 +29,7 @@ NOTHING_TIMED = "no training steps have been timed: `%distributed tflops on`, th
 HERE = -1  # the notebook's own process, among ranks
 COUNTING = 0.02  # share of the time that counting took, from which on it is shown
 UNEQUAL = 1.1  # times the median rank's step, from which on the slowest rank is named
+_UNMARKED = "code without gradients between steps took {} of the time: if that evaluates, call eval() on the model"
 _INDENT = "    "
 _WIDTH = 100  # characters of a line
 
@@ -255,6 +256,8 @@ def _stragglers_and_stalls(samples: Mapping[int, StepSample]) -> list[str]:
     training = statistics.median(map(_training, samples.values()))
     if 0 < STALLING * typical < training:
         found.append(f"a typical step took {duration(typical)}, stalls the rest")
+        share = max(sample.without_gradients for sample in samples.values())
+        found += [_UNMARKED.format(percent(share))] if share >= EVALUATING else []
     return found
 
 

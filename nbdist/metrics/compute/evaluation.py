@@ -22,6 +22,8 @@ from nbdist.metrics.compute.listening import WrappedFunction, compiler, never_co
 # What is heard: gradients are switched off, or on again; a model is switched to evaluation, or to training again.
 Sign = Literal["off", "on", "eval", "train"]
 Listener = Callable[[Sign, Any], None]
+# A part of a step: training, an evaluation, or code without gradients that may be either.
+Part = Literal["training", "evaluation", "without gradients"]
 
 
 def listen(listener: Listener) -> Callable[[], None]:
@@ -106,14 +108,14 @@ class Evaluations:
     """Times evaluations within a step, from the first sign of one to the last.
 
     Args:
-        tick: Ends a part of the step. Called with whether it was an evaluation. What comes between two blocks of one is
-            part of it.
+        tick: Ends a part of the step. Called with what it was. What comes between two blocks of an evaluation is part
+            of it.
 
     Attributes:
         has_signs: Whether there was one since it was cancelled.
     """
 
-    def __init__(self, tick: Callable[[bool], object]) -> None:
+    def __init__(self, tick: Callable[[Part], object]) -> None:
         self._tick = tick
         self.has_signs = False
         self._is_open = self._is_sure = False
@@ -136,7 +138,7 @@ class Evaluations:
             sure: Whether it is one. Otherwise it is only if that turns out before its end.
         """
         if not (self._is_open or self.under_way):
-            self._tick(False)
+            self._tick("training")
         self._is_sure = sure or self.under_way
         self._is_open = self.has_signs = True
 
@@ -147,7 +149,7 @@ class Evaluations:
             trains: Whether the training continues now.
         """
         if self._is_open:
-            self._tick(self._is_sure)
+            self._tick("evaluation" if self._is_sure else "without gradients")
             self._is_open, self._nodes_at_end = False, passes.nodes_made()
         self._is_sure = self._is_sure and not trains
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from nbdist.metrics.compute import peaks
+from nbdist.metrics.compute.evaluation import Part
 from nbdist.metrics.compute.live import Known, Shape
 from nbdist.metrics.node.sample import StepSample
 
@@ -34,6 +35,7 @@ class TimedStep:
     parts: float = 0.0  # seconds of its parts that were timed apart
     beside: float = 0.0  # of these, seconds that are no part of a count
     evaluation: float = 0.0  # of these, seconds of evaluations
+    without_gradients: float = 0.0  # of these, seconds of what may be others
     communication: float | None = None
     stands_for: float = 1.0  # steps, in what is known of `communication`
     shape: Shape = UNKNOWN
@@ -46,18 +48,21 @@ class StepPart(TimedStep):
 
     Args:
         step: The whole step.
-        evaluates: Whether it was an evaluation.
+        kind: What it was.
         beside: Whether it is no part of a count.
     """
 
-    def __init__(self, step: TimedStep, *, evaluates: bool, beside: bool) -> None:
-        self._step, self._evaluates, self._beside = step, evaluates, beside
+    def __init__(self, step: TimedStep, kind: Part, *, beside: bool) -> None:
+        self._step, self._kind, self._beside = step, kind, beside
 
     def note(self, seconds: float) -> None:
         """Note how long it took."""
         self._step.parts += seconds
         self._step.beside += seconds if self._beside else 0.0
-        self._step.evaluation += seconds if self._evaluates else 0.0
+        if self._kind == "evaluation":
+            self._step.evaluation += seconds
+        elif self._kind == "without gradients":
+            self._step.without_gradients += seconds
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Totals:
         communicating: Seconds of steps of which that is known, or which these stand for. Not their number: where two
             optimizers take turns, each second step is next to nothing.
         evaluation: Seconds of evaluations.
+        without_gradients: Seconds of what may be others, or a part of each step.
         works: What is known of their FLOPs, by its identity, and of how many steps.
     """
 
@@ -85,11 +91,13 @@ class Totals:
     communication: float = 0.0
     communicating: float = 0.0
     evaluation: float = 0.0
+    without_gradients: float = 0.0
     works: dict[int, tuple[Known, int]] = field(default_factory=dict)
 
     def add(self, step: TimedStep, known: Known | None) -> None:
         """Add a step, and what is known of its shape."""
         self.evaluation += step.evaluation
+        self.without_gradients += step.without_gradients
         self.steps += 1
         self.seconds += step.seconds
         self.longest = max(self.longest, step.seconds)
@@ -181,6 +189,19 @@ def seconds_of(step: TimedStep) -> float:
 def training_of(step: TimedStep) -> float:
     """Return what a step took without the evaluations before it."""
     return step.seconds - step.evaluation
+
+
+def beyond_usual_without_gradients(totals: Totals, steps: Sequence[TimedStep]) -> float:
+    """Return the share of all time that blocks without gradients took, beyond those of a step in the middle.
+
+    Args:
+        totals: Sums over all steps.
+        steps: The last of them.
+    """
+    if not totals.without_gradients:
+        return 0.0
+    usual = statistics.median(step.without_gradients for step in steps)
+    return max(0.0, totals.without_gradients - usual * totals.steps) / totals.seconds
 
 
 def middle(steps: Sequence[TimedStep], figure: Callable[[TimedStep], float]) -> float:

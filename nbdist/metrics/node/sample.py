@@ -114,6 +114,8 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
         waiting: Share of the step spent waiting for data.
         communication: Share of the step that only collectives took: transfer, and waiting for other ranks.
         evaluation: Share of all time that evaluations between the steps took.
+        without_gradients: Share of all time that blocks without gradients took, beyond those of a usual step: they may
+            be evaluations.
         counting: Seconds that counting FLOPs took, which are in no other figure, if this is of a whole cell.
         passes: Backward passes of a cell in which no step was seen (`why`).
         units: Samples or tokens of one step on this rank.
@@ -140,6 +142,7 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: float | None = None
     communication: float | None = None
     evaluation: float = 0.0
+    without_gradients: float = 0.0
     counting: float = 0.0
     passes: int = 0
     units: float | None = None

@@ -369,6 +369,24 @@ def test_steps_on_a_device_are_timed_by_its_own_clock_once_they_are_over() -> No
     assert clock.ended() == []
 
 
+def test_a_step_is_timed_in_the_stream_of_the_device_that_trains_though_another_is_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device="cuda:0": f"stream of {device}")
+    steps._recorded_event(torch.device("cuda", 1))
+    assert recorded == ["stream of cuda:1"]
+
+
 def test_waiting_that_a_device_hides_is_none(meter: StepMeter) -> None:
     stream = Events()
     meter._clock = DeviceClock(stream.make)

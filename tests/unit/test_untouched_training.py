@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -91,6 +93,32 @@ class Ragged(nn.Module):
         return out
 
 
+class Flexible(nn.Module):
+    """FlexAttention below the layers that train: on CPUs it has no backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        heads = x.view(1, 16, 4, WIDTH // 4).transpose(1, 2)
+        attended: Any = flex_attention(heads, heads, heads)
+        out: Tensor = self.net(attended.transpose(1, 2).reshape(16, WIDTH))
+        return out
+
+
+def tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    layers: Any = {f"{at}.{name}": kind() for at in (0, 1) for name, kind in LAYERS.items()}
+    model: nn.Module = parallelize_module(plain(), mesh, layers)
+    return model
+
+
+LAYERS: dict[str, Any] = {"first": ColwiseParallel, "second": RowwiseParallel}
+
+
 def needed(meter: MemoryMeter) -> int:
     """The bytes that a piece of code has taken at its peak."""
     assert meter.usage is not None and meter.usage.cpu is not None and meter.usage.cpu.needed is not None
@@ -118,6 +146,8 @@ WAYS: dict[str, Callable[[], Any]] = {
     "checkpointed": lambda: nn.Sequential(Checkpointed(), Checkpointed()),
     "DDP": lambda: DistributedDataParallel(plain()),
     "FSDP2": lambda: fully_shard(plain()),
+    "tensor parallel": tensor_parallel,
+    "FlexAttention": Flexible,
     "nested": Ragged,
     "aot_eager": compiled("aot_eager"),
     "inductor": compiled("inductor"),
@@ -135,7 +165,7 @@ def test_losses_are_equal_to_the_last_bit_with_and_without(way: str) -> None:
         assert losses(WAYS[way], meter) == bare
         found = meter.sample()
     assert found.steps == STEPS
-    if way != "nested" and (bears_compiled_code() or way not in COMPILED):
+    if way not in ("nested", "FlexAttention") and (bears_compiled_code() or way not in COMPILED):
         products = 4 * 2 * 16 * WIDTH * WIDTH
         assert (found.flops, found.not_counted) == (3 * products - products // 4, [])  # none for the inputs
 

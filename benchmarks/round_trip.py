@@ -1,14 +1,19 @@
-"""How long a cell that does nothing takes through client, controller, agent and ranks, beside bare sockets."""
+"""How long a cell that does nothing takes through client, controller, agent and ranks, beside bare sockets.
+
+`--trace` prints where that time goes: the way of one cell, process by process.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import _tools
+import _trace
 import zmq
 
 ROUNDS = 300
@@ -17,6 +22,9 @@ BUDGETS = {8: 4e-3, 2: 1.2e-3}
 
 def main() -> None:
     _tools.prepare()
+    if "--trace" in sys.argv:
+        _trace.trace(BUDGETS)
+        return
     from nbdist.client.session.session import Session
 
     _tools.header("round trip of Session.run('pass')")

@@ -38,10 +38,16 @@ def events(put: Callable[[Any], None]) -> Iterator[None]:
     Args:
         put: Called with the class `KeyboardInterrupt` at each Ctrl-C, including those that `deferred` has kept.
     """
-    with _handled(lambda signum, frame: put(KeyboardInterrupt)) as before:
-        if isinstance(before, _Deferral):
-            before.hand_over(put)
+    deferral = _deferral if _in_main_thread() else None
+    if deferral is None or deferral.put is not None:
+        with _handled(lambda signum, frame: put(KeyboardInterrupt)):
+            yield
+        return
+    deferral.hand_over(put)
+    try:
         yield
+    finally:
+        deferral.put = None
 
 
 @contextlib.contextmanager
@@ -57,7 +63,7 @@ def deferred() -> Iterator[None]:
 
     In the body of another one, the end of that one is meant.
     """
-    if isinstance(signal.getsignal(signal.SIGINT), _Deferral):
+    if _deferral is not None and _deferral.put is None:
         yield
         return
     deferral = _Deferral()
@@ -73,15 +79,22 @@ def deferred() -> Iterator[None]:
 
 
 class _Deferral:
-    """A Ctrl-C handler that counts."""
+    """A Ctrl-C handler that counts, unless there is something to `put` each in."""
+
+    put: Callable[[Any], None] | None = None
 
     def __init__(self) -> None:
         self._count = 0
 
     def __call__(self, signum: int, frame: object) -> None:
-        self._count += 1
+        if self.put is not None:
+            self.put(KeyboardInterrupt)
+        else:
+            self._count += 1
 
     def hand_over(self, put: Callable[[Any], None]) -> None:
+        """Put them there from now on, those that were counted too."""
+        self.put = put
         while self._count:
             self._count -= 1
             put(KeyboardInterrupt)
@@ -91,14 +104,26 @@ class _Deferral:
             raise interruption("interrupted")
 
 
+_deferral: _Deferral | None = None  # what gets Ctrl-C now, if it is one
+
+
+def _in_main_thread() -> bool:
+    """Return whether this is the thread that gets Ctrl-C."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
-def _handled(handler: Callable[[int, Any], Any]) -> Iterator[Any]:
-    """Have Ctrl-C call `handler` in the body, which is given the previous handler."""
-    if threading.current_thread() is not threading.main_thread():  # other threads don't get Ctrl-C
-        yield None
+def _handled(handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Have Ctrl-C call `handler` in the body."""
+    global _deferral
+    if not _in_main_thread():
+        yield
         return
+    outer = _deferral
     before = signal.signal(signal.SIGINT, handler)
+    _deferral = handler if isinstance(handler, _Deferral) else None
     try:
-        yield before
+        yield
     finally:
+        _deferral = outer
         signal.signal(signal.SIGINT, before)

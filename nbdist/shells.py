@@ -103,11 +103,9 @@ def forget_outputs(shell: Any, first: int) -> None:
 def forget_failure(shell: Any) -> None:
     """Let go of the frames of the last failure: they may hold tensors and DataLoader workers."""
     for name in _LAST:
-        value = getattr(sys, name, None)
+        value = vars(sys).pop(name, None)
         if isinstance(value, BaseException):
             clear_frames(value)
-        if hasattr(sys, name):
-            delattr(sys, name)
     shell.last_execution_result = None
     for renderer in (shell.InteractiveTB, shell.SyntaxTB):
         renderer.tb = None

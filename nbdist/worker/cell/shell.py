@@ -76,13 +76,15 @@ class RankHistory(HistoryManager):
     """Keeps `In`, and no name `_i7` for each cell beside it: sessions run cells by the ten thousand."""
 
     shell: Any
+    _newest = ("", "", "", "")  # inputs, the newest first
 
     def store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
-        """Store inputs, see `HistoryManager`."""
-        super().store_inputs(line_num, source, source_raw)
-        self.db_input_cache.clear()  # there is no database
-        for names in (self.shell.user_ns, self.shell.user_ns_hidden):
-            names.pop(f"_i{line_num}", None)
+        """Store inputs, see `HistoryManager`; there is no database for them."""
+        newest = (source if source_raw is None else source_raw).rstrip("\n")
+        self.input_hist_parsed.append(source.rstrip("\n"))
+        self.input_hist_raw.append(newest)
+        self._newest = newest, *self._newest[:3]
+        self.shell.push(dict(zip(("_i", "_ii", "_iii"), self._newest[1:], strict=True)), interactive=False)
 
 
 class RankDisplayHook(DisplayHook):

@@ -44,9 +44,9 @@ def backends(group: Any) -> dict[str, Any]:
     get = getattr(group, "_get_backend", None)
     if get is None:
         return found
-    for device in getattr(group, "_device_types", []):
+    for device in map(torch.device, getattr(group, "_device_types", [])):
         with contextlib.suppress(RuntimeError):  # one that is made at first use
-            found[str(torch.device(device).type)] = get(torch.device(device))
+            found[device.type] = get(device)
     return found
 
 

@@ -24,6 +24,7 @@ from nbdist.wire.output import STDERR, STDOUT
 _libc = ctypes.CDLL(None)
 _LINE_BUFFERED = 1  # _IOLBF of <stdio.h> on Linux
 _STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
+_C_STREAMS = {each: ctypes.c_void_p.in_dll(_libc, name) for each, name in _STREAMS.items()}  # C's own variables
 _BUSY_LIMIT = 1.0  # seconds that another thread may be inside of a stream of C until it is left alone
 
 
@@ -103,7 +104,7 @@ def redirect_python() -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     builtins.print = print_at_once
-    _libc.setvbuf(_c_stream("stdout"), None, _LINE_BUFFERED, 0)
+    _libc.setvbuf(_C_STREAMS[STDOUT], None, _LINE_BUFFERED, 0)
 
 
 def flush_c() -> None:
@@ -111,8 +112,7 @@ def flush_c() -> None:
 
     Not in those of other streams: a thread that waits for input holds the lock of its own.
     """
-    for name in _STREAMS.values():
-        stream = _c_stream(name)
+    for stream in _C_STREAMS.values():
         if _libc.__fpending(stream):
             _flush(stream)
 
@@ -126,10 +126,6 @@ def _flush(stream: ctypes.c_void_p) -> None:
     flush = threading.Thread(target=_libc.fflush, args=(stream,), name="nbdist-flush", daemon=True)
     flush.start()
     flush.join(_BUSY_LIMIT)
-
-
-def _c_stream(name: str) -> ctypes.c_void_p:
-    return ctypes.c_void_p.in_dll(_libc, name)
 
 
 class StandardStreams:

@@ -34,7 +34,7 @@ from nbdist.wire.bundle import Bundle
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.healing import EndRanks, Respawn
 from nbdist.wire.knowing import GetMemoryFromOutside
-from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane
+from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane, send_parts
 from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.message import Message
 from nbdist.wire.nodes import SILENT, Ping, Pong
@@ -131,7 +131,7 @@ class Agent:
                 if output.rank != STORE:
                     self._outputs.add(output)
             if self._outputs:
-                self._output.send_multipart(self._outputs.take())
+                send_parts(self._output, *self._outputs.take())
             for forks in self._sources():
                 if self._watched.get(forks) in ready:
                     self._handle_source(forks)

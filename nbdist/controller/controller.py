@@ -155,6 +155,8 @@ class Controller:
         for source in (self._switchboard.socket, self._agent_end, self._log.fileno(), starters):
             self._poller.register(source, zmq.POLLIN)
         while True:
+            self._tick()
+            self._side.deliver()
             ready = dict(self._poller.poll(self._patience()))
             if self._agent_end in ready:
                 self._agent_died()
@@ -169,8 +171,7 @@ class Controller:
                 self._log.finish()
             if starters in ready and (why := self._nodes.heed_starters()):
                 self._sets.nodes_fail(why)
-            self._tick()
-            self._side.deliver()
+            self._side.deliver()  # before the notebook hears of what is due, as it waits for this
 
     def close(self) -> list[int]:
         """End everything that this controller has started, and leave nothing behind.

@@ -28,6 +28,7 @@ from nbdist.wire.lanes import (
     TOGETHER,
     VISITOR,
     parse_lane,
+    send_parts,
     unpack,
 )
 from nbdist.wire.listener import Listener
@@ -177,7 +178,7 @@ class Switchboard:
         """Mark a lane as connected, and send what was waiting for it."""
         self._connected.add(lane)
         for frame in self._waiting.pop(lane, []):
-            self.socket.send_multipart([*self._way_to(lane), frame])
+            send_parts(self.socket, *self._way_to(lane), frame)
 
     def disconnect(self, lane: bytes) -> None:
         """Mark a lane as gone; messages to it wait from now on."""
@@ -206,7 +207,7 @@ class Switchboard:
     def forward(self, lane: bytes, frame: bytes) -> None:
         """Send a message that is already encoded, like `send`."""
         if lane in self._connected:
-            self.socket.send_multipart([*self._way_to(lane), frame])
+            send_parts(self.socket, *self._way_to(lane), frame)
         else:
             self._waiting.setdefault(lane, []).append(frame)
 
@@ -235,7 +236,7 @@ class Switchboard:
             else:
                 self.forward(lane, frame)
         for relay, there in together.items():
-            self.socket.send_multipart([relay, b" ".join(there), frame])
+            send_parts(self.socket, relay, b" ".join(there), frame)
 
     def relay_of(self, lane: bytes) -> int:
         """Return the node that a lane leads through; 0 for this one."""
@@ -248,7 +249,7 @@ class Switchboard:
 
     def send_together(self, lane: bytes, frames: Sequence[bytes]) -> None:
         """Send encoded messages as one to a lane that is connected."""
-        self.socket.send_multipart([lane, *frames])
+        send_parts(self.socket, lane, *frames)
 
     def remove_files(self) -> None:
         """Remove the files it has written."""

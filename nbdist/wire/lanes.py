@@ -9,6 +9,7 @@ one goes in several frames. CurveZMQ protects every hop.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -66,6 +67,7 @@ def node_lane(name: str, node: int) -> bytes:
     return b"%s/%d" % (name.encode(), node)
 
 
+@functools.lru_cache(1 << 12)
 def parse_lane(identity: bytes) -> LaneName:
     """Return what a lane belongs to.
 
@@ -116,6 +118,14 @@ def whole(frames: Iterable[bytes]) -> Iterator[bytes]:
             parts += part
         if len(parts) == size:
             yield bytes(parts)
+
+
+def send_parts(socket: zmq.Socket[bytes], *parts: bytes) -> None:
+    """Send a message of several frames, at half the cost of zmq's `send_multipart`, which also checks each frame."""
+    *firsts, last = parts
+    for part in firsts:
+        socket.send(part, zmq.SNDMORE)
+    socket.send(last)
 
 
 TOGETHER = b"*"  # in place of a lane: what follows is what `pack` has made

@@ -26,6 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FAR = 1e9  # a deadline that never comes, in seconds of the monotonic clock
 
 
+@pytest.fixture(autouse=True)
+def pytest_without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks are pytests of one small test: plugins, which none needs, take five times as long as the rest of it."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[None]:
     """Their modules import each other as programs in one folder do."""

@@ -86,7 +86,8 @@ class Notebook:
         notebook = new.new_notebook(cells=[new.new_code_cell(cell) for cell in cells], metadata=kernel)
         prepare(notebook)
         nbformat.write(notebook, lab.folder / self.name)
-        self.page: Page = browser.new_page()
+        # Pages of one context share what they have fetched, which is most of JupyterLab; `new_page` would make another.
+        self.page: Page = (browser.contexts[0] if isinstance(browser, Browser) else browser).new_page()
         self.page.set_viewport_size({"width": 1100, "height": 900})
         self.page.set_default_timeout(1000 * LIMIT)
         self._errors: list[str] = []
@@ -304,7 +305,7 @@ def search_output(cell: Locator, words: str) -> None:
 
 @contextmanager
 def browser_without_window(*options: str, environment: Mapping[str, str] | None = None) -> Iterator[Browser]:
-    """Start the system's Chromium.
+    """Start the system's Chromium, with one context.
 
     Args:
         options: Of its command line.
@@ -319,6 +320,7 @@ def browser_without_window(*options: str, environment: Mapping[str, str] | None 
     own: dict[str, str | float | bool] = {**(environment or os.environ), "TMPDIR": "/tmp"}  # a socket's path is short
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", *options], env=own)
+        browser.new_context()
         yield browser
         browser.close()
 

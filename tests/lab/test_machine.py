@@ -85,7 +85,7 @@ def test_attach_adds_one_cell_however_often_it_is_clicked(lab: Lab, browser: Bro
         sessions = [session | {"memory": next(memory)} for session in found["sessions"]]
         route.fulfill(response=answer, json=found | {"sessions": sessions})
 
-    wait = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)"
+    wait = "import os, time\nwhile not os.path.exists('clicked'): time.sleep(0.05)"
     cells = ["%load_ext nbdist\n%distributed start -n 2 --linger 1m\n%distributed detach", wait]
     with Notebook(lab, browser, cells) as notebook:
         notebook.page.route("**/nbdist/machine*", grown)
@@ -99,7 +99,7 @@ def test_attach_adds_one_cell_however_often_it_is_clicked(lab: Lab, browser: Bro
         before = session.inner_text()
         notebook.wait_until(lambda: session.inner_text() != before, "the list to be drawn anew")
         attach.click()
-        (lab.folder / "go").touch()
+        (lab.folder / "clicked").touch()
         expect(notebook.page.locator(".nbdist-status")).to_have_text("2 ranks: idle")
         sources = notebook.page.evaluate(f"{CURRENT}.content.widgets.map(cell => cell.model.sharedModel.getSource())")
         assert len([source for source in sources if source.startswith("%distributed attach ")]) == 1

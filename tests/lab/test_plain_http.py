@@ -8,20 +8,18 @@ import pytest
 
 pytest.importorskip("playwright", reason="pip install playwright")
 
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
 from testbed.lab import PLAIN_HOST, Lab, Notebook, show_sidebar
-from tests.lab.browser import chromium
 
 pytestmark = pytest.mark.lab
 
 
-def test_the_extension_works_in_a_page_that_browsers_do_not_trust(lab: Lab) -> None:
+def test_the_extension_works_in_a_page_that_browsers_do_not_trust(lab: Lab, browser: Browser) -> None:
     far = copy.copy(lab)
     far.url = lab.url.replace("127.0.0.1", PLAIN_HOST)
     cells = ["%load_ext nbdist\n%distributed start -n 2", "%%distributed\nprint('rank', rank)"]
-    trick = f"--host-resolver-rules=MAP {PLAIN_HOST} 127.0.0.1"
-    with chromium(trick) as browser, Notebook(far, browser, cells) as notebook:
+    with Notebook(far, browser, cells) as notebook:
         assert notebook.page.evaluate("isSecureContext") is False
         sidebar = show_sidebar(notebook)
         notebook.run(0)

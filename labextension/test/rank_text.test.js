@@ -38,9 +38,6 @@ test("a rank's own bars are in the place of those of several", async () => {
   text.takeBars(OWN);
   assert.deepEqual(await rows({}), ["30 %", "7 %", "end"]);
   assert.deepEqual(await rows({ words: "10" }), []);
-  text.takeBars(new Map([...OWN, ["[0-1] 10 % (10-30 %)", ""]]));
-  assert.deepEqual(await rows({}), ["7 %", "end"]); // it is shown again further below
-  text.takeBars(OWN);
   assert.deepEqual(await rows({ rank: null, words: "10" }), ["[0-1] 10 % (10-30 %)   "]);
 });
 

@@ -309,7 +309,7 @@ class BarsNews(msgspec.Struct, frozen=True, tag_field="type", tag="bars"):
     Attributes:
         id: Of the cell, as the page runs it with.
         rank: Whose they are.
-        bars: By the lines that stand for those of several ranks; "": the bar is shown again further below.
+        bars: By the lines that stand for those of several ranks.
         whole: Whether these are all.
     """
 

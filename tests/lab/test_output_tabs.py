@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import nbformat
@@ -49,6 +50,16 @@ while not os.path.exists("go_on") and time.monotonic() < end: time.sleep(0.02)
 print(f"\\rtrained 100 % in {rank + 1} s")
 print("trained", rank)"""
 
+BARS_WITH_PRINTS = """\
+%%distributed
+import sys, time
+for epoch in range(2):
+    for step in range(1, 31):
+        print(f"\\repoch {epoch}: {step * (rank + 1) * 50 // 30} %", end="", file=sys.stderr, flush=True)
+        if step % 3: time.sleep(0.02)
+        print("step", step, flush=True)
+    print(f"\\repoch {epoch}: 100 %", file=sys.stderr, flush=True)"""
+
 FAILS_IN_BACKGROUND = """\
 %%distributed --background
 if rank == 1: raise ValueError("bad shape")"""
@@ -78,6 +89,7 @@ def two(lab: Lab, browser: Browser) -> Iterator[Notebook]:
         SAME,
         BARS,
         FAILS_IN_BACKGROUND,
+        BARS_WITH_PRINTS,
     ]
     with Notebook(lab, browser, cells, prepare) as notebook:
         sidebar = show_sidebar(notebook)
@@ -315,6 +327,31 @@ def test_a_ranks_tab_shows_its_own_progress_bar_while_the_cell_runs_and_later(tw
     two.reload()
     cell.get_by_role("tab", name="1").click()
     expect(view).to_have_text("trained 100 % in 2 s trained 1")
+
+
+def test_bars_with_prints_in_between_are_shown_once_in_their_final_state(two: Notebook) -> None:
+    two.run(10)
+    cell = _cell(two, 10)
+    output = cell.locator(".jp-OutputArea")
+    bars = output.get_by_text(re.compile("epoch"))
+    for _ in range(2):
+        expect(bars).to_have_text(
+            [re.compile(r"\[0-1\] epoch 0: 100 %\s*$"), re.compile(r"\[0-1\] epoch 1: 100 %\s*$")]
+        )
+        assert not [line for line in output.inner_text().splitlines() if line.endswith(" ")]
+        empty = output.locator(".jp-OutputArea-child").filter(has_not_text=re.compile(r"\S"))
+        assert all(height == 0 for height in empty.evaluate_all("all => all.map(each => each.clientHeight)"))
+        for rank in ("0", "1"):
+            cell.get_by_role("tab", name=rank).click()
+            lines = cell.locator(".nbdist-tab-view .nbdist-lines")
+            expect(lines).to_contain_text("epoch 1: 100 %")
+            assert sorted(line for line in lines.inner_text().splitlines() if "epoch" in line) == [
+                "epoch 0: 100 %",
+                "epoch 1: 100 %",
+            ]
+        cell.get_by_role("tab", name="all").click()
+        two.save()
+        two.reload()
 
 
 def test_of_cells_with_the_same_code_each_has_its_own_log_also_after_a_reload(two: Notebook) -> None:

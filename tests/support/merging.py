@@ -50,6 +50,9 @@ class Page:
             self.column = 0
         elif character == "\r":
             self.column = 0
+        elif character == "\b":
+            self.column -= 1
+            del self.lines[-1][self.column]
         else:
             self.lines[-1][self.column : self.column + 1] = [character]
             self.column += 1

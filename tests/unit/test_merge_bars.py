@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from nbdist.client.output.bars import signature
 from nbdist.client.output.merge import Merger
-from nbdist.client.output.page import Text
+from nbdist.client.output.page import Shown, Stream, Text
 from tests.support.merging import WINDOW, Page, bar, merged, text_of
 
 
@@ -68,22 +68,20 @@ def test_each_ranks_own_bar_is_known_by_the_line_that_is_shown() -> None:
     start_bars(merger, 100, 100)
     for rank in range(2):
         merger.feed(rank, "stderr", "\n", 2.0)
-    shown = text_of(merger.poll(2.0)).splitlines()[-1].strip()
+    shown = Page().show(merger.poll(2.0)).text[-1]
     assert merger.bars == {shown: {0: bar(100, 10), 1: bar(100, 11)}}
 
 
-def test_of_a_bar_that_is_shown_again_below_other_output_only_the_last_line_counts() -> None:
+def test_of_a_bar_that_is_drawn_again_below_other_output_only_the_last_line_is_known() -> None:
     merger = Merger(range(2))
     start_bars(merger, 10, 30)
-    first = text_of(merger.poll(WINDOW)).strip()
+    merger.poll(WINDOW)
     merger.feed(0, "stdout", "text\n", 1.0)
     merger.feed(1, "stdout", "text\n", 1.0)
     merger.poll(1.0)
     start_bars(merger, 20, 40)
     merger.poll(2.0)
-    left, last = merger.bars.values()
-    assert merger.bars[first] == left == {0: "", 1: ""}
-    assert last == {0: bar(20, 10), 1: bar(40, 11)}
+    assert list(merger.bars.values()) == [{0: bar(20, 10), 1: bar(40, 11)}]
 
 
 def test_a_rank_that_has_begun_its_next_bar_has_that_one() -> None:
@@ -209,24 +207,55 @@ def test_two_epochs_ahead_no_bar_is_lost() -> None:
     assert [line for line in page.text if line.startswith("[0] ")] == [f"[0] {bar(100, rate)}" for rate in (10, 1, 2)]
 
 
-def test_a_line_is_shown_above_an_open_bar() -> None:
-    merger = Merger([0])
-    page = Page()
-    merger.feed(0, "stderr", "\r" + bar(10), 0.0)
-    page.show(merger.poll(0.0))
-    merger.feed(0, "stdout", "loss 0.5\n", 1.0)
-    page.show(merger.poll(1.0))
-    assert page.text == [f"[0] {bar(10)}", "[0] loss 0.5", f"[0] {bar(10)}"]
-
-
-def test_a_line_of_the_bars_own_stream_leaves_no_trace_of_the_bar_above() -> None:
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_line_of_any_stream_leaves_no_trace_of_the_bar_above(stream: Stream) -> None:
     merger = Merger(range(2))
     page = Page()
     merger.feed(0, "stderr", "\r" + bar(10), 0.0)
     page.show(merger.poll(WINDOW))
-    merger.feed(1, "stderr", "warning\n", 1.0)
+    merger.feed(1, stream, "warning\n", 1.0)
     page.show(merger.poll(1.0 + WINDOW))
     assert page.text == ["[1] warning", f"[0] {bar(10)}"]
+
+
+def test_a_bar_with_prints_on_another_stream_is_shown_once_in_its_last_state() -> None:
+    merger = Merger(range(2))
+    shown: list[Text | Shown] = []
+    for epoch in range(3):
+        for percent in (50, 100):
+            now = 10.0 * epoch + percent / 20
+            for rank in (0, 1):
+                merger.feed(rank, "stderr", "\r" + bar(percent, 10 + rank) + "\n" * (percent == 100), now)
+            shown += merger.poll(now + WINDOW)
+            for rank in (0, 1):
+                merger.feed(rank, "stdout", f"loss {percent}\n", now + 1)
+            shown += merger.poll(now + 1)
+    shown += merger.flush(99.0)
+    pages = {stream: Page().show([each for each in shown if each.stream == stream]) for stream in ("stdout", "stderr")}  # type: ignore[union-attr]
+    assert pages["stdout"].text == ["[0-1] loss 50", "[0-1] loss 100"] * 3
+    assert pages["stderr"].text == [f"[0-1] {bar(100)}"] * 3
+
+
+def test_nothing_but_text_is_left_where_a_bar_was_drawn() -> None:
+    merger = Merger([0])
+    merger.feed(0, "stderr", "\r" + bar(10), 0.0)
+    shown = merger.poll(0.0)
+    merger.put(0, "plot", "plot", 1.0)
+    shown += merger.poll(1.0)
+    at = next(index for index, each in enumerate(shown) if isinstance(each, Shown))
+    assert Page().show(shown[:at]).lines == [[]]
+    assert Page().show(shown[at:]).text == [f"[0] {bar(10)}"]
+
+
+def test_bars_of_both_streams_share_the_progress_line() -> None:
+    merger = Merger([0])
+    page = Page()
+    for step in (1, 2):
+        merger.feed(0, "stdout", f"\rload {step} %", float(step))
+        merger.feed(0, "stderr", f"\rsave {step} %", float(step))
+        page.show(merger.poll(float(step)))
+    assert page.text == ["[0] save 2 %  [0] load 2 %"]
+    assert list(merger.bars.values()) == [{0: "save 2 %  load 2 %"}]
 
 
 def test_a_bar_that_wipes_itself_out_disappears() -> None:

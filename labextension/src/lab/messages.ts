@@ -149,7 +149,7 @@ export interface Reply {
 /** What a panel is told. */
 export type PanelNews = Message | { type: "frame"; frame: Frame };
 
-/** A rank's own bars in a cell, by the lines that stand for those of several ranks; `whole`: these are all. "": shown again below. */
+/** A rank's own bars in a cell, by the lines that stand for those of several ranks; `whole`: these are all. */
 export interface OwnBars {
   type: "bars";
   id: string;

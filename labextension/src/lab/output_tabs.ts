@@ -162,7 +162,7 @@ export class OutputTabs {
     if (this.bars.size > MOST_BARS) {
       this.lookAt(null);
       this.lookAt(rank);
-    } else if (whole || Object.values(bars).includes("")) {
+    } else if (whole) {
       this.text.takeBars(this.bars);
       this.redraw();
     }

@@ -82,8 +82,6 @@ export class RankText {
 
   /**
    * Take what a rank's own bars show, by the lines for several ranks whose place they take where it is chosen.
-   *
-   * @param own - Without any text: the bar is shown again further below.
    */
   takeBars(own: ReadonlyMap<string, string>): void {
     this.own = own;
@@ -131,7 +129,6 @@ export class RankText {
     const lower = words.toLowerCase();
     return (part, line) => {
       const bar = rank === null ? undefined : this.bar(part, line);
-      if (bar === "") return false;
       if (part.ofAll ? differ : bar === undefined && !mine.has(part.labels.at(line))) return false;
       if (lower === "" && odd === null) return true;
       const text = bar ?? textAt(part, line);

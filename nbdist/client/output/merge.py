@@ -16,6 +16,7 @@ from nbdist.client.output.page import OwnBars, Page, Shown, Stream, Text
 from nbdist.ranks import ONE_NODE, RankNames
 
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
+_REDRAW = 0.1  # seconds between redraws of the progress line
 _BATCH = 256  # lines released at once: bounds the cost of a difference near the start of long chunks
 
 _Kind: TypeAlias = Literal["stdout", "stderr", "item", "bar"]
@@ -52,7 +53,7 @@ class Merger:
         self._bars_queued = 0
         # The last states, by rank, of bars that other ranks have not ended yet.
         self._ended: dict[_Bar, dict[int, str]] = {}
-        self._drawn_at: dict[Stream, float] = {}
+        self._drawn_at = float("-inf")
 
     def feed(self, rank: int, stream: Stream, text: str, now: float) -> None:
         """Take what a rank printed, cut anywhere.
@@ -128,7 +129,8 @@ class Merger:
         if not self._tails:
             return min(times, default=None)
         times += [tail.came + self._window for _, _, tail in self._visible_tails("plain")]
-        times += [due for stream in _STREAMS if (due := self._next_drawing(stream)[0]) is not None]
+        if (due := self._next_drawing()[0]) is not None:
+            times.append(due)
         return min(times, default=None)
 
     def _append_lines(self, rank: int, stream: Stream, lines: list[str], now: float, *, returned: bool) -> None:
@@ -390,40 +392,38 @@ class Merger:
     def _draw_bars(self, now: float) -> None:
         if not self._tails and self._page.open is None:
             return
-        idle = not any(self._queues.values())  # otherwise what waits there replaces the bar
-        for stream in _STREAMS:
-            if idle and not self._next_drawing(stream)[1]:
-                self._page.wipe(stream)
-        for stream in _STREAMS:
-            due, line = self._next_drawing(stream)
-            if due is not None and now >= due:
-                self._page.draw(stream, line, self._own_bars(stream))
-                self._drawn_at[stream] = now
+        due, bars, line = self._next_drawing()
+        if not line and not any(self._queues.values()):  # otherwise what waits there replaces the bar
+            self._page.wipe()
+        if due is not None and now >= due:
+            self._page.draw(bars[0][0], line, self._own_bars())
+            self._drawn_at = now
 
-    def _own_bars(self, stream: Stream) -> dict[int, str]:
-        """Return what the bar of each rank shows: the one that it has ended only if it has begun no other."""
-        own: dict[int, str] = {}
-        for (where, _), ended in self._ended.items():
-            own.update(ended if where == stream else {})
-        own.update((rank, tail.state) for rank, where, tail in self._visible_tails("bar") if where == stream)
-        return own
+    def _own_bars(self) -> dict[int, str]:
+        """Return what the bars of each rank show: one that it has ended only if it has begun no other on its stream."""
+        own: dict[tuple[int, Stream], str] = {}
+        for (stream, _), ended in self._ended.items():
+            own.update({(rank, stream): state for rank, state in ended.items()})
+        own.update({(rank, stream): tail.state for rank, stream, tail in self._visible_tails("bar")})
+        by_rank: defaultdict[int, list[str]] = defaultdict(list)
+        for rank, stream in sorted(own):
+            by_rank[rank].append(own[rank, stream])
+        return {rank: "  ".join(states) for rank, states in by_rank.items()}
 
-    def _next_drawing(self, stream: Stream) -> tuple[float | None, str]:
-        """Return when the progress line of a stream must be redrawn, if at all, and its text."""
-        bars: dict[str, dict[int, str]] = {}
-        due = self._drawn_at.get(stream, float("-inf")) + self._page.pause(stream)
+    def _next_drawing(self) -> tuple[float | None, list[_Bar], str]:
+        """Return when the progress line must be redrawn, if at all, its bars and its text."""
+        states: defaultdict[_Bar, dict[int, str]] = defaultdict(dict)
         waited = float("inf")
-        for rank, where, tail in self._visible_tails("bar"):
-            if where == stream:
-                bars.setdefault(tail.signature, {})[rank] = tail.state
-                waited = min(waited, tail.came + self._window)
-        for (where, signature), ended in self._ended.items():
-            if where == stream and signature in bars:
-                bars[signature].update(ended)
-        line = "  ".join(self._page.prefix(tuple(sorted(bar))) + summary(bar) for bar in sorted(bars.values(), key=min))
-        if not line or line == self._page.drawn.get(stream):
-            return None, line
-        return max(due, waited), line
+        for rank, stream, tail in self._visible_tails("bar"):
+            states[stream, tail.signature][rank] = tail.state
+            waited = min(waited, tail.came + self._window)
+        for bar in states.keys() & self._ended.keys():
+            states[bar].update(self._ended[bar])
+        bars = sorted(states, key=lambda bar: (min(states[bar]), bar))
+        line = "  ".join(self._page.prefix(tuple(sorted(states[bar]))) + summary(states[bar]) for bar in bars)
+        if not line or line == self._page.drawn:
+            return None, bars, line
+        return max(self._drawn_at + _REDRAW, waited), bars, line
 
 
 @dataclass(slots=True)

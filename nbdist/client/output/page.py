@@ -6,7 +6,6 @@ the merger.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,8 +18,6 @@ Stream = Literal["stdout", "stderr"]
 OwnBars: TypeAlias = Mapping[str, Mapping[int, str]]  # by a line that shows bars: what that of each rank shows
 
 _MOST_STATES = 20_000  # that are kept of a page's bars
-_REDRAW = 0.1  # seconds between redraws of the progress line
-_REDRAW_BELOW = 1.0  # the same if each redraw leaves a line behind: bars on stdout and stderr in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +51,8 @@ class Page:
 
     Attributes:
         open: The last line while the cursor is in it.
-        drawn: Progress lines followed only by other progress lines, by stream.
-        bars: Each rank's own bars, by the lines that stand for them on the page now; "": shown again further below.
+        drawn: The progress line, while it is there.
+        bars: Each rank's own bars, by the lines that stand for them on the page now.
         prefix: Returns the label of a line from its ranks.
 
     Args:
@@ -65,15 +62,12 @@ class Page:
     def __init__(self, names: RankNames = ONE_NODE) -> None:
         self.prefix = lru_cache(maxsize=1024)(names.label)
         self.open: Line | None = None
-        self.drawn: dict[Stream, str] = {}
+        self.drawn = ""
         self.bars: dict[str, Mapping[int, str]] = {}
         self._new_bars: list[str] = []
-        # Progress lines that have other output below, until there is a newer one.
-        self._left: defaultdict[Stream, list[str]] = defaultdict(list)
-        self._above: set[str] = set()  # those of which there is one
         self._taken: list[Text | Shown] = []
         self._pieces: list[str] = []
-        self._stream: Stream = "stdout"
+        self._stream: Stream | None = None  # the last one that was written to
 
     def take(self) -> list[Text | Shown]:
         """Return what has been written since the last call."""
@@ -88,19 +82,19 @@ class Page:
 
     def write_lines(self, stream: Stream, ranks: tuple[int, ...], lines: list[str]) -> None:
         """Write whole lines of these ranks."""
-        self._make_way(stream)
+        self.end_line()
         start = self.prefix(ranks)
         self._write(stream, start + ("\n" + start).join(lines) + "\n")
 
     def show(self, ranks: tuple[int, ...], item: Any) -> None:
         """Show a rich item."""
-        self._make_way(None)
+        self.end_line()
         self._join()
         self._taken.append(Shown(ranks, item))
 
     def open_line(self, stream: Stream, ranks: tuple[int, ...], text: str) -> None:
         """Begin a line of these ranks, and leave the cursor in it."""
-        self._make_way(stream)
+        self.end_line()
         self.open = Line(stream, ranks, 0)
         self.continue_line(self.prefix(ranks) + text)
 
@@ -112,7 +106,16 @@ class Page:
 
     def end_line(self) -> None:
         """Move the cursor to the start of a line; a progress line is wiped."""
-        self._make_way(self.open.stream if self.open else None)
+        line, self.open = self.open, None
+        if line is None:
+            return
+        if line.ranks:
+            self._write(line.stream, "\n")
+            return
+        self._remove_bars()  # what still runs is drawn again below
+        # A notebook deletes what is before a backspace, so that no blanks are left; what does not, shows blanks.
+        blank = " " * line.width
+        self._write(line.stream, f"\r{blank}\r{blank}" + "\b" * line.width)
 
     def give_up_line(self) -> None:
         """Make way for output over the open line: within it if it is one rank's, else below it."""
@@ -125,66 +128,39 @@ class Page:
         """Write the last line of a bar that these ranks have ended."""
         ranks = tuple(sorted(states))
         self.write_lines(stream, ranks, [text])
-        self._drop_left(stream)
         self._note_bars(self.prefix(ranks) + text, states)
 
     def draw(self, stream: Stream, line: str, states: Mapping[int, str]) -> None:
         """Show a progress line in place of the open one, or on a new line.
 
+        It is drawn on the stream that was written to last, whatever its own is: on another one it would begin an output
+        below, where nothing takes it away once more text has come.
+
         Args:
-            stream: Where.
+            stream: Where, if nothing has been written yet.
             line: The line.
             states: What the bar of each of its ranks shows.
         """
-        width = 0
-        if self.open and self.open.stream == stream and not self.open.ranks:
-            width = self.open.width
-            self._remove_bars(self.drawn.get(stream, ""))
+        where, width = self._stream or stream, 0
+        if self.open and not self.open.ranks:
+            where, width = self.open.stream, self.open.width
+            self._remove_bars()
         elif self.open:
             self._write(self.open.stream, "\n")
-            self._left[stream] += [self.drawn[stream]] if stream in self.drawn else []
-        self._drop_left(stream)
-        self._write(stream, "\r" + line.ljust(width))
-        self.open = Line(stream, (), len(line))
-        self.drawn[stream] = line
+        self._write(where, "\r" + line.ljust(width))
+        self.open = Line(where, (), max(width, len(line)))
+        self.drawn = line
         self._note_bars(line, states)
 
-    def wipe(self, stream: Stream) -> None:
-        """Remove the progress line of a stream if it is the open line."""
-        if self.open and self.open.stream == stream and not self.open.ranks:
+    def wipe(self) -> None:
+        """Remove the progress line if there is one."""
+        if self.open and not self.open.ranks:
             self.end_line()
 
-    def pause(self, stream: Stream) -> float:
-        """Return the seconds between redraws of a progress line."""
-        in_the_way = self.open and not self.open.ranks and self.open.stream != stream
-        return _REDRAW_BELOW if in_the_way else _REDRAW
-
-    def _make_way(self, stream: Stream | None) -> None:
-        """Move the cursor to the start of a line, to write to a stream or to show an item (None)."""
-        drawn, self.drawn = self.drawn, {}
-        line, self.open = self.open, None
-        if line is None:
-            return
-        if line.stream == stream and not line.ranks:
-            self._remove_bars(drawn.pop(stream, ""))
-            self._write(stream, "\r" + " " * line.width + "\r")  # the bar will be redrawn below
-        else:
-            self._write(line.stream, "\n")
-        for each, text in drawn.items():
-            self._left[each].append(text)
-
-    def _drop_left(self, stream: Stream) -> None:
-        """Note that bars of the progress lines that were left are shown again below them."""
-        for line in self._left.pop(stream, ()):
-            if line in self.bars:
-                self._above.add(line)
-                self._remove_bars(line)
-
-    def _remove_bars(self, line: str) -> None:
-        """Note that a line is no longer there, or only where its bars are shown again below."""
-        states = self.bars.pop(line, {})
-        if line in self._above:
-            self._note_bars(line, dict.fromkeys(states, ""))
+    def _remove_bars(self) -> None:
+        """Note that the progress line is no longer there."""
+        self.bars.pop(self.drawn, None)
+        self.drawn = ""
 
     def _note_bars(self, line: str, states: Mapping[int, str]) -> None:
         if not states:
@@ -192,9 +168,7 @@ class Page:
         self.bars[line] = states
         self._new_bars.append(line)
         while len(self.bars) * len(states) > max(_MOST_STATES, len(states)):
-            oldest = next(iter(self.bars))
-            del self.bars[oldest]
-            self._above.discard(oldest)
+            del self.bars[next(iter(self.bars))]
 
     def _write(self, stream: Stream, text: str) -> None:
         if stream != self._stream:
@@ -203,6 +177,6 @@ class Page:
         self._pieces.append(text)
 
     def _join(self) -> None:
-        if self._pieces:
+        if self._stream and self._pieces:
             self._taken.append(Text(self._stream, "".join(self._pieces)))
             self._pieces = []

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import enum
+import functools
 import re
+import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from nbdist.errors import UsageError
 from nbdist.wire.held_variables import GetElements, GetEntries, GetFigures, GetGap, GetVariables, Held
@@ -174,3 +180,121 @@ def test_a_model_with_a_parameter_that_cannot_be_read_is_not_called_the_same() -
     model = torch.nn.Linear(2, 2)
     model.weight = Packed(torch.ones(2, 2))
     assert held(model).why == "values of this type are not compared"
+
+
+# --- objects
+
+
+class Lies:
+    """An object whose class says nothing true, and fails where it is asked."""
+
+    def __init__(self, value: Any) -> None:
+        object.__getattribute__(self, "__dict__")["value"] = value
+
+    def refuse(self, *_: object) -> Any:
+        pytest.fail("code of the class ran")
+
+    __getattribute__ = __getattr__ = __setattr__ = __eq__ = __len__ = __iter__ = __reduce_ex__ = refuse
+    __hash__ = __repr__ = __getstate__ = refuse
+    __class__ = property(refuse)
+
+
+class Lazy:
+    def __init__(self) -> None:
+        self.size = 3
+
+    @functools.cached_property
+    def squares(self) -> list[int]:
+        return [each * each for each in range(self.size)]
+
+
+class Color(enum.IntEnum):
+    RED = 1
+    BLUE = 2
+
+
+class Point(NamedTuple):
+    x: int
+    y: torch.Tensor
+
+
+class Texts(Dataset[str]):
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    def __getitem__(self, index: int) -> str:
+        return self.texts[index]
+
+    def __len__(self) -> int:
+        raise RuntimeError("not known")
+
+
+def loader(size: int = 8, *, batch: int = 2, seed: int = 0, rank: int = 0, offset: float = 0.0) -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(float(size)) + offset)
+    return DataLoader(data, batch, sampler=DistributedSampler(data, 2, rank, seed=seed))
+
+
+def ring(end: int) -> Lies:
+    found = Lies([end])
+    object.__getattribute__(found, "value").append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (Lies([1, torch.ones(2)]), Lies([1, torch.ones(2)]), Lies([1, torch.zeros(2)])),
+        lambda: (Lies({"a", "b", "c"}), Lies({"c", "b", "a"}), Lies({"a", "b"})),
+        lambda: (ring(1), ring(1), ring(2)),
+        lambda: (Point(1, torch.ones(2)), Point(1, torch.ones(2)), Point(1, torch.zeros(2))),
+        lambda: (Color.RED, Color.RED, Color.BLUE),
+        lambda: ([Color], [Color], [Lies]),
+        lambda: (range(3), range(3), range(4)),
+        lambda: (Path("a"), Path("a"), Path("b")),
+        lambda: (torch.float32, torch.float32, torch.float16),
+        lambda: (np.float64(1), np.float64(1), np.float64(2)),
+        lambda: (functools.partial(sorted, key=len), functools.partial(sorted, key=len), functools.partial(sorted)),
+        lambda: (collections.deque([1], 2), collections.deque([1], 2), collections.deque([1], 3)),
+        lambda: ([lambda x: x + 1], [lambda x: x + 1], [lambda x: x + 2]),
+        lambda: (Texts("a", "b"), Texts("a", "b"), Texts("a")),
+        lambda: (Subset(Texts("a", "b"), [0]), Subset(Texts("a", "b"), [0]), Subset(Texts("a", "b"), [1])),
+        lambda: (loader(), loader(), loader(10)),
+        lambda: (loader(), loader(rank=1), loader(batch=4)),
+        lambda: (loader(), loader(), loader(seed=1)),
+        lambda: (loader(), loader(), loader(offset=1.0)),
+        lambda: (loader().sampler, loader(rank=1).sampler, loader(seed=1).sampler),
+    ],
+)
+def test_an_object_is_compared_by_what_it_has_stored(make: Callable[[], tuple[Any, Any, Any]]) -> None:
+    value, same, other = make()
+    assert held(value).digest
+    assert held(value).digest == held(same).digest != held(other).digest
+
+
+def test_what_an_object_has_worked_out_from_its_attributes_is_no_difference() -> None:
+    asked = Lazy()
+    assert asked.squares == [0, 1, 4]
+    assert held(asked).digest == held(Lazy()).digest != ""
+
+
+def test_a_loader_that_has_been_iterated_is_still_the_same() -> None:
+    used = loader()
+    assert len(list(used)) == 2
+    assert held(used).digest == held(loader()).digest != ""
+
+
+def test_a_difference_in_an_object_is_found_at_its_entry() -> None:
+    one, other = entries(loader(seed=0)), entries(loader(seed=1))
+    assert [name for name in one if one[name].digest != other[name].digest] == [
+        "value.sampler.seed",
+        "value.batch_sampler.sampler.seed",
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [threading.Lock, lambda: iter([1]), lambda: np.ones(3).view(type("Own", (np.ndarray,), {})), lambda: ValueError(1)],
+)
+def test_what_code_in_c_keeps_is_not_compared_and_neither_is_what_holds_it(make: Any) -> None:
+    for value in (make(), Lies(make()), Subset(make(), [0])):
+        assert held(value).why == "values of this type are not compared"

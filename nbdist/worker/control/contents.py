@@ -1,22 +1,39 @@
 """What is in a value, read without running its code, and how it is written: `state['layer.weight']`, `model.head`.
 
-Only types that are known exactly are looked into; `isinstance` would ask an object for its `__class__`, which may be a
-property.
+An object of a class in Python is what it has stored, whatever its class says of it. What code in C keeps is read only
+of types that are known exactly; `isinstance` would ask an object for its `__class__`, which may be a property.
 """
 
 from __future__ import annotations
 
+import abc
 import ast
 import collections
 import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import pathlib
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 BASIC = (bool, int, float, complex, str, bytes, type(None))
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
+_WRITTEN: tuple[type, ...] = (range, slice, type(...), type(NotImplemented), bytearray, decimal.Decimal)
+_WRITTEN += (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath)
+# What makes a loader's batches. The rest is how it makes them, or follows from these.
+_OF_LOADER = ("batch_size", "drop_last", "sampler", "batch_sampler", "dataset", "collate_fn")
+# What a sampler draws from is the loader's, too; a rank, and how many batches it has been asked for, differ by design.
+_NOT_OF_SAMPLER = ("data_source", "dataset", "rank")
 _MOST = 30_000  # entries of a container that are read: more than are hashed
 _WALKED = 10_000  # values that are walked through in search of tensors
 _LONG = 200  # characters of a key that is written in a path
@@ -29,6 +46,8 @@ def contents_of(value: Any) -> list[tuple[Any, Any]] | None:
         return list(islice(enumerate(value), _MOST))
     if is_plain(value):
         return list(islice(value.items(), _MOST))
+    if kind.__bases__ == (tuple,) and type(kind.__dict__.get("_fields")) is tuple:  # a named tuple
+        return list(zip(kind.__dict__["_fields"], tuple.__iter__(value), strict=False))
     held = _attributes(value)
     if held is None:
         return None
@@ -36,10 +55,14 @@ def contents_of(value: Any) -> list[tuple[Any, Any]] | None:
         return list(_of_module(held))
     if _is_optimizer(value):
         return _of_optimizer(held)
+    if _is_loader(value):
+        return [(name, held[name]) for name in _OF_LOADER if name in held]
+    if _is_sampler(value):
+        return sorted((name, each) for name, each in held.items() if name not in _NOT_OF_SAMPLER)
     if "__dataclass_fields__" in kind.__dict__:
         names = [field.name for field in dataclasses.fields(kind)]
         return [(name, held[name]) for name in names] if all(name in held for name in names) else None
-    return None
+    return _stored(value, held)
 
 
 def entries_of(value: Any) -> list[tuple[str, Any]]:
@@ -176,6 +199,16 @@ def is_module(value: Any) -> bool:
     return torch is not None and torch.nn.Module in type(value).__mro__
 
 
+def _is_loader(value: Any) -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.DataLoader in type(value).__mro__
+
+
+def _is_sampler(value: Any) -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.Sampler in type(value).__mro__
+
+
 def _is_optimizer(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.optim.Optimizer in type(value).__mro__
@@ -188,6 +221,33 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         return None
     held: dict[str, Any] = made.__get__(value)
     return held
+
+
+def _stored(value: Any, held: Mapping[str, Any]) -> list[tuple[str, Any]] | None:
+    """Return the attributes of an object by name, without what it has worked out from the others; None: it has more."""
+    bases = [base for base in type(value).__mro__ if base is not object]
+    if type(type(value)) not in (type, abc.ABCMeta) or any(_keeps_more(base) for base in bases):
+        return None
+    found = dict(held)
+    for base in bases:
+        for name, member in base.__dict__.items():
+            if type(member) is types.MemberDescriptorType:
+                with suppress(AttributeError):  # a slot that is empty
+                    found[name] = member.__get__(value)
+            elif type(member) is functools.cached_property:
+                found.pop(name, None)
+    return sorted((name, each) for name, each in found.items() if type(name) is str)
+
+
+@lru_cache(maxsize=4096)
+def _keeps_more(base: type) -> bool:
+    """Return whether a class is made by code in C, which may keep what is no attribute."""
+    for name, member in base.__dict__.items():
+        if type(member) is types.GetSetDescriptorType and name not in ("__dict__", "__weakref__"):
+            return True
+        if type(member) in _IN_C or (name == "__new__" and type(member) is types.BuiltinFunctionType):
+            return True
+    return False
 
 
 def _of_module(held: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -207,3 +267,51 @@ def _of_optimizer(held: Mapping[str, Any]) -> list[tuple[str, Any]] | None:
         ("param_groups", options),
         ("state", {numbers[id(param)]: each for param, each in state.items() if id(param) in numbers}),
     ]
+
+
+# --- types in C that say what they are
+
+
+def known_state(value: Any) -> Any:
+    """Return plain values that say what an object of a known type in C is; None: it is of no such type."""
+    kind = type(value)
+    if kind in _WRITTEN:
+        return repr(value)
+    if kind is collections.deque:
+        return [value.maxlen, list(value)]
+    if kind is functools.partial:
+        return [value.func, list(value.args), value.keywords, value.__dict__]
+    if kind is types.MethodType:
+        return [value.__func__, value.__self__]
+    if kind is types.FunctionType:
+        return [value.__module__, value.__qualname__, *_of_code(value.__code__)]
+    if kind is types.BuiltinFunctionType:
+        return [value.__module__, value.__qualname__]
+    if kind is re.Pattern:
+        return [value.pattern, value.flags]
+    if kind in _PATHS:
+        return str(value)
+    if kind is types.ModuleType:
+        return value.__name__
+    if kind in (type, abc.ABCMeta, enum.EnumMeta):
+        return [value.__module__, value.__qualname__]
+    if type(kind) is enum.EnumMeta:
+        return [object.__getattribute__(value, name) for name in ("_name_", "_value_")]
+    return _of_torch_or_numpy(value)
+
+
+def _of_code(code: types.CodeType) -> list[Any]:
+    constants = [_of_code(each) if type(each) is types.CodeType else each for each in code.co_consts]
+    return [code.co_code, code.co_names, constants]
+
+
+def _of_torch_or_numpy(value: Any) -> Any:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    kind = type(value)
+    if torch is not None and kind in (torch.dtype, torch.device, torch.Size):
+        return repr(value)
+    if torch is not None and kind is torch.Generator:
+        return value.initial_seed()
+    if numpy is not None and numpy.generic in kind.__mro__ and kind.__module__ == "numpy":
+        return [str(value.dtype), value.tobytes()]
+    return None

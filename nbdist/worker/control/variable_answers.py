@@ -38,6 +38,7 @@ from nbdist.worker.control.contents import (
     has_entries,
     is_dtensor,
     is_plain,
+    known_state,
     tensor_of,
     tensors_in,
 )
@@ -223,7 +224,7 @@ def _digest(value: Any) -> str:
         _NotHashed: It holds something that can't be read without running its code, or too much.
     """
     found = hashlib.blake2b(digest_size=16)
-    for count, piece in enumerate(_pieces(value, frozenset())):
+    for count, piece in enumerate(_pieces(value, ())):
         if count > _PIECES:
             raise _NotHashed(f"it holds more than {_LEAVES:,} values")
         found.update(piece)
@@ -235,22 +236,26 @@ def _digest_of_keys(value: Any) -> str:
     return hashlib.blake2b(keys.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def _pieces(value: Any, above: frozenset[int]) -> Iterator[bytes]:
-    """Yield bytes that say what a value is; `above`: the containers that it is in."""
+def _pieces(value: Any, above: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield bytes that say what a value is; `above`: the containers that it is in, from the outside in."""
     kind = type(value)
     yield f"{kind.__module__}.{kind.__qualname__};".encode()
     if kind is int:
         yield f"{value:x};".encode()  # Python writes no large ones in decimal
     elif any(kind is each for each in BASIC):
         yield f"{value!r};".encode(errors="surrogatepass")
+    elif (known := known_state(value)) is not None:
+        yield from _pieces(known, above)
     elif (tensor := tensor_of(value)) is not None:
         yield f"{tensor.dtype}{list(tensor.shape)};".encode()
         yield from _chunks(tensor.detach())
     elif kind is set or kind is frozenset:
         yield f"{len(value)};".encode()
         yield from sorted(b"".join(_pieces(each, above)) for each in list(value))
-    elif id(value) not in above and (contents := contents_of(value)) is not None:
-        inside = above | {id(value)}
+    elif id(value) in above:
+        yield f"{above.index(id(value))};".encode()
+    elif (contents := contents_of(value)) is not None:
+        inside = (*above, id(value))
         yield f"{len(contents)};".encode()
         for key, each in contents:
             yield from _pieces(key, inside)

@@ -7,7 +7,7 @@
  * `container` below is one by hand. Everything else is ordinary modules, which the page loads when something needs them.
  */
 
-import { readFileSync, rmSync, mkdirSync, writeFileSync } from "node:fs";
+import { cpSync, readFileSync, rmSync, mkdirSync, writeFileSync } from "node:fs";
 import { createHash } from "node:crypto";
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
@@ -73,6 +73,7 @@ async function buildExtension() {
   const script = container(entry[0].split("/").at(-1));
   const name = `remoteEntry.${createHash("sha256").update(script).digest("hex").slice(0, 8)}.js`;
   writeFileSync(join(folder, "static", name), script);
+  cpSync(join(here, "schema"), join(folder, "schemas/nbdist"), { recursive: true }); // where Jupyter's server looks for them
   writePackage(folder, `static/${name}`);
 }
 

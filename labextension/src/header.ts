@@ -6,7 +6,7 @@
 import type { Head, Stat } from "./state";
 import * as strings from "./strings";
 import { Strip, type Trend } from "./strip";
-import { age, make, option, write } from "./words";
+import { age, make, option, shortName, write } from "./words";
 
 const RATES = [0.25, 0.5, 1, 2, 5, 15]; // seconds
 const LATE = 3; // periods without an update after which that is said
@@ -120,7 +120,8 @@ class Tile {
   draw([key, label, value, note, level, action]: Stat, trend: Trend): void {
     this.element.dataset["key"] = key;
     this.element.dataset["level"] = level ?? "";
-    write(this.label, label);
+    write(this.label, shortName(label));
+    this.label.title = label;
     write(this.value, value);
     write(this.note, level === "warn" || level === "bad" ? `⚠ ${note}` : note);
     this.note.hidden = action !== "";

@@ -133,3 +133,8 @@ function fixed(value: number, digits: number, grouped = true): string {
     useGrouping: grouped,
   });
 }
+
+/** The name of a figure as it fits into a narrow tile: "samples/s". */
+export function shortName(name: string): string {
+  return name.replace(/ per second$/, "/s");
+}

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
-import { milliseconds, partOf, percent, size, speed } from "../../build/front_end/words.mjs";
+import { milliseconds, partOf, percent, shortName, size, speed } from "../../build/front_end/words.mjs";
 
 const write = {
   size,
@@ -20,3 +20,8 @@ for (const [kind, table] of Object.entries(cases)) {
     test(`${kind} ${JSON.stringify(value)}`, () => assert.equal(write[kind](value), text));
   }
 }
+
+test("the name of a rate is short where it stands above its figure", () => {
+  assert.equal(shortName("samples per second"), "samples/s");
+  assert.equal(shortName("step"), "step");
+});

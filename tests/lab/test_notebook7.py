@@ -60,6 +60,12 @@ def test_buttons_act_while_a_cell_runs(two: Notebook) -> None:
     two.wait_until(lambda: not two.is_running(3), "the cell to end")
 
 
+def test_keys_act_here_too(two: Notebook) -> None:
+    start_loop(two, 3)
+    two.page.keyboard.press("Control+Alt+Shift+K")
+    two.wait_until(lambda: not two.is_running(3), "the cell to end")
+
+
 def test_output_has_tabs_and_cells_have_badges(two: Notebook) -> None:
     two.run(2)
     cell = two.page.locator(".jp-Cell").nth(2)

@@ -161,7 +161,8 @@ export interface NotebookTracker {
 
 export interface Commands {
   addCommand(id: string, options: { label: string; caption?: string; execute: () => unknown; isEnabled?: () => boolean }): unknown;
-  addKeyBinding(binding: { command: string; keys: string[]; selector: string }): unknown;
+  /** Have whoever shows the command ask again whether it is enabled. */
+  notifyCommandChanged(id: string): void;
 }
 
 export interface App {

@@ -1,11 +1,14 @@
 /**
- * Puts the sidebar "Ranks" into the page, and loads its contents when it is opened.
+ * Puts the sidebar "Ranks" into the page, and loads its contents when it is opened. Its buttons are commands, too.
+ *
+ * Their keys are in schema/ranks.json, where users can change them.
  */
 
+import { canAct, type Action } from "./actions";
 import type { App, CommandPalette, Modules, NotebookTracker, Plugin } from "./jupyter";
-import type { Links } from "./link";
+import type { Link, Links } from "./link";
 import type { Sidebar } from "./sidebar";
-import { CATEGORY, RANKS, SHOW_COMMAND } from "./strings";
+import { BUTTONS, CATEGORY, COMMANDS, RANKS, SHOW_COMMAND } from "./strings";
 
 const ID = "nbdist-ranks";
 const ICON = `<svg xmlns="http://www.w3.org/2000/svg" width="16" viewBox="0 0 16 16"><g class="jp-icon3" fill="#616161">
@@ -20,18 +23,51 @@ export function ranksPlugin(lab: Modules, links: Links): Plugin {
     requires: [lab.notebook.INotebookTracker],
     optional: [lab.apputils.ICommandPalette],
     activate: (app: App, tracker: NotebookTracker, palette: CommandPalette | null): void => {
-      const place = new Place(lab, links, tracker);
+      const open = (): void => {
+        app.shell.activateById(ID);
+      };
+      const place = new Place(lab, links, tracker, open);
       app.shell.add(place.widget, "right", { rank: 500 });
       const command = "nbdist:show-ranks";
-      app.commands.addCommand(command, {
-        label: SHOW_COMMAND,
-        execute: () => {
-          app.shell.activateById(ID);
-        },
-      });
+      app.commands.addCommand(command, { label: SHOW_COMMAND, execute: open });
       palette?.addItem({ command, category: CATEGORY });
+      addActions(app, links, tracker, palette, place);
     },
   };
+}
+
+/** A command for each of the sidebar's buttons, enabled when the button is. */
+function addActions(app: App, links: Links, tracker: NotebookTracker, palette: CommandPalette | null, place: Place): void {
+  let link: Link | null = null;
+  let unwatch: (() => void) | null = null;
+  const enabled = new Map<Action, boolean>();
+  const look = (): void => {
+    for (const [action, before] of enabled) {
+      const now = canAct(link, action);
+      enabled.set(action, now);
+      if (now !== before) app.commands.notifyCommandChanged(`nbdist:${action}`);
+    }
+  };
+  for (const action of Object.keys(COMMANDS) as Action[]) {
+    const command = `nbdist:${action}`;
+    enabled.set(action, false);
+    app.commands.addCommand(command, {
+      label: COMMANDS[action],
+      caption: BUTTONS[action][1],
+      isEnabled: () => canAct(link, action),
+      execute: () => place.act(action),
+    });
+    palette?.addItem({ command, category: CATEGORY });
+  }
+  const follow = (): void => {
+    unwatch?.();
+    const panel = tracker.currentWidget;
+    link = panel === null ? null : links.of(panel);
+    unwatch = link?.watch(look) ?? null;
+    look();
+  };
+  tracker.currentChanged.connect(follow);
+  follow();
 }
 
 /** The sidebar's place in the page. */
@@ -44,6 +80,7 @@ class Place {
     private readonly lab: Modules,
     private readonly links: Links,
     private readonly tracker: NotebookTracker,
+    private readonly open: () => void,
   ) {
     const node = document.createElement("div");
     node.setAttribute("role", "region");
@@ -64,11 +101,24 @@ class Place {
     tracker.currentChanged.connect(() => void this.show());
   }
 
+  /** Do what a button does. The answer is in the sidebar: it is opened, but for an interrupt that has nothing to say. */
+  async act(action: Action): Promise<void> {
+    const panel = this.tracker.currentWidget;
+    if (panel === null) return;
+    const quiet = !this.visible && action.startsWith("interrupt");
+    const { text, failed } = quiet ? await this.links.of(panel).ask({ do: action }) : { text: "", failed: false };
+    if (quiet && text === "") return;
+    this.open();
+    await this.show();
+    if (quiet) this.sidebar?.say(text, failed);
+    else await this.sidebar?.press(action);
+  }
+
   private async show(): Promise<void> {
     if (!this.visible) return;
+    const { Sidebar } = await import("./sidebar");
     if (this.sidebar === null) {
-      const { Sidebar } = await import("./sidebar");
-      this.sidebar ??= new Sidebar(this.lab);
+      this.sidebar = new Sidebar(this.lab);
       this.widget.node.append(this.sidebar.element);
     }
     if (!this.shown) return; // it has been hidden meanwhile

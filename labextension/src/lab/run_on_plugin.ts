@@ -1,5 +1,6 @@
 /**
  * Shows where cells run, and changes it: a picker in the notebook's toolbar, a badge at each cell, two commands.
+ * Their keys are in schema/ranks.json, where users can change them.
  *
  * All of them read and write the cell's `%%distributed` line, so that the notebook runs everywhere.
  */
@@ -21,7 +22,7 @@ export function runOnPlugin(lab: Modules, links: Links): Plugin {
       const open = new Map<string, RunOn>();
       tracker.widgetAdded.connect((_, panel) => void watch(lab, links, panel, open));
       tracker.forEach((panel) => void watch(lab, links, panel, open));
-      const command = (id: string, label: string, keys: string[], execute: (runOn: RunOn) => void): void => {
+      const command = (id: string, label: string, execute: (runOn: RunOn) => void): void => {
         app.commands.addCommand(id, {
           label,
           isEnabled: () => tracker.currentWidget !== null,
@@ -30,13 +31,12 @@ export function runOnPlugin(lab: Modules, links: Links): Plugin {
             if (panel !== null) execute(open.get(panel.id) ?? (await begin(lab, links, panel, open)));
           },
         });
-        app.commands.addKeyBinding({ command: id, keys, selector: ".jp-Notebook" });
         palette?.addItem({ command: id, category: CATEGORY });
       };
-      command("nbdist:toggle-ranks", TOGGLE_COMMAND, ["Accel Alt R"], (runOn) => {
+      command("nbdist:toggle-ranks", TOGGLE_COMMAND, (runOn) => {
         runOn.toggle();
       });
-      command("nbdist:choose-ranks", CHOOSE_COMMAND, ["Accel Alt Shift R"], (runOn) => void runOn.choose());
+      command("nbdist:choose-ranks", CHOOSE_COMMAND, (runOn) => void runOn.choose());
     },
   };
 }

@@ -8,6 +8,7 @@ import { make, write } from "../words";
 import { createView, type View } from "../view";
 import labCss from "../../style/lab.css";
 import panelCss from "../../style/panel.css";
+import { canAct, type Action } from "./actions";
 import { addAndRun } from "./add_cell";
 import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
@@ -19,15 +20,13 @@ import { addStyle } from "./style";
 import { ASKING, BUTTONS, CLEAR, CONFIRM, CUT, CUT_IDLE, DONE, loss, NO_KERNEL, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, stopCaption, summary, WORKING } from "./strings";
 import { VariablesView } from "./variables_view";
 
-type Button = keyof typeof BUTTONS;
-
 /** What the sidebar shows; `element` is in the page. */
 export class Sidebar {
   readonly element = make("div", "sidebar");
   private readonly heading = make("div", "sidebar-head");
   private readonly cells = make("div", "sidebar-cells");
   private readonly bar = make("div", "sidebar-buttons");
-  private readonly buttons = new Map<Button, HTMLButtonElement>();
+  private readonly buttons = new Map<Action, HTMLButtonElement>();
   private readonly answer = make("div", "sidebar-answer");
   private readonly text = make("pre", "sidebar-text");
   private readonly place = make("div", "sidebar-panel");
@@ -47,7 +46,7 @@ export class Sidebar {
     this.form = new StartForm(lab);
     this.plan = new PlanForm(lab);
     this.machine = new MachineView(lab, (name, take) => this.attach(name, take));
-    for (const name of Object.keys(BUTTONS) as Button[]) this.bar.append(this.button(name));
+    for (const name of Object.keys(BUTTONS) as Action[]) this.bar.append(this.button(name));
     const clear = make("button", "sidebar-button", CLEAR);
     clear.addEventListener("click", () => {
       this.say("");
@@ -90,7 +89,7 @@ export class Sidebar {
     await addAndRun(this.lab, panel, `${load}%distributed attach ${name}${take ? " --take" : ""}`);
   }
 
-  private button(name: Button): HTMLButtonElement {
+  private button(name: Action): HTMLButtonElement {
     const [label, caption] = BUTTONS[name];
     const button = make("button", "sidebar-button", label);
     button.title = caption;
@@ -99,7 +98,8 @@ export class Sidebar {
     return button;
   }
 
-  private async press(name: Button): Promise<void> {
+  /** Act on the ranks of the notebook that is shown, after a question where their variables would be lost. */
+  async press(name: Action): Promise<void> {
     const { link } = this;
     if (link === null || !(await this.confirmed(name))) return;
     const [label] = BUTTONS[name];
@@ -108,7 +108,7 @@ export class Sidebar {
     if (link === this.link) this.say(text === "" ? `${label}: ${DONE}` : text, failed);
   }
 
-  private async confirmed(name: Button): Promise<boolean> {
+  private async confirmed(name: Action): Promise<boolean> {
     if (name !== "restart" && name !== "stop") return true;
     const { apputils } = this.lab;
     const title = CONFIRM[name];
@@ -121,7 +121,8 @@ export class Sidebar {
     return this.link?.state?.devices.some((device) => device !== "cpu") === true;
   }
 
-  private say(text: string, failed = false): void {
+  /** Show an answer until it is cleared. */
+  say(text: string, failed = false): void {
     write(this.text, text);
     this.answer.hidden = text === "";
     this.answer.classList.toggle("nbdist-failed", failed);
@@ -137,7 +138,7 @@ export class Sidebar {
     this.cells.replaceChildren(...(state?.cells ?? []).map((cell) => make("div", "sidebar-cell", progress(cell, link?.age ?? 0))));
     this.bar.hidden = !going && (state === null || state.broken === "");
     for (const [name, button] of this.buttons) {
-      button.disabled = !this.isUseful(name);
+      button.disabled = !canAct(link, name);
       if (name === "stop") button.title = stopCaption(this.hasGpus);
     }
     this.form.draw(link, going);
@@ -158,15 +159,6 @@ export class Sidebar {
     if (link.state !== null) return summary(link.state);
     if (link.asking) return ASKING;
     return link.used ? NOT_LOADED : NOT_USED;
-  }
-
-  private isUseful(name: Button): boolean {
-    const state = this.link?.state;
-    if (state === null || state === undefined || this.link?.cut === true) return false;
-    if (name === "restart") return true; // also what broke
-    if (state.ranks === 0) return false;
-    if (name === "interrupt" || name === "interrupt-now") return state.cells.length > 0;
-    return name === "heal" ? state.dead.length > 0 : true;
   }
 
   private follow(): void {

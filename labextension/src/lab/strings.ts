@@ -75,6 +75,17 @@ export const BUTTONS = {
   stop: ["Stop", "End all ranks; their variables are lost"],
 } as const;
 
+/** The same in the command palette. */
+export const COMMANDS = {
+  interrupt: "Interrupt Ranks After the Step",
+  "interrupt-now": "Interrupt Ranks Now",
+  stacks: "Show Stacks of Ranks",
+  why: "Show Why Steps Took as Long as They Did",
+  heal: "Heal Ranks",
+  restart: "Restart Ranks…",
+  stop: "Stop Ranks…",
+} as const;
+
 export const CONFIRM = { restart: "Restart the ranks?", stop: "Stop the ranks?" } as const;
 
 /** @param freesGpus - Whether the ranks give GPUs back. */

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from nbdist.metrics.compute.step_totals import (
     middle,
     seconds_of,
     training_of,
+    work_of,
 )
 from nbdist.metrics.compute.waits import CollectiveWaits
 from nbdist.metrics.node.active_meter import current, measures, set_meter
@@ -50,6 +51,8 @@ _LAP = 4096  # steps of a lap that are kept; of those before there are sums
 
 _PASSES = 1000  # of one step, at most
 _SHAPES = 1024  # whose usual time is remembered
+_UNTIMED = 16  # counted steps whose time is found out at the end of the lap; of more, before
+_FASTER = 4  # the usual time is that of the slowest of the fastest quarter
 _CHANGED = 0.2  # share of a shape's usual time, by which a step differs that is looked at more closely
 
 # Steps are read in batches where nothing new is to be seen: code that runs once in each step finds the processor's
@@ -130,6 +133,7 @@ class StepMeter:
         self._passes_elsewhere = 0  # of this lap, in other threads
         self._is_lap_over = False
         self._usual: dict[Shape, float] = {}  # seconds, of this lap
+        self._untimed: list[TimedStep] = []  # counted steps, whose time is still to be known
         self._ends: list[Callable[[], None]] = []
         self._spending = Spending()
         self._loaders = loading.LoaderUses()
@@ -196,6 +200,7 @@ class StepMeter:
         self._read_steps()
         self._counts.end_lap()
         self._note(self._clock.restart())
+        self._time_counted()
         found = self._summary(self._lap_steps, list(self._since_lap), earlier=self._earlier)
         spent = self._spending.end() if found.steps else None
         passes = 0 if self._lap_steps else len(self._gathered.passes) + self._passes_elsewhere
@@ -386,6 +391,7 @@ class StepMeter:
         """Begin to count within a step, if that is worth it: its time so far is no part of what counting takes."""
         begin()
         if self._counts.under_way:
+            self._gathered.waited_beside = self._gathered.waiting or 0.0
             self._clock.tick(StepPart(self._gathered, "training", beside=True), time.monotonic())
 
     def _see_sign(self, sign: evaluation.Sign, model: Any) -> None:
@@ -400,6 +406,8 @@ class StepMeter:
             elif sign == "eval" and self._is_trained(model):
                 self._evaluations.begin(sure=True)
             elif sign in ("on", "train"):
+                if sign == "train" and self._evaluations.under_way and self._is_trained(model):
+                    self._loaders.end_evaluation()
                 self._evaluations.end(trains=sign == "train")
         except Exception as error:
             self._fail("an evaluation could not be timed", error)
@@ -479,7 +487,7 @@ class StepMeter:
             if isinstance(step, StepPart):
                 step.note(seconds)
             elif step.counted:
-                self._keep(step, self._without_counting(step, seconds + step.parts - step.beside))
+                self._note_counting(step, seconds + step.parts - step.beside)
             elif seconds > 0:
                 self._keep(step, seconds + step.parts)
                 self._counts.trained += step.seconds
@@ -488,30 +496,52 @@ class StepMeter:
                 self._clock_is_off = True
 
     def _keep(self, step: TimedStep, seconds: float) -> None:
-        """Have a step among those that figures are of, unless it is to be left out."""
-        if not seconds:
-            return
+        """Have a step among those that figures are of."""
         step.seconds, step.at = seconds, self._ended_at
         if not self._since_lap:
             self._window.clear()  # of the lap before: kept so far for those who look at what ran last
         self._window.append(step)
+        self._keep_in_lap(step)
+
+    def _keep_in_lap(self, step: TimedStep) -> None:
         self._since_lap.append(step)
         if len(self._since_lap) > _LAP:
             oldest = self._since_lap.popleft()
             self._earlier.add(oldest, self._counts.known.get(oldest.shape))
 
-    def _without_counting(self, step: TimedStep, seconds: float) -> float:
-        """Return what a counted step would have taken, if much of it was no part of the count; 0: it is left out.
+    def _note_counting(self, step: TimedStep, seconds: float) -> None:
+        """Note a step that was counted, which took longer for it: its own time is known by others of its shape.
 
         Args:
             step: The step.
             seconds: Of what was counted.
         """
         self._counted.append(seconds)
-        usual = middle(self._window, training_of) if self._window else seconds
-        self._counts.spent += max(0.0, seconds - usual)
-        usual = self._usual.get(step.shape, usual)
-        return step.beside + usual if step.evaluation or step.beside > max(0.0, usual) else 0.0
+        if step.shape in self._usual:  # by a step of another shape, what counting has taken would not be known
+            self._counts.spent += max(0.0, seconds - self._usual[step.shape])
+        self._untimed.append(step)
+        if len(self._untimed) > _UNTIMED:
+            self._time_counted()
+
+    def _time_counted(self) -> None:
+        """Give counted steps the time that their work usually takes, and have the lap's figures be of them, too.
+
+        Stalls are in the time of some steps, so it is that of the faster ones; without any of its shape, a step is left
+        out, unless an evaluation or a pause was before it.
+        """
+        works: defaultdict[Shape, list[float]] = defaultdict(list)
+        for step in self._window if self._since_lap else ():
+            works[step.shape].append(work_of(step))
+        typical = middle(self._window, work_of) if works else 0.0
+        untimed, self._untimed = self._untimed, []
+        for step in untimed:
+            known = sorted(works.get(step.shape, ()))
+            usual = known[len(known) // _FASTER] if known else typical
+            before = step.beside - step.evaluation - step.waited_beside
+            pause = before if before > usual else 0.0
+            if known or (works and (step.evaluation or pause)):
+                step.seconds = step.evaluation + (step.waiting or 0.0) + usual + pause
+                self._keep_in_lap(step)
 
     def _look_again_if_changed(self, shape: Shape, seconds: float) -> None:
         usual = self._usual.get(shape, seconds)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+from nbdist.client.costs.cell_steps import render
 from nbdist.metrics.compute import live
 from nbdist.metrics.steps import StepMeter
 from testbed.closed_forms import Gpt, Graphs, gpt, gpt_blocks, gpt_scores_again, indices, loss_of
@@ -105,12 +106,49 @@ def test_each_shape_is_counted_once_and_a_sample_is_of_their_mixture(meter: Step
     assert found.flops == (gpt(B, T) + gpt(B, 2 * T)) / 2 and found.uncounted == 0
 
 
-def test_steps_of_a_shape_that_was_not_counted_are_told_and_left_out(meter: StepMeter) -> None:
-    model = Gpt()
+def trained_in(clock: Clock, *rows: int) -> list[int]:
+    """Steps of a layer, of a second for each four rows; returns FLOPs of each."""
+    model = torch.nn.Linear(16, 16)
     optimizer = SGD(model.parameters(), 0.01)
-    train(model, optimizer, *[(B, T)] * 8, (3, T))
-    found = meter.sample()
-    assert found.flops == gpt(B, T) and found.uncounted == pytest.approx(1 / 7)
+    for count in rows:
+        model(torch.ones(count, 16)).sum().backward()
+        clock.now += count / 4
+        optimizer.step()
+    return [2 * 2 * count * 16 * 16 for count in rows]
+
+
+def test_steps_of_a_shape_that_was_not_counted_are_taken_to_be_as_fast_and_the_rate_is_marked(
+    meter: StepMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flops = trained_in(Clock(monkeypatch), *[8] * 8, 24)[1:]
+    found = meter.lap()
+    assert found.uncounted == pytest.approx(1 / 8)
+    assert found.flops == pytest.approx(sum(flops) / len(flops))
+    shown = " ".join(render({0: found}).split())
+    assert "about" in shown and "12 % of the steps have shapes that were not counted" in shown
+
+
+@pytest.mark.parametrize("rows", [(8, 64), (8, 32, 64)])
+def test_few_steps_of_shapes_that_take_turns_count_in_equal_shares(
+    meter: StepMeter, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]
+) -> None:
+    clock, lap = Clock(monkeypatch), rows * 6
+    for _ in range(2):
+        flops = trained_in(clock, *lap)[1:]
+        found = meter.lap()
+        assert (found.timed, found.uncounted) == (len(lap) - 1, 0), found
+        assert found.flops == pytest.approx(sum(flops) / len(flops))
+        assert found.seconds == pytest.approx(sum(lap[1:]) / 4 / len(flops))
+
+
+def test_lengths_at_random_have_the_rate_that_they_had(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lengths = Clock(monkeypatch), random.Random(0)
+    for _ in range(3):
+        lap = [lengths.choice((8, 16, 32, 48, 64)) for _ in range(40)]
+        flops = trained_in(clock, *lap)[1:]
+        found = meter.lap()
+        assert found.flops is not None and found.seconds is not None
+        assert found.flops / found.seconds == pytest.approx(sum(flops) / (sum(lap[1:]) / 4), rel=0.02)
 
 
 def test_shapes_that_take_turns_are_looked_at_once_more_in_a_lap_each(meter: StepMeter) -> None:

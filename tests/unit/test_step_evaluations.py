@@ -82,6 +82,7 @@ def batch_by_batch(loop: Loop) -> None:
             loop.clock.now += LASTS / 4
 
 
+Evaluate = Callable[[Loop], None]
 WAYS = [without_gradients, in_inference_mode, by_phase, with_gradients, batch_by_batch]
 
 
@@ -195,6 +196,36 @@ def test_one_that_a_counted_step_begins_with_counts_too(meter: StepMeter, loop: 
             loop.model.train()
             loop.step(torch.ones(rows, 4))
     assert meter.lap().evaluation == pytest.approx(0.8, rel=0.02)
+
+
+@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("evaluate", [without_gradients, torch.no_grad()(Loop.evaluate), Loop.evaluate])
+def test_counted_steps_take_no_evaluation_out_of_the_time(
+    meter: StepMeter, loop: Loop, evaluate: Evaluate, every: int
+) -> None:
+    for number in range(1, 5 * every + 1):
+        loop.step()
+        if number % every == 0:
+            evaluate(loop)
+            loop.model.train()
+    steps = 5 * every - 1
+    assert meter.lap().seconds == pytest.approx((steps + 4 * LASTS) / steps, rel=0.02)
+
+
+def test_a_validation_with_the_only_dataloader_is_known_by_its_mode(meter: StepMeter, loop: Loop) -> None:
+    validation = DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2)
+    for number in range(1, 26):
+        loop.step()
+        if number % 5 == 0:
+            loop.model.eval()
+            with torch.no_grad():
+                for (inputs,) in validation:
+                    loop.model(inputs)
+                    loop.clock.now += LASTS / 8
+            loop.model.train()
+    found = meter.lap()
+    assert found.seconds == pytest.approx((24 + 4 * LASTS) / 24, rel=0.02)
+    assert found.evaluation == pytest.approx(4 * LASTS / (24 + 4 * LASTS), rel=0.02) and found.units is None
 
 
 def seen_from_outside(meter: StepMeter) -> StepSample:

@@ -317,7 +317,8 @@ def _sharing(samples: Mapping[int, StepSample]) -> list[list[int]]:
 
 def _rates(samples: Mapping[int, StepSample]) -> list[str]:
     """Return FLOP/s, and their shares of the peak where that is known."""
-    mark = "≥ " if _not_counted(samples) else ""
+    mark = "about " if any(sample.uncounted for sample in samples.values()) else ""
+    mark = mark or ("≥ " if _not_counted(samples) else "")
     flops = [sample.flops for sample in samples.values() if sample.flops is not None]
     if len(flops) < len(samples):
         return ["TFLOPS n/a"]

@@ -126,6 +126,7 @@ class LoaderUses:
         self._use = LoaderUse()
         self._open: list[LoaderUse] = []  # with batches that no step has worked on
         self._newest = TakenBatch(0, 0)
+        self._is_evaluated = False  # the newest batch, for sure
         self._sources = KeptSources()
 
     @property
@@ -161,6 +162,7 @@ class LoaderUses:
         """Note what it is."""
         use = self._use
         use.has_gradients = torch.is_grad_enabled()
+        self._is_evaluated = False
         if use.needs_gradients and not use.has_gradients:
             return  # the model is evaluated on what it is trained on
         if not use.ahead:
@@ -176,6 +178,13 @@ class LoaderUses:
         """Keep nothing alive any more."""
         for use in self.used.values():
             use.reference = None
+
+    def end_evaluation(self) -> None:
+        """Forget batches taken without gradients, as the model is switched back to training: no step works on them."""
+        self._is_evaluated = not self._use.has_gradients
+        for use in self._open:
+            if not use.has_gradients:
+                use.ahead.clear()
 
     def see_pass(self, oldest: int) -> None:
         """Note a backward pass that differentiates no node of autograd's before this one; 0: not known."""
@@ -194,7 +203,7 @@ class LoaderUses:
             backward_passes: Its own.
             steps: That there have been, this one included.
         """
-        if self._use.batches:
+        if self._use.batches and not self._is_evaluated:
             self._use.is_followed, self._use.needs_gradients = True, self._use.has_gradients
         units, shapes = 0, _NONE
         if not self._open:

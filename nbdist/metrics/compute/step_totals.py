@@ -28,6 +28,7 @@ class TimedStep:
     batches: frozenset[Hashable] = frozenset()
     is_fed: bool = False  # whether a batch to train on has come
     waiting: float | None = None
+    waited_beside: float = 0.0  # of `waiting`, what was over when a count of the step began
     waited: float = 0.0  # in collectives, as far as Python has heard of it
     units: int = 0
     optimizer: int = 0
@@ -80,6 +81,7 @@ class Totals:
             optimizers take turns, each second step is next to nothing.
         evaluation: Seconds of evaluations.
         without_gradients: Seconds of what may be others, or a part of each step.
+        known: Seconds of steps whose FLOPs are known, without evaluations.
         works: What is known of their FLOPs, by its identity, and of how many steps.
     """
 
@@ -92,6 +94,7 @@ class Totals:
     communicating: float = 0.0
     evaluation: float = 0.0
     without_gradients: float = 0.0
+    known: float = 0.0
     works: dict[int, tuple[Known, int]] = field(default_factory=dict)
 
     def add(self, step: TimedStep, known: Known | None) -> None:
@@ -110,6 +113,7 @@ class Totals:
         if known is not None:
             _, times = self.works.get(id(known), (known, 0))
             self.works[id(known)] = known, times + 1
+            self.known += training_of(step)
 
     def with_steps(self, steps: Iterable[TimedStep], known: Mapping[Shape, Known]) -> Totals:
         """Return the sums with further steps."""
@@ -141,15 +145,18 @@ class Totals:
             evaluation=(self.evaluation + (stalled if evaluates else 0.0)) / whole,
             units=self.units / self.steps or None,
         )
-        return _with_flops(found, list(self.works.values())) if known else found
+        # Steps of other shapes do as much in a second, as far as is known: a long one does more than a short one.
+        scale = trained / self.steps / (self.known / known) if 0 < known < self.steps and self.known else 1.0
+        return _with_flops(found, list(self.works.values()), scale) if known else found
 
 
-def _with_flops(sample: StepSample, works: Sequence[tuple[Known, int]]) -> StepSample:
+def _with_flops(sample: StepSample, works: Sequence[tuple[Known, int]], scale: float) -> StepSample:
     """Return what each step of a sample takes, and what the device could do at most.
 
     Args:
         sample: Without that.
         works: What is known, and of how many steps.
+        scale: What a step takes, by what one of these does.
     """
     steps = sum(times for _, times in works)
     by_dtype: Counter[str] = Counter()
@@ -164,8 +171,8 @@ def _with_flops(sample: StepSample, works: Sequence[tuple[Known, int]]) -> StepS
     tokens = sum(count * times for count, times in read) / sum(times for _, times in read) if read else None
     return msgspec.structs.replace(
         sample,
-        flops=sum(known.count.model_flops * times for known, times in works) / steps,
-        hardware_flops=sum(known.count.hardware_flops * times for known, times in works) / steps,
+        flops=scale * sum(known.count.model_flops * times for known, times in works) / steps,
+        hardware_flops=scale * sum(known.count.hardware_flops * times for known, times in works) / steps,
         units=sample.units or tokens,
         unit="tokens" if tokens and not sample.units else "",
         batch=works[0][0].batch,
@@ -202,6 +209,11 @@ def beyond_usual_without_gradients(totals: Totals, steps: Sequence[TimedStep]) -
         return 0.0
     usual = statistics.median(step.without_gradients for step in steps)
     return max(0.0, totals.without_gradients - usual * totals.steps) / totals.seconds
+
+
+def work_of(step: TimedStep) -> float:
+    """Return what a step took without evaluations, and without waiting for data."""
+    return max(0.0, training_of(step) - (step.waiting or 0.0))
 
 
 def middle(steps: Sequence[TimedStep], figure: Callable[[TimedStep], float]) -> float:

@@ -103,13 +103,13 @@ class StepSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         steps: Optimizer steps since the rank's start.
-        timed: Steps that the figures are of: neither the first, nor those in which FLOPs were counted.
+        timed: Steps that the figures are of: not the first. Those in which FLOPs were counted have the usual time.
         in_cell: Of these, those since the start of the cell that runs; 0 while none runs.
         seconds: All time of the window, stalls included, by its steps. Rates are to be divided by it.
         typical: Seconds of a step in the middle, which ignores stalls.
         flops: Model FLOPs of one step on this rank; None: not counted (`why`).
         hardware_flops: With recomputation.
-        uncounted: Share of the window's steps whose shapes were not counted.
+        uncounted: Share of the window's steps whose shapes were not counted, so `flops` is estimated by their time.
         not_counted: Operations that worked in counted steps and have no formula, so that `flops` is a least figure.
         waiting: Share of the step spent waiting for data.
         communication: Share of the step that only collectives took: transfer, and waiting for other ranks.

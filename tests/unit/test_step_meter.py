@@ -87,7 +87,7 @@ def test_what_counting_took_is_known_of_each_lap(meter: StepMeter, monkeypatch: 
 
     steps(20, rows=8)
     first = meter.lap()
-    assert (first.timed, first.seconds, first.counting) == (18, 1.0, 3.0)
+    assert (first.timed, first.seconds, first.counting) == (19, 1.0, 3.0)
     steps(5, rows=8)
     assert meter.lap().counting == 0.0
     steps(20, rows=16)

@@ -81,8 +81,9 @@ class Totals:
             optimizers take turns, each second step is next to nothing.
         evaluation: Seconds of evaluations.
         without_gradients: Seconds of what may be others, or a part of each step.
-        known: Seconds of steps whose FLOPs are known, without evaluations.
+        known: Seconds of steps whose FLOPs are known or likely, without evaluations.
         works: What is known of their FLOPs, by its identity, and of how many steps.
+        likely: Of these, steps of an optimizer that was not counted, which look like those of another one.
     """
 
     steps: int = 0
@@ -96,9 +97,10 @@ class Totals:
     without_gradients: float = 0.0
     known: float = 0.0
     works: dict[int, tuple[Known, int]] = field(default_factory=dict)
+    likely: int = 0
 
-    def add(self, step: TimedStep, known: Known | None) -> None:
-        """Add a step, and what is known of its shape."""
+    def add(self, step: TimedStep, known: Known | None, likely: Known | None = None) -> None:
+        """Add a step, what is known of its shape, and if nothing is, what it is likely to take."""
         self.evaluation += step.evaluation
         self.without_gradients += step.without_gradients
         self.steps += 1
@@ -110,6 +112,9 @@ class Totals:
         if step.communication is not None:
             self.communication += step.communication * step.stands_for
             self.communicating += training_of(step) * step.stands_for
+        if known is None and likely is not None:
+            self.likely += 1
+            known = likely
         if known is not None:
             _, times = self.works.get(id(known), (known, 0))
             self.works[id(known)] = known, times + 1
@@ -118,8 +123,11 @@ class Totals:
     def with_steps(self, steps: Iterable[TimedStep], known: Mapping[Shape, Known]) -> Totals:
         """Return the sums with further steps."""
         found = replace(self, works=dict(self.works))
+        likely: dict[tuple[Hashable, ...], Known] | None = None
         for step in steps:
-            found.add(step, known.get(step.shape))
+            if step.shape not in known and likely is None:  # as for the steps of a new optimizer
+                likely = {_looks(shape): each for shape, each in known.items()}
+            found.add(step, known.get(step.shape), likely.get(_looks(step.shape)) if likely is not None else None)
         return found
 
     def sample(self, made: int, stalled: float = 0.0, *, evaluates: bool = False) -> StepSample:
@@ -139,7 +147,7 @@ class Totals:
             steps=made,
             timed=self.steps,
             seconds=whole / self.steps,
-            uncounted=1 - known / self.steps,
+            uncounted=1 - (known - self.likely) / self.steps,
             waiting=None if self.waiting is None else min(1.0, self.waiting / whole),
             communication=None if communication is None else min(1.0, communication / whole),
             evaluation=(self.evaluation + (stalled if evaluates else 0.0)) / whole,
@@ -148,6 +156,11 @@ class Totals:
         # Steps of other shapes do as much in a second, as far as is known: a long one does more than a short one.
         scale = trained / self.steps / (self.known / known) if 0 < known < self.steps and self.known else 1.0
         return _with_flops(found, list(self.works.values()), scale) if known else found
+
+
+def _looks(shape: Shape) -> tuple[Hashable, ...]:
+    """Return what a step looks like, whoever makes it."""
+    return shape.passes, shape.batches
 
 
 def _with_flops(sample: StepSample, works: Sequence[tuple[Known, int]], scale: float) -> StepSample:

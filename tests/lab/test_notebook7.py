@@ -62,6 +62,7 @@ def test_buttons_act_while_a_cell_runs(two: Notebook) -> None:
 
 def test_keys_act_here_too(two: Notebook) -> None:
     start_loop(two, 3)
+    expect(two.page.locator(".nbdist-sidebar-cell")).to_contain_text("0 of 2 done")  # else none to interrupt
     two.page.keyboard.press("Control+Alt+Shift+K")
     two.wait_until(lambda: not two.is_running(3), "the cell to end")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from testbed.kernel import Kernel, both, lines_by_rank, wait_until
+from tests.support.screen import screen
 
 # Many lines, since one may be late on a busy machine.
 IN_STEP = """%%distributed
@@ -89,8 +90,7 @@ def test_a_last_line_without_its_end_is_shown_and_closed(ranks: Kernel) -> None:
 
 def test_a_carriage_return_shows_the_last_state_of_its_line(ranks: Kernel) -> None:
     outcome = ranks.ok("%%distributed -r 0\nfor i in range(5): print(f'\\rstep {i}', end='')\nprint()\nprint('done')")
-    *_, last = outcome.stdout.split("\r")
-    assert last == "[0] step 4\n[0] done\n"
+    assert screen(outcome.stdout) == ["[0] step 4", "[0] done"]
 
 
 # --- while the cell runs

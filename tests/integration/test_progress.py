@@ -7,27 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from testbed.kernel import Execution, Kernel, Outcome, both, lines_by_rank
+from tests.support.screen import screen
 
 IMPORTS = "%%distributed\nimport os, sys, time, torch.distributed as dist\nfrom tqdm import tqdm\n"
-
-
-def screen(text: str) -> list[str]:
-    """The lines that a page shows for text with carriage returns and backspaces."""
-    lines = []
-    for line in text.split("\n"):
-        shown: list[str] = []
-        column = 0
-        for character in line:
-            if character == "\r":
-                column = 0
-            elif character == "\b":
-                column -= 1
-                del shown[column]
-            else:
-                shown[column : column + 1] = character
-                column += 1
-        lines.append("".join(shown).rstrip())
-    return [line for line in lines if line]
 
 
 def models(outcome: Outcome, name: str) -> dict[str, dict[str, Any]]:

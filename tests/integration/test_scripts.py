@@ -12,6 +12,7 @@ import pytest
 from testbed.kernel import Kernel, both
 from testbed.ports import free_port
 from tests.conftest import shared_kernel
+from tests.support.screen import screen
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 
@@ -208,7 +209,7 @@ def test_bars_of_rich_move_and_leave_their_last_state(ranks: Kernel, tmp_path: P
     (tmp_path / "go").touch()
     shown = running.finish().stdout
     assert "\x1b[2K" not in shown and "\x1b[?25" not in shown
-    [line] = [line.rpartition("\r")[2] for line in shown.split("\n") if line]
+    [line] = screen(shown)
     assert line.startswith("[0] rank 0") and "100%" in line
 
 

@@ -291,9 +291,9 @@ def test_a_current_folder_that_was_removed_does_no_harm(ranks: Kernel) -> None:
 def test_a_failure_of_the_work_around_a_cell_is_its_error(ranks: Kernel) -> None:
     ranks.ok(
         "%%distributed\nimport torch.distributed.distributed_c10d as c10d\n"
-        "class Broken:\n    left = 2\n    def size(self): return 1\n    def rank(self):\n"
-        "        if Broken.left and threading.current_thread() is threading.main_thread():\n"
-        "            Broken.left -= 1\n            raise MemoryError('no room')\n        return -1\n"
+        "class Broken:\n    asked = 0  # at the end of this cell, then by the next ones\n    def size(self): return 1\n"
+        "    def rank(self):\n        Broken.asked += threading.current_thread() is threading.main_thread()\n"
+        "        if Broken.asked in (2, 3): raise MemoryError('no room')\n        return -1\n"
         "c10d._world.pg_names[Broken()] = 'broken'"
     )
     for _ in range(2):

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import torch
 
 from nbdist.metrics.compute import data_parallel, evaluation, graphs, loading, passes, step_events, torch_parts
 from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
+from nbdist.metrics.compute.counted_steps import CountedSteps
 from nbdist.metrics.compute.listening import compiler
 from nbdist.metrics.compute.live import LiveCounts, Shape
 from nbdist.metrics.compute.passes import PassReader
@@ -35,7 +36,6 @@ from nbdist.metrics.compute.step_totals import (
     middle,
     seconds_of,
     training_of,
-    work_of,
 )
 from nbdist.metrics.compute.waits import CollectiveWaits
 from nbdist.metrics.node.active_meter import current, measures, set_meter
@@ -51,8 +51,6 @@ _LAP = 4096  # steps of a lap that are kept; of those before there are sums
 
 _PASSES = 1000  # of one step, at most
 _SHAPES = 1024  # whose usual time is remembered
-_UNTIMED = 16  # counted steps whose time is found out at the end of the lap; of more, before
-_FASTER = 4  # the usual time is that of the slowest of the fastest quarter
 _CHANGED = 0.2  # share of a shape's usual time, by which a step differs that is looked at more closely
 
 # Steps are read in batches where nothing new is to be seen: code that runs once in each step finds the processor's
@@ -129,11 +127,10 @@ class StepMeter:
         self._last_shapes: Hashable = None  # of a batch
         self._thread = 0
         self._clock_is_off = False  # in this lap
-        self._counted: list[float] = []  # seconds of this lap's counted steps
+        self._counted = CountedSteps()
         self._passes_elsewhere = 0  # of this lap, in other threads
         self._is_lap_over = False
         self._usual: dict[Shape, float] = {}  # seconds, of this lap
-        self._untimed: list[TimedStep] = []  # counted steps, whose time is still to be known
         self._ends: list[Callable[[], None]] = []
         self._spending = Spending()
         self._loaders = loading.LoaderUses()
@@ -203,8 +200,9 @@ class StepMeter:
         self._time_counted()
         found = self._summary(self._lap_steps, list(self._since_lap), earlier=self._earlier)
         spent = self._spending.end() if found.steps else None
+        counting = self._counted.took(middle(self._since_lap, training_of)) if self._since_lap else 0.0
         passes = 0 if self._lap_steps else len(self._gathered.passes) + self._passes_elsewhere
-        found = msgspec.structs.replace(found, spent=spent, counting=self._counting_took(), passes=passes)
+        found = msgspec.structs.replace(found, spent=spent, counting=counting, passes=passes)
         if self._since_lap:
             self._last = list(self._since_lap), found, self._loaders
         self._loaders = loading.LoaderUses()
@@ -213,7 +211,7 @@ class StepMeter:
         self._earlier = Totals()
         self._lap_steps = 0
         self._usual.clear()
-        self._counted.clear()
+        self._counted.end_lap()
         self._passes_elsewhere = 0
         self._clock_is_off = False
         self._is_lap_over = True
@@ -224,11 +222,6 @@ class StepMeter:
         self._reader.restart()
         self._waits.restart()
         return found
-
-    def _counting_took(self) -> float:
-        """Return the seconds that counting has added to this lap's steps."""
-        usual = middle(self._since_lap, training_of) if self._since_lap else 0.0
-        return sum(max(0.0, seconds - usual) for seconds in self._counted) if usual else 0.0
 
     def last_work(self) -> StepWork | None:
         """Return what the steps of the last lap that had some consisted of; None: there was none. In that thread."""
@@ -516,32 +509,16 @@ class StepMeter:
             step: The step.
             seconds: Of what was counted.
         """
-        self._counted.append(seconds)
+        self._counted.note(step, seconds)
         if step.shape in self._usual:  # by a step of another shape, what counting has taken would not be known
             self._counts.spent += max(0.0, seconds - self._usual[step.shape])
-        self._untimed.append(step)
-        if len(self._untimed) > _UNTIMED:
+        if self._counted.are_many:
             self._time_counted()
 
     def _time_counted(self) -> None:
-        """Give counted steps the time that their work usually takes, and have the lap's figures be of them, too.
-
-        Stalls are in the time of some steps, so it is that of the faster ones; without any of its shape, a step is left
-        out, unless an evaluation or a pause was before it.
-        """
-        works: defaultdict[Shape, list[float]] = defaultdict(list)
-        for step in self._window if self._since_lap else ():
-            works[step.shape].append(work_of(step))
-        typical = middle(self._window, work_of) if works else 0.0
-        untimed, self._untimed = self._untimed, []
-        for step in untimed:
-            known = sorted(works.get(step.shape, ()))
-            usual = known[len(known) // _FASTER] if known else typical
-            before = step.beside - step.evaluation - step.waited_beside
-            pause = before if before > usual else 0.0
-            if known or (works and (step.evaluation or pause)):
-                step.seconds = step.evaluation + (step.waiting or 0.0) + usual + pause
-                self._keep_in_lap(step)
+        """Have the lap's figures be of counted steps, too."""
+        for step in self._counted.timed_by(self._window if self._since_lap else ()):
+            self._keep_in_lap(step)
 
     def _look_again_if_changed(self, shape: Shape, seconds: float) -> None:
         usual = self._usual.get(shape, seconds)

@@ -9,22 +9,15 @@ import pytest
 
 from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
+from tests.support.group_programs import WAIT_AND_TOTAL
 
 pytestmark = pytest.mark.torch_private
 
-SETUP = """%%distributed
-import os, time, torch, torch.distributed as dist
+SETUP = f"""%%distributed
+{WAIT_AND_TOTAL}
 from datetime import timedelta
 short = timedelta(seconds=0.2)
 group = dist.new_group(range(world_size), timeout=short)
-
-def wait_for(path):
-    while not os.path.exists(path): time.sleep(0.01)
-
-def total(group=None):
-    x = torch.ones(1)
-    dist.all_reduce(x, group=group)
-    return int(x)
 
 def without_the_last(gate, collective):
     "The others catch the error of a collective for which the last rank is too late."

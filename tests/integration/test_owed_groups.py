@@ -12,21 +12,11 @@ import pytest
 
 from testbed.kernel import Execution, Kernel, wait_until
 from tests.conftest import shared_kernel
+from tests.support.group_programs import WAIT_AND_TOTAL
 
 pytestmark = pytest.mark.torch_private
 
-SETUP = """%%distributed
-import os, time, torch, torch.distributed as dist
-kept = torch.nn.Linear(2, 1)
-
-def wait_for(path):
-    while not os.path.exists(path): time.sleep(0.01)
-
-def total(group=None):
-    x = torch.ones(1)
-    dist.all_reduce(x, group=group)
-    return int(x)
-"""
+SETUP = f"%%distributed\n{WAIT_AND_TOTAL}\nkept = torch.nn.Linear(2, 1)"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from nbdist.metrics.node import energy
 from nbdist.metrics.node.energy import GpuEnergy, Spending
 from nbdist.metrics.node.nvml import Nvml
-from nbdist.metrics.node.sample import GpuSample
+from nbdist.metrics.node.sample import GpuSample, has_lost
 from testbed.nvml import GIB, FakeNvml, as_module, gpu, machine
 from tests.stand_ins.cuda import Torch
 
@@ -138,6 +138,22 @@ def test_a_gpu_that_is_lost_before_it_is_asked() -> None:
     state = machine(2)
     state["gpus"][0]["handle"] = "GPU_IS_LOST"
     assert [sample.why.startswith("it has fallen") for sample in read(state)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("own", "lost", "expected"),
+    [
+        pytest.param("GPU-00000000", [0], True, id="the others have other names"),
+        pytest.param("GPU-00000001", [0], False, id="it is there"),
+        pytest.param("", [0], False, id="it may be another"),
+        pytest.param("", [0, 1], True, id="all are"),
+    ],
+)
+def test_a_process_has_lost_its_gpu_if_it_can_be_no_other(own: str, lost: list[int], expected: bool) -> None:
+    state = machine(2)
+    for index in lost:
+        state["gpus"][index]["handle"] = "GPU_IS_LOST"
+    assert has_lost(own, read(state)) == expected
 
 
 def test_memory_of_processes_that_may_not_be_seen_is_left_out() -> None:

@@ -259,13 +259,9 @@ def _memory(source: Witness, ranks: Sequence[int]) -> str:
 
 
 def _collectives(source: Witness, ranks: Sequence[int]) -> str:
-    answers = _answers(source, ranks, GetFlight(_COLLECTIVES), _ANSWER)
+    answers = source.ask(ranks, GetFlight(_COLLECTIVES), timeout=_ANSWER) if ranks else {}
     flights = {rank: flight for rank, flight in answers.items() if isinstance(flight, Flight) and flight.recorded}
     return render(flights, _COLLECTIVES, source.places) if flights else "none is recorded"
-
-
-def _answers(source: Witness, ranks: Sequence[int], question: Question[A], timeout: float) -> dict[int, A | NoAnswer]:
-    return source.ask(ranks, question, timeout=timeout) if ranks else {}
 
 
 def _last_lines(source: Witness, scene: Scene) -> str:

@@ -16,7 +16,7 @@ from nbdist import limits
 from nbdist.metrics.node import active_meter, host
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.nvml import read_once
-from nbdist.metrics.node.sample import GpuSample, RankSample, gpu_among
+from nbdist.metrics.node.sample import GpuSample, RankSample, has_lost
 
 _processor = host.ProcessorUse()
 
@@ -100,12 +100,10 @@ def is_lost(own: str) -> bool:
     """Return whether a GPU has fallen off the bus, as far as the driver tells soon.
 
     Args:
-        own: Its UUID; empty if it is not known: then any GPU that is lost is taken for it.
+        own: Its UUID; empty if it is not known.
     """
     none: list[GpuSample] = []
-    gpus = within_limit(read_once, none, limits.DRIVER_ANSWER)
-    known = gpu_among(own, gpus)
-    return known.lost if known is not None else any(gpu.lost and not (own and gpu.uuid) for gpu in gpus)
+    return has_lost(own, within_limit(read_once, none, limits.DRIVER_ANSWER))
 
 
 def in_use(cuda: Any, own: int) -> int:

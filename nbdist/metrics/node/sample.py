@@ -6,7 +6,7 @@ None stands for what is not known; `why` then says so in words. Bytes, seconds, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -274,3 +274,15 @@ def held_at_look(rank: RankSample, gpu: GpuSample) -> int | None:
     seen = gpu.by_pid.get(rank.pid, gpu.used)
     fitting = [held for held in rank.held if seen is not None and held <= seen]
     return max(fitting, default=rank.reserved)
+
+
+def has_lost(uuid: str, gpus: Sequence[GpuSample]) -> bool:
+    """Return whether these samples are of a machine that has lost a GPU for sure.
+
+    Args:
+        uuid: The GPU's; empty: not known, so that it is lost for sure only if all are.
+        gpus: All of the machine. One that was lost before it was asked has no UUID.
+    """
+    known = gpu_among(uuid, gpus)
+    candidates = [gpu for gpu in gpus if not (uuid and gpu.uuid)] if known is None else [known]
+    return bool(candidates) and all(gpu.lost for gpu in candidates)

@@ -156,7 +156,7 @@ def session_processes(kernel: int) -> dict[str, psutil.Process]:
         "kernel": psutil.Process(kernel),
         "controller": controller,
         "agent": agent,
-        "template": _child(agent, "nbdist.agent.template"),
+        "template": _child(agent, "nbdist.agent.forks.template"),
     }
 
 

@@ -14,11 +14,11 @@ def main() -> None:
     _tools.prepare()
     import torch
 
-    from nbdist.client.session import observers
+    from nbdist.client.ranks import observers
+    from nbdist.client.ranks.task import Task
     from nbdist.client.session.session import Session
-    from nbdist.client.session.task import Task
     from nbdist.metrics.memory import MemoryMeter
-    from nbdist.wire.cells import Metered
+    from nbdist.wire.messages.cells import Metered
 
     class Metering(observers.Observer):
         def cell_began(self, task: Task) -> None:

@@ -48,7 +48,7 @@ def main() -> None:
 
 def _speakers(text: str) -> int:
     """How many ranks have said that they are there."""
-    from nbdist.ranks import parse_ranks
+    from nbdist.base.ranks import parse_ranks
 
     lines = [line for line in text.splitlines() if line.endswith("] there")]
     return sum(len(parse_ranks(line[1:].partition("]")[0], RANKS)) for line in lines)

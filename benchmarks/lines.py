@@ -85,7 +85,7 @@ def _count(name: str, outcome: object) -> None:
 
 
 def _members(text: str) -> list[int]:
-    from nbdist.ranks import parse_ranks
+    from nbdist.base.ranks import parse_ranks
 
     return list(parse_ranks(text, RANKS))
 

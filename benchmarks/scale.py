@@ -26,7 +26,7 @@ TIME_OF_CONTROLLER = "    ... processor time of the controller"
 
 def main() -> None:
     _tools.prepare()
-    from nbdist.processes import allow_many_files
+    from nbdist.base.processes import allow_many_files
 
     allow_many_files()
     _tools.header("many nodes")
@@ -108,7 +108,7 @@ def _start_stub(line: str) -> subprocess.Popen[str]:
 def be_nodes() -> None:
     """Join with every token that stands on standard input, and answer for the ranks."""
     _tools.prepare()
-    from nbdist.processes import allow_many_files
+    from nbdist.base.processes import allow_many_files
 
     allow_many_files()
     words = [line.split() for line in sys.stdin.read().splitlines() if "NBDIST_TOKEN" in line]
@@ -123,11 +123,11 @@ class _StubNode:
     def __init__(self, token: str, address: str) -> None:
         import zmq
 
+        from nbdist.wire.base.keys import Keys
+        from nbdist.wire.base.message import VERSION
         from nbdist.wire.frames import encode
-        from nbdist.wire.keys import Keys
         from nbdist.wire.lanes import GUEST, connect
-        from nbdist.wire.message import VERSION
-        from nbdist.wire.nodes import Join, Token, Versions
+        from nbdist.wire.processes.nodes import Join, Token, Versions
 
         parsed = Token.parse(token)
         keys = Keys(f"tcp://{address}", parsed.server_key, zmq.curve_public(parsed.secret_key), parsed.secret_key)
@@ -145,7 +145,7 @@ class _StubNode:
             connect,
             node_lane,
         )
-        from nbdist.wire.nodes import Welcome
+        from nbdist.wire.processes.nodes import Welcome
 
         welcome = decode(self._guest.recv())
         assert isinstance(welcome, Welcome), welcome
@@ -157,9 +157,9 @@ class _StubNode:
     def handle_agent(self, frame: bytes) -> bool:
         """Do what the controller says to the agent. False: the session is over."""
         from nbdist.wire.frames import decode, encode
-        from nbdist.wire.life import Shutdown
-        from nbdist.wire.nodes import Ping, Pong
-        from nbdist.wire.rank_processes import Gone, Kill, Spawn, Spawned, Spawning
+        from nbdist.wire.messages.life import Shutdown
+        from nbdist.wire.messages.rank_processes import Gone, Kill, Spawn, Spawned, Spawning
+        from nbdist.wire.processes.nodes import Ping, Pong
 
         message = decode(frame)
         if isinstance(message, Spawn):
@@ -174,10 +174,10 @@ class _StubNode:
         return not isinstance(message, Shutdown)
 
     def _introduce(self, epoch: int, rank: int) -> None:
+        from nbdist.wire.base.message import VERSION, Hello
         from nbdist.wire.frames import encode
         from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, lane
-        from nbdist.wire.message import VERSION, Hello
-        from nbdist.wire.rank_processes import Ready
+        from nbdist.wire.messages.rank_processes import Ready
 
         hello = encode(Hello(VERSION, 0))
         self.relay.send_multipart([lane(RANK_CELL, epoch, rank), hello])
@@ -188,11 +188,11 @@ class _StubNode:
     def handle_ranks(self, lanes: list[bytes], frame: bytes) -> None:
         """Answer for ranks that are all sent the same."""
         from nbdist.wire.bundle import Bundle
-        from nbdist.wire.cells import Execute, Failure, InOrder, Recover, Reply
         from nbdist.wire.frames import decode, encode
         from nbdist.wire.lanes import TOGETHER, pack, parse_lane
-        from nbdist.wire.output import END, PLAIN_END, STDOUT, Output
-        from nbdist.wire.questions import Answer, Ask
+        from nbdist.wire.messages.cells import Execute, Failure, InOrder, Recover, Reply
+        from nbdist.wire.messages.output import END, PLAIN_END, STDOUT, Output
+        from nbdist.wire.questions.questions import Answer, Ask
 
         message = decode(frame)
         outputs, replies = Bundle(), []
@@ -218,8 +218,8 @@ class _StubNode:
 
 
 def _answer(question: object):  # type: ignore[no-untyped-def]
-    from nbdist.wire.question import Done, NoAnswer
-    from nbdist.wire.stopping import GetPosition, GetState, Position, RankState
+    from nbdist.wire.questions.question import Done, NoAnswer
+    from nbdist.wire.questions.stopping import GetPosition, GetState, Position, RankState
 
     if isinstance(question, GetState):
         return RankState({}, 0, True)

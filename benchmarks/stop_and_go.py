@@ -35,7 +35,7 @@ for step in range(100000):
 def main() -> None:
     _tools.prepare()
     import nbdist
-    from nbdist.client.session.cell_options import CellOptions
+    from nbdist.client.base.cell_options import CellOptions
     from nbdist.client.session.session import rank_set_of
     from testbed.kernel import Kernel, kernel_with_ranks
 
@@ -93,7 +93,7 @@ def main() -> None:
 
 def _speakers(text: str) -> int:
     """How many ranks have said that they are there."""
-    from nbdist.ranks import parse_ranks
+    from nbdist.base.ranks import parse_ranks
 
     lines = [line for line in text.splitlines() if line.endswith("] there")]
     return sum(len(parse_ranks(line[1:].partition("]")[0], RANKS)) for line in lines)

@@ -11,12 +11,12 @@
 #   train/        what training code on a rank calls; works under torchrun, too
 #   metrics/      what cells, steps and machines cost; works in any process
 #   wire/         every message between these processes; transfer/: how values travel
-#   text.py       numbers, tables and hints for people; checks.py: checks of what users give
+#   base/         what all of them use: text, checks, limits, processes, addresses
+#   cluster/      how other machines become nodes
+#   lab/          what JupyterLab's pages reach in a kernel; server/: in the Jupyter server
 #   shells.py     what IPython shells keep alive, in the notebook and on ranks
-#   requirements.py  whether the packages that nbdist needs are there
-#   trees.py      what is inside nested lists, tuples and dicts
 #   errors.py     the error tree; cuda_guard.py: who initialized CUDA in the notebook
-# The roles share only the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
+# The roles share only base/ and the modules at the top. Importing nbdist loads neither torch nor ipywidgets.
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        from nbdist.requirements import explained
+        from nbdist.base.requirements import explained
 
         raise explained(error) from error

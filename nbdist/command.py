@@ -131,7 +131,7 @@ def _tokens(parsed: argparse.Namespace) -> list[str]:
     Raises:
         UsageError: There is none.
     """
-    from nbdist.wire.nodes import TOKEN_VARIABLE
+    from nbdist.wire.processes.nodes import TOKEN_VARIABLE
 
     given = _read(parsed.token_file, parsed.token_line) if parsed.token_file else os.environ.get(TOKEN_VARIABLE, "")
     if tokens := given.replace(",", " ").split():

@@ -20,11 +20,11 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from nbdist import shells
-from nbdist.checks import is_on
+from nbdist.base.checks import is_on
+from nbdist.base.imports import after_import
+from nbdist.base.text import size
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
-from nbdist.imports import after_import
-from nbdist.text import size
 
 _SYMPTOM = "Cannot re-initialize CUDA in forked subprocess"
 _AT_IMPORT = ("bitsandbytes", "cudf", "pycuda.autoinit")  # libraries that initialize CUDA when they are imported

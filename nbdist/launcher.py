@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbdist import cuda_guard, shells, transfer
+from nbdist.base.ranks import describe_ranks
+from nbdist.base.text import size
 from nbdist.client.session import session as sessions
 from nbdist.client.session.current import current_session
-from nbdist.client.session.idle_controller import prewarm
-from nbdist.client.session.node_arguments import WayIn, nodes_wanted
 from nbdist.client.session.session import rank_set_of
+from nbdist.client.start.idle_controller import prewarm
+from nbdist.client.start.node_arguments import WayIn, nodes_wanted
 from nbdist.errors import TransferError, UsageError
 from nbdist.launch import in_process, on_ranks
 from nbdist.launch.fork import fork_launch
 from nbdist.launch.request import Request
-from nbdist.ranks import describe_ranks
-from nbdist.text import size
 
 
 def notebook_launcher(

@@ -19,15 +19,15 @@ import msgspec
 import zmq
 from jupyter_core.paths import jupyter_runtime_dir
 
+from nbdist.base.text import counted, size, span
 from nbdist.errors import UsageError
-from nbdist.text import counted, size, span
+from nbdist.wire.base.keys import Home, read_home, read_key_file
+from nbdist.wire.base.message import Message
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.handover import Leaving
-from nbdist.wire.keys import Home, read_home, read_key_file
 from nbdist.wire.lanes import VISITOR, connect
-from nbdist.wire.life import Shutdown
-from nbdist.wire.message import Message
-from nbdist.wire.visitor_messages import Describe, Description, InterruptAll
+from nbdist.wire.messages.handover import Leaving
+from nbdist.wire.messages.life import Shutdown
+from nbdist.wire.messages.visitor_messages import Describe, Description, InterruptAll
 
 _ANSWER_LIMIT = 2.0  # seconds; a controller answers at once, even if its ranks are stuck
 _END_LIMIT = 10.0

@@ -21,7 +21,7 @@ import zmq
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from nbdist.ranks import parse_ranks
+from nbdist.base.ranks import parse_ranks
 
 LIMIT = 60.0
 _DUMP_SIGNAL = signal.SIGUSR2

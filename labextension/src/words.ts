@@ -1,5 +1,5 @@
 /**
- * Numbers as text with units, by the rules of nbdist/text.py, and the little DOM that all parts of the view share.
+ * Numbers as text with units, by the rules of nbdist/base/text.py, and the little DOM that all parts of the view share.
  *
  * Both are tested with tests/unit/figures.json.
  */

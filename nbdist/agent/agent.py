@@ -19,7 +19,8 @@ import msgspec
 import zmq
 
 from nbdist.agent import surroundings
-from nbdist.agent.fork_channel import ForkChannel
+from nbdist.agent.forks.fork_channel import ForkChannel
+from nbdist.agent.forks.warm_template import WarmTemplate, find_torch
 from nbdist.agent.link import EVENTS, Link
 from nbdist.agent.native_stacks import NativeStacks
 from nbdist.agent.pipes import PipeReader
@@ -27,24 +28,23 @@ from nbdist.agent.process_set import STORE, ProcessSet
 from nbdist.agent.relay import Relay
 from nbdist.agent.slow_looks import SlowLooks, memory_of
 from nbdist.agent.storage import NodeStorage
-from nbdist.agent.warm_template import WarmTemplate, find_torch
+from nbdist.base.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group, state_of
 from nbdist.metrics.node.sampler import Sampler
-from nbdist.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group, state_of
+from nbdist.wire.base.message import Message
 from nbdist.wire.bundle import Bundle
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.healing import EndRanks, Respawn
-from nbdist.wire.knowing import GetMemoryFromOutside
 from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane, send_parts
-from nbdist.wire.life import Obstacle, Progress, Shutdown, StartOptions
-from nbdist.wire.message import Message
-from nbdist.wire.nodes import SILENT, Ping, Pong
-from nbdist.wire.output import Credit
-from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import Answer, Ask, Look, WatchNodes
-from nbdist.wire.rank_processes import Exited, Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning, StoreOpened
-from nbdist.wire.setup import AgentSetup
-from nbdist.wire.stopping import GetProcess, ProcessState
-from nbdist.wire.template_messages import Forked, ForkFailed, Imported, ImportFailed
+from nbdist.wire.messages.healing import EndRanks, Respawn
+from nbdist.wire.messages.life import Obstacle, Progress, Shutdown, StartOptions
+from nbdist.wire.messages.output import Credit
+from nbdist.wire.messages.rank_processes import Exited, Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning, StoreOpened
+from nbdist.wire.processes.nodes import SILENT, Ping, Pong
+from nbdist.wire.processes.setup import AgentSetup
+from nbdist.wire.processes.template_messages import Forked, ForkFailed, Imported, ImportFailed
+from nbdist.wire.questions.knowing import GetMemoryFromOutside
+from nbdist.wire.questions.question import NoAnswer
+from nbdist.wire.questions.questions import Answer, Ask, Look, WatchNodes
+from nbdist.wire.questions.stopping import GetProcess, ProcessState
 
 _CHUNKS_AT_ONCE = 32  # of values from other machines, before what ranks print is read again
 _REPORT_PERIOD = 1.0  # seconds between two looks at whether an import gets on

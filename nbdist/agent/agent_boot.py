@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 
-from nbdist.agent.warm_template import WarmTemplate
-from nbdist.processes import adopt_orphans, allow_many_files
+from nbdist.agent.forks.warm_template import WarmTemplate
+from nbdist.base.processes import adopt_orphans, allow_many_files
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nbdist import limits
+from nbdist.base import limits
 
 EVENTS = zmq.EVENT_DISCONNECTED
 _PROBE_PERIOD = 1.0  # seconds

@@ -12,7 +12,7 @@ import subprocess
 import sysconfig
 from typing import Any
 
-from nbdist.wire.stopping import NativeStack
+from nbdist.wire.questions.stopping import NativeStack
 
 _DUMP_LIMIT = 60.0  # seconds: py-spy reads the symbols of all of torch's libraries
 _MAIN_THREAD = re.compile(r'^Thread .*: "MainThread"\n((?: .*\n?)*)', re.MULTILINE)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nbdist.agent.live_region import LiveOutput
-from nbdist.wire.output import END, OUTPUT_WINDOW, STDERR, Output
+from nbdist.wire.messages.output import END, OUTPUT_WINDOW, STDERR, Output
 
 _READ = 1 << 17
 _COALESCE = 0.05  # seconds between messages of a stream that keeps printing

@@ -10,15 +10,15 @@ import socket
 from collections import deque
 from collections.abc import Collection
 
-from nbdist import network
-from nbdist.agent.fork_channel import ForkChannel
+from nbdist.agent.forks.fork_channel import ForkChannel
 from nbdist.agent.pipes import PipeReader
+from nbdist.base import network
+from nbdist.wire.base.keys import Keys
 from nbdist.wire.frames import encode
-from nbdist.wire.healing import Respawn
-from nbdist.wire.keys import Keys
-from nbdist.wire.output import STDERR, STDOUT
-from nbdist.wire.rank_processes import RankSetup, Spawn, StoreAddress, renumbered
-from nbdist.wire.setup import AgentSetup
+from nbdist.wire.messages.healing import Respawn
+from nbdist.wire.messages.output import STDERR, STDOUT
+from nbdist.wire.messages.rank_processes import RankSetup, Spawn, StoreAddress, renumbered
+from nbdist.wire.processes.setup import AgentSetup
 
 STORE = -1  # the store among the ranks, inside of the agent
 _FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500

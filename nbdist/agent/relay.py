@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from nbdist.wire.keys import Keys
+from nbdist.wire.base.keys import Keys
 from nbdist.wire.lanes import (
     LARGEST_FRAME,
     PACKED,

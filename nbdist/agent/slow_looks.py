@@ -8,9 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from nbdist.metrics.node import device, host
-from nbdist.wire.knowing import ProcessMemory
-from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import Answer, AnyAnswer, Ask
+from nbdist.wire.questions.knowing import ProcessMemory
+from nbdist.wire.questions.question import NoAnswer
+from nbdist.wire.questions.questions import Answer, AnyAnswer, Ask
 
 _AT_ONCE = 8
 

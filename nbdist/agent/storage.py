@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nbdist.freight import GivenSegments, Incoming, Outgoing
-from nbdist.segments import Unreachable
-from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
-from nbdist.wire.message import Message
+from nbdist.wire.base.message import Message
+from nbdist.wire.freight import GivenSegments, Incoming, Outgoing
+from nbdist.wire.messages.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.segments import Unreachable
 
 
 class NodeStorage:

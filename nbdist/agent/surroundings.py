@@ -12,9 +12,9 @@ import sys
 import msgspec
 
 from nbdist.devices import nccl_variables, visible_gpus
-from nbdist.wire.healing import Respawn
-from nbdist.wire.life import StartOptions
-from nbdist.wire.nodes import TOKEN_VARIABLE
+from nbdist.wire.messages.healing import Respawn
+from nbdist.wire.messages.life import StartOptions
+from nbdist.wire.processes.nodes import TOKEN_VARIABLE
 
 # What the notebook's machine, its login or its job manager has set, and means nothing elsewhere.
 _OF_A_MACHINE = (

@@ -5,8 +5,6 @@ launchers  what torchrun, srun, mpirun have set where they start that
 folding    one process for each node, where they start several
 doctor     whether it could, and what would fail: `nbdist doctor`
 starter    the process that has other machines run that, by an engine
-engines    what an engine is, and how it is found: ssh, slurm, others
-sync       small source trees that go there first
-remote     the program (ssh, srun) that runs `nbdist join` elsewhere
+engines/   what an engine is, and how it is found: ssh, slurm, others; what they run and what goes there first
 cluster_profiles   options by name
 """

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nbdist.base.text import did_you_mean
 from nbdist.errors import UsageError
-from nbdist.text import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib

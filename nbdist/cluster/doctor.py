@@ -16,10 +16,10 @@ from typing import Literal
 
 import psutil
 
-from nbdist import network
+from nbdist.base import network
+from nbdist.base.text import counted, size
 from nbdist.devices import unusable_gpus, visible_gpus
-from nbdist.text import counted, size
-from nbdist.wire.nodes import Versions
+from nbdist.wire.processes.nodes import Versions
 
 Level = Literal["ok", "note", "problem"]
 

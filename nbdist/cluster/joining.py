@@ -21,17 +21,17 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nbdist import network
+from nbdist.base import network
+from nbdist.base.processes import describe_exit, python_command
 from nbdist.cluster.launchers import without_place
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
-from nbdist.processes import describe_exit, python_command
+from nbdist.wire.base.keys import Keys
+from nbdist.wire.base.message import VERSION
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import AGENT_END, GUEST, connect, node_lane
-from nbdist.wire.message import VERSION
-from nbdist.wire.nodes import SILENT, TOKEN_VARIABLE, Join, NodeLeft, Refused, Token, Versions, Welcome
-from nbdist.wire.setup import AgentSetup, encode_line
+from nbdist.wire.processes.nodes import SILENT, TOKEN_VARIABLE, Join, NodeLeft, Refused, Token, Versions, Welcome
+from nbdist.wire.processes.setup import AgentSetup, encode_line
 
 _CONNECT_LIMIT = 5.0  # seconds for one attempt
 _ANSWER_LIMIT = 20.0  # seconds for the controller to answer; it may be busy

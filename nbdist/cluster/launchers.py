@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nbdist.base.text import counted
 from nbdist.errors import UsageError
-from nbdist.text import counted
 
 
 @dataclass(frozen=True)

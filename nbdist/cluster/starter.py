@@ -14,10 +14,10 @@ import threading
 
 import msgspec
 
-from nbdist.cluster.engines import load
+from nbdist.base.processes import adopt_orphans, end_descendants
+from nbdist.cluster.engines.engine import load
 from nbdist.errors import UsageError
-from nbdist.processes import adopt_orphans, end_descendants
-from nbdist.wire.starter_lines import Report, StarterFailed, StarterSetup, encode_report
+from nbdist.wire.processes.starter_lines import Report, StarterFailed, StarterSetup, encode_report
 
 
 def main() -> None:

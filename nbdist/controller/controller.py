@@ -19,26 +19,22 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from nbdist.controller.client_side import ClientSide
-from nbdist.controller.clocks import answer_on_our_clock, reply_on_our_clock
-from nbdist.controller.logwriter import LogWriter
-from nbdist.controller.members import Members
-from nbdist.controller.node_table import KnownNode, NodeTable
-from nbdist.controller.outputlog import LastOutput, OutputLog, Part
-from nbdist.controller.portraits import status_of
-from nbdist.controller.rank_order import Rank
-from nbdist.controller.succession import Succession
-from nbdist.controller.switchboard import Switchboard
-from nbdist.controller.takeover import attached, hindrance, started_with
-from nbdist.controller.visitors import Visitors
-from nbdist.processes import describe_exit, end_descendants
+from nbdist.base.processes import describe_exit, end_descendants
+from nbdist.controller.base.clocks import answer_on_our_clock, reply_on_our_clock
+from nbdist.controller.base.logwriter import LogWriter
+from nbdist.controller.base.outputlog import LastOutput, OutputLog, Part
+from nbdist.controller.base.rank_order import Rank
+from nbdist.controller.base.switchboard import Switchboard
+from nbdist.controller.clients.client_side import ClientSide
+from nbdist.controller.clients.portraits import status_of
+from nbdist.controller.clients.takeover import attached, hindrance, started_with
+from nbdist.controller.clients.visitors import Visitors
+from nbdist.controller.nodes.node_table import KnownNode, NodeTable
+from nbdist.controller.ranks.members import Members
+from nbdist.controller.ranks.succession import Succession
+from nbdist.wire.base.message import VERSION, Hello, Message
 from nbdist.wire.bundle import unbundled
-from nbdist.wire.cells import Execute, InOrder, Interrupt, Reply, Returned
-from nbdist.wire.debug_bytes import TellDebugger
 from nbdist.wire.frames import sequence_of
-from nbdist.wire.handover import Attach, AttachRefused, Choices, Ending, Leave
-from nbdist.wire.healing import GiveUpHeal, Grow, Heal, Rejoin, Shrink
-from nbdist.wire.knowing import Release
 from nbdist.wire.lanes import (
     AGENT_CONTROL,
     AGENT_FREIGHT,
@@ -55,15 +51,19 @@ from nbdist.wire.lanes import (
     parse_lane,
     whole,
 )
-from nbdist.wire.life import Broken, Shutdown, Start, Stop
-from nbdist.wire.message import VERSION, Hello, Message
-from nbdist.wire.nodes import Join, NodeLeft, Pong
-from nbdist.wire.output import Credit, Display, LogPart, Notice, Prompt, ReadLog, WidgetMessage
-from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, WatchNodes, ask
-from nbdist.wire.rank_processes import Gone, Ready
-from nbdist.wire.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
-from nbdist.wire.stopping import Enter
+from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Reply, Returned
+from nbdist.wire.messages.handover import Attach, AttachRefused, Choices, Ending, Leave
+from nbdist.wire.messages.healing import GiveUpHeal, Grow, Heal, Rejoin, Shrink
+from nbdist.wire.messages.life import Broken, Shutdown, Start, Stop
+from nbdist.wire.messages.output import Credit, Display, LogPart, Notice, Prompt, ReadLog, WidgetMessage
+from nbdist.wire.messages.rank_processes import Gone, Ready
+from nbdist.wire.processes.nodes import Join, NodeLeft, Pong
+from nbdist.wire.processes.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
+from nbdist.wire.questions.debug_bytes import TellDebugger
+from nbdist.wire.questions.knowing import Release
+from nbdist.wire.questions.question import NoAnswer
+from nbdist.wire.questions.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, WatchNodes, ask
+from nbdist.wire.questions.stopping import Enter
 
 _LONGEST_POLL = 1 << 30  # milliseconds; zmq takes no more than an int
 _HELLO_GRACE = 0.2  # seconds that a notebook which is just connecting has to do so, if there is bad news

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from nbdist.processes import adopt_orphans, allow_many_files, python_command
+from nbdist.base.processes import adopt_orphans, allow_many_files, python_command
 
 
 def main() -> None:

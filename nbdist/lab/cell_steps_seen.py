@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from nbdist.client.session.observers import Observer
+from nbdist.client.ranks.observers import Observer
 from nbdist.metrics.node.sample import Sample
 
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from nbdist import shells
 from nbdist.client.output.page import OwnBars
-from nbdist.client.session.observers import Observer
-from nbdist.client.session.task import Task
+from nbdist.client.ranks.observers import Observer
+from nbdist.client.ranks.task import Task
 from nbdist.errors import RankFailure, UsageError
 
 _CELLS = 1000  # that are kept

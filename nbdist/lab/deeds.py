@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from nbdist.client.session import observers, report, stack_report
+from nbdist.client.ranks import observers
+from nbdist.client.ranks.rank_set import RankSet
+from nbdist.client.ranks.task import Task
+from nbdist.client.reports import report, stack_report
+from nbdist.client.reports.logs import CellLog
+from nbdist.client.requests.status import look_at_stacks
 from nbdist.client.session.current import current_session, get_session
-from nbdist.client.session.logs import CellLog
-from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import rank_set_of
-from nbdist.client.session.status import look_at_stacks
-from nbdist.client.session.task import Task
 from nbdist.devices import visible_gpus
 from nbdist.errors import NbdistError, UsageError
 from nbdist.lab.cell_steps_seen import CellStepsSeen

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbdist import shells
-from nbdist.client.session import interruption
+from nbdist.client.base import interruption
 
 Message = dict[str, Any]  # as Jupyter's protocol has it
 Handler = Callable[[Any, Any, Message], Any]

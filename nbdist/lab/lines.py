@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nbdist import control_comms, shells
+from nbdist import shells
 from nbdist._version import __version__
-from nbdist.client.session import observers
+from nbdist.base.ranks import format_ranks
+from nbdist.client.ranks import observers
 from nbdist.lab.cells_seen import CellSeen, CellsSeen
-from nbdist.ranks import format_ranks
+from nbdist.panel import control_comms
 
 if TYPE_CHECKING:
     from nbdist.lab.deeds import Deeds, NotebookVerbs

@@ -204,7 +204,7 @@ class VariableRow(msgspec.Struct, frozen=True):
 
 
 class FigureRow(msgspec.Struct, frozen=True):
-    """The figures of a tensor on a rank, as in `nbdist.wire.held_variables.Figures`."""
+    """The figures of a tensor on a rank, as in `nbdist.wire.questions.held_variables.Figures`."""
 
     rank: int
     low: float | None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from nbdist.client.session.compared_variables import (
+from nbdist.client.ranks.rank_set import RankSet
+from nbdist.client.requests.compared_variables import (
     Variable,
     difference,
     has_figures,
     look_at_statistics,
     look_at_variables,
 )
+from nbdist.client.requests.variable_entries import look_inside
 from nbdist.client.session.current import get_session
-from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import rank_set_of
-from nbdist.client.session.variable_entries import look_inside
 from nbdist.errors import UsageError
 from nbdist.lab.page_messages import FigureRow, VariableRow
 from nbdist.panel.figures import finite

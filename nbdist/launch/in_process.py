@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nbdist.client.session.session_plan import for_launch
+from nbdist.client.start.session_plan import for_launch
 from nbdist.launch.request import Request
 from nbdist.train import active_training
 from nbdist.worker.cell import launched

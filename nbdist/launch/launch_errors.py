@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+from nbdist.base.processes import describe_exit
 from nbdist.errors import LaunchError, RankError, RankFailure
-from nbdist.processes import describe_exit
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -12,19 +12,20 @@ from typing import Any
 
 import msgspec
 
-from nbdist import limits, transfer
-from nbdist.client.session import calls, interruption
-from nbdist.client.session.cell_options import CellOptions
-from nbdist.client.session.rank_set import RankSet
-from nbdist.client.session.session_plan import for_launch
-from nbdist.client.session.start_options import Arguments
-from nbdist.client.session.starting import PortTaken, StartLine
-from nbdist.client.session.task import Task
+from nbdist import transfer
+from nbdist.base import limits
+from nbdist.base.text import counted
+from nbdist.client.base import calls, interruption
+from nbdist.client.base.cell_options import CellOptions
+from nbdist.client.ranks.rank_set import RankSet
+from nbdist.client.ranks.task import Task
+from nbdist.client.start.session_plan import for_launch
+from nbdist.client.start.start_options import Arguments
+from nbdist.client.start.starting import PortTaken, StartLine
 from nbdist.errors import RankError, RankTimeout, UsageError
 from nbdist.launch.launch_errors import launch_error
 from nbdist.launch.request import DEFAULT_PORT, Request
-from nbdist.text import counted
-from nbdist.wire.life import Place, RankInfo, StartOptions
+from nbdist.wire.messages.life import Place, RankInfo, StartOptions
 
 
 def launch(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.checks import check_choice, check_seconds, check_whole, is_whole
+from nbdist.base.checks import check_choice, check_seconds, check_whole, is_whole
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
-from nbdist.wire.nodes import NodesWanted
+from nbdist.wire.processes.nodes import NodesWanted
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 START_METHODS = ("warm", "fork", "spawn")

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from nbdist import shells
+from nbdist.base.text import duration, size
 from nbdist.errors import UsageError
 from nbdist.metrics.allocation import tensors
 from nbdist.metrics.memory import MemoryMeter, MemoryUsage, Usage
 from nbdist.metrics.node.host import trim_malloc
-from nbdist.text import duration, size
 
 
 class Balance(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nbdist import trees
+from nbdist.base import trees
 from nbdist.errors import UsageError
 from nbdist.metrics.compute.counting import Counting, FlopCount
 from nbdist.metrics.compute.formulas import register_flops

@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
+from nbdist.base.text import duration, size
 from nbdist.metrics.allocation import watermarks
 from nbdist.metrics.allocation.watermarks import Scope, SharedStats
 from nbdist.metrics.node import device
-from nbdist.text import duration, size
 
 _ALLOCATED = ("allocated_bytes", "all")
 _RESERVED = ("reserved_bytes", "all")

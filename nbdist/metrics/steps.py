@@ -20,14 +20,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from nbdist.metrics.compute import data_parallel, evaluation, graphs, loading, passes, step_events, torch_parts
-from nbdist.metrics.compute.clock import Clock, DeviceClock, HostClock
-from nbdist.metrics.compute.counted_steps import CountedSteps
-from nbdist.metrics.compute.listening import compiler
+from nbdist.metrics.compute import graphs, torch_parts
 from nbdist.metrics.compute.live import LiveCounts, Shape
-from nbdist.metrics.compute.passes import PassReader
 from nbdist.metrics.compute.products import Multiplication
-from nbdist.metrics.compute.step_totals import (
+from nbdist.metrics.counted_steps import CountedSteps
+from nbdist.metrics.events import data_parallel, evaluation, loading, passes, step_events
+from nbdist.metrics.events.clock import Clock, DeviceClock, HostClock
+from nbdist.metrics.events.listening import compiler
+from nbdist.metrics.events.passes import PassReader
+from nbdist.metrics.events.waits import CollectiveWaits
+from nbdist.metrics.node.active_meter import current, measures, set_meter
+from nbdist.metrics.node.energy import Spending
+from nbdist.metrics.node.sample import StepSample
+from nbdist.metrics.step_totals import (
     UNKNOWN,
     StepPart,
     TimedStep,
@@ -37,10 +42,6 @@ from nbdist.metrics.compute.step_totals import (
     seconds_of,
     training_of,
 )
-from nbdist.metrics.compute.waits import CollectiveWaits
-from nbdist.metrics.node.active_meter import current, measures, set_meter
-from nbdist.metrics.node.energy import Spending
-from nbdist.metrics.node.sample import StepSample
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from nbdist.base.text import duration, flop_rate, part_of, percent, size
 from nbdist.panel.figures import Stat, marked, min_mean_max
 from nbdist.panel.model import Row, View, urgency
-from nbdist.text import duration, flop_rate, part_of, percent, size
 
 _BAR = 22  # characters
 _LINES = 32  # of nodes and of ranks in a summary of many

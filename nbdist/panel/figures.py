@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from nbdist.base.text import duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
 from nbdist.metrics.node.sample import EVALUATING, STALLING, RankSample, StepSample
-from nbdist.text import duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
 
 UNEVEN = 1.05  # times the mean memory
 WORKING = ("busy", "stuck")  # states of a rank that runs something

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from nbdist.base.text import counted, percent, size, span
 from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, held_at_look, non_torch
 from nbdist.panel.figures import WORKING, Stat, Together, Trend, clip, finite, ratio, seconds_of, stats_of, trend_of
-from nbdist.text import counted, percent, size, span
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows
 AT_POWER_LIMIT = "power limit"  # a reason for lower clocks that is no fault

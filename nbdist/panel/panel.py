@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import anywidget
 import traitlets
 
-from nbdist import control_comms, shells
+from nbdist import shells
 from nbdist.client.costs.history import history
 from nbdist.client.session.session import Session
-from nbdist.panel import fallback
+from nbdist.panel import control_comms, fallback
 from nbdist.panel.model import view_of
 from nbdist.panel.panel_feed import Feed, SampleSource
 from nbdist.panel.plot import Point, plot

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from nbdist.base.text import size
 from nbdist.client.costs.cell_steps import measure_peaks, without_peak
 from nbdist.client.costs.monitor import Monitor
 from nbdist.client.session.current import current_session
@@ -24,7 +25,6 @@ from nbdist.metrics.node.sample import Sample
 from nbdist.panel.left_alone import LeftAlone
 from nbdist.panel.model import View, view_of
 from nbdist.panel.updates import METRICS, Updates
-from nbdist.text import size
 
 _PEAK_SECONDS = 1.0  # that a measurement of the peak takes, about
 _FIRST_LOOK = 1.0  # seconds that somebody who asks for values waits for something to show

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from nbdist.base.text import flop_unit
 from nbdist.errors import UsageError
 from nbdist.panel.model import View
-from nbdist.text import flop_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.checks import is_number, is_whole, unknown_choice
+from nbdist.base.checks import is_number, is_whole, unknown_choice
 from nbdist.errors import UsageError
 
 _LIMIT = 2**31

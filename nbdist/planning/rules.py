@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nbdist.base.text import did_you_mean
 from nbdist.errors import UsageError
 from nbdist.planning.kinds import STRATEGIES
 from nbdist.planning.settings import CUDA_GRAPHS, SETTINGS, SHARDED, Settings, default_of
-from nbdist.text import did_you_mean
 
 # --- values
 

@@ -12,7 +12,7 @@ from nbdist._version import __version__
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.nvml import read_once
 from nbdist.metrics.node.sample import GpuSample
-from nbdist.wire.visitor_messages import RunningCell
+from nbdist.wire.messages.visitor_messages import RunningCell
 
 PROTOCOL = 1
 

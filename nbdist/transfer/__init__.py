@@ -21,6 +21,6 @@ graphs stay behind, as with `torch.save`; CUDA tensors arrive on the CPU.
 from nbdist.transfer.explain import find_on_gpu
 from nbdist.transfer.parcels import Packed
 from nbdist.transfer.pickling import INLINE_LIMIT, Unsent, check, pack, unpack
-from nbdist.wire.parcel import Parcel, Segment, Span
+from nbdist.wire.base.parcel import Parcel, Segment, Span
 
 __all__ = ["INLINE_LIMIT", "Packed", "Parcel", "Segment", "Span", "Unsent", "check", "find_on_gpu", "pack", "unpack"]

@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from nbdist import segments
 from nbdist.errors import TransferError
 from nbdist.metrics.node import host
-from nbdist.wire.parcel import Parcel, Segment, Span
+from nbdist.wire import segments
+from nbdist.wire.base.parcel import Parcel, Segment, Span
 
 OWN_LIMIT = 64 << 10  # bytes; a buffer below it is copied on arrival, so that it keeps no segment alive
 _DENSE_LIMIT = 1 << 20  # bytes; spans below it are never made dense

@@ -10,7 +10,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.code_pickler import CodePickler
+from nbdist.base.code_pickler import CodePickler
 from nbdist.errors import TransferError
 from nbdist.transfer.explain import OnGpuError, explain, quoted, short
 from nbdist.transfer.parcels import (
@@ -23,7 +23,7 @@ from nbdist.transfer.parcels import (
     reader,
     torch_if_imported,
 )
-from nbdist.wire.parcel import Parcel, Span
+from nbdist.wire.base.parcel import Parcel, Span
 
 INLINE_LIMIT = 1 << 20  # bytes; payloads below it lie inside the parcel
 

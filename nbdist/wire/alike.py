@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from nbdist.wire.cells import Reply
-from nbdist.wire.message import Message
-from nbdist.wire.output import Output
+from nbdist.wire.base.message import Message
+from nbdist.wire.messages.cells import Reply
+from nbdist.wire.messages.output import Output
 
 
 class Alike(Message, frozen=True):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 from nbdist.wire.alike import Alike
-from nbdist.wire.cells import Reply
+from nbdist.wire.base.message import Message
 from nbdist.wire.frames import AnyMessage, decode, encode
-from nbdist.wire.message import Message
-from nbdist.wire.output import Output
+from nbdist.wire.messages.cells import Reply
+from nbdist.wire.messages.output import Output
 
 
 class Bundle:

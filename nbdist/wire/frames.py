@@ -10,10 +10,22 @@ from typing import Any
 import msgspec
 
 from nbdist.wire.alike import Alike
-from nbdist.wire.cells import Execute, InOrder, Interrupt, Interrupted, Recover, Recovered, Remark, Reply, Returned
-from nbdist.wire.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
-from nbdist.wire.handover import Attach, Attached, AttachRefused, Choices, Displaced, Ending, Goodbye, Leave
-from nbdist.wire.healing import (
+from nbdist.wire.base.message import Hello
+from nbdist.wire.base.system_text import as_bytes, escaped, mapped
+from nbdist.wire.messages.cells import (
+    Execute,
+    InOrder,
+    Interrupt,
+    Interrupted,
+    Recover,
+    Recovered,
+    Remark,
+    Reply,
+    Returned,
+)
+from nbdist.wire.messages.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.messages.handover import Attach, Attached, AttachRefused, Choices, Displaced, Ending, Goodbye, Leave
+from nbdist.wire.messages.healing import (
     Adopt,
     EndRanks,
     GiveUpHeal,
@@ -28,12 +40,20 @@ from nbdist.wire.healing import (
     Respawn,
     Shrink,
 )
-from nbdist.wire.life import Broken, Died, Progress, Shutdown, Start, Started, StartFailed, StartOptions, Stop, Stopped
-from nbdist.wire.message import Hello
-from nbdist.wire.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
-from nbdist.wire.output import Credit, Display, LogPart, Notice, Output, Prompt, ReadLog, WidgetMessage
-from nbdist.wire.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
-from nbdist.wire.rank_processes import (
+from nbdist.wire.messages.life import (
+    Broken,
+    Died,
+    Progress,
+    Shutdown,
+    Start,
+    Started,
+    StartFailed,
+    StartOptions,
+    Stop,
+    Stopped,
+)
+from nbdist.wire.messages.output import Credit, Display, LogPart, Notice, Output, Prompt, ReadLog, WidgetMessage
+from nbdist.wire.messages.rank_processes import (
     Exited,
     Gone,
     Kill,
@@ -45,8 +65,9 @@ from nbdist.wire.rank_processes import (
     Spawning,
     StoreOpened,
 )
-from nbdist.wire.system_text import as_bytes, escaped, mapped
-from nbdist.wire.visitor_messages import Describe, Description, Follow, Followed, InterruptAll
+from nbdist.wire.messages.visitor_messages import Describe, Description, Follow, Followed, InterruptAll
+from nbdist.wire.processes.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
+from nbdist.wire.questions.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
 
 AnyMessage = (
     Hello

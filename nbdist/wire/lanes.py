@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from nbdist.wire.base.keys import Keys
+from nbdist.wire.base.message import VERSION, Hello
 from nbdist.wire.frames import encode
-from nbdist.wire.keys import Keys
-from nbdist.wire.message import VERSION, Hello
 
 CLIENT_COMMANDS = "client.commands"
 CLIENT_EVENTS = "client.events"

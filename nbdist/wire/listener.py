@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from nbdist.wire.keys import Keys
+from nbdist.wire.base.keys import Keys
 from nbdist.wire.lanes import HANDSHAKE_LIMIT, LARGEST_FRAME
 
 _ENVELOPE = 1 << 10  # bytes that encryption adds to a frame, and more

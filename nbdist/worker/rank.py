@@ -20,26 +20,27 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-from nbdist import limits, shells, transfer
+from nbdist import shells, transfer
+from nbdist.base import limits
+from nbdist.base.processes import SAME_HASHES, adopt_orphans, die_with_parent, python_command
 from nbdist.metrics import measuring
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.profile import profiled
-from nbdist.processes import SAME_HASHES, adopt_orphans, die_with_parent, python_command
 from nbdist.train import active_training
 from nbdist.train.collective import participants
-from nbdist.wire.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
+from nbdist.wire.base.keys import Keys
+from nbdist.wire.base.message import Message
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.healing import Adopt, Resize
-from nbdist.wire.keys import Keys
-from nbdist.wire.knowing import GetFailure, Release
 from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, connect, lane
-from nbdist.wire.life import SERIALS
-from nbdist.wire.message import Message
-from nbdist.wire.output import END, PLAIN_END, WidgetMessage
-from nbdist.wire.question import Done
-from nbdist.wire.rank_processes import Quit, RankSetup, Ready
-from nbdist.wire.stopping import Enter, GetFlight, Rest
+from nbdist.wire.messages.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
+from nbdist.wire.messages.healing import Adopt, Resize
+from nbdist.wire.messages.life import SERIALS
+from nbdist.wire.messages.output import END, PLAIN_END, WidgetMessage
+from nbdist.wire.messages.rank_processes import Quit, RankSetup, Ready
+from nbdist.wire.questions.knowing import GetFailure, Release
+from nbdist.wire.questions.question import Done
+from nbdist.wire.questions.stopping import Enter, GetFlight, Rest
 from nbdist.worker.cell import debug_server, failures, keyboard, launched
 from nbdist.worker.cell.interrupts import cancel_alarm
 from nbdist.worker.cell.shell import RankShell

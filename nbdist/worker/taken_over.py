@@ -10,8 +10,9 @@ import resource
 import sys
 import time
 
-from nbdist.metrics.compute import graphs, waits
-from nbdist.wire.rank_processes import RankSetup
+from nbdist.metrics.compute import graphs
+from nbdist.metrics.events import waits
+from nbdist.wire.messages.rank_processes import RankSetup
 from nbdist.worker.groups import accelerate_state, join
 from nbdist.worker.processes import forks
 

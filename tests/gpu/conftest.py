@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import nbdist
-from nbdist.client.session import rank_set
+from nbdist.client.ranks import rank_set
 from testbed.gpu_sharing import ENVIRONMENT, make_group
 from tests.conftest import gpu_works
 

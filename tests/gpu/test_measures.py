@@ -62,7 +62,7 @@ def test_the_time_of_a_step_is_that_of_the_wall(device: str, every: int, stall: 
 def test_the_peak_of_this_gpu_is_known_and_the_estimate_is_near_it(record_property: Record) -> None:
     import torch
 
-    from nbdist.metrics.compute import peaks
+    from nbdist.metrics.rates import peaks
 
     chip = torch.cuda.get_device_properties(0)
     clock = 1e3 * getattr(chip, "clock_rate", 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.ranks import parse_ranks
+from nbdist.base.ranks import parse_ranks
 from testbed.kernel import Kernel, Outcome, both, lines_by_rank
 
 IMPORTS = "%%distributed\nfrom IPython.display import *\n"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import zmq
 
+from nbdist.wire.base.keys import read_key_file
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.handover import Attach
-from nbdist.wire.keys import read_key_file
 from nbdist.wire.lanes import CLIENT_COMMANDS, CLIENT_EVENTS, connect, node_lane
-from nbdist.wire.life import Shutdown
-from nbdist.wire.output import LogPart, ReadLog
+from nbdist.wire.messages.handover import Attach
+from nbdist.wire.messages.life import Shutdown
+from nbdist.wire.messages.output import LogPart, ReadLog
 from testbed.kernel import Kernel, kernel_with_ranks, wait_until
 from tests.support.leftovers import files_of_sessions
 from tests.support.roles import await_end, family

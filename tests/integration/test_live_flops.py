@@ -49,7 +49,7 @@ def train(model, steps, passes=1):
 def measured(ranks: Kernel) -> Iterator[Kernel]:
     """Two ranks whose steps are measured."""
     ranks.ok("import nbdist")
-    ranks.ok("from nbdist.client.session.observers import Observer, subscribe")
+    ranks.ok("from nbdist.client.ranks.observers import Observer, subscribe")
     ranks.ok("class Laps(Observer):\n    def cell_ended(self, task): self.replies = task.replies")
     ranks.ok("laps = Laps(); unsubscribe = subscribe(laps)")
     ranks.ok("%distributed tflops on")
@@ -299,7 +299,7 @@ def test_the_panel_gets_the_last_steps_while_a_cell_runs(measured: Kernel) -> No
     cell.finish()
     try:
         cell.wait_late("ten")
-        measured.ok("from nbdist.wire.knowing import GetMetrics")
+        measured.ok("from nbdist.wire.questions.knowing import GetMetrics")
         answers = "nbdist.get_session()._rank_set.traffic.ask([0, 1], GetMetrics(), timeout=5.0)"
         found = measured.value(f"[answer.sample.step.flops for answer in {answers}.values()]")
         assert found == [gpt(B, T)] * 2

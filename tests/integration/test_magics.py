@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from nbdist.client.magics.parsers import verb_parsers
+from nbdist.client.magic_lines.parsers import verb_parsers
 from testbed.kernel import Kernel, Outcome, both, lines_by_rank, wait_until
 
 

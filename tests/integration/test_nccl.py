@@ -25,8 +25,8 @@ nccl.install()
 """
 ASK = """
 import nbdist
-from nbdist.wire.knowing import GetMemory, GetMetrics
-from nbdist.wire.stopping import GetStack
+from nbdist.wire.questions.knowing import GetMemory, GetMetrics
+from nbdist.wire.questions.stopping import GetStack
 session = nbdist.get_session()
 def ask(question):
     return session._rank_set.traffic.ask([0, 1], question(), timeout=30)

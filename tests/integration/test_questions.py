@@ -29,8 +29,8 @@ slow, surrogate, leaves, breaks = Slow(), Surrogate(), Leaves(), Breaks()
 """
 ASK = """
 import msgspec, nbdist
-from nbdist.wire.knowing import GetMemory, GetMetrics, Inspect
-from nbdist.wire.stopping import GetStack
+from nbdist.wire.questions.knowing import GetMemory, GetMetrics, Inspect
+from nbdist.wire.questions.stopping import GetStack
 session = nbdist.get_session()
 def ask(question, *, timeout=30):
     answers = session._rank_set.traffic.ask([0, 1], question, timeout=timeout)

@@ -212,7 +212,7 @@ def test_a_rank_whose_python_can_not_answer_says_so_and_the_other_is_seen(node: 
 
 
 def test_a_machine_that_reports_no_more_has_no_figures_that_move(own_node: Node) -> None:
-    own_node.ok("from nbdist import limits", "limits.MACHINE_LATE = 0.5", "watch()", "until(gpus)")
+    own_node.ok("from nbdist.base import limits", "limits.MACHINE_LATE = 0.5", "watch()", "until(gpus)")
     own_node.agent.suspend()
     try:
         own_node.ok("sample = until(lambda sample: sample.nodes[0].silent)")
@@ -250,7 +250,7 @@ def test_a_driver_that_never_answers_delays_neither_output_nor_interrupts(node: 
 # --- when nothing runs
 
 LATE_LOOKS = """
-from nbdist.client.session import observers
+from nbdist.client.ranks import observers
 late = []
 class Late(observers.Observer):
     def node_looked_at(self, traffic, look):

@@ -83,8 +83,8 @@ def test_a_cell_in_the_background_keeps_its_session(empty: Kernel, tmp_path: Pat
 
 FAILING_OBSERVER = """
 import threading
-from nbdist.client.session import observers
-from nbdist.wire.questions import WatchNodes
+from nbdist.client.ranks import observers
+from nbdist.wire.questions.questions import WatchNodes
 session, called = nbdist.Session(1), threading.Event()
 class Failing(observers.Observer):
     def node_looked_at(self, traffic, look):

@@ -54,7 +54,7 @@ def held(tmp_path: Path, go: Path) -> Iterator[Held]:
 def test_a_start_that_makes_no_progress_is_given_up_and_the_next_goes_on_with_its_template(
     held: Held, go: Path, tmp_path: Path
 ) -> None:
-    kernel = held("nbdist.agent.template", IN_VAIN)
+    kernel = held("nbdist.agent.forks.template", IN_VAIN)
     failed = kernel.fails("%distributed start -n 1", "SessionBroken", HANG)
     assert "no progress for 4 s (importing torch" in failed.evalue and "NBDIST_START_PATIENCE" in failed.evalue
     template = find(kernel.pid, "template")
@@ -65,7 +65,7 @@ def test_a_start_that_makes_no_progress_is_given_up_and_the_next_goes_on_with_it
 
 
 def test_a_start_that_is_slow_but_gets_on_is_waited_for_and_says_how_long(held: Held, go: Path) -> None:
-    kernel = held("nbdist.agent.template", STEADILY)
+    kernel = held("nbdist.agent.forks.template", STEADILY)
     start = kernel.start("%distributed start -n 1")
     start.wait_for("importing torch, 10 s")
     go.touch()

@@ -113,7 +113,7 @@ torch.manual_seed(rank)
 net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(100)], nn.BatchNorm1d(8))
 entered = lambda: dist.group.WORLD._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
 before = entered()
-from nbdist.train.structure.materialize import take_from_rank_0
+from nbdist.train.sharding.materialize import take_from_rank_0
 take_from_rank_0(net.modules())
 calls = entered() - before
 sums = nbdist.gather_object([[tensor.double().sum().item() for tensor in net.state_dict().values()]])
@@ -123,7 +123,7 @@ calls < 10, sums[0] == sums[1]"""
 
 def test_large_and_transposed_tensors_come_from_rank_0_too(ranks: Kernel) -> None:
     code = """
-from nbdist.train.structure import materialize
+from nbdist.train.sharding import materialize
 torch.manual_seed(rank)
 net = nn.Linear(1024, 4 * 1024 + 1); net.weight = nn.Parameter(torch.randn(1024, 9 * 1024).t())
 net.register_buffer("flags", torch.rand(7) > 0.5)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from nbdist.ranks import parse_ranks
+from nbdist.base.ranks import parse_ranks
 from testbed.kernel import Kernel, both, wait_until
 from tests.support.spare import spare_with_ranks
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import zmq
 
-from nbdist.wire.nodes import Token
+from nbdist.wire.processes.nodes import Token
 from testbed.kernel import Kernel, Outcome, wait_until
 from tests.conftest import sharing
 from tests.multinode.hosts import Host, two_hosts

@@ -74,8 +74,8 @@ def test_names_on_ranks_far_away_are_completed(kernel: Kernel) -> None:
     with far_node(kernel, delay=FAR):
         kernel.run("%%distributed -r 1\nkept_there = 1")
         kernel.ok(
-            "import nbdist\nfrom nbdist import limits\nfrom nbdist.client.session.session import rank_set_of\n"
-            "from nbdist.wire.knowing import Complete\n"
+            "import nbdist\nfrom nbdist.base import limits\nfrom nbdist.client.session.session import rank_set_of\n"
+            "from nbdist.wire.questions.knowing import Complete\n"
             "traffic = rank_set_of(nbdist.get_session()).traffic\n"
             "found = traffic.ask([1], Complete('kept_', 5), timeout=limits.COMPLETION_ANSWER)"
         )

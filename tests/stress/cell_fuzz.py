@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbdist import NbdistError, RankDied, RankError, RankTimeout, Session, StaleGroupError
-from nbdist.client.session.background import BackgroundCell
+from nbdist.client.ranks.background import BackgroundCell
 from tests.support.odd_cells import DIES, FAILS, ODD_CELLS, OddCell
 
 RANKS = 3

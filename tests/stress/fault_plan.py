@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nbdist.text import table
+from nbdist.base.text import table
 from testbed.kernel import Execution, Kernel, Outcome, wait_until
 from tests.support.leftovers import MARK, files_of_sessions, processes_of_this_run
 from tests.support.roles import alive, await_end, children, family, find

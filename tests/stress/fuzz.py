@@ -18,14 +18,14 @@ import zmq
 
 import nbdist
 from nbdist import Session
-from nbdist.wire.cells import Execute, Interrupt
+from nbdist.wire.base.keys import Keys, read_key_file
 from nbdist.wire.frames import AnyMessage
-from nbdist.wire.handover import Attach, Leave
-from nbdist.wire.keys import Keys, read_key_file
-from nbdist.wire.life import Shutdown, Start, Stop, Stopped
-from nbdist.wire.output import Credit, Output, WidgetMessage
-from nbdist.wire.questions import Ask
-from nbdist.wire.rank_processes import Exited, Gone, Spawn, SpawnFailed, Spawning
+from nbdist.wire.messages.cells import Execute, Interrupt
+from nbdist.wire.messages.handover import Attach, Leave
+from nbdist.wire.messages.life import Shutdown, Start, Stop, Stopped
+from nbdist.wire.messages.output import Credit, Output, WidgetMessage
+from nbdist.wire.messages.rank_processes import Exited, Gone, Spawn, SpawnFailed, Spawning
+from nbdist.wire.questions.questions import Ask
 from nbdist.worker.lanes.display_lane import DisplayLane
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + b"\0" * 47

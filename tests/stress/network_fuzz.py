@@ -20,8 +20,9 @@ import msgspec
 import zmq
 
 from nbdist import Session
+from nbdist.wire.base.keys import Keys
+from nbdist.wire.base.message import VERSION, Hello, Message
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import (
     AGENT_CONTROL,
     AGENT_FREIGHT,
@@ -36,10 +37,8 @@ from nbdist.wire.lanes import (
     node_lane,
     pack,
 )
-from nbdist.wire.life import Shutdown
-from nbdist.wire.message import VERSION, Hello, Message
-from nbdist.wire.nodes import Join, Ping, Pong, Token, Versions, Welcome
-from nbdist.wire.rank_processes import (
+from nbdist.wire.messages.life import Shutdown
+from nbdist.wire.messages.rank_processes import (
     Exited,
     Gone,
     Kill,
@@ -51,6 +50,7 @@ from nbdist.wire.rank_processes import (
     StoreAddress,
     StoreOpened,
 )
+from nbdist.wire.processes.nodes import Join, Ping, Pong, Token, Versions, Welcome
 from tests.stress.fuzz import lie, tell_as_a_stranger
 
 _EPOCH = 1

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nbdist.text import table
+from nbdist.base.text import table
 from testbed.kernel import Execution, Kernel, Outcome, wait_until
 from tests.multinode.cable import Cable
 from tests.multinode.hosts import Host, two_hosts_by_cable

@@ -19,8 +19,8 @@ import time
 from collections import Counter
 
 import nbdist
-from nbdist.client.session.background import BackgroundCell
-from nbdist.client.session.results import CellResult
+from nbdist.client.base.results import CellResult
+from nbdist.client.ranks.background import BackgroundCell
 
 _LIMIT = 30.0  # seconds after which a cell counts as hanging
 _GRACE = 0.3

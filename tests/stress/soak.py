@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from nbdist.text import size, table
+from nbdist.base.text import size, table
 from testbed.kernel import Kernel, kernel_with_ranks
 from tests.stress.fault_plan import marked_run
 from tests.support.roles import find

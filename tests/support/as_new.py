@@ -19,7 +19,9 @@ from IPython.core.getipython import get_ipython
 from zmq.utils.garbage import GarbageCollectorThread
 
 from nbdist.client.costs import history
-from nbdist.client.session import death_report, observers, session_plan
+from nbdist.client.ranks import observers
+from nbdist.client.reports import death_report
+from nbdist.client.start import session_plan
 
 _PATIENCE = 5.0  # seconds; the client waits for longer
 

@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from typing import Any
 
+from nbdist.base.ranks import parse_ranks
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import Shown, Text
-from nbdist.ranks import parse_ranks
 
 WINDOW = 0.05
 PREFIX = re.compile(r"\[([0-9,-]+)\] ")

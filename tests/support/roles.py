@@ -14,7 +14,7 @@ from testbed.kernel import Kernel, wait_until
 MODULES = {
     "controller": "nbdist.controller.controller_boot",
     "agent": "nbdist.agent.agent_boot",
-    "template": "nbdist.agent.template",
+    "template": "nbdist.agent.forks.template",
 }
 
 

@@ -25,8 +25,8 @@ from nbdist.metrics.advice.loader_advice import LoaderAdvice, advise_on_loaders
 from nbdist.metrics.advice.named_weights import Weight, weights
 from nbdist.metrics.advice.roles import HEAD, ROWS, WIDTH, Role, placed, with_size
 from nbdist.metrics.advice.shapes import Change, ProductCost, ShapeAdvice, advise_on_shapes
-from nbdist.metrics.compute import loader_source, loading
 from nbdist.metrics.compute.products import Attention, Product
+from nbdist.metrics.events import loader_source, loading
 from nbdist.metrics.node import active_meter
 
 pytestmark = [pytest.mark.torch_private, pytest.mark.usefixtures("one_thread")]

@@ -13,20 +13,21 @@ from pathlib import Path
 import pytest
 import zmq
 
+from nbdist.wire.base.keys import Keys
+from nbdist.wire.base.message import Hello, Message
 from nbdist.wire.frames import AnyMessage, decode, encode
-from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import AGENT_CONTROL, node_lane, whole
-from nbdist.wire.life import Shutdown, StartOptions
-from nbdist.wire.message import Hello, Message
-from nbdist.wire.rank_processes import Exited, Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning, StoreOpened
-from nbdist.wire.setup import AgentSetup, encode_line
+from nbdist.wire.messages.life import Shutdown, StartOptions
+from nbdist.wire.messages.rank_processes import Exited, Gone, Kill, Spawn, Spawned, SpawnFailed, Spawning, StoreOpened
+from nbdist.wire.processes.setup import AgentSetup, encode_line
 
 LIMIT_MS = 30_000
 _CONTROL = node_lane(AGENT_CONTROL, 0)
 AGENT = """
 import os, sys
-from nbdist.agent import agent, warm_template
-from nbdist.processes import allow_many_files
+from nbdist.agent import agent
+from nbdist.agent.forks import warm_template
+from nbdist.base.processes import allow_many_files
 allow_many_files()
 warm_template.python_command = lambda module, channel: [sys.executable, sys.argv[1], channel, os.getcwd()]
 agent.run(warm_template.WarmTemplate(dict(os.environ)), os.getppid())
@@ -35,7 +36,7 @@ agent.run(warm_template.WarmTemplate(dict(os.environ)), os.getppid())
 TEMPLATE = """
 import itertools, os, socket, sys
 sys.path.insert(0, sys.argv[2])
-from nbdist.wire.template_messages import ChildEnded, EndChildren, Forked, Imported, decode_request, encode
+from nbdist.wire.processes.template_messages import ChildEnded, EndChildren, Forked, Imported, decode_request, encode
 channel = socket.socket(fileno=int(sys.argv[1]))
 def say(report, *descriptors): socket.send_fds(channel, [encode(report)], descriptors)
 say(Imported(""))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from nbdist.base.ranks import RankNames
 from nbdist.client.output.area import Area
 from nbdist.client.output.page import Shown, Text
-from nbdist.ranks import RankNames
-from nbdist.wire.output import Display, ItemKind
+from nbdist.wire.messages.output import Display, ItemKind
 
 
 def shown(*ranks: int, text: str = "", kind: ItemKind = "display", display_id: str = "") -> Shown:

@@ -4,11 +4,11 @@ import argparse
 
 import pytest
 
-from nbdist.client.magics import magic_line
-from nbdist.client.magics.magic_line import HelpShown, MagicParser, suggest_verb
-from nbdist.client.magics.parsers import verb_parsers
+from nbdist.base.text import split_commas
+from nbdist.client.magic_lines import magic_line
+from nbdist.client.magic_lines.magic_line import HelpShown, MagicParser, suggest_verb
+from nbdist.client.magic_lines.parsers import verb_parsers
 from nbdist.errors import UsageError
-from nbdist.text import split_commas
 
 
 @pytest.fixture

@@ -19,83 +19,103 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nbdist"
 
 # A room is a folder of nbdist (`client.costs`) or a module at its top (`text`). What all rooms may import:
-SHARED = {"_version", "checks", "errors", "limits", "ranks", "text"}
+SHARED = {"_version", "base", "errors"}
 
 # What else each may import. Lower lines import from higher ones only.
 ALLOWED = {
     "_version": "",
-    "limits": "",
-    "text": "",
     "errors": "",
-    "checks": "",
-    "ranks": "",
-    "imports": "",
-    "code_pickler": "",
-    "processes": "",
-    "network": "",
+    "base": "",
     "metrics.node": "",
     "devices": "metrics.node",
     "shells": "metrics.node",
-    "control_comms": "shells",
-    "requirements": "",
-    "cuda_guard": "devices imports metrics.node shells",
-    "trees": "",
+    "cuda_guard": "devices metrics.node shells",
     "planning": "",
     "plan": "planning",
-    "metrics.allocation": "metrics.node trees",
-    "metrics.compute": "metrics.node trees",
-    "metrics": "metrics.allocation metrics.compute metrics.node shells trees",
-    "metrics.advice": "metrics metrics.compute metrics.node shells trees",
-    "wire": "metrics metrics.node",
-    "segments": "wire",
-    "freight": "segments wire",
-    "transfer": "code_pickler metrics.node segments wire",
+    "metrics.allocation": "metrics.node",
+    "metrics.events": "",
+    "metrics.rates": "metrics.node",
+    "metrics.compute": "metrics.events metrics.rates",
+    "metrics": "metrics.allocation metrics.compute metrics.events metrics.node metrics.rates shells",
+    "metrics.advice": "metrics metrics.compute metrics.events metrics.node metrics.rates shells",
+    # messages and values
+    "wire.base": "",
+    "wire.processes": "wire.base",
+    "wire.messages": "metrics metrics.node wire.base wire.processes",
+    "wire.questions": "metrics.node wire.base wire.messages",
+    "wire": "wire.base wire.messages wire.processes wire.questions",
+    "transfer": "metrics.node wire wire.base",
     # training code
     "train": "metrics.node plan planning",
     "train.collective": "train",
-    "train.structure": "plan planning train train.collective",
-    "train.loop": "plan train train.collective train.structure",
-    "train.checkpoint": "train train.collective train.loop train.structure",
-    "train.compare": "train train.checkpoint train.collective train.loop train.structure",
+    "train.structure": "plan planning",
+    "train.sharding": "train train.collective",
+    "train.loop": "plan train train.collective train.sharding train.structure",
+    "train.checkpoint": "train train.collective train.loop train.sharding train.structure",
+    "train.compare": "train train.checkpoint train.collective train.loop train.sharding",
     "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
-    "train.prepare": "plan planning train train.checkpoint train.collective train.data train.loop train.structure",
-    "train.estimate": "code_pickler metrics.compute metrics.node plan planning shells train train.loop train.prepare "
-    "trees",
+    "train.prepare": "plan planning train train.checkpoint train.collective train.data train.loop train.sharding "
+    "train.structure",
+    "train.estimate": "metrics.compute metrics.node plan planning shells train train.loop train.prepare",
     # a rank, its node's agent, and the controller
-    "worker.lanes": "wire",
+    "worker.lanes": "wire wire.messages",
     "worker.processes": "",
-    "worker.cell": "cuda_guard metrics.allocation metrics.node shells transfer wire worker.lanes",
-    "worker.control": "metrics.node wire worker.cell worker.lanes",
-    "worker.groups": "imports train.collective wire worker.cell",
-    "worker.recovery": "metrics.compute train train.structure wire worker.cell worker.control worker.groups",
-    "worker": "metrics metrics.compute metrics.node processes shells train train.collective transfer wire "
-    "worker.cell worker.control worker.groups worker.lanes worker.processes worker.recovery",
+    "worker.cell": "cuda_guard metrics.allocation metrics.node shells transfer wire.messages wire.questions "
+    "worker.lanes",
+    "worker.control": "metrics.node wire wire.messages wire.questions worker.cell worker.lanes",
+    "worker.groups": "train.collective wire.base wire.messages wire.questions worker.cell",
+    "worker.recovery": "metrics.events train train.sharding train.structure wire.base wire.messages wire.questions "
+    "worker.cell worker.control worker.groups",
+    "worker": "metrics metrics.compute metrics.events metrics.node shells train train.collective transfer wire "
+    "wire.base wire.messages wire.questions worker.cell worker.control worker.groups worker.lanes worker.processes "
+    "worker.recovery",
     # a rank is forked from it
-    "agent": "devices freight metrics.node network processes segments wire worker worker.cell",
-    "controller": "freight network processes segments wire",
-    "cluster": "devices network processes wire",
-    "visits": "wire",
+    "agent.forks": "wire.messages wire.processes worker worker.cell",
+    "agent": "agent.forks devices metrics.node wire wire.base wire.messages wire.processes wire.questions",
+    "controller.base": "wire wire.base wire.messages wire.questions",
+    "controller.nodes": "controller.base wire wire.base wire.messages wire.processes",
+    "controller.cells": "controller.base controller.nodes wire wire.base wire.messages wire.questions",
+    "controller.ranks": "controller.base controller.cells controller.nodes wire wire.base wire.messages wire.questions",
+    "controller.clients": "controller.base controller.ranks wire wire.base wire.messages wire.processes wire.questions",
+    "controller": "controller.base controller.clients controller.nodes controller.ranks wire wire.base wire.messages "
+    "wire.processes wire.questions",
+    "cluster.engines": "wire.processes",
+    "cluster": "cluster.engines devices wire wire.base wire.processes",
+    "visits": "wire wire.base wire.messages",
     # the notebook
-    "client.output": "shells wire",
-    "client.session": "client.output cluster devices metrics.allocation metrics.node network plan planning processes "
-    "shells train train.compare transfer visits wire",
-    "client.debugger": "client.session shells wire",
-    "client.costs": "client.session metrics metrics.advice metrics.allocation metrics.compute metrics.node shells wire",
-    "client": "client.costs client.session",
-    "panel": "client.costs client.session control_comms metrics.allocation metrics.node shells visits",
-    "lab": "client.output client.session control_comms devices metrics.node panel shells",
-    "client.magics": "client.costs client.debugger client.output client.session cuda_guard lab metrics.allocation "
-    "metrics.node panel plan planning requirements shells train.estimate wire",
-    "launch": "client.session devices processes train transfer wire worker.cell",
-    "launch.nodes": "client.output client.session launch network processes shells transfer wire",
+    "client.output": "shells wire.messages",
+    "client.base": "shells transfer wire.base wire.messages wire.questions",
+    "client.reports": "client.base client.output wire.messages wire.questions",
+    "client.start": "client.base cluster cluster.engines devices plan planning shells train wire wire.base "
+    "wire.messages wire.processes",
+    "client.ranks": "client.base client.output client.reports client.start metrics.node shells wire.base "
+    "wire.messages wire.processes wire.questions",
+    "client.requests": "client.base client.ranks client.reports metrics.allocation transfer wire.questions",
+    "client.healing": "client.base client.ranks client.reports client.start train.compare wire.base wire.messages",
+    "client.session": "client.base client.healing client.output client.ranks client.reports client.requests "
+    "client.start devices plan shells visits wire.messages",
+    "client.debugger": "client.base client.ranks shells wire.messages wire.questions",
+    "client.costs": "client.ranks client.reports client.session metrics metrics.advice metrics.allocation "
+    "metrics.node metrics.rates shells wire.messages wire.questions",
+    "client": "client.costs client.ranks",
+    "panel": "client.costs client.session metrics.allocation metrics.node shells visits",
+    "lab": "client.base client.output client.ranks client.reports client.requests client.session devices "
+    "metrics.node panel shells",
+    "client.magic_lines": "client.costs client.healing client.reports metrics.allocation plan planning",
+    "client.magics": "client.base client.costs client.debugger client.magic_lines client.output client.ranks "
+    "client.reports client.requests client.session client.start cuda_guard lab metrics.allocation metrics.node panel "
+    "plan planning shells train.estimate wire.questions",
+    "launch": "client.base client.ranks client.start devices train transfer wire.messages wire.processes worker.cell",
+    "launch.nodes": "client.output client.ranks client.reports launch shells transfer wire.messages",
     # it forks in the template's place
-    "launch.fork": "agent client.session cuda_guard launch transfer wire worker worker.processes",
-    "launcher": "client.session cuda_guard launch launch.fork launch.nodes shells transfer",
+    "launch.fork": "agent.forks client.ranks cuda_guard launch transfer wire.messages wire.processes worker "
+    "worker.processes",
+    "launcher": "client.session client.start cuda_guard launch launch.fork launch.nodes shells transfer",
     # in a Jupyter server
-    "server": "metrics.node visits wire",
+    "server": "metrics.node visits wire.messages",
     # the command line
-    "command": "client.magics cluster visits wire",
+    "command": "client.magics cluster visits wire.processes",
     "__main__": "command",
 }
 
@@ -166,6 +186,20 @@ def test_what_is_allowed_has_no_circle() -> None:
 def test_lower_lines_of_the_table_import_from_higher_ones() -> None:
     place = {room: number for number, room in enumerate(ALLOWED)}
     assert [(room, other) for room, other in allowed() if place[other] >= place[room]] == []
+
+
+def test_a_room_has_a_few_files_and_more_than_one() -> None:
+    files: defaultdict[str, int] = defaultdict(int)
+    for path in modules().values():
+        files[str(path.parent.relative_to(PACKAGE))] += 1
+    few = {room: count for room, count in files.items() if not 2 <= count <= 12 and not any_room_in(room)}
+    assert few == {}
+
+
+def any_room_in(folder: str) -> bool:
+    """Whether a folder has rooms and nothing of its own."""
+    inside = list((PACKAGE / folder).iterdir())
+    return [path.name for path in inside if path.suffix == ".py"] == ["__init__.py"]
 
 
 def test_no_two_modules_have_the_same_name() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from nbdist.controller.awaited_ranks import AwaitedRanks
-from nbdist.wire.rank_spans import RankSpans
-from nbdist.wire.stopping import GroupState, Position
+from nbdist.controller.cells.awaited_ranks import AwaitedRanks
+from nbdist.wire.base.rank_spans import RankSpans
+from nbdist.wire.questions.stopping import GroupState, Position
 
 WORLD = RankSpans.of(range(4))
 FIRST_HALF = RankSpans.of([0, 1])

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from nbdist.wire.base.message import Message
 from nbdist.wire.bundle import Bundle, unbundled
-from nbdist.wire.cells import Remark, Reply
-from nbdist.wire.message import Message
-from nbdist.wire.output import PLAIN_END, STDOUT, Output
+from nbdist.wire.messages.cells import Remark, Reply
+from nbdist.wire.messages.output import PLAIN_END, STDOUT, Output
 
 CELL = 7  # a serial number
 RANKS = range(64)

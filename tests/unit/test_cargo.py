@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbdist import segments
 from nbdist.agent.storage import NodeStorage
-from nbdist.controller.cargo import Cargo
+from nbdist.controller.nodes.cargo import Cargo
+from nbdist.wire import segments
+from nbdist.wire.base.message import Message
+from nbdist.wire.base.parcel import Segment
 from nbdist.wire.frames import decode
-from nbdist.wire.message import Message
-from nbdist.wire.parcel import Segment
 
 SIZE = 9 << 20  # more than may be under way at once
 DATA = os.urandom(1 << 10) * (SIZE >> 10)

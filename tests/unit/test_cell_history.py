@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbdist.controller.cell_history import CellHistory
-from nbdist.wire.cells import Execute, Kind
+from nbdist.controller.cells.cell_history import CellHistory
+from nbdist.wire.messages.cells import Execute, Kind
 
 
 def cell(code: str, ranks: list[int], *, number: int = 1, setup: bool = False, kind: Kind = "cell") -> Execute:

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.client.session import logs, results
-from nbdist.client.session.logs import CellLog
-from nbdist.client.session.results import CellResult, RankResult
+from nbdist.client.base import results
+from nbdist.client.base.results import CellResult, RankResult
+from nbdist.client.reports import logs
+from nbdist.client.reports.logs import CellLog
 from nbdist.errors import UsageError
-from nbdist.wire.output import STDERR, STDOUT, LogPart
+from nbdist.wire.messages.output import STDERR, STDOUT, LogPart
 
 Record = tuple[int, int, bytes]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist import checks
+from nbdist.base import checks
 from nbdist.errors import UsageError
 
 

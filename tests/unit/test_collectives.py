@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbdist.errors import StaleGroupError
-from nbdist.wire.rank_processes import StoreAddress
-from nbdist.wire.rank_spans import RankSpans
-from nbdist.wire.stopping import GroupState
+from nbdist.wire.base.rank_spans import RankSpans
+from nbdist.wire.messages.rank_processes import StoreAddress
+from nbdist.wire.questions.stopping import GroupState
 from nbdist.worker.groups import process_groups as module
 from nbdist.worker.groups.process_groups import Collectives
 from tests.stand_ins.nccl import Group, NcclBackend

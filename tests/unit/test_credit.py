@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbdist.controller.credit import Ledger
-from nbdist.wire.output import STDOUT, Credit, Display, Notice, Output, WidgetMessage
+from nbdist.controller.clients.credit import Ledger
+from nbdist.wire.messages.output import STDOUT, Credit, Display, Notice, Output, WidgetMessage
 
 
 def test_what_was_passed_on_and_not_paid_is_settled_by_rank_and_kind() -> None:

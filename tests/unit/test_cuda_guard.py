@@ -71,10 +71,10 @@ def test_torch_that_is_imported_later_is_watched_once_and_no_hook_remains(packag
 import sys
 from nbdist import cuda_guard
 cuda_guard.arm()
-print(sum(type(finder).__module__ == "nbdist.imports" for finder in sys.meta_path))
+print(sum(type(finder).__module__ == "nbdist.base.imports" for finder in sys.meta_path))
 import torch
 cuda_guard.arm()
-print(sum(type(finder).__module__ == "nbdist.imports" for finder in sys.meta_path))
+print(sum(type(finder).__module__ == "nbdist.base.imports" for finder in sys.meta_path))
 print(sum(call is cuda_guard._note for call, _ in torch.cuda._queued_calls))
 print(vars(torch.cuda.__loader__).keys() & {"exec_module"} or "loader as it was", torch.cuda.is_initialized())
 """

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from nbdist.wire.frames import decode
-from nbdist.wire.output import Display, WidgetMessage
+from nbdist.wire.messages.output import Display, WidgetMessage
 from nbdist.worker.lanes.display_lane import DisplayLane
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbdist.client.session.flight import render
-from nbdist.wire.stopping import Collective, Flight
+from nbdist.client.reports.flight import render
+from nbdist.wire.questions.stopping import Collective, Flight
 
 
 def call(sequence: int, name: str = "all_reduce", tensors: str = "float32[4]", *, ended: bool = True) -> Collective:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbdist.wire.life import StartOptions
-from nbdist.wire.rank_processes import RankSetup, StoreAddress
+from nbdist.wire.messages.life import StartOptions
+from nbdist.wire.messages.rank_processes import RankSetup, StoreAddress
 from nbdist.worker.groups import join
 
 

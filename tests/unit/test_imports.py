@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from nbdist.imports import after_import
+from nbdist.base.imports import after_import
 
 
 @pytest.fixture

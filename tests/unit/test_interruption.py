@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.session import interruption
+from nbdist.client.base import interruption
 
 
 def ctrl_c() -> None:

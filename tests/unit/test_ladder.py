@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from nbdist import limits
-from nbdist.controller.ladder import RAISE, Ladder
-from nbdist.limits import Slack
-from nbdist.wire.question import Question
-from nbdist.wire.stopping import StepsMade
+from nbdist.base import limits
+from nbdist.base.limits import Slack
+from nbdist.controller.cells.ladder import RAISE, Ladder
+from nbdist.wire.questions.question import Question
+from nbdist.wire.questions.stopping import StepsMade
 
 TRAINING = StepsMade(count=7, stepping=False, running=True, age=0.1, median=0.05)
 IDLE = StepsMade(count=0, stepping=False, running=True)

@@ -9,7 +9,7 @@ import sys
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from nbdist.client.session.report import build
+from nbdist.client.reports.report import build
 from nbdist.errors import LaunchError, RankError, RankFailure
 from nbdist.launch.launch_errors import launch_error
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist import limits
+from nbdist.base import limits
 from nbdist.client.costs.monitor import SLOWEST
-from nbdist.controller.watch import Pauses
+from nbdist.controller.cells.watch import Pauses
 from tests.stand_ins.nccl import LOOK
 
 

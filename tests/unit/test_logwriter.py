@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.controller.logwriter import LogWriter
-from nbdist.controller.outputlog import OutputLog, Part
+from nbdist.controller.base.logwriter import LogWriter
+from nbdist.controller.base.outputlog import OutputLog, Part
 
 LIMIT = 10.0  # seconds; nothing here takes as long
 CELL = 7, 3  # serial and number

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nbdist import limits
-from nbdist.worker.cell.main_thread import MainThreadLook
+from nbdist.base import limits
+from nbdist.worker.control.main_thread import MainThreadLook
 from testbed.kernel import wait_until
 
 LIMIT = 20.0

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbdist.base.ranks import parse_ranks
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import Stream
-from nbdist.ranks import parse_ranks
 from tests.support.merging import PREFIX, Emitted, Page, bar, by_rank
 
 LINES = st.sampled_from(["a", "b", "c", "", "  x\t", "[0] a", "\x1b[1mé\x1b[0m", "\U0001f680"])

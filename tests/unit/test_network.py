@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist import network
-from nbdist.client.session.node_arguments import WayIn, nodes_wanted
+from nbdist.base import network
+from nbdist.client.start.node_arguments import WayIn, nodes_wanted
 from nbdist.errors import UsageError
 
 

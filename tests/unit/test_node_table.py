@@ -9,16 +9,16 @@ import msgspec
 import pytest
 import zmq
 
-from nbdist import limits
-from nbdist.controller.node_table import KnownNode, NodeTable, NoEntrance
-from nbdist.controller.switchboard import Switchboard
+from nbdist.base import limits
+from nbdist.controller.base.switchboard import Switchboard
+from nbdist.controller.nodes.node_table import KnownNode, NodeTable, NoEntrance
+from nbdist.wire.base.keys import Keys
+from nbdist.wire.base.message import VERSION, Hello, Message
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import AGENT_CONTROL, connect, node_lane
-from nbdist.wire.life import Progress
-from nbdist.wire.message import VERSION, Hello, Message
-from nbdist.wire.nodes import Invited, Join, NodesWanted, Ping, Pong, Refused, Token, Versions, Welcome
-from nbdist.wire.output import Notice
+from nbdist.wire.messages.life import Progress
+from nbdist.wire.messages.output import Notice
+from nbdist.wire.processes.nodes import Invited, Join, NodesWanted, Ping, Pong, Refused, Token, Versions, Welcome
 
 SILENCE, LOST = limits.silence(limits.NODE_TIMEOUT), limits.NODE_TIMEOUT
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.session import observers
+from nbdist.client.ranks import observers
 from nbdist.metrics.node.sample import Sample
 
 LOOK = Sample(at=1.0)

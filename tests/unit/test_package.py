@@ -14,7 +14,7 @@ import pytest
 
 import nbdist
 from nbdist import errors
-from nbdist.client.magics.parsers import verb_parsers
+from nbdist.client.magic_lines.parsers import verb_parsers
 
 PUBLIC: list[str] = vars(nbdist)["__getattr__"]("__all__")
 ROOT = Path(__file__).resolve().parents[2]

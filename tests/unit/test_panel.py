@@ -558,7 +558,7 @@ def test_nobody_looks_while_nobody_watches(source: Source) -> None:
 def test_a_page_may_have_the_peak_measured(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from nbdist.metrics.compute import peaks
+    from nbdist.metrics.rates import peaks
 
     monkeypatch.setattr(peaks, "_measured", {})
     told: list[dict[str, Any]] = []
@@ -572,7 +572,7 @@ def test_a_page_has_the_peak_measured_in_what_its_steps_compute_in(
 ) -> None:
     import torch
 
-    from nbdist.metrics.compute import peaks
+    from nbdist.metrics.rates import peaks
 
     monkeypatch.setattr(peaks, "_measured", {})
     feed = Feed(lambda message: None, lambda: None, source=source)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.metrics.compute.passes import PassReader
+from nbdist.metrics.events.passes import PassReader
 from testbed.closed_forms import Gpt, indices, loss_of
 
 pytestmark = pytest.mark.torch_private

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import matmul_rate, peaks
 from nbdist.metrics.compute.formulas import arithmetic
-from nbdist.metrics.compute.peaks import Peak, estimate, in_tensor_cores, mixed, peak
+from nbdist.metrics.rates import matmul_rate, peaks
+from nbdist.metrics.rates.peaks import Peak, estimate, in_tensor_cores, mixed, peak
 
 BF16 = {  # of names as torch gives them
     "Tesla V100-SXM2-16GB": None,
@@ -136,7 +136,7 @@ def test_a_gpu_that_is_too_full_to_be_measured_is_told_with_what_helps() -> None
 
 PRECISION = """
 import torch
-from nbdist.metrics.compute import matmul_rate, peaks
+from nbdist.metrics.rates import matmul_rate, peaks
 
 {choice}
 before = torch.backends.cuda.matmul.fp32_precision

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nbdist.agent import pipes
 from nbdist.agent.live_region import LiveOutput
 from nbdist.agent.pipes import PipeReader
-from nbdist.wire.output import END, OUTPUT_WINDOW, STDERR, STDOUT, Output
+from nbdist.wire.messages.output import END, OUTPUT_WINDOW, STDERR, STDOUT, Output
 
 TOKEN = b"\x1b]nbdist;0123456789abcdef;"
 

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from nbdist.client.magics.plan_line import allowed_words, flags, named_settings, plan_parser, text_of, words_for
+from nbdist.client.magic_lines.plan_line import allowed_words, flags, named_settings, plan_parser, text_of, words_for
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.planning.kinds import Choice

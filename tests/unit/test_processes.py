@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.processes import describe_exit, python_command
+from nbdist.base.processes import describe_exit, python_command
 from testbed.kernel import wait_until
 from tests.support.roles import alive
 
@@ -20,8 +20,8 @@ HERE = str(Path(__file__).resolve().parents[2])
 
 @contextlib.contextmanager
 def program(code: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs code with `nbdist.processes` at hand, until the end of the block."""
-    prelude = "import os, signal, subprocess, sys, time\nfrom nbdist.processes import *\n"
+    """A process that runs code with `nbdist.base.processes` at hand, until the end of the block."""
+    prelude = "import os, signal, subprocess, sys, time\nfrom nbdist.base.processes import *\n"
     environment = {**os.environ, "PYTHONPATH": HERE}
     command = [sys.executable, "-c", prelude + code]
     with subprocess.Popen(
@@ -126,7 +126,7 @@ def test_a_group_ends_with_its_leader_whose_code_is_kept() -> None:
 def test_our_modules_are_found_whatever_lies_in_the_current_folder(tmp_path: Path) -> None:
     for name in ("random", "json", "nbdist"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
-    command = [*python_command("nbdist.processes"), "x"]
+    command = [*python_command("nbdist.base.processes"), "x"]
     command[2] = command[2].replace(
         "import main; main()", "import describe_exit; import json, random; print(len(sys.argv))"
     )

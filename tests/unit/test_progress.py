@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nbdist import limits
+from nbdist.base import limits
 from nbdist.worker.recovery.position import PositionProbe
 from testbed.kernel import wait_until
 from tests.stand_ins.spinning import spin, spinning_until

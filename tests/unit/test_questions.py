@@ -7,14 +7,14 @@ from typing import Any, get_args
 
 import pytest
 
-from nbdist.controller.inquiries import Inquiries
-from nbdist.wire import knowing, stopping
+from nbdist.controller.base.inquiries import Inquiries
+from nbdist.wire.base.rank_spans import RankSpans
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.knowing import GetMemory, Inspect, Inspection, ProcessMemory
-from nbdist.wire.question import Done, NoAnswer, Question
-from nbdist.wire.questions import Answer, AnyAnswer, AnyQuestion, Ask, ask
-from nbdist.wire.rank_spans import RankSpans
-from nbdist.wire.stopping import Cut, GetState, GroupState, RankState
+from nbdist.wire.questions import knowing, stopping
+from nbdist.wire.questions.knowing import GetMemory, Inspect, Inspection, ProcessMemory
+from nbdist.wire.questions.question import Done, NoAnswer, Question
+from nbdist.wire.questions.questions import Answer, AnyAnswer, AnyQuestion, Ask, ask
+from nbdist.wire.questions.stopping import Cut, GetState, GroupState, RankState
 
 QUESTIONS = [
     kind

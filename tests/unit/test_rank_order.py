@@ -6,11 +6,11 @@ import functools
 
 import pytest
 
-from nbdist.controller.rank_order import Rank
-from nbdist.wire.cells import Reply
-from nbdist.wire.life import Died
-from nbdist.wire.message import Message
-from nbdist.wire.output import END, PLAIN_END, STDERR, STDOUT, Display, Notice, Output
+from nbdist.controller.base.rank_order import Rank
+from nbdist.wire.base.message import Message
+from nbdist.wire.messages.cells import Reply
+from nbdist.wire.messages.life import Died
+from nbdist.wire.messages.output import END, PLAIN_END, STDERR, STDOUT, Display, Notice, Output
 
 CELL = 7  # a serial number
 REPLY = Reply(CELL, 0, "ok", result="1")

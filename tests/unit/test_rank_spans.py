@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbdist.wire.base.rank_spans import RankSpans
 from nbdist.wire.frames import encode
-from nbdist.wire.rank_spans import RankSpans
 
 FEW = 16  # bytes
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.ranks import ONE_NODE, RankNames, describe_ranks, format_ranks, parse_ranks
+from nbdist.base.ranks import ONE_NODE, RankNames, describe_ranks, format_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(

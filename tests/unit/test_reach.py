@@ -15,7 +15,7 @@ import zmq
 from nbdist import visits
 from nbdist._version import __version__
 from nbdist.errors import UsageError
-from nbdist.wire.keys import Home
+from nbdist.wire.base.keys import Home
 
 NAME = "0123abcd"
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from nbdist.controller.recovery import FailedCell, GroupRepairs, Recovery, compare_groups
-from nbdist.wire.cells import InOrder, Recover
-from nbdist.wire.rank_spans import RankSpans
-from nbdist.wire.stopping import GroupState, RankState
+from nbdist.controller.cells.recovery import FailedCell, GroupRepairs, Recovery, compare_groups
+from nbdist.wire.base.rank_spans import RankSpans
+from nbdist.wire.messages.cells import InOrder, Recover
+from nbdist.wire.questions.stopping import GroupState, RankState
 
 
 def state(entered: int = 3, *, cut: bool = False, members: tuple[int, ...] = (0, 1), **other: Any) -> RankState:

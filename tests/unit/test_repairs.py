@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nbdist.controller.inquiries import A, Handler
-from nbdist.controller.recovery import FailedCell
-from nbdist.controller.repairs import Repairs
-from nbdist.limits import Slack
-from nbdist.ranks import RankNames
-from nbdist.wire.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply
-from nbdist.wire.message import Message
-from nbdist.wire.question import Question
-from nbdist.wire.rank_spans import RankSpans
-from nbdist.wire.stopping import Forbid, Forbidden, GetState, GroupState, RankState
+from nbdist.base.limits import Slack
+from nbdist.base.ranks import RankNames
+from nbdist.controller.base.inquiries import A, Handler
+from nbdist.controller.cells.recovery import FailedCell
+from nbdist.controller.cells.repairs import Repairs
+from nbdist.wire.base.message import Message
+from nbdist.wire.base.rank_spans import RankSpans
+from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply
+from nbdist.wire.questions.question import Question
+from nbdist.wire.questions.stopping import Forbid, Forbidden, GetState, GroupState, RankState
 
 NOTHING = Forbidden({})
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbdist.controller.cell_history import CellHistory
-from nbdist.controller.rank_order import Rank
-from nbdist.controller.recovery import Recovery
-from nbdist.controller.replacement import Healing, MembershipChange
-from nbdist.wire.healing import EndRanks, HealFailed, Post, Respawn
-from nbdist.wire.life import Place, RankInfo
-from nbdist.wire.message import Message
+from nbdist.controller.base.rank_order import Rank
+from nbdist.controller.cells.cell_history import CellHistory
+from nbdist.controller.cells.recovery import Recovery
+from nbdist.controller.ranks.replacement import Healing, MembershipChange
+from nbdist.wire.base.message import Message
+from nbdist.wire.messages.healing import EndRanks, HealFailed, Post, Respawn
+from nbdist.wire.messages.life import Place, RankInfo
 
 
 class Places:

@@ -4,10 +4,10 @@ import pickle
 
 import pytest
 
-from nbdist.client.session.report import build, from_death, from_reply
+from nbdist.client.reports.report import build, from_death, from_reply
 from nbdist.errors import RankDied, RankError, RankFailure, RankTimeout
-from nbdist.wire.cells import Failure, Reply
-from nbdist.wire.life import Died
+from nbdist.wire.messages.cells import Failure, Reply
+from nbdist.wire.messages.life import Died
 
 PEER = "[pair.cc:553] Connection closed by peer [127.0.0.1]:3213"
 

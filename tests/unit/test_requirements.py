@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.requirements import complaint
+from nbdist.base.requirements import complaint
 
 ROOT = Path(__file__).resolve().parents[2]
 

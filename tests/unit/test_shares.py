@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from nbdist.controller.node_table import KnownNode, NoEntrance
-from nbdist.controller.shares import shared_out
-from nbdist.wire.life import StartOptions
-from nbdist.wire.nodes import NodesWanted
+from nbdist.controller.nodes.node_table import KnownNode, NoEntrance
+from nbdist.controller.nodes.shares import shared_out
+from nbdist.wire.messages.life import StartOptions
+from nbdist.wire.processes.nodes import NodesWanted
 
 
 def options(count: int, gpus: int = 0) -> StartOptions:

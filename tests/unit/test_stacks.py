@@ -8,12 +8,12 @@ import pytest
 
 from nbdist.agent.native_stacks import NativeStacks
 from nbdist.agent.slow_looks import SlowLooks
-from nbdist.client.session.stack_report import Stack, render, stack_of, with_native_frames
+from nbdist.base.ranks import ONE_NODE, RankNames
+from nbdist.client.reports.stack_report import Stack, render, stack_of, with_native_frames
 from nbdist.errors import UsageError
-from nbdist.ranks import ONE_NODE, RankNames
-from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import Ask
-from nbdist.wire.stopping import GetNativeStack, NativeStack, ThreadStack
+from nbdist.wire.questions.question import NoAnswer
+from nbdist.wire.questions.questions import Ask
+from nbdist.wire.questions.stopping import GetNativeStack, NativeStack, ThreadStack
 
 DUMP = """Process 42: python
 Python v3.11.7 (/usr/bin/python3.11)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.client.magics.distributed import _show_progress
-from nbdist.client.session.starting import StartLine
+from nbdist.client.start.starting import StartLine
 from nbdist.launch import on_ranks
 
 

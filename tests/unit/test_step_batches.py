@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbdist.metrics.compute import loading
+from nbdist.metrics.events import loading
 from nbdist.metrics.steps import StepMeter
 from testbed.closed_forms import Gpt, indices
 from tests.support.step_loops import B, Clock, T, measured, one_ahead

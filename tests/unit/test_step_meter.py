@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 
 from nbdist.metrics import steps
-from nbdist.metrics.compute.clock import DeviceClock
 from nbdist.metrics.compute.counting import FlopCount
+from nbdist.metrics.events.clock import DeviceClock
 from nbdist.metrics.node import active_meter
 from nbdist.metrics.node.sample import StepSample
 from nbdist.metrics.steps import StepMeter
@@ -280,7 +280,7 @@ def test_everything_is_taken_off_again() -> None:
 
 
 def test_what_fails_inside_is_told_and_the_loop_goes_on(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.metrics.compute.passes.PassReader.read", lambda reader, outputs: 1 / 0)
+    monkeypatch.setattr("nbdist.metrics.events.passes.PassReader.read", lambda reader, outputs: 1 / 0)
     model = Gpt()
     train(model, SGD(model.parameters(), 0.01), *[(B, T)] * 4)
     found = meter.sample()
@@ -430,7 +430,7 @@ def test_a_device_that_does_not_end_holds_nobody_up() -> None:
 
 
 def test_the_processor_has_no_peak_until_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nbdist.metrics.compute import peaks
+    from nbdist.metrics.rates import peaks
 
     monkeypatch.setattr(peaks, "_measured", {})
     model = Gpt()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nbdist.client.costs.cell_steps import explain, render
-from nbdist.metrics.compute.step_totals import TimedStep, Totals
 from nbdist.metrics.node.sample import Spent, StepSample
 from nbdist.metrics.node.step_shares import late_rank, parts_of, sentence
+from nbdist.metrics.step_totals import TimedStep, Totals
 
 
 def ranks(*communication: float | None, waiting: float | None = None, seconds: float = 0.1) -> dict[int, StepSample]:

@@ -17,7 +17,7 @@ import pytest
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nbdist.metrics.compute.step_events import of_this_thread
+from nbdist.metrics.events.step_events import of_this_thread
 from nbdist.worker.cell.interrupts import StepStop
 from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL, LIMIT, MANY, Log, Step, ask, parameter

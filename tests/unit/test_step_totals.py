@@ -7,7 +7,7 @@ import torch
 
 from nbdist.metrics.compute.counting import FlopCount
 from nbdist.metrics.compute.live import Known, Shape
-from nbdist.metrics.compute.step_totals import TimedStep, Totals
+from nbdist.metrics.step_totals import TimedStep, Totals
 
 SHORT = Known(FlopCount(100, 100), {}, torch.device("cpu"))
 

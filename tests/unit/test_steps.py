@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
-from nbdist.metrics.compute.step_events import of_this_thread
-from nbdist.wire.stopping import StepsMade
+from nbdist.metrics.events.step_events import of_this_thread
+from nbdist.wire.questions.stopping import StepsMade
 from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL, parameter
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from nbdist.processes import die_with_parent
+from nbdist.base.processes import die_with_parent
 from nbdist.worker.cell.interrupts import StepStop
 from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import MANY

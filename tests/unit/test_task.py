@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from nbdist.client.session.cell_options import CellOptions
-from nbdist.client.session.task import Task
-from nbdist.client.session.widget_proxies import WidgetProxies
+from nbdist.base.ranks import ONE_NODE
+from nbdist.client.base.cell_options import CellOptions
+from nbdist.client.base.widget_proxies import WidgetProxies
+from nbdist.client.ranks.task import Task
 from nbdist.errors import RankDied
-from nbdist.ranks import ONE_NODE
-from nbdist.wire.cells import Failure, Reply
-from nbdist.wire.life import Died
-from nbdist.wire.message import Message
-from nbdist.wire.output import Display, LogPart, WidgetMessage
+from nbdist.wire.base.message import Message
+from nbdist.wire.messages.cells import Failure, Reply
+from nbdist.wire.messages.life import Died
+from nbdist.wire.messages.output import Display, LogPart, WidgetMessage
 
 INTERRUPTED = Failure("KeyboardInterrupt", "", "frames", 2.0, kind="interrupted")
 

@@ -10,8 +10,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 HERE = str(Path(__file__).resolve().parents[2])
 PROGRAM = """
 import os, socket, sys, threading
-from nbdist.agent.forking import Template
-from nbdist.wire.template_messages import Fork, decode_report, encode
+from nbdist.agent.forks.forking import Template
+from nbdist.wire.processes.template_messages import Fork, decode_report, encode
 agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 template = Template(own)
 stop = threading.Event()
@@ -33,7 +33,7 @@ def test_a_template_that_has_become_two_threads_forks_no_rank_and_says_so() -> N
 
 SERVE = """
 import socket, sys
-from nbdist.agent.forking import Template
+from nbdist.agent.forks.forking import Template
 Template(socket.socket(fileno=int(sys.argv[1]))).serve("")
 """
 

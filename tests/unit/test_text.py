@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbdist import text
+from nbdist.base import text
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.client.session.farewell import linger_or_default
-from nbdist.controller.ended_cells import EndedCells
-from nbdist.controller.unseen_cells import UnseenCells
+from nbdist.client.start.farewell import linger_or_default
+from nbdist.controller.clients.ended_cells import EndedCells
+from nbdist.controller.clients.unseen_cells import UnseenCells
 from nbdist.errors import UsageError
-from nbdist.wire.cells import Execute, Kind, Reply
-from nbdist.wire.output import Notice
-from nbdist.wire.parcel import Parcel, Span
+from nbdist.wire.base.parcel import Parcel, Span
+from nbdist.wire.messages.cells import Execute, Kind, Reply
+from nbdist.wire.messages.output import Notice
 
 
 def begin(cells: UnseenCells, serial: int, ranks: list[int], kind: Kind = "cell") -> None:

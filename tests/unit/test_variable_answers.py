@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from nbdist.errors import UsageError
-from nbdist.wire.held_variables import GetElements, GetEntries, GetFigures, GetGap, GetVariables, Held
+from nbdist.wire.questions.held_variables import GetElements, GetEntries, GetFigures, GetGap, GetVariables, Held
 from nbdist.worker.control.variable_answers import VariableAnswers
 
 

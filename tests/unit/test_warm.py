@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.warm_template import WarmTemplate, changed_variables, find_torch, installed_versions
-from nbdist.wire.life import StartOptions
-from nbdist.wire.template_messages import ImportFailed
+from nbdist.agent.forks.warm_template import WarmTemplate, changed_variables, find_torch, installed_versions
+from nbdist.wire.messages.life import StartOptions
+from nbdist.wire.processes.template_messages import ImportFailed
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from nbdist import limits
-from nbdist.controller.watch import Watch
-from nbdist.wire.question import NoAnswer, Question
-from nbdist.wire.rank_spans import RankSpans
-from nbdist.wire.stopping import GetPosition, GetProcess, GroupState, Position, ProcessState
+from nbdist.base import limits
+from nbdist.controller.cells.watch import Watch
+from nbdist.wire.base.rank_spans import RankSpans
+from nbdist.wire.questions.question import NoAnswer, Question
+from nbdist.wire.questions.stopping import GetPosition, GetProcess, GroupState, Position, ProcessState
 
 WORLD = [0, 1, 2, 3]
 

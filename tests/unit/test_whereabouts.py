@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from nbdist.controller.node_table import KnownNode
-from nbdist.controller.whereabouts import Whereabouts
-from nbdist.wire.life import Place, StartOptions
+from nbdist.controller.nodes.node_table import KnownNode
+from nbdist.controller.nodes.whereabouts import Whereabouts
+from nbdist.wire.messages.life import Place, StartOptions
 
 
 def options(count: int, gpus: int = 0, place: Place | None = None) -> StartOptions:

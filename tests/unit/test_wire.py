@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import zmq
 
+from nbdist.wire.base.keys import Keys
+from nbdist.wire.base.message import VERSION, Hello
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.keys import Keys
 from nbdist.wire.lanes import LARGEST_FRAME, Lane, connect, pack, unpack, whole
-from nbdist.wire.message import VERSION, Hello
-from nbdist.wire.output import Credit
-from nbdist.wire.questions import WatchNodes
+from nbdist.wire.messages.output import Credit
+from nbdist.wire.questions.questions import WatchNodes
 
 
 class Pair:

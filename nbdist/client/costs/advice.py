@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from nbdist.base.text import counted, duration, flop_rate, percent, table
 from nbdist.client.session.session import Session
 from nbdist.metrics.node.sample import StepSample
-from nbdist.text import counted, duration, flop_rate, percent, table
 
 if TYPE_CHECKING:
     from nbdist.metrics.advice.loader_advice import LoaderAdvice

@@ -15,17 +15,17 @@ import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import shells
+from nbdist.base.text import size
 from nbdist.client.costs.memory_report import HERE, CellCost
-from nbdist.client.session import observers
+from nbdist.client.ranks import observers
+from nbdist.client.ranks.observers import Observer
+from nbdist.client.ranks.task import Task
 from nbdist.client.session import session as sessions
 from nbdist.client.session.current import living_session
-from nbdist.client.session.observers import Observer
-from nbdist.client.session.task import Task
 from nbdist.errors import UsageError
 from nbdist.metrics.allocation import oom
 from nbdist.metrics.memory import DeviceUsage, MemoryMeter, MemoryUsage, Usage
 from nbdist.metrics.node.sample import GpuSample, Sample, gpu_among
-from nbdist.text import size
 
 MODES = ("on", "compact", "off")
 MARK = re.compile(r"%%memory[ \t]*(on|compact)?[ \t]*(?:(?<=[ \t])#[^\r\n]*)?(?=[\r\n]|$)")

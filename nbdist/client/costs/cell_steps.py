@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist.base.ranks import describe_ranks
+from nbdist.base.text import duration, energy, flop_rate, flop_unit, flops_in, percent, table
 from nbdist.client.costs.recomputation import Recomputation
-from nbdist.client.session.observers import Observer, subscribe
+from nbdist.client.ranks.observers import Observer, subscribe
+from nbdist.client.ranks.task import Task
 from nbdist.client.session.session import Session, rank_set_of
-from nbdist.client.session.task import Task
 from nbdist.metrics import measuring
 from nbdist.metrics.node import active_meter, step_shares
 from nbdist.metrics.node.sample import EVALUATING, STALLING, StepSample
-from nbdist.ranks import describe_ranks
-from nbdist.text import duration, energy, flop_rate, flop_unit, flops_in, percent, table
 
 NOTHING_TIMED = "no training steps have been timed: `%distributed tflops on`, then run a cell that trains"
 HERE = -1  # the notebook's own process, among ranks
@@ -352,20 +352,20 @@ def measure_peaks(session: Session | None, dtypes: Collection[str], seconds: flo
 
     Args:
         session: Whose ranks; None for this process, on its CPU unless it already uses a GPU.
-        dtypes: As in `nbdist.metrics.compute.matmul_rate.measure`; without any that it measures, its default.
+        dtypes: As in `nbdist.metrics.rates.matmul_rate.measure`; without any that it measures, its default.
         seconds: Approximate duration, of each.
 
     Returns:
         A table.
     """
-    from nbdist.metrics.compute import matmul_rate
+    from nbdist.metrics.rates import matmul_rate
 
     chosen: list[str | None] = [dtype for dtype in dtypes if dtype in matmul_rate.DTYPES]
     return "\n".join(_measured_peaks(session, dtype, seconds) for dtype in chosen or [None])
 
 
 def _measured_peaks(session: Session | None, dtype: str | None, seconds: float) -> str:
-    from nbdist.metrics.compute import matmul_rate
+    from nbdist.metrics.rates import matmul_rate
 
     if session is None:
         import torch

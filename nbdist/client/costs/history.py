@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nbdist import shells
-from nbdist.client.session.observers import Observer
+from nbdist.base.ranks import format_ranks
+from nbdist.client.ranks.observers import Observer
 from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import RankSample, Sample, StepSample, gpu_of, non_torch
-from nbdist.ranks import format_ranks
 
 if TYPE_CHECKING:
     from nbdist.client.costs.monitor import Monitor
-    from nbdist.client.session.task import Task
+    from nbdist.client.ranks.task import Task
 
 _LOOKS = 600  # that are kept: ten minutes of one per second
 _RANKS = 30_000  # in all kept samples together, about 60 MB: for 1,024 ranks that is 29 samples

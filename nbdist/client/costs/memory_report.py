@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from nbdist.base.ranks import describe_ranks
+from nbdist.base.text import duration, size, sizes, table
 from nbdist.metrics.memory import MemoryUsage, Usage
-from nbdist.ranks import describe_ranks
-from nbdist.text import duration, size, sizes, table
 
 HERE = -1  # the notebook's own process among ranks
 _WORTH_SAYING = 8 << 20  # bytes that malloc keeps

@@ -18,22 +18,23 @@ from typing import ClassVar
 
 import msgspec
 
-from nbdist import limits, shells
-from nbdist.client.session import observers
-from nbdist.client.session.observers import Observer
-from nbdist.client.session.report import describe_death
+from nbdist import shells
+from nbdist.base import limits
+from nbdist.client.ranks import observers
+from nbdist.client.ranks.observers import Observer
+from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.traffic import Traffic
+from nbdist.client.reports.report import describe_death
 from nbdist.client.session.session import Session, rank_set_of
-from nbdist.client.session.task import Task
-from nbdist.client.session.traffic import Traffic
 from nbdist.errors import UsageError
 from nbdist.metrics.node import device
 from nbdist.metrics.node.held_lately import HeldLately
 from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, as_of, gpu_of
 from nbdist.metrics.node.sampler import FASTEST, Sampler
-from nbdist.wire.knowing import GetMetrics, Metrics
-from nbdist.wire.life import Died, RankInfo
-from nbdist.wire.question import NoAnswer
-from nbdist.wire.questions import Look, WatchNodes
+from nbdist.wire.messages.life import Died, RankInfo
+from nbdist.wire.questions.knowing import GetMetrics, Metrics
+from nbdist.wire.questions.question import NoAnswer
+from nbdist.wire.questions.questions import Look, WatchNodes
 
 SLOWEST = 60.0  # seconds
 _NODE_LIMIT = 0.5  # seconds that the first sample waits for its node's data

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from nbdist.client.session.task import Task
+from nbdist.base.text import duration, percent, size, table
+from nbdist.client.ranks.task import Task
 from nbdist.errors import UsageError
 from nbdist.metrics.profile import Operation, Summary, merge
-from nbdist.text import duration, percent, size, table
 
 _SHOWN = 8  # operations
 _WAITED_FOR = 0.2  # share of the time that others spend longer in communication

@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nbdist.client.session.task import Task
+from nbdist.base.text import percent, size
+from nbdist.client.ranks.task import Task
 from nbdist.metrics.memory import MemoryUsage
 from nbdist.metrics.node.sample import StepSample
-from nbdist.text import percent, size
 
 _SAME = 0.01  # share by which figures of the same work may differ
 _REMEMBERED = 64  # cells

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from nbdist.base.ranks import format_ranks
 from nbdist.client.debugger.adapter import DapMessage
-from nbdist.ranks import format_ranks
 
 _FRAMES = 2**28  # where its numbers begin: no rank's, and none of debugpy's own
 _ONE = "select the frame of one rank for this"

@@ -21,18 +21,19 @@ from typing import Any
 import msgspec
 
 from nbdist import shells
+from nbdist.client.base import interruption
 from nbdist.client.debugger.adapter import DapMessage
 from nbdist.client.debugger.all_stopped import AllStopped
 from nbdist.client.debugger.attached_rank import AttachedRank, DebuggedProcess, Numbers
 from nbdist.client.debugger.debug_lines import Dial, dial_elsewhere, dial_here
 from nbdist.client.debugger.last_connection import LastConnection
-from nbdist.client.session import interruption, observers
-from nbdist.client.session.rank_set import RankSet
-from nbdist.client.session.task import Task
+from nbdist.client.ranks import observers
+from nbdist.client.ranks.rank_set import RankSet
+from nbdist.client.ranks.task import Task
 from nbdist.errors import NbdistError
-from nbdist.wire.life import RankInfo
-from nbdist.wire.questions import ask
-from nbdist.wire.stopping import Rest
+from nbdist.wire.messages.life import RankInfo
+from nbdist.wire.questions.questions import ask
+from nbdist.wire.questions.stopping import Rest
 
 _ON_RANKS = re.compile(r"\s*%%(distributed|dist|rank)\b")  # how a cell begins that runs on ranks only
 _KERNELS = 20.0  # seconds for the kernel's own debugpy to answer a page that connects, on a busy machine

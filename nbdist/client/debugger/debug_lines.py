@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeAlias
 
-from nbdist.client.session.answer_streams import AnswerStream, AnswerStreams
-from nbdist.wire.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
-from nbdist.wire.question import AnswerBody
+from nbdist.client.base.answer_streams import AnswerStream, AnswerStreams
+from nbdist.wire.questions.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
+from nbdist.wire.questions.question import AnswerBody
 
 _CONNECT = 10.0  # seconds
 

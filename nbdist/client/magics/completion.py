@@ -13,13 +13,13 @@ from IPython.core import page
 from IPython.core.completer import Completion
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist import limits
-from nbdist.client.magics.magic_line import MagicParser
+from nbdist.base import limits
+from nbdist.client.magic_lines.magic_line import MagicParser
+from nbdist.client.ranks.rank_set import RankSet
 from nbdist.client.session.current import get_session
-from nbdist.client.session.rank_set import RankSet
 from nbdist.client.session.session import rank_set_of
 from nbdist.errors import SessionClosed, UsageError
-from nbdist.wire.knowing import Complete, Completions, Inspect, Inspection
+from nbdist.wire.questions.knowing import Complete, Completions, Inspect, Inspection
 
 _KIND = "nbdist"
 _CELL_MAGIC = re.compile(r"\s*%%(distributed|dist|rank)\b([^\n]*)\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import shells
+from nbdist.base.text import size, table
 from nbdist.client.costs import advice
 from nbdist.client.costs.cell_memory import CellMemory
 from nbdist.client.costs.cell_steps import HERE, NOTHING_TIMED, CellSteps, explain, measure_peaks, without_peak
@@ -20,7 +21,6 @@ from nbdist.client.session.current import get_session, living_session
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import SessionBusy, UsageError
 from nbdist.metrics.node import active_meter, host
-from nbdist.text import size, table
 
 if TYPE_CHECKING:
     from nbdist.client.costs.memory_report import CellCost

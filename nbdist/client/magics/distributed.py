@@ -17,35 +17,37 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
-from nbdist import cuda_guard, requirements, shells
+from nbdist import cuda_guard, shells
+from nbdist.base import requirements
+from nbdist.base.ranks import describe_ranks, format_ranks
+from nbdist.base.text import counted, size, span, table
+from nbdist.client.base import interruption
+from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.costs import history
 from nbdist.client.costs.cell_memory import parse_mark
 from nbdist.client.costs.profiles import CellProfile
 from nbdist.client.debugger import breakpoints
-from nbdist.client.magics import looking, parsers
+from nbdist.client.magic_lines import parsers
+from nbdist.client.magic_lines.cluster_flags import cluster_flags
+from nbdist.client.magic_lines.magic_line import HelpShown, suggest_verb, without_comment
+from nbdist.client.magics import looking
 from nbdist.client.magics import plan_verb as plans
-from nbdist.client.magics.cluster_flags import cluster_flags
 from nbdist.client.magics.completion import install_completion
 from nbdist.client.magics.cost_verbs import CostVerbs
 from nbdist.client.magics.follow_verb import FollowVerb
-from nbdist.client.magics.magic_line import HelpShown, suggest_verb, without_comment
 from nbdist.client.magics.plan_form import PlanForm
 from nbdist.client.magics.router import CellRouter
 from nbdist.client.magics.variables_verb import show_variables
-from nbdist.client.session import interruption
+from nbdist.client.ranks.background import BackgroundCell, wait_all
+from nbdist.client.ranks.task import Task
 from nbdist.client.session import session as sessions
 from nbdist.client.session.attaching import settle_previous
-from nbdist.client.session.background import BackgroundCell, wait_all
-from nbdist.client.session.cell_options import CellOptions
 from nbdist.client.session.current import get_session, living_session, session_to_restart
-from nbdist.client.session.idle_controller import prewarm
 from nbdist.client.session.session import Session, rank_set_of
-from nbdist.client.session.starting import StartLine
-from nbdist.client.session.task import Task
+from nbdist.client.start.idle_controller import prewarm
+from nbdist.client.start.starting import StartLine
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.lab import kernel_status, lines
-from nbdist.ranks import describe_ranks, format_ranks
-from nbdist.text import counted, size, span, table
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -281,7 +283,7 @@ class DistributedMagics(Magics):
 
     def _start(self, arguments: argparse.Namespace) -> None:
         if arguments.dry_run:
-            from nbdist.client.session.cluster_arguments import manifest_of  # others need not wait for it
+            from nbdist.client.start.cluster_arguments import manifest_of  # others need not wait for it
 
             count = arguments.num_nodes if arguments.num_nodes > 1 else None
             print(manifest_of(cluster_flags(arguments), count), end="")

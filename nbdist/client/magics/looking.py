@@ -6,14 +6,14 @@ import argparse
 import sys
 from collections.abc import Iterable
 
+from nbdist.base.text import size
 from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
-from nbdist.client.session import stack_report
+from nbdist.client.reports import stack_report
+from nbdist.client.reports.logs import CellLog
+from nbdist.client.requests.status import look_at_stacks
 from nbdist.client.session.current import get_session
-from nbdist.client.session.logs import CellLog
 from nbdist.client.session.session import rank_set_of
-from nbdist.client.session.status import look_at_stacks
 from nbdist.errors import UsageError
-from nbdist.text import size
 
 
 def debug(arguments: argparse.Namespace) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nbdist import shells
+from nbdist.base.text import percent, size, table
 from nbdist.client.costs.memory_report import HERE
-from nbdist.client.magics.plan_line import flags
-from nbdist.client.session import session_plan
+from nbdist.client.magic_lines.plan_line import flags
 from nbdist.client.session.session import Session, rank_set_of
+from nbdist.client.start import session_plan
 from nbdist.metrics.allocation.held_parts import KINDS, HeldParts, held_parts
-from nbdist.text import percent, size, table
 
 if TYPE_CHECKING:
     from nbdist.train.estimate.estimate import Estimate

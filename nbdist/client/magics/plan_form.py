@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from nbdist.client.magics.plan_line import (
+from nbdist.client.magic_lines.plan_line import (
     allowed_words,
     flags,
     named_settings,
@@ -16,9 +16,9 @@ from nbdist.client.magics.plan_line import (
     text_of,
     words_for,
 )
-from nbdist.client.session import session_plan
 from nbdist.client.session.current import get_session, living_session
 from nbdist.client.session.session import Session, rank_set_of
+from nbdist.client.start import session_plan
 from nbdist.errors import RankError, UsageError
 from nbdist.lab.page_messages import PlanDraft, PlanField
 from nbdist.plan import Plan

@@ -6,14 +6,14 @@ import argparse
 import contextlib
 from typing import Any
 
-from nbdist.client.magics.plan_line import flags, named_settings
-from nbdist.client.session import session_plan
+from nbdist.base.text import percent, size, table
+from nbdist.client.magic_lines.plan_line import flags, named_settings
 from nbdist.client.session.current import get_session
 from nbdist.client.session.session import Session, rank_set_of
+from nbdist.client.start import session_plan
 from nbdist.errors import RankError, UsageError
 from nbdist.plan import Plan
 from nbdist.planning.rules import own_settings, with_parts_dropped
-from nbdist.text import percent, size, table
 
 _WORTH_A_WORD = 1 << 30  # GPU bytes held by others; how much ranks hold outside of torch is not known exactly
 _KEPT_BY_MODELS = "Models that were prepared earlier keep the old plan: prepare them again to use this one."

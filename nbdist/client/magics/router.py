@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import shells
 from nbdist.client.costs.cell_memory import first_code, strip_line, strip_mark
-from nbdist.client.magics.magic_line import without_comment
+from nbdist.client.magic_lines.magic_line import without_comment
 
 _AUTO_LINE = "%%distributed --auto\n"
 # With `auto on` these run in the notebook: our own magics, and what changes the environment that all ranks share.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from nbdist.base.text import span
 from nbdist.client.session.following import Following
 from nbdist.client.session.session import Session
 from nbdist.errors import SessionClosed
-from nbdist.text import span
 
 
 def prompt(name: str | None, *, take: bool) -> None:

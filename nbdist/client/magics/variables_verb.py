@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nbdist.client.session.compared_variables import (
+from nbdist.client.requests.compared_variables import (
     difference,
     has_figures,
     look_at_statistics,
@@ -12,9 +12,9 @@ from nbdist.client.session.compared_variables import (
     render_statistics,
     render_variables,
 )
+from nbdist.client.requests.variable_entries import Inside, look_inside
 from nbdist.client.session.current import get_session
 from nbdist.client.session.session import rank_set_of
-from nbdist.client.session.variable_entries import Inside, look_inside
 from nbdist.errors import UsageError
 
 

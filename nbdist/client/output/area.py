@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from nbdist.base.ranks import ONE_NODE, RankNames, parse_ranks
 from nbdist.client.output.page import Shown, Text
-from nbdist.ranks import ONE_NODE, RankNames, parse_ranks
-from nbdist.wire.output import Display
+from nbdist.wire.messages.output import Display
 
 _LIMIT = 1_000_000  # maximum characters kept; older ones go with the next clear_output of any rank
 _PREFIX = re.compile(r"\[([0-9,-]+)\] ")

@@ -11,9 +11,9 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from nbdist.base.ranks import ONE_NODE, RankNames
 from nbdist.client.output.bars import Tail, settle, summary
 from nbdist.client.output.page import OwnBars, Page, Shown, Stream, Text
-from nbdist.ranks import ONE_NODE, RankNames
 
 _STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 _REDRAW = 0.1  # seconds between redraws of the progress line

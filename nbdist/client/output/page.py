@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
-from nbdist.ranks import ONE_NODE, RankNames
+from nbdist.base.ranks import ONE_NODE, RankNames
 
 Stream = Literal["stdout", "stderr"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 from nbdist import shells
-from nbdist.text import size
+from nbdist.base.text import size
 
 FOLD_LIMIT = 8_000_000  # characters of a cell that are shown in full
 FOLD_TAIL = 1_000_000

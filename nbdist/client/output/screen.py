@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from nbdist.base.ranks import ONE_NODE, RankNames
 from nbdist.client.output.area import Area
 from nbdist.client.output.decoders import Decoders
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import OwnBars, Shown, Text
 from nbdist.client.output.publisher import Kind, Publisher, can_update
-from nbdist.ranks import ONE_NODE, RankNames
-from nbdist.wire.output import STDERR, STDOUT, Display, Output
+from nbdist.wire.messages.output import STDERR, STDOUT, Display, Output
 
 _RESULTS_WAIT = 0.2  # seconds that the first last value waits for the others
 

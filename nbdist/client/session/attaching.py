@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from nbdist.client.session.background import rendered
-from nbdist.client.session.cell_options import CellOptions
-from nbdist.client.session.connection import Connection, Reachable, own_place
-from nbdist.client.session.rank_set import RankSet
-from nbdist.client.session.report import describe_death
-from nbdist.client.session.task import PastOutput, Task
+from nbdist.base.ranks import describe_ranks, format_ranks
+from nbdist.base.text import counted, duration, size, span
+from nbdist.client.base.cell_options import CellOptions
+from nbdist.client.ranks.background import rendered
+from nbdist.client.ranks.rank_set import RankSet
+from nbdist.client.ranks.task import PastOutput, Task
+from nbdist.client.reports.report import describe_death
+from nbdist.client.start.connection import Connection, Reachable, own_place
 from nbdist.errors import NbdistError, UsageError
-from nbdist.ranks import describe_ranks, format_ranks
-from nbdist.text import counted, duration, size, span
 from nbdist.visits import Found, of_this_machine, reach, stop
-from nbdist.wire.handover import Attach, Attached, AttachRefused, UnseenCell
+from nbdist.wire.messages.handover import Attach, Attached, AttachRefused, UnseenCell
 
 LOST = "not restored: the previous notebook's widgets, results, captures, and measurements"
 

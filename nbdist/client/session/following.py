@@ -8,17 +8,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nbdist.base.ranks import describe_ranks
+from nbdist.base.text import counted, size, span
+from nbdist.client.base import interruption
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
-from nbdist.client.session import interruption, report
-from nbdist.client.session.background import rendered
+from nbdist.client.ranks.background import rendered
+from nbdist.client.reports import report
 from nbdist.errors import UsageError
-from nbdist.ranks import describe_ranks
-from nbdist.text import counted, size, span
 from nbdist.visits import Found, SessionGone, Visitor, of_this_machine, reach
-from nbdist.wire.cells import Reply
-from nbdist.wire.output import Output
-from nbdist.wire.visitor_messages import Follow, Followed, FollowedCell, Overtaken, Printed
+from nbdist.wire.messages.cells import Reply
+from nbdist.wire.messages.output import Output
+from nbdist.wire.messages.visitor_messages import Follow, Followed, FollowedCell, Overtaken, Printed
 
 _EVERY = 0.2  # seconds between two questions, where there was nothing more to read
 _FIRST_LINE = 60  # characters of a cell that name it

@@ -17,30 +17,31 @@ from typing import Any, TypeVar
 import msgspec
 
 from nbdist import shells
-from nbdist.checks import check_choice, check_seconds
-from nbdist.client.session import farewell, interruption
+from nbdist.base.checks import check_choice, check_seconds
+from nbdist.base.ranks import describe_ranks
+from nbdist.base.text import counted
+from nbdist.client.base import interruption
+from nbdist.client.base.cell_options import CellOptions
+from nbdist.client.base.results import CellResult
+from nbdist.client.healing.heal import HealReport, heal
+from nbdist.client.healing.on_death import ON_DEATH, OnDeath, heal_all, outlive
+from nbdist.client.healing.resize import ShrinkReport, grow, shrink
+from nbdist.client.ranks.background import BackgroundCell
+from nbdist.client.ranks.rank_set import Ranks, RankSet
+from nbdist.client.requests.rank_requests import RankRequests
 from nbdist.client.session.attaching import conclude, take_over
-from nbdist.client.session.background import BackgroundCell
-from nbdist.client.session.cell_options import CellOptions
-from nbdist.client.session.heal import HealReport, heal
-from nbdist.client.session.node_arguments import WayIn, check_more_nodes, nodes_wanted
-from nbdist.client.session.on_death import ON_DEATH, OnDeath, heal_all, outlive
-from nbdist.client.session.rank_requests import RankRequests
-from nbdist.client.session.rank_set import Ranks, RankSet
-from nbdist.client.session.resize import ShrinkReport, grow, shrink
-from nbdist.client.session.results import CellResult
-from nbdist.client.session.session_plan import SessionPlan
-from nbdist.client.session.start_options import Arguments
-from nbdist.client.session.starting import StartLine
+from nbdist.client.start import farewell
+from nbdist.client.start.node_arguments import WayIn, check_more_nodes, nodes_wanted
+from nbdist.client.start.session_plan import SessionPlan
+from nbdist.client.start.start_options import Arguments
+from nbdist.client.start.starting import StartLine
 from nbdist.errors import (
     UsageError,
 )
 from nbdist.plan import Plan
-from nbdist.ranks import describe_ranks
-from nbdist.text import counted
 from nbdist.visits import name_of
-from nbdist.wire.handover import Choices
-from nbdist.wire.life import RankInfo, StartOptions
+from nbdist.wire.messages.handover import Choices
+from nbdist.wire.messages.life import RankInfo, StartOptions
 
 T = TypeVar("T")
 R = TypeVar("R", HealReport, ShrinkReport)

@@ -10,12 +10,12 @@ import sys
 from typing import Any
 
 from nbdist import cuda_guard, transfer
-from nbdist.client.session.rank_set import RankSet
+from nbdist.client.ranks.rank_set import RankSet
 from nbdist.errors import LaunchError, NbdistError, TransferError, UsageError
 from nbdist.launch import on_ranks
 from nbdist.launch.fork.kernel_threads import describe_threads
 from nbdist.launch.request import Request
-from nbdist.wire.life import Place
+from nbdist.wire.messages.life import Place
 
 _LACKS = (
     "ranks forked from the notebook inherit its random state, and compute with one thread on the CPU; "

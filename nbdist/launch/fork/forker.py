@@ -28,8 +28,8 @@ from typing import Any
 import stack_data  # noqa: F401
 import torch.distributed  # noqa: F401
 
-from nbdist.agent.forking import Template
-from nbdist.wire.template_messages import Fork
+from nbdist.agent.forks.forking import Template
+from nbdist.wire.processes.template_messages import Fork
 from nbdist.worker import rank
 from nbdist.worker.processes import forks
 

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from nbdist.text import counted
+from nbdist.base.text import counted
 
 _OURS = ("IPython", "ipykernel", "nbdist", "tornado", "tqdm", "traitlets", "zmq")
 # Their names, or the start or end of them, for threads of Python's own class.

@@ -26,9 +26,10 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from nbdist import transfer
-from nbdist.client.session import report
-from nbdist.client.session.rank_set import RankSet
-from nbdist.client.session.task import Task
+from nbdist.base.ranks import describe_ranks
+from nbdist.client.ranks.rank_set import RankSet
+from nbdist.client.ranks.task import Task
+from nbdist.client.reports import report
 from nbdist.errors import NbdistError, NodesMissing, RankError, RankFailure
 from nbdist.launch import on_ranks
 from nbdist.launch.launch_errors import launch_error
@@ -37,9 +38,8 @@ from nbdist.launch.nodes.node_agents import STORE_ERRORS, Left, Nodes
 from nbdist.launch.nodes.rendezvous import rendezvous
 from nbdist.launch.nodes.waiting_line import WaitingLine
 from nbdist.launch.request import Request
-from nbdist.ranks import describe_ranks
-from nbdist.wire.life import Place
-from nbdist.wire.output import Notice
+from nbdist.wire.messages.life import Place
+from nbdist.wire.messages.output import Notice
 
 _LEAVE_LIMIT = 4.0  # seconds for torch to notice that the launch is over
 _CAUSE_LIMIT = 2.0  # seconds for another node to report why a rank here has lost its connection

@@ -25,15 +25,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from nbdist import network
-from nbdist.checks import is_true
+from nbdist.base import network
+from nbdist.base.checks import is_true
+from nbdist.base.processes import describe_owner
+from nbdist.base.text import counted
 from nbdist.errors import NodesMissing, UsageError
 from nbdist.launch.nodes import store_probe
 from nbdist.launch.nodes.heartbeat import Pulse
 from nbdist.launch.nodes.news import Facts, News
 from nbdist.launch.request import Request
-from nbdist.processes import describe_owner
-from nbdist.text import counted
 
 _DEFAULT_LIMITS = {"static": 900.0, "c10d": 600.0}  # seconds, as in torchrun
 _READ_LIMIT = 60.0

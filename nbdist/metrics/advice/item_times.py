@@ -20,8 +20,8 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from nbdist import trees
-from nbdist.metrics.compute.loader_source import LoaderSource
+from nbdist.base import trees
+from nbdist.metrics.events.loader_source import LoaderSource
 
 Source = DataLoader[Any] | LoaderSource
 

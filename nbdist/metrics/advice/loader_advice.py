@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from nbdist import shells
 from nbdist.metrics import steps
 from nbdist.metrics.advice.item_times import ItemTimes, Source, measure_items
-from nbdist.metrics.compute import timing
-from nbdist.metrics.compute.loading import LoaderKey, LoaderUse
+from nbdist.metrics.events.loading import LoaderKey, LoaderUse
 from nbdist.metrics.node import host
+from nbdist.metrics.rates import timing
 
 WORTH = 0.03  # share of a step spent waiting
 _UNEVEN = 4.0  # times an item in the middle, from which on a slow one is worth more batches read ahead

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from nbdist import shells
+from nbdist.base.text import percent
 from nbdist.metrics import steps
 from nbdist.metrics.advice import sizes, trials
 from nbdist.metrics.advice.named_weights import weights
 from nbdist.metrics.advice.roles import HEAD, ROWS, Placed, Role, placed, with_size
-from nbdist.metrics.compute import peaks
 from nbdist.metrics.compute.products import Attention, Multiplication, Product
 from nbdist.metrics.node.host import trim_malloc
-from nbdist.text import percent
+from nbdist.metrics.rates import peaks
 
 WORTH = 0.03  # share of a step
 _LOOKED_AT = 0.01  # share of the FLOPs of a step, from which on a product is measured

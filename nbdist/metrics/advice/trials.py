@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nbdist.metrics.compute import timing
 from nbdist.metrics.compute.products import Attention, Multiplication, Product
 from nbdist.metrics.node import host
+from nbdist.metrics.rates import timing
 
 _ROUNDS, _FEWER = 9, 3
 _SHORT = 0.0005  # seconds, below which several runs are timed as one

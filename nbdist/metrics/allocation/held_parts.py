@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist import trees
+from nbdist.base import trees
 from nbdist.metrics.allocation.tensors import Block, address_of, find, largest
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "other")

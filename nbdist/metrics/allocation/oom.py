@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
+from nbdist.base.text import size
 from nbdist.metrics.allocation import tensors, watermarks
 from nbdist.metrics.allocation.tensors import Block
 from nbdist.metrics.node import device, host
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.nvml import read_once
 from nbdist.metrics.node.sample import GpuSample, gpu_among
-from nbdist.text import size
 
 _ASKED = (
     re.compile(r"[Tt]ried to allocate (?P<amount>[\d.]+) ?(?P<unit>[KMGTPE]?i?B|bytes)"),  # torch

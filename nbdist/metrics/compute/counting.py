@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbdist import trees
+from nbdist.base import trees
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import graphs, hidden, loading, passes, torch_parts
+from nbdist.metrics.compute import graphs, hidden, torch_parts
 from nbdist.metrics.compute.formulas import arithmetic, is_heavy, is_light, work_of
 from nbdist.metrics.compute.library_kernels import KernelWork
 from nbdist.metrics.compute.operations import Work
 from nbdist.metrics.compute.products import Multiplication, product_of
+from nbdist.metrics.events import loading, passes
 
 _SHOWN = 12  # operations
 

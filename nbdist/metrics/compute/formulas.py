@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.utils.flop_counter
 
-from nbdist import trees
+from nbdist.base import trees
 from nbdist.errors import UsageError
-from nbdist.metrics.compute import attention, graphs, peaks
+from nbdist.metrics.compute import attention, graphs
 from nbdist.metrics.compute.operations import Formula, OperationCall, Work
+from nbdist.metrics.rates import peaks
 
 # --- matrix products
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from nbdist import trees
-from nbdist.metrics.compute import passes
+from nbdist.base import trees
+from nbdist.metrics.events import passes
 
 _VALUES = "_nbdist_values"  # attribute of what stands for integers: lengths and masks decide over work
 

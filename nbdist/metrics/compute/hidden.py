@@ -15,7 +15,7 @@ from typing import Any
 
 from nbdist.metrics.compute import library_kernels
 from nbdist.metrics.compute.library_kernels import KernelFormula, KernelWork
-from nbdist.metrics.compute.listening import WrappedFunction
+from nbdist.metrics.events.listening import WrappedFunction
 
 Heard = Callable[[str, "KernelWork | None"], None]
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nbdist.metrics.compute import peaks
 from nbdist.metrics.compute.counting import Counting, FlopCount, bears_compiled_code
 from nbdist.metrics.compute.products import Multiplication
+from nbdist.metrics.rates import peaks
 
 _SHAPES = 1024  # that are remembered
 _FREE = 8  # counted steps of an optimizer that are made whatever they cost

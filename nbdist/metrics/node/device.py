@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist import limits
+from nbdist.base import limits
 from nbdist.metrics.node import active_meter, host
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.nvml import read_once

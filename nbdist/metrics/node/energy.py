@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from nbdist import limits
+from nbdist.base import limits
 from nbdist.metrics.node import device
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.sample import Spent

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from nbdist import limits
-from nbdist.text import span
+from nbdist.base import limits
+from nbdist.base.text import span
 
 STALLING = 1.2  # times the typical step, from which on the mean is worth a word
 EVALUATING = 0.02  # share of the time, from which on evaluations are

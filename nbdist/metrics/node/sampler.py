@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from nbdist import limits
+from nbdist.base import limits
 from nbdist.metrics.node import host
 from nbdist.metrics.node.nvml import Nvml
 from nbdist.metrics.node.sample import GpuSample, NodeSample

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from nbdist.base.text import duration, percent
 from nbdist.metrics.node.sample import EVALUATING, StepSample
-from nbdist.text import duration, percent
 
 LATE = 1.1  # times the median rank's work, from which on the others wait for a rank
 _WORTH_A_WORD = 0.01  # share of a step

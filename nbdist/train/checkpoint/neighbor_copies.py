@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from nbdist.base.text import duration, size
 from nbdist.errors import UsageError
-from nbdist.text import duration, size
 from nbdist.train.checkpoint.state_snapshot import Restoring, take
 from nbdist.train.collective import agreement, meeting
 from nbdist.train.loop import averages

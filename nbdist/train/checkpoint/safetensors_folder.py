@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nbdist.checks import is_whole
+from nbdist.base.checks import is_whole
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.train.checkpoint.checkpoint_folder import sync
 

@@ -21,10 +21,10 @@ from nbdist.errors import UsageError
 from nbdist.train.collective.rng import restore_random, take_random
 from nbdist.train.loop.averages import averages_of, empty_average
 from nbdist.train.loop.gradients import parameters_of
+from nbdist.train.sharding.shards import gather_again
 from nbdist.train.state import COUNTERS, State
 from nbdist.train.structure.quantized import is_quantized, is_signed, quantized, refuse_unquantizable, values_of
 from nbdist.train.structure.shadow import Shadow
-from nbdist.train.structure.shards import gather_again
 
 _WRAPPERS = (
     "_orig_mod",

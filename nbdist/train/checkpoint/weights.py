@@ -19,8 +19,8 @@ from nbdist.errors import UsageError
 from nbdist.train.checkpoint.state_snapshot import listed, plain_name
 from nbdist.train.checkpoint.weight_sources import Shapes, Source
 from nbdist.train.collective import agreement
-from nbdist.train.structure.materialize import initializer
-from nbdist.train.structure.shards import gather_again
+from nbdist.train.sharding.materialize import initializer
+from nbdist.train.sharding.shards import gather_again
 
 _OLD_BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # files of older versions of transformers hold them
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from nbdist.base.ranks import describe_ranks
 from nbdist.errors import CheckpointError, UsageError
-from nbdist.ranks import describe_ranks
 from nbdist.train import state as training
 from nbdist.train.collective.participants import refuse_partial
 

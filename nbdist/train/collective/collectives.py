@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from nbdist.checks import is_whole
+from nbdist.base.checks import is_whole
 from nbdist.errors import UsageError
 from nbdist.train import state as training
 from nbdist.train.collective import agreement

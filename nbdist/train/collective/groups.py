@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from nbdist.base.ranks import format_ranks
 from nbdist.errors import UsageError
-from nbdist.ranks import format_ranks
 from nbdist.train.state import has_group
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from nbdist.base.ranks import describe_ranks
 from nbdist.errors import UsageError
-from nbdist.ranks import describe_ranks
 from nbdist.train.collective.agreement import gather, refuse_differing, refuse_other_calls
 from nbdist.train.collective.participants import has_no_limit, is_alone, refuse_partial
 from nbdist.train.state import rank, world_size

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nbdist.base.ranks import describe_ranks
 from nbdist.errors import UsageError
-from nbdist.ranks import describe_ranks
 
 _ranks: Sequence[int] | None = None  # None: all
 _alone = False

@@ -22,7 +22,7 @@ from nbdist.train.collective.agreement import tell, wire_of
 from nbdist.train.collective.participants import refuse_partial
 from nbdist.train.compare.prepared import prepared_objects
 from nbdist.train.loop.averages import averages_of
-from nbdist.train.structure.shards import gather_again
+from nbdist.train.sharding.shards import gather_again
 
 _CHUNK = 64 << 20  # bytes that are hashed or sent at once
 _BASIC = (bool, int, float, complex, str, bytes, type(None))

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from nbdist.base.ranks import describe_ranks
 from nbdist.errors import UsageError
-from nbdist.ranks import describe_ranks
 from nbdist.train import active_training
 from nbdist.train.collective.agreement import gather, refuse_differing, refuse_failures
 from nbdist.train.compare.parts import Argument, Described, Entry, Team, describe

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nbdist.base.ranks import describe_ranks
 from nbdist.errors import UsageError
-from nbdist.ranks import describe_ranks
 from nbdist.train import active_training
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from nbdist.base.ranks import describe_ranks
 from nbdist.errors import UsageError
-from nbdist.ranks import describe_ranks
 from nbdist.train.collective.agreement import gather, refuse_failures
 from nbdist.train.collective.participants import refuse_partial
 from nbdist.train.state import world_size

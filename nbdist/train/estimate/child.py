@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor
 
-from nbdist import trees
+from nbdist.base import trees
 from nbdist.errors import UsageError
 from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
 from nbdist.train import state as training

@@ -22,12 +22,12 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from nbdist.checks import is_whole
-from nbdist.code_pickler import CodePickler
+from nbdist.base.checks import is_whole
+from nbdist.base.code_pickler import CodePickler
+from nbdist.base.text import part_of, percent, size
 from nbdist.errors import NbdistError, UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
-from nbdist.text import part_of, percent, size
 from nbdist.train import state as training
 from nbdist.train.estimate.trial_step import TrialSetup, TrialTask
 from nbdist.train.estimate.words import savings

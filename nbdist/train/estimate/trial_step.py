@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
-from nbdist import trees
+from nbdist.base import trees
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.train import state as training

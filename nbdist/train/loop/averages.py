@@ -17,9 +17,9 @@ from nbdist.errors import UsageError
 from nbdist.train import state as training
 from nbdist.train.loop.gradients import parameters_of
 from nbdist.train.loop.loop import unwrap
+from nbdist.train.sharding.shards import gather_again
 from nbdist.train.state import State
 from nbdist.train.structure import float8
-from nbdist.train.structure.shards import gather_again
 
 
 @contextmanager

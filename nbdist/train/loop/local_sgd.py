@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.checks import is_whole
+from nbdist.base.checks import is_whole
 from nbdist.errors import UsageError
 from nbdist.train import state as training
 

@@ -28,8 +28,8 @@ from nbdist.train import state as training
 from nbdist.train.collective.flags import Flag
 from nbdist.train.loop import precision
 from nbdist.train.loop.gradients import parameters_of
+from nbdist.train.sharding.unexchanged import drop_unexchanged, parameter_groups
 from nbdist.train.state import Living, State
-from nbdist.train.structure.unexchanged import drop_unexchanged, parameter_groups
 
 
 @Flag

@@ -22,10 +22,10 @@ from nbdist.errors import UsageError
 from nbdist.train.loop import averages, precision
 from nbdist.train.loop.gradients import clip_by_norm, finish_window, parameters_of
 from nbdist.train.loop.local_sgd import average_parameters
+from nbdist.train.sharding.shards import gather_again
 from nbdist.train.state import State, StepRecord
 from nbdist.train.structure import float8
 from nbdist.train.structure.shadow import shadow
-from nbdist.train.structure.shards import gather_again
 
 Original = Callable[..., Any]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nbdist.checks import is_whole
+from nbdist.base.checks import is_whole
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
 from nbdist.train import state as training

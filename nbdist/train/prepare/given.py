@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from nbdist.base.ranks import describe_ranks
 from nbdist.plan import Plan
-from nbdist.ranks import describe_ranks
 from nbdist.train.checkpoint.weight_sources import described
 from nbdist.train.collective.agreement import differing, gather, refuse_differing
 from nbdist.train.loop.stepping import describe_groups

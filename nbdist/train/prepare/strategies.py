@@ -23,13 +23,14 @@ from nbdist.plan import Plan, Strategy
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weights import Fitting, give_storage
 from nbdist.train.loop import precision
+from nbdist.train.sharding import meshes
+from nbdist.train.sharding.materialize import Materializer, refuse_without_initializer, take_from_rank_0
+from nbdist.train.sharding.outside_calls import let_in, refuse_unknown_methods
 from nbdist.train.state import State
-from nbdist.train.structure import float8, meshes
+from nbdist.train.structure import float8
 from nbdist.train.structure.activations import keep_less
 from nbdist.train.structure.batch_norms import is_batch_norm
 from nbdist.train.structure.blocks import Ends, compile_blocks, find_blocks, find_ends, refuse_without_blocks
-from nbdist.train.structure.materialize import Materializer, refuse_without_initializer, take_from_rank_0
-from nbdist.train.structure.outside_calls import let_in, refuse_unknown_methods
 from nbdist.train.structure.shadow import restore
 from nbdist.train.structure.wrappers import is_wrapper
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from nbdist.errors import NbdistError, TransferError
 from nbdist.shells import chain
-from nbdist.wire.cells import Failure, FailureKind
+from nbdist.wire.messages.cells import Failure, FailureKind
 from nbdist.worker.cell import lost_context
 from nbdist.worker.cell.interrupts import StepStop
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any
 
-from nbdist import limits
+from nbdist.base import limits
 from nbdist.worker.cell.programs import Programs, waits_in_system
 
 _RESEND_UNRAISABLE = 0.02

@@ -24,8 +24,8 @@ from IPython.core.debugger import Pdb
 
 from nbdist import shells
 from nbdist.errors import InteractionError
-from nbdist.wire.question import Done
-from nbdist.wire.stopping import Enter
+from nbdist.wire.questions.question import Done
+from nbdist.wire.questions.stopping import Enter
 from nbdist.worker.cell import failures
 from nbdist.worker.lanes.display_lane import DisplayLane
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nbdist import transfer
 from nbdist.errors import TransferError
-from nbdist.wire.rank_processes import RankSetup
+from nbdist.wire.messages.rank_processes import RankSetup
 
 
 def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -30,8 +30,8 @@ from traitlets.config import Config
 from nbdist import shells
 from nbdist.errors import InteractionError, NbdistError, UsageError
 from nbdist.metrics.allocation import oom
-from nbdist.wire.cells import Failure
-from nbdist.wire.knowing import KnownFailure
+from nbdist.wire.messages.cells import Failure
+from nbdist.wire.questions.knowing import KnownFailure
 from nbdist.worker.cell import class_sources, failures, keyboard
 from nbdist.worker.cell.interrupts import CellLoop
 from nbdist.worker.cell.launched import is_plain_exit

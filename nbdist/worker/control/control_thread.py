@@ -17,11 +17,11 @@ from typing import Any
 import zmq
 
 from nbdist.errors import NbdistError
-from nbdist.wire.cells import Interrupt
-from nbdist.wire.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.question import NoAnswer, Question
-from nbdist.wire.questions import Answer, Ask
+from nbdist.wire.messages.cells import Interrupt
+from nbdist.wire.questions.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
+from nbdist.wire.questions.question import NoAnswer, Question
+from nbdist.wire.questions.questions import Answer, Ask
 from nbdist.worker.cell.interrupts import InterruptGate
 from nbdist.worker.control.debug_stream import DebugStream
 from nbdist.worker.control.slow_questions import Questions, Work

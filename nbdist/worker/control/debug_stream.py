@@ -12,8 +12,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from nbdist.wire.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
-from nbdist.wire.question import Done
+from nbdist.wire.questions.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
+from nbdist.wire.questions.question import Done
 from nbdist.worker.cell import debug_server
 
 _CONNECT = 10.0  # seconds

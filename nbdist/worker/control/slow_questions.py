@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from nbdist import limits
+from nbdist.base import limits
 from nbdist.metrics.node import device, host
-from nbdist.wire.held_variables import GetElements, GetEntries, GetFigures, GetGap, GetVariables
-from nbdist.wire.knowing import (
+from nbdist.wire.questions.held_variables import GetElements, GetEntries, GetFigures, GetGap, GetVariables
+from nbdist.wire.questions.knowing import (
     Complete,
     CompletionItem,
     Completions,
@@ -28,10 +28,10 @@ from nbdist.wire.knowing import (
     Metrics,
     ProcessMemory,
 )
-from nbdist.wire.question import NoAnswer, Question
-from nbdist.wire.questions import Ask
-from nbdist.worker.cell.main_thread import MainThreadLook
+from nbdist.wire.questions.question import NoAnswer, Question
+from nbdist.wire.questions.questions import Ask
 from nbdist.worker.cell.shell import RankShell
+from nbdist.worker.control.main_thread import MainThreadLook
 from nbdist.worker.control.variable_answers import VariableAnswers
 
 Work = Callable[[Any], Any]  # from a question to its answer; `Question.by` has seen to it that they belong together

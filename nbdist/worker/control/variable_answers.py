@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from nbdist.errors import UsageError
-from nbdist.wire.held_variables import (
+from nbdist.wire.questions.held_variables import (
     Elements,
     Entries,
     Figures,

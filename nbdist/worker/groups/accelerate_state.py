@@ -11,8 +11,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from nbdist.checks import is_on
-from nbdist.imports import after_import
+from nbdist.base.checks import is_on
+from nbdist.base.imports import after_import
 
 
 def renumber(rank: int, local_rank: int, world_size: int) -> None:

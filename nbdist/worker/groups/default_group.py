@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.wire.rank_processes import RankSetup
+from nbdist.wire.messages.rank_processes import RankSetup
 from nbdist.worker.groups import join
 
 

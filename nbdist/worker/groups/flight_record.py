@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nbdist.wire.stopping import Collective, Flight
+from nbdist.wire.questions.stopping import Collective, Flight
 from nbdist.worker.groups import torch_groups
 
 Unfinished = Mapping[str, tuple[int, int]]

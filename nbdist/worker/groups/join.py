@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.wire.life import Place, StartOptions
-from nbdist.wire.rank_processes import RankSetup
+from nbdist.wire.messages.life import Place, StartOptions
+from nbdist.wire.messages.rank_processes import RankSetup
 from nbdist.worker.groups.gpu_defaults import gpu_defaults
 
 _LOOPBACK = "lo"

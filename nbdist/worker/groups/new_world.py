@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist.ranks import describe_ranks
+from nbdist.base.ranks import describe_ranks
 from nbdist.worker.groups import torch_groups
 from nbdist.worker.groups.flight_record import group_label
 from nbdist.worker.groups.process_groups import Collectives

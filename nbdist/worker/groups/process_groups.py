@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from nbdist import limits
+from nbdist.base import limits
+from nbdist.base.ranks import describe_ranks
 from nbdist.errors import StaleGroupError, UsageError
-from nbdist.ranks import describe_ranks
-from nbdist.wire.healing import GroupRecipe
-from nbdist.wire.rank_processes import StoreAddress
-from nbdist.wire.rank_spans import RankSpans
-from nbdist.wire.stopping import GroupState
+from nbdist.wire.base.rank_spans import RankSpans
+from nbdist.wire.messages.healing import GroupRecipe
+from nbdist.wire.messages.rank_processes import StoreAddress
+from nbdist.wire.questions.stopping import GroupState
 from nbdist.worker.cell import failures, stacks
 from nbdist.worker.groups import descriptors, torch_groups
 from nbdist.worker.groups.creation import Creation

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from nbdist.wire.healing import GroupRecipe
+from nbdist.wire.messages.healing import GroupRecipe
 
 _FAKE_BACKEND = "torch.testing._internal.distributed.fake_pg"  # registers it
 

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.output import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, ItemKind, Prompt, WidgetMessage
+from nbdist.wire.messages.output import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, ItemKind, Prompt, WidgetMessage
 from nbdist.worker.lanes.streams import write_all
 
 

@@ -19,7 +19,7 @@ import threading
 import traceback
 from typing import Any
 
-from nbdist.wire.output import STDERR, STDOUT
+from nbdist.wire.messages.output import STDERR, STDOUT
 
 _libc = ctypes.CDLL(None)
 _LINE_BUFFERED = 1  # _IOLBF of <stdio.h> on Linux

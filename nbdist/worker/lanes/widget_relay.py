@@ -10,7 +10,7 @@ from typing import Any
 import comm
 from comm.base_comm import BaseComm
 
-from nbdist.wire.output import WidgetMessage
+from nbdist.wire.messages.output import WidgetMessage
 from nbdist.worker.lanes.display_lane import DisplayLane
 
 

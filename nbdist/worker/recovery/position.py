@@ -12,9 +12,9 @@ import time
 from types import FrameType
 from typing import Any, NamedTuple
 
-from nbdist import limits
-from nbdist.wire.rank_spans import RankSpans
-from nbdist.wire.stopping import GetPosition, GetStack, GroupState, Position, ThreadStack
+from nbdist.base import limits
+from nbdist.wire.base.rank_spans import RankSpans
+from nbdist.wire.questions.stopping import GetPosition, GetStack, GroupState, Position, ThreadStack
 from nbdist.worker.cell import debug_server, stacks
 from nbdist.worker.cell.interrupts import InterruptGate
 from nbdist.worker.cell.keyboard import Keyboard

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nbdist.metrics.compute import step_events
+from nbdist.metrics.events import step_events
 from nbdist.train import active_training
-from nbdist.wire.cells import Failure, InOrder, Recover
-from nbdist.wire.healing import Adopt, Resize
-from nbdist.wire.question import Done
-from nbdist.wire.rank_processes import RankSetup
-from nbdist.wire.stopping import (
+from nbdist.wire.messages.cells import Failure, InOrder, Recover
+from nbdist.wire.messages.healing import Adopt, Resize
+from nbdist.wire.messages.rank_processes import RankSetup
+from nbdist.wire.questions.question import Done
+from nbdist.wire.questions.stopping import (
     Aim,
     Arm,
     Cut,

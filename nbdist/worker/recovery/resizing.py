@@ -10,8 +10,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from nbdist.train import active_training
-from nbdist.wire.healing import Resize
-from nbdist.wire.rank_processes import RankSetup, renumbered
+from nbdist.wire.messages.healing import Resize
+from nbdist.wire.messages.rank_processes import RankSetup, renumbered
 from nbdist.worker.groups import accelerate_state, join
 from nbdist.worker.groups.new_world import NewWorld, change_world
 from nbdist.worker.groups.process_groups import Collectives

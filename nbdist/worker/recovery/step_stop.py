@@ -1,6 +1,6 @@
 """The steps of a rank: counts those of a cell's optimizers, and stops it between two, at the end of the loop's body.
 
-Owns, while a stop is pending, the main thread's trace function. What a step is: `metrics.compute.step_events`. Knows
+Owns, while a stop is pending, the main thread's trace function. What a step is: `metrics.events.step_events`. Knows
 nothing of sockets, of other ranks, or of who asks.
 
 Ranks stop after the same step without a collective: each is armed and says how many steps it has made. As an armed rank
@@ -27,9 +27,9 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nbdist import limits
-from nbdist.metrics.compute import step_events
-from nbdist.wire.stopping import StepsMade
+from nbdist.base import limits
+from nbdist.metrics.events import step_events
+from nbdist.wire.questions.stopping import StepsMade
 from nbdist.worker.cell.interrupts import StepStop, is_the_users
 
 if TYPE_CHECKING:

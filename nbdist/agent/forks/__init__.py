@@ -1,0 +1,1 @@
+"""The warm template, and the processes that are forked from it."""

@@ -1,0 +1,1 @@
+"""What every room may use: text, checks, limits, ranks as text, processes, addresses. Imports no other room."""

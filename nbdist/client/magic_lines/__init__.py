@@ -1,0 +1,1 @@
+"""Magic lines and their flags, parsed. Independent of sessions."""

@@ -1,0 +1,1 @@
+"""What ranks have done, as text: errors, deaths, stacks, collectives, logs."""

@@ -1,0 +1,1 @@
+"""How the ranks of a session start: options, machines, the controller's process and the connection to it."""

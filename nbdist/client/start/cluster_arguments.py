@@ -1,0 +1,112 @@
+"""Which nodes an engine is to start for a session: the user's arguments, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from nbdist.base import network
+from nbdist.cluster.cluster_profiles import profile, profiles_file
+from nbdist.cluster.engines.engine import Layout, load, options_of
+from nbdist.errors import UsageError
+
+
+class OfSession(msgspec.Struct, frozen=True):
+    """What a profile may set of the session, besides its engine's options. n: of ranks on each node."""
+
+    n: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    interface: str | None = None
+    node_timeout: float | None = None
+    private_network: bool = False
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What an engine brings.
+
+    Attributes:
+        engine: Its name.
+        options: Its own, as JSON.
+        layout: Which nodes.
+        session: What the profile sets besides.
+    """
+
+    engine: str
+    options: str
+    layout: Layout
+    session: OfSession
+
+
+def cluster_of(on: str | Mapping[str, Any], nodes: int | None) -> Cluster:
+    """Check a cluster.
+
+    Args:
+        on: The name of a profile, or what a profile would set. "profile" in it names one that it changes.
+        nodes: How many nodes the engine is to bring; None: it knows, or its options say.
+
+    Raises:
+        UsageError: There is no such profile or engine, or it can't be had like that.
+    """
+    given: dict[str, Any] = {"profile": on} if isinstance(on, str) else dict(on)
+    where = "`%distributed start`"
+    if (name := given.pop("profile", None)) is not None:
+        given = {**profile(name), **given}
+        where = f"profile {name!r} of {profiles_file()}"
+    engine_name = given.pop("engine", None)
+    if not isinstance(engine_name, str):
+        raise UsageError(f'{where} has no engine: `engine = "ssh"`, for example')
+    engine = load(engine_name)
+    of_session = {name: given.pop(name) for name in OfSession.__struct_fields__ if name in given}
+    try:
+        session = msgspec.convert(of_session, OfSession)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {error}") from None
+    if nodes is not None:
+        if "nodes" not in engine.Options.__struct_fields__:
+            raise UsageError(
+                f"leave out --num-nodes: with the engine {engine_name} the number of nodes follows from its options"
+            )
+        given["nodes"] = nodes
+    options = options_of(engine, engine_name, given, where)
+    return Cluster(engine_name, msgspec.json.encode(options).decode(), engine.check(options), session)
+
+
+def manifest_of(on: str | Mapping[str, Any] | None, nodes: int | None) -> str:
+    """Return what an engine would create, for people to read.
+
+    Args:
+        on: The cluster, as for `cluster_of`.
+        nodes: How many nodes it is to bring; None: its options say.
+
+    Raises:
+        UsageError: It can't be had like that, or the engine creates nothing that could be shown.
+    """
+    cluster = cluster_of(on, nodes) if on is not None else None
+    engine: Any = load(cluster.engine) if cluster is not None else None
+    if cluster is None or not hasattr(engine, "manifest"):
+        raise UsageError("--dry-run shows what --kubernetes would create: add `--kubernetes`, or leave it out")
+    options = msgspec.json.decode(cluster.options, type=engine.Options)
+    return str(engine.manifest(options, f"{cluster.session.master_addr or own_address(cluster)}:PORT"))
+
+
+def own_address(cluster: Cluster) -> str:
+    """Return the address of this machine by which the others reach it.
+
+    Raises:
+        UsageError: It can't be found out.
+    """
+    host = cluster.layout.towards
+    why = "the route to the other machines is unknown"
+    if host:
+        try:
+            if address := network.address_towards(host):
+                return address
+            why = f"this machine has no route to {host}"
+        except OSError as error:
+            why = f"host {host!r} is not known ({error.strerror})"
+    raise UsageError(f"{why}: add `--master-addr ADDRESS`, this machine's address for the others")

@@ -1,0 +1,1 @@
+"""What starts nodes on other machines, and ends them."""

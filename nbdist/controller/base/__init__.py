@@ -1,0 +1,1 @@
+"""What the rooms of the controller share: its socket, its questions to ranks, the log of their output."""

@@ -1,0 +1,1 @@
+"""The nodes of a session: who has come, which ranks are there, and values on their way between them."""

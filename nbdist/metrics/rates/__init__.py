@@ -1,0 +1,1 @@
+"""How fast a device is: as its maker states it, and measured."""

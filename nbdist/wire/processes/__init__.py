@@ -1,0 +1,1 @@
+"""How processes find each other, before there is a socket between them."""

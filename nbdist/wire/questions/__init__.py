@@ -1,0 +1,1 @@
+"""Questions to ranks and their answers, by subject."""

@@ -164,26 +164,26 @@ class _StubNode:
         message = decode(frame)
         if isinstance(message, Spawn):
             for rank in message.options.ranks:
-                self.control.send(encode(Spawned(message.epoch, rank, 100_000 + rank)))
-                self._introduce(message.epoch, rank)
-            self.control.send(encode(Spawning(message.epoch, [])))
+                self.control.send(encode(Spawned(message.incarnation, rank, 100_000 + rank)))
+                self._introduce(message.incarnation, rank)
+            self.control.send(encode(Spawning(message.incarnation, [])))
         elif isinstance(message, Kill):
-            self.output.send(encode(Gone(message.epoch)))
+            self.output.send(encode(Gone(message.incarnation)))
         elif isinstance(message, Ping):
             self.control.send(encode(Pong(message.sent, time.monotonic())))
         return not isinstance(message, Shutdown)
 
-    def _introduce(self, epoch: int, rank: int) -> None:
+    def _introduce(self, incarnation: int, rank: int) -> None:
         from nbdist.wire.base.message import VERSION, Hello
         from nbdist.wire.frames import encode
         from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, lane
         from nbdist.wire.messages.rank_processes import Ready
 
         hello = encode(Hello(VERSION, 0))
-        self.relay.send_multipart([lane(RANK_CELL, epoch, rank), hello])
-        self.relay.send_multipart([lane(RANK_CONTROL, epoch, rank), hello])
-        self.displays.send_multipart([lane(RANK_DISPLAY, epoch, rank), hello])
-        self.relay.send_multipart([lane(RANK_CELL, epoch, rank), encode(Ready(rank, "cpu", "none"))])
+        self.relay.send_multipart([lane(RANK_CELL, incarnation, rank), hello])
+        self.relay.send_multipart([lane(RANK_CONTROL, incarnation, rank), hello])
+        self.displays.send_multipart([lane(RANK_DISPLAY, incarnation, rank), hello])
+        self.relay.send_multipart([lane(RANK_CELL, incarnation, rank), encode(Ready(rank, "cpu", "none"))])
 
     def handle_ranks(self, lanes: list[bytes], frame: bytes) -> None:
         """Answer for ranks that are all sent the same."""

@@ -47,7 +47,7 @@ CHAPTERS = {
         "from_jupyter_distributed",
         "from_ipyparallel",
     ),
-    "About": ("performance", "gpu", "compatibility", "decisions", "contributing", "changelog"),
+    "About": ("performance", "gpu", "compatibility", "architecture", "decisions", "contributing", "changelog"),
 }
 TOP = {"README.md": "index", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
 

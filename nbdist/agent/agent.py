@@ -33,7 +33,7 @@ from nbdist.metrics.node.sampler import Sampler
 from nbdist.wire.base.message import Message
 from nbdist.wire.bundle import Bundle
 from nbdist.wire.frames import decode, encode
-from nbdist.wire.lanes import AGENT_CONTROL, AGENT_FREIGHT, AGENT_OUTPUT, connect, node_lane, send_parts
+from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, AGENT_TRANSFERS, connect, node_lane, send_parts
 from nbdist.wire.messages.healing import EndRanks, Respawn
 from nbdist.wire.messages.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.messages.output import Credit
@@ -98,8 +98,8 @@ class Agent:
         self._output = connect(context, setup.keys, node_lane(AGENT_OUTPUT, setup.node))
         self._link = Link(self._control, setup.keys.url, setup.timeout) if setup.node else None
         self._relay = Relay(context, setup.keys, setup.node) if setup.node else None
-        self._freight = connect(context, setup.keys, node_lane(AGENT_FREIGHT, setup.node)) if setup.node else None
-        self._storage = NodeStorage(self._send_freight)
+        self._transfers = connect(context, setup.keys, node_lane(AGENT_TRANSFERS, setup.node)) if setup.node else None
+        self._storage = NodeStorage(self._send_transfer)
         self._pipes = PipeReader(setup.token)
         self._sampler = Sampler()
         self._looks = SlowLooks()
@@ -115,7 +115,7 @@ class Agent:
         poller = zmq.Poller()
         for source in (self._control, self._controller, self._pipes, self._sampler.wake, self._looks.wake):
             poller.register(source, zmq.POLLIN)
-        for other in (self._link.events if self._link is not None else None, self._freight):
+        for other in (self._link.events if self._link is not None else None, self._transfers):
             if other is not None:
                 poller.register(other, zmq.POLLIN)
         while True:
@@ -141,8 +141,8 @@ class Agent:
             if self._looks.wake in ready:
                 for answer in self._looks.take():
                     self._say(answer)
-            if self._freight in ready:
-                self._take_freight()
+            if self._transfers in ready:
+                self._take_transfers()
             if self._link is not None and self._link.is_lost(self._link.events in ready):
                 self._end(remove=True)
                 return SILENT if self._link.is_silent else 0
@@ -184,8 +184,8 @@ class Agent:
             _remove(self._setup.leftovers)
         if self._relay is not None:
             self._relay.close()
-        if self._freight is not None:
-            self._freight.close(linger=0)
+        if self._transfers is not None:
+            self._transfers.close(linger=0)
         self._output.close(linger=0 if remove else 500)
         self._control.close(linger=0 if remove else 500)
 
@@ -204,16 +204,16 @@ class Agent:
                 traceback.print_exc()
         return True
 
-    def _take_freight(self) -> None:
-        assert self._freight is not None
+    def _take_transfers(self) -> None:
+        assert self._transfers is not None
         for _ in range(_CHUNKS_AT_ONCE):
-            if not self._freight.poll(0):
+            if not self._transfers.poll(0):
                 return
-            self._storage.handle(decode(self._freight.recv()))
+            self._storage.handle(decode(self._transfers.recv()))
 
-    def _send_freight(self, message: Message | bytes) -> None:
-        assert self._freight is not None
-        self._freight.send(message if isinstance(message, bytes) else encode(message))
+    def _send_transfer(self, message: Message | bytes) -> None:
+        assert self._transfers is not None
+        self._transfers.send(message if isinstance(message, bytes) else encode(message))
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Credit):
@@ -267,7 +267,7 @@ class Agent:
     def _respawn(self, message: Respawn) -> None:
         """Fork newcomers for ranks that have died, from the same template as the others."""
         group = self._set
-        if group is None or group.ending or group.spawn.epoch != message.epoch:
+        if group is None or group.ending or group.spawn.incarnation != message.incarnation:
             return
         if self._setup.node:
             message = surroundings.with_gpus(message, group.spawn.options)
@@ -278,7 +278,7 @@ class Agent:
 
     def _end_ranks(self, message: EndRanks) -> None:
         group = self._set
-        if group is not None and group.spawn.epoch == message.epoch:
+        if group is not None and group.spawn.incarnation == message.incarnation:
             group.end_ranks(message.slots)
 
     def _spawn_from_notebook(self, message: Spawn) -> None:
@@ -286,7 +286,7 @@ class Agent:
         try:
             self._set = self._processes(message, ForkChannel.to(message.options.fork_address))
         except OSError as error:  # it has given up meanwhile
-            self._report(SpawnFailed(message.epoch, f"the notebook can't be asked to fork: {error}"))
+            self._report(SpawnFailed(message.incarnation, f"the notebook can't be asked to fork: {error}"))
             return
         self._fork_all(self._set)
 
@@ -323,8 +323,8 @@ class Agent:
             self._say(Progress("import", text))
 
     def _kill(self, message: Kill) -> None:
-        if self._set is None or self._set.spawn.epoch != message.epoch:
-            self._report(Gone(message.epoch))
+        if self._set is None or self._set.spawn.incarnation != message.incarnation:
+            self._report(Gone(message.incarnation))
             return
         self._set.ending = True
         self._set.kill_at = time.monotonic() + message.grace
@@ -429,9 +429,9 @@ class Agent:
             return
         if rank == STORE:
             group.close_listener()
-            self._report(StoreOpened(group.spawn.epoch, group.store))
+            self._report(StoreOpened(group.spawn.incarnation, group.store))
         else:
-            self._report(Spawned(group.spawn.epoch, rank, pid))
+            self._report(Spawned(group.spawn.incarnation, rank, pid))
         try:
             group.fork_more()
         except OSError as error:
@@ -441,7 +441,7 @@ class Agent:
     def _check_complete(self, group: ProcessSet) -> None:
         if not group.complete and not group.ending and group.all_forked:
             group.complete = True
-            self._report(Spawning(group.spawn.epoch, self._notes))
+            self._report(Spawning(group.spawn.incarnation, self._notes))
 
     def _not_forked(self, text: str) -> None:
         verb = "heal" if self._set is not None and self._set.complete else "start"
@@ -453,11 +453,11 @@ class Agent:
             return
         if group.complete:  # it was about newcomers, and the others live on
             group.unasked.clear()
-            self._report(SpawnFailed(group.spawn.epoch, text, obstacle))
+            self._report(SpawnFailed(group.spawn.incarnation, text, obstacle))
             return
         group.ending = True
         group.kill_at = time.monotonic()
-        self._report(SpawnFailed(group.spawn.epoch, text, obstacle))
+        self._report(SpawnFailed(group.spawn.incarnation, text, obstacle))
         self._check_gone()
 
     # --- ends
@@ -477,7 +477,7 @@ class Agent:
             shutil.rmtree(folder, ignore_errors=True)
         tail = self._pipes.stderr_tail(rank)
         who = None if rank == STORE else rank
-        self._report(Exited(group.spawn.epoch, who, pid, code, tail, time.monotonic(), cause))
+        self._report(Exited(group.spawn.incarnation, who, pid, code, tail, time.monotonic(), cause))
         self._check_gone()
 
     def _check_gone(self) -> None:
@@ -491,7 +491,7 @@ class Agent:
         if group.source not in self._sources():
             group.source.close()
         self._end_orphans()
-        self._report(Gone(group.spawn.epoch))
+        self._report(Gone(group.spawn.incarnation))
 
     def _end_orphans(self) -> None:
         """End processes that ranks left behind outside of their process groups.

@@ -25,7 +25,7 @@ _FORKS_AT_ONCE = 64  # requests without an answer; the channel holds some 500
 
 
 class ProcessSet:
-    """The processes of one epoch.
+    """The processes of one incarnation.
 
     Args:
         spawn: What the controller has asked for.
@@ -67,7 +67,7 @@ class ProcessSet:
 
     @property
     def has_store(self) -> bool:
-        """Whether the epoch's store is among them, and not on another node."""
+        """Whether the incarnation's store is among them, and not on another node."""
         return not self.spawn.store.port
 
     @property
@@ -113,7 +113,7 @@ class ProcessSet:
 
     def folder(self, rank: int) -> str:
         """Return the folder for a rank's temporary files, which is removed when the rank ends."""
-        return f"{self._setup.folder}/rank-{self.spawn.epoch}-{rank}" if self._setup.folder else ""
+        return f"{self._setup.folder}/rank-{self.spawn.incarnation}-{rank}" if self._setup.folder else ""
 
     def close_listener(self) -> None:
         """Leave the store's socket to the store."""
@@ -160,7 +160,7 @@ class ProcessSet:
         keys, options = self._keys, self.spawn.options
         again = self._again.get(slot)
         setup = RankSetup(
-            epoch=self.spawn.epoch,
+            incarnation=self.spawn.incarnation,
             rank=slot,
             url=keys.url,
             server_key=keys.server_key,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nbdist.wire.base.message import Message
-from nbdist.wire.freight import GivenSegments, Incoming, Outgoing
 from nbdist.wire.messages.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.segment_copies import GivenSegments, Incoming, Outgoing
 from nbdist.wire.segments import Unreachable
 
 

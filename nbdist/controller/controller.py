@@ -22,22 +22,22 @@ import zmq
 from nbdist.base.processes import describe_exit, end_descendants
 from nbdist.controller.base.clocks import answer_on_our_clock, reply_on_our_clock
 from nbdist.controller.base.logwriter import LogWriter
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.base.outputlog import LastOutput, OutputLog, Part
 from nbdist.controller.base.rank_order import Rank
-from nbdist.controller.base.switchboard import Switchboard
 from nbdist.controller.clients.client_side import ClientSide
-from nbdist.controller.clients.portraits import status_of
+from nbdist.controller.clients.descriptions import status_of
 from nbdist.controller.clients.takeover import attached, hindrance, started_with
 from nbdist.controller.clients.visitors import Visitors
 from nbdist.controller.nodes.node_table import KnownNode, NodeTable
 from nbdist.controller.ranks.members import Members
-from nbdist.controller.ranks.succession import Succession
+from nbdist.controller.ranks.rank_sets import RankSets
 from nbdist.wire.base.message import VERSION, Hello, Message
 from nbdist.wire.bundle import unbundled
 from nbdist.wire.frames import sequence_of
 from nbdist.wire.lanes import (
     AGENT_CONTROL,
-    AGENT_FREIGHT,
+    AGENT_TRANSFERS,
     CLIENT_EVENTS,
     GUEST,
     LANES,
@@ -53,7 +53,7 @@ from nbdist.wire.lanes import (
 )
 from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.messages.handover import Attach, AttachRefused, Choices, Ending, Leave
-from nbdist.wire.messages.healing import GiveUpHeal, Grow, Heal, Rejoin, Shrink
+from nbdist.wire.messages.healing import GiveUpHeal, Grow, Heal, JoinGroups, Shrink
 from nbdist.wire.messages.life import Broken, Shutdown, Start, Stop
 from nbdist.wire.messages.output import Credit, Display, LogPart, Notice, Prompt, ReadLog, WidgetMessage
 from nbdist.wire.messages.rank_processes import Gone, Ready
@@ -123,22 +123,22 @@ class Controller:
         self._shut_down = False  # the notebook asked to end everything
         with contextlib.ExitStack() as undo:
             undo.callback(self._log.close)
-            self._switchboard = Switchboard(Path(setup.runtime_folder), setup.kernel)
-            undo.callback(self._switchboard.remove_files)
-            self._side = ClientSide(setup, kernel, self._switchboard, self._poller, self._pay)
-            self._visitors = Visitors(self._switchboard, self._side, self._log)
-            self._nodes = NodeTable(self._switchboard, self.to_notebook, self._node_lost)
-            self._sets = Succession(
-                self._nodes, self._switchboard, self.to_notebook, self._keep, self._side.begin_set, self._log.clear
+            self._router = MessageRouter(Path(setup.runtime_folder), setup.kernel)
+            undo.callback(self._router.remove_files)
+            self._side = ClientSide(setup, kernel, self._router, self._poller, self._pay)
+            self._visitors = Visitors(self._router, self._side, self._log)
+            self._nodes = NodeTable(self._router, self.to_notebook, self._node_lost)
+            self._sets = RankSets(
+                self._nodes, self._router, self.to_notebook, self._keep, self._side.begin_set, self._log.clear
             )
             self._introduce(log.folder)
             undo.pop_all()
 
     def _introduce(self, log_folder: Path | None) -> None:
         """Send the agent and the notebook the address to connect to."""
-        files = [*self._switchboard.files, *([log_folder] if log_folder is not None else [])]
+        files = [*self._router.files, *([log_folder] if log_folder is not None else [])]
         setup = AgentSetup(
-            keys=self._switchboard.node_keys,
+            keys=self._router.node_keys,
             token=b"\x1b]nbdist;%s;" % secrets.token_hex(8).encode(),
             leftovers=[str(path) for path in files],
             folder=str(log_folder or ""),
@@ -147,12 +147,12 @@ class Controller:
         with contextlib.suppress(BrokenPipeError):  # we are about to notice that it ended
             self._agent.stdin.write(encode_line(setup))
             self._agent.stdin.close()
-        _say_first(ControllerReady(str(self._switchboard.key_file)))
+        _say_first(ControllerReady(str(self._router.key_file)))
 
     def run(self) -> None:
         """Serve until the notebook is gone or asks to stop."""
         starters = self._nodes.starters.fileno()
-        for source in (self._switchboard.socket, self._agent_end, self._log.fileno(), starters):
+        for source in (self._router.socket, self._agent_end, self._log.fileno(), starters):
             self._poller.register(source, zmq.POLLIN)
         while True:
             self._tick()
@@ -165,7 +165,7 @@ class Controller:
                 self._client_left(None)
             if self._side.leave_at is not None and time.monotonic() >= self._side.leave_at:
                 return
-            if self._switchboard.socket in ready and not self._receive_all():
+            if self._router.socket in ready and not self._receive_all():
                 return
             if self._log.fileno() in ready:
                 self._log.finish()
@@ -187,20 +187,20 @@ class Controller:
         end_descendants(keep=left)
         self._side.deliver()
         self._log.close()
-        self._switchboard.remove_files()
-        self._switchboard.close()
+        self._router.remove_files()
+        self._router.close()
         return left
 
     def _patience(self) -> int | None:
         members = self._members.due() if self._members is not None else None
-        dues = [self._side.leave_at, self._nodes.due(), self._visitors.portraits.due(), members]
+        dues = [self._side.leave_at, self._nodes.due(), self._visitors.descriptions.due(), members]
         due = min(due for due in dues if due is not None)
         return None if due == float("inf") else min(max(0, int((due - time.monotonic()) * 1000) + 1), _LONGEST_POLL)
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._nodes.tick(now)
-        self._visitors.portraits.tick(now)
+        self._visitors.descriptions.tick(now)
         (self._members or self._sets).tick(now)
 
     @property
@@ -212,7 +212,7 @@ class Controller:
 
     def _receive_all(self) -> bool:
         """Handle the messages that have arrived. False if the notebook asked to end everything."""
-        for identity, frames in self._switchboard.received(256):  # then look at the other sources again
+        for identity, frames in self._router.received(256):  # then look at the other sources again
             for frame in whole(frames):
                 try:
                     for message in unbundled(frame):
@@ -228,21 +228,21 @@ class Controller:
     def _report_unreadable(self, identity: bytes, frame: bytes, error: Exception) -> None:
         """Report once per lane that a message from one of our own processes is lost."""
         try:
-            name, epoch, number, life = parse_lane(identity)
+            name, incarnation, number, life = parse_lane(identity)
         except ValueError:  # from a stranger
             return
-        rank = self._sender(epoch, number, life)
+        rank = self._sender(incarnation, number, life)
         sequence = sequence_of(frame) if name == RANK_DISPLAY else None
         if rank is not None and sequence is not None:
             rank.miss_display(sequence, str(error))
-        elif (rank is not None or epoch < 0) and name in LANES and identity not in self._unreadable:
+        elif (rank is not None or incarnation < 0) and name in LANES and identity not in self._unreadable:
             self._unreadable.add(identity)
             sender = f"rank {number}" if rank is not None else f"the {name.partition('.')[0]}"
             text = f"a message from {sender} could not be handled and is lost ({type(error).__name__}: {error})"
             self.to_notebook(Notice(text))
 
     def _handle(self, identity: bytes, message: Message) -> None:
-        name, epoch, number, life = parse_lane(identity)
+        name, incarnation, number, life = parse_lane(identity)
         if name == GUEST:
             self._guest(identity, message)
         elif isinstance(message, Hello):
@@ -250,16 +250,16 @@ class Controller:
         elif name == VISITOR:
             self._shut_down |= self._visitors.receive(identity, message, self._members, self._nodes.hosts)
         elif name in RANK_LANES:
-            rank = self._sender(epoch, number, life)
+            rank = self._sender(incarnation, number, life)
             if rank is None:  # the process has ended, and its place was taken
                 return
-            if not self._switchboard.is_connected(identity):
+            if not self._router.is_connected(identity):
                 raise ValueError(f"{identity!r} has not said hello")
             if self._members is not None:
                 self._handle_rank(self._members, rank, message)
-        elif name == AGENT_FREIGHT:
+        elif name == AGENT_TRANSFERS:
             if self._members is not None:
-                self._members.cargo.handle(number, message)
+                self._members.transfers.handle(number, message)
         elif name in NODE_LANES:
             self._handle_agent(number, message)
         elif isinstance(message, Attach):
@@ -267,23 +267,23 @@ class Controller:
         elif number == self._side.client.number:  # else of one that has lost the session
             self._handle_client(message)
 
-    def _sender(self, epoch: int, number: int, life: int) -> Rank | None:
+    def _sender(self, incarnation: int, number: int, life: int) -> Rank | None:
         """Return the rank that a lane belongs to; None if the process has ended."""
         members = self._members
-        return members.sender(number, life) if members is not None and members.epoch == epoch else None
+        return members.sender(number, life) if members is not None and members.incarnation == incarnation else None
 
     def _hello(self, identity: bytes, message: Hello) -> None:
         if message.version != VERSION:
             raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
-        name, epoch, number, life = parse_lane(identity)
+        name, incarnation, number, life = parse_lane(identity)
         members = self._members
-        if members is not None and name in RANK_LANES and members.epoch == epoch:
-            rank, node = members.where.rank_in(number), self._switchboard.relay_of(identity)
+        if members is not None and name in RANK_LANES and members.incarnation == incarnation:
+            rank, node = members.where.rank_in(number), self._router.relay_of(identity)
             if rank is not None and not members.where.is_on(rank, node):
                 raise ValueError(f"node {node} speaks for rank {rank}, which is on another")
-            if self._sender(epoch, number, life) is None:
+            if self._sender(incarnation, number, life) is None:
                 raise ValueError(f"the process in slot {number} that says hello has been replaced")
-        self._switchboard.connect(identity)
+        self._router.connect(identity)
         if name == AGENT_CONTROL:
             self._nodes.connected(number)
 
@@ -308,7 +308,7 @@ class Controller:
             everyone = self._members.everyone()
             self._members.to_ranks(RANK_CONTROL, everyone, ask(0, [], TellDebugger(b"")))  # those it has stopped go on
             for serial, ranks in self._side.unseen.take_lent().items():
-                self._members.cargo.release(serial)
+                self._members.transfers.release(serial)
                 self._members.to_ranks(RANK_CONTROL, sorted(ranks), ask(0, [], Release(serial)))
 
     def _attach(self, number: int, message: Attach) -> None:
@@ -322,7 +322,7 @@ class Controller:
                 seen = f"process {message.pid} can't be seen from here ({error.strerror})"
                 why = f"{seen}: attach from the same container"
         if why or members is None or self._sets.started is None:
-            self._switchboard.send(node_lane(CLIENT_EVENTS, number), AttachRefused(why))
+            self._router.send(node_lane(CLIENT_EVENTS, number), AttachRefused(why))
             return
         if not was_alone:
             self._drop_what_it_wanted()
@@ -379,8 +379,8 @@ class Controller:
             members.newcomers.shrink(message, time.monotonic())
         elif isinstance(message, Grow):
             members.newcomers.grow(message, time.monotonic())
-        elif isinstance(message, Rejoin):
-            members.newcomers.rejoin(time.monotonic())
+        elif isinstance(message, JoinGroups):
+            members.newcomers.join_groups(time.monotonic())
         elif isinstance(message, GiveUpHeal):
             members.newcomers.give_up()
 
@@ -389,7 +389,7 @@ class Controller:
             raise ValueError("only the controller asks in its own name")
         members = self._members
         if members is not None and isinstance(message.question, Release):
-            members.cargo.release(message.question.serial)
+            members.transfers.release(message.question.serial)
             self._side.unseen.released(message.question.serial)
         if members is not None and isinstance(message.question, Enter):
             for number in message.ranks:
@@ -436,7 +436,7 @@ class Controller:
     # --- other nodes
 
     def _guest(self, identity: bytes, message: Message) -> None:
-        if isinstance(message, Join) and self._nodes.join(identity, self._switchboard.key_of(identity), message):
+        if isinstance(message, Join) and self._nodes.join(identity, self._router.key_of(identity), message):
             self._sets.node_came()
 
     def _node_lost(self, node: KnownNode, why: str) -> None:
@@ -455,7 +455,10 @@ class Controller:
         elif isinstance(message, NodeLeft):
             if node in self._nodes and node:
                 self._nodes.lose(self._nodes[node], message.why)
-        elif self._members is not None and getattr(message, "epoch", self._members.epoch) == self._members.epoch:
+        elif (
+            self._members is not None
+            and getattr(message, "incarnation", self._members.incarnation) == self._members.incarnation
+        ):
             if isinstance(message, Gone):
                 self._members.gone(node)
                 self._sets.check_gone()
@@ -465,7 +468,7 @@ class Controller:
     def _agent_died(self) -> None:
         code = self._agent.wait()
         end_descendants(keep=self._nodes.starters.alive())  # its ranks were reparented to this process
-        if not self._side.connected and self._switchboard.socket.poll(int(_HELLO_GRACE * 1000)):
+        if not self._side.connected and self._router.socket.poll(int(_HELLO_GRACE * 1000)):
             self._receive_all()
         self.to_notebook(
             Broken(

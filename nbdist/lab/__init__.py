@@ -1,7 +1,7 @@
 """What JupyterLab's pages reach in a kernel: nbdist's side of the extension in `labextension/src/lab`.
 
 page_messages.py    what goes over the lines
-deeds.py            what buttons do, also while a cell runs
+page_actions.py     what buttons do, also while a cell runs
 variable_rows.py    variables of ranks for a page
 cells_seen.py       where cells ran, and what failed there
 cell_steps_seen.py  the step of a running cell's loop

@@ -24,7 +24,7 @@ from nbdist.lab.cells_seen import CellSeen, CellsSeen
 from nbdist.panel import control_comms
 
 if TYPE_CHECKING:
-    from nbdist.lab.deeds import Deeds, NotebookVerbs
+    from nbdist.lab.page_actions import NotebookVerbs, PageActions
     from nbdist.lab.page_messages import News, PageCall, PageOpening, PageRequest, PageWish, SessionState
     from nbdist.lab.state_watch import StateWatch
 
@@ -57,18 +57,18 @@ class _Lines:
         self._open: dict[str, _PageLine] = {}  # by page
 
     @cached_property
-    def deeds(self) -> Deeds:
+    def actions(self) -> PageActions:
         """What buttons do."""
-        from nbdist.lab.deeds import Deeds  # a session without pages need not wait for it
+        from nbdist.lab.page_actions import PageActions  # a session without pages need not wait for it
 
-        return Deeds(self._notebook, self.cells)
+        return PageActions(self._notebook, self.cells)
 
     @cached_property
     def watch(self) -> StateWatch:
         """What reports changes of the session."""
         from nbdist.lab.state_watch import StateWatch
 
-        return StateWatch(self.deeds.state)
+        return StateWatch(self.actions.state)
 
     def open(self, line: control_comms.ControlLine, opening: Any) -> control_comms.Hearer | None:
         """Greet a page, and hear it from now on."""
@@ -150,12 +150,12 @@ class _PageLine:
     def _answer(self, request: PageRequest) -> None:
         from nbdist.lab.page_messages import PageReply
 
-        deeds = self._lines.deeds
+        actions = self._lines.actions
         try:
-            reply = deeds.answer(request)
+            reply = actions.answer(request)
         except Exception as error:  # a mistake of ours: the page must not wait
             _log.exception("nbdist could not do %s", request.do)
-            reply = PageReply(request.id, deeds.state(), f"{type(error).__name__}: {error}", failed=True)
+            reply = PageReply(request.id, actions.state(), f"{type(error).__name__}: {error}", failed=True)
         self._send(reply)
         self._lines.watch.told(self._page, reply.state)
 

@@ -8,7 +8,7 @@ import msgspec
 
 PROTOCOL = 6
 
-Deed = Literal[
+ActionName = Literal[
     "state",
     "interrupt",
     "interrupt-now",
@@ -27,7 +27,7 @@ Deed = Literal[
     "estimate",
 ]
 
-SLOW: frozenset[Deed] = frozenset({"estimate"})  # seconds, so they are done beside everything else
+SLOW: frozenset[ActionName] = frozenset({"estimate"})  # seconds, so they are done beside everything else
 
 
 class PageRequest(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class PageRequest(msgspec.Struct, frozen=True):
     """
 
     id: int
-    do: Deed
+    do: ActionName
     ranks: str = ""
     cell: int = 0
     id_of_cell: str = ""

@@ -8,5 +8,5 @@ messages    the messages, by subject: how ranks start and end, cells, output, he
 questions   what can be asked, each with the type of its answer: stops and groups, costs and names
 frames      a message as bytes, and back; `bundle` sends several as one
 lanes       the connections that carry them; `listener` accepts those that have a key
-segments    shared memory that carries large values; `freight` copies it to other machines
+segments    shared memory that carries large values; `segment_copies` copies it to other machines
 """

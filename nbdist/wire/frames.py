@@ -33,7 +33,7 @@ from nbdist.wire.messages.healing import (
     Heal,
     Healed,
     HealFailed,
-    Rejoin,
+    JoinGroups,
     Renumbered,
     Replaced,
     Resize,
@@ -137,7 +137,7 @@ AnyMessage = (
     | GiveUpHeal
     | Adopt
     | Replaced
-    | Rejoin
+    | JoinGroups
     | Shrink
     | Grow
     | Resize

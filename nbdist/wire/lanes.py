@@ -2,9 +2,9 @@
 
 Each process dials the controller's one ROUTER socket, once per lane, so that a flood on one lane never delays another.
 A connection's identity is its lane: `client.events/0` (of the first client), `agent.control/0` (of node 0),
-`rank.cell/2/3/0` (epoch 2, rank 3, the first process in that place). Ranks of other nodes dial their own agent, whose
-two relay lanes carry what they and the controller send. A message is one frame; on its way to the controller a large
-one goes in several frames. CurveZMQ protects every hop.
+`rank.cell/2/3/0` (incarnation 2, rank 3, the first process in that place). Ranks of other nodes dial their own agent,
+whose two relay lanes carry what they and the controller send. A message is one frame; on its way to the controller a
+large one goes in several frames. CurveZMQ protects every hop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GUEST = "guest"
 VISITOR = "visitor"  # of somebody who has the notebook's key file
 AGENT_CONTROL = "agent.control"
 AGENT_OUTPUT = "agent.output"
-AGENT_FREIGHT = "agent.freight"
+AGENT_TRANSFERS = "agent.transfers"
 AGENT_END = "agent.end"  # of whoever has started an agent, when that has ended
 RELAY_CONTROL = "relay.control"
 RELAY_OUTPUT = "relay.output"
@@ -37,7 +37,7 @@ RANK_DISPLAY = "rank.display"
 CLIENT_LANES = {CLIENT_COMMANDS, CLIENT_EVENTS}
 FIRST_CLIENT = 0  # the one that has started the controller
 RELAY_LANES = {RELAY_CONTROL, RELAY_OUTPUT}
-NODE_LANES = {AGENT_CONTROL, AGENT_OUTPUT, AGENT_FREIGHT, AGENT_END, *RELAY_LANES}
+NODE_LANES = {AGENT_CONTROL, AGENT_OUTPUT, AGENT_TRANSFERS, AGENT_END, *RELAY_LANES}
 RANK_LANES = {RANK_CELL, RANK_CONTROL, RANK_DISPLAY}
 LANES = CLIENT_LANES | NODE_LANES | RANK_LANES | {GUEST, VISITOR}
 
@@ -49,17 +49,17 @@ _IN_PARTS = b"\xc1"  # no message starts with this byte: it announces frames tha
 
 
 class LaneName(NamedTuple):
-    """What a lane belongs to: a process of a rank; with epoch -1 a client, a node, a guest or a visitor."""
+    """What a lane belongs to: a process of a rank; with incarnation -1 a client, a node, a guest or a visitor."""
 
     name: str
-    epoch: int = -1
+    incarnation: int = -1
     number: int = -1
     life: int = 0
 
 
-def lane(name: str, epoch: int, rank: int, life: int = 0) -> bytes:
+def lane(name: str, incarnation: int, rank: int, life: int = 0) -> bytes:
     """Return the identity of a rank's connection. `life`: how many processes have had its place before."""
-    return b"%s/%d/%d/%d" % (name.encode(), epoch, rank, life)
+    return b"%s/%d/%d/%d" % (name.encode(), incarnation, rank, life)
 
 
 def node_lane(name: str, node: int) -> bytes:

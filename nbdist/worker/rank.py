@@ -53,9 +53,9 @@ from nbdist.worker.lanes.display_lane import DisplayLane
 from nbdist.worker.lanes.widget_relay import WidgetRelay
 from nbdist.worker.processes import spawning
 from nbdist.worker.processes.orphans import Orphans
-from nbdist.worker.recovery.rejoin import RankRecovery
+from nbdist.worker.rank_environment import take_on
+from nbdist.worker.recovery.rank_recovery import RankRecovery
 from nbdist.worker.recovery.resizing import take_post
-from nbdist.worker.taken_over import take_on
 
 _LOOKS = ("debug", "debugpy", "pull")  # what keeps the frames of the last failure when it begins
 _REPORTS = 3  # how often to try to report: signal handlers of the user's may come between
@@ -212,7 +212,7 @@ class RankProcess:
     def _connect(self, name: str) -> zmq.Socket[bytes]:
         setup = self._setup
         keys = Keys(setup.url, setup.server_key, setup.public_key, setup.secret_key)
-        return connect(self._context, keys, lane(name, setup.epoch, setup.slot, setup.life))
+        return connect(self._context, keys, lane(name, setup.incarnation, setup.slot, setup.life))
 
     def _number_of_cell(self) -> int:
         """Return the number of the running cell among those of these ranks: the same on all nodes of a launch."""

@@ -25,8 +25,8 @@ from nbdist.wire.base.message import VERSION, Hello, Message
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.lanes import (
     AGENT_CONTROL,
-    AGENT_FREIGHT,
     AGENT_OUTPUT,
+    AGENT_TRANSFERS,
     GUEST,
     RANK_LANES,
     RELAY_CONTROL,
@@ -55,7 +55,7 @@ from tests.stress.fuzz import lie, tell_as_a_stranger
 
 _EPOCH = 1
 _LIES_AT_ONCE = 500  # until the session is asked whether it still works
-_NODE_LANES = (AGENT_CONTROL, AGENT_OUTPUT, AGENT_FREIGHT, RELAY_CONTROL, RELAY_OUTPUT)
+_NODE_LANES = (AGENT_CONTROL, AGENT_OUTPUT, AGENT_TRANSFERS, RELAY_CONTROL, RELAY_OUTPUT)
 _PRIVATE = [
     b"client.commands/0",
     b"client.events/0",
@@ -120,15 +120,15 @@ class LyingNode:
     def _heed(self, message: object, control: zmq.Socket[bytes]) -> None:
         if isinstance(message, Spawn):
             for rank in message.options.ranks:
-                control.send(encode(Spawned(message.epoch, rank, os.getpid())))
+                control.send(encode(Spawned(message.incarnation, rank, os.getpid())))
                 for name in sorted(RANK_LANES):
-                    self._relay(lane(name, message.epoch, rank), encode(Hello(VERSION, 0)))
-                self._relay(lane("rank.cell", message.epoch, rank), encode(Ready(rank, "cpu", "none")))
-            control.send(encode(Spawning(message.epoch, [])))
+                    self._relay(lane(name, message.incarnation, rank), encode(Hello(VERSION, 0)))
+                self._relay(lane("rank.cell", message.incarnation, rank), encode(Ready(rank, "cpu", "none")))
+            control.send(encode(Spawning(message.incarnation, [])))
         elif isinstance(message, Ping):
             control.send(encode(Pong(message.sent, time.monotonic())))
         elif isinstance(message, Kill):
-            self._sockets[AGENT_OUTPUT].send(encode(Gone(message.epoch)))
+            self._sockets[AGENT_OUTPUT].send(encode(Gone(message.incarnation)))
         elif isinstance(message, Shutdown):
             self._stop.set()
 
@@ -153,7 +153,7 @@ class LyingNode:
             self._sockets[name].send_multipart(frames)
 
     def _lie(self, rng: random.Random, ranks: Sequence[int]) -> bytes:
-        """A message of any type; often one that names a rank of others, of the present epoch."""
+        """A message of any type; often one that names a rank of others, of the present incarnation."""
         if rng.random() < 0.05:
             return rng.randbytes(rng.randrange(200))
         frame = lie(rng, b"agent")

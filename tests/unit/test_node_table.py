@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from nbdist.base import limits
-from nbdist.controller.base.switchboard import Switchboard
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.nodes.node_table import KnownNode, NodeTable, NoEntrance
 from nbdist.wire.base.keys import Keys
 from nbdist.wire.base.message import VERSION, Hello, Message
@@ -27,10 +27,10 @@ class Table:
     """A table of nodes, what it has said to the notebook, and whom it has lost."""
 
     def __init__(self, folder: Path) -> None:
-        self.switchboard = Switchboard(folder)
+        self.router = MessageRouter(folder)
         self.said: list[Message] = []
         self.lost: list[tuple[KnownNode, str]] = []
-        self.nodes = NodeTable(self.switchboard, self.said.append, lambda node, why: self.lost.append((node, why)))
+        self.nodes = NodeTable(self.router, self.said.append, lambda node, why: self.lost.append((node, why)))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guests = 0
 
@@ -46,17 +46,17 @@ class Table:
         guest = connect(self.context, keys, f"guest/{self._guests}".encode())
         asked = Join(VERSION, "other", versions or Versions.here(), gpus)
         while not guest.poll(20):
-            for lane, (frame,) in self.switchboard.received(1):
+            for lane, (frame,) in self.router.received(1):
                 if isinstance(decode(frame), Hello):
-                    self.nodes.join(lane, self.switchboard.key_of(lane), asked)
+                    self.nodes.join(lane, self.router.key_of(lane), asked)
         answer = decode(guest.recv())
         guest.close(linger=0)
         return answer
 
     def close(self) -> None:
         self.context.destroy(linger=0)
-        self.switchboard.remove_files()
-        self.switchboard.close()
+        self.router.remove_files()
+        self.router.close()
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_the_clock_of_a_node_is_known_by_the_shortest_round_trip(table: Table) -
 
 
 def test_a_port_that_is_taken_is_named(table: Table) -> None:
-    port = int(table.switchboard.node_keys.url.rpartition(":")[2])
+    port = int(table.router.node_keys.url.rpartition(":")[2])
     with pytest.raises(NoEntrance, match=f"port {port} of 127.0.0.1 is taken"):
         table.nodes.want(NodesWanted(2, "127.0.0.1", port))
 
@@ -147,12 +147,12 @@ def test_the_keys_of_a_lost_node_open_nothing_any_more(table: Table) -> None:
     answer = table.join(*table.tokens()[0])
     assert isinstance(answer, Welcome)
     agent = connect(table.context, answer.keys, node_lane(AGENT_CONTROL, 1))
-    while not [lane for lane, _ in table.switchboard.received(1)]:
-        table.switchboard.socket.poll(100)
+    while not [lane for lane, _ in table.router.received(1)]:
+        table.router.socket.poll(100)
     table.nodes.lose(table.nodes[1], "of this test")
     agent.send(encode(Pong(0.0, 0.0)))
-    assert table.switchboard.socket.poll(5000)
-    heard = list(table.switchboard.received(1))
+    assert table.router.socket.poll(5000)
+    heard = list(table.router.received(1))
     agent.close(linger=0)
     assert heard == []
 
@@ -164,9 +164,9 @@ def test_a_node_that_listens_is_asked_several_times_so_that_its_clock_is_known_s
     agent = connect(table.context, answer.keys, node_lane(AGENT_CONTROL, 1))
     pings = 0
     while pings < 8:
-        for lane, (frame,) in table.switchboard.received(1):
+        for lane, (frame,) in table.router.received(1):
             if isinstance(decode(frame), Hello):
-                table.switchboard.connect(lane)
+                table.router.connect(lane)
                 table.nodes.connected(1)
         if agent.poll(20) and isinstance(ping := decode(agent.recv()), Ping):
             pings += 1

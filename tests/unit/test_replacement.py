@@ -17,7 +17,7 @@ from nbdist.wire.messages.life import Place, RankInfo
 class Places:
     """Three idle ranks, of which the last one has died. It records what is sent."""
 
-    epoch = 1
+    incarnation = 1
 
     def __init__(self) -> None:
         self.told: list[Message] = []

@@ -8,7 +8,7 @@ export const TARGET = "nbdist.page";
 export const PROTOCOL = 6;
 
 /** What a button does. */
-export type Deed =
+export type ActionName =
   | "state"
   | "interrupt"
   | "interrupt-now"
@@ -28,7 +28,7 @@ export type Deed =
 
 /** What a page asks for; `cell` to `words` are of a log, `name` of a variable, the last three of a plan. */
 export interface Request {
-  do: Deed;
+  do: ActionName;
   ranks?: string;
   cell?: number;
   id_of_cell?: string;

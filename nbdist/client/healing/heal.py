@@ -18,7 +18,7 @@ from nbdist.client.start.controller_talk import Request
 from nbdist.client.start.starting import StartLine, removed_afterwards
 from nbdist.errors import RankError, SessionBroken, UsageError
 from nbdist.wire.base.message import Message
-from nbdist.wire.messages.healing import GiveUpHeal, Grow, Heal, Healed, HealFailed, Rejoin, Replaced, SetupCell
+from nbdist.wire.messages.healing import GiveUpHeal, Grow, Heal, Healed, HealFailed, JoinGroups, Replaced, SetupCell
 
 M = TypeVar("M", bound=Message)
 ALREADY = "ranks are already being replaced, added, or removed: wait until that is done"
@@ -166,7 +166,7 @@ def bring_in(
             raise interruption.interruption(failed) from None
         raise
     began = time.monotonic()
-    healed = request(rank_set, ask, Rejoin(), Healed, failed)
+    healed = request(rank_set, ask, JoinGroups(), Healed, failed)
     seconds += time.monotonic() - began
     rank_set.traffic.generation = healed.generation
     if failure is not None:

@@ -23,7 +23,7 @@ Request = Callable[[Message, tuple[type[Message], ...], Callable[[], None]], Mes
 
 
 @dataclass(frozen=True)
-class _Errand:
+class _Work:
     """Work for the thread that starts the ranks to do meanwhile."""
 
     run: Callable[[], None]
@@ -39,7 +39,7 @@ class ControllerTalk:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._busy = threading.Lock()
-        self._heard: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, errands, KeyboardInterrupt for a Ctrl-C
+        self._heard: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, work, KeyboardInterrupt for a Ctrl-C
 
     def begin(self) -> None:
         """Forget what was heard before."""
@@ -77,7 +77,7 @@ class ControllerTalk:
                 return message
             if message is KeyboardInterrupt:
                 on_interrupt()
-            if isinstance(message, _Errand):
+            if isinstance(message, _Work):
                 message.run()
             elif isinstance(message, Progress):
                 progress(StartLine(message.text, message.stage))
@@ -119,7 +119,7 @@ class ControllerTalk:
 
     def call_soon(self, run: Callable[[], None]) -> None:
         """Have the thread that starts the ranks call a function meanwhile. From any thread."""
-        self._heard.put(_Errand(run))
+        self._heard.put(_Work(run))
 
     def heed_interrupt(self) -> None:
         """Handle a Ctrl-C while the controller starts."""

@@ -9,9 +9,9 @@ from typing import Protocol
 import msgspec
 
 from nbdist.controller.base.rank_order import Rank
-from nbdist.controller.cells.cell_cargo import CellCargo
+from nbdist.controller.cells.cell_transfers import CellTransfers
 from nbdist.controller.cells.running_cells import Cells
-from nbdist.controller.nodes.whereabouts import Whereabouts
+from nbdist.controller.nodes.placement import Placement
 from nbdist.wire.base.message import Message
 from nbdist.wire.lanes import RANK_CELL
 from nbdist.wire.messages.cells import Execute, Failure, FailureKind, Outcome, Reply
@@ -21,8 +21,8 @@ class Destination(Protocol):
     """What the set of ranks does for this module."""
 
     ranks: dict[int, Rank]
-    where: Whereabouts
-    cargo: CellCargo
+    where: Placement
+    transfers: CellTransfers
     cells: Cells
 
     def to_ranks(self, name: str, ranks: Sequence[int], message: Message) -> None:
@@ -51,7 +51,7 @@ class CellEntry:
         if message.parcel is None or not message.parcel.segments or not elsewhere:
             self.execute(message)
         else:
-            self._there.cargo.deliver(message, elsewhere, self._delivered)
+            self._there.transfers.deliver(message, elsewhere, self._delivered)
 
     def _delivered(self, message: Execute, why: str) -> None:
         if why:
@@ -61,7 +61,7 @@ class CellEntry:
 
     def withdraw(self, serial: int) -> bool:
         """Call a cell off that waits for what it takes along. Return whether there was one."""
-        waiting = self._there.cargo.withdraw(serial)
+        waiting = self._there.transfers.withdraw(serial)
         if waiting is not None:
             self.call_off(waiting)
         return waiting is not None
@@ -71,7 +71,7 @@ class CellEntry:
         self._refuse(message, "interrupted", "KeyboardInterrupt", "it was interrupted before it began")
 
     def _refuse(self, message: Execute, status: Outcome, name: str, text: str) -> None:
-        self._there.cargo.drop(message.serial)
+        self._there.transfers.drop(message.serial)
         kind: FailureKind = "interrupted" if status == "interrupted" else "raised"
         failure = Failure(name, text, "", time.monotonic(), kind=kind)
         for rank in message.ranks:
@@ -94,7 +94,7 @@ class CellEntry:
 
     def _send_out(self, message: Execute, ranks: Sequence[int]) -> None:
         """Send a cell to its ranks, with the parcel as each node has it."""
-        parcels = self._there.cargo.parcels(message.serial)
+        parcels = self._there.transfers.parcels(message.serial)
         node_of = self._there.where.node_of
         for node, parcel in parcels.items():
             there = [rank for rank in ranks if node_of(rank) == node]

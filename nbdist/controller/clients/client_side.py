@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from nbdist.controller.base.switchboard import Switchboard
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.clients.credit import Ledger
 from nbdist.controller.clients.ended_cells import EndedCells
 from nbdist.controller.clients.unseen_cells import UnseenCells
@@ -52,7 +52,7 @@ class ClientSide:
     Args:
         setup: Of the first client.
         end: Its pidfd.
-        switchboard: To send by.
+        router: To send by.
         poller: Which is to see the client's end.
         pay: Lets a rank print or show more.
 
@@ -70,7 +70,7 @@ class ClientSide:
         self,
         setup: ControllerSetup,
         end: int,
-        switchboard: Switchboard,
+        router: MessageRouter,
         poller: zmq.Poller,
         pay: Callable[[Credit], None],
     ) -> None:
@@ -82,7 +82,7 @@ class ClientSide:
         self.ended = EndedCells()
         self.unseen = UnseenCells(self.ended)
         self._left_at = 0.0
-        self._switchboard = switchboard
+        self._router = router
         self._poller = poller
         self._pay = pay
         self._news = Bundle()
@@ -104,7 +104,7 @@ class ClientSide:
     @property
     def connected(self) -> bool:
         """Whether it can be reached."""
-        return self._switchboard.is_connected(self.client.events)
+        return self._router.is_connected(self.client.events)
 
     def begin_set(self, linger: float) -> None:
         """Start with a fresh set of ranks."""
@@ -135,7 +135,7 @@ class ClientSide:
     def deliver(self) -> None:
         """Send what has gathered."""
         if (self._news or self._first) and not self._held and self.connected:
-            self._switchboard.send_together(self.client.events, [*self._first, *self._news.take()])
+            self._router.send_together(self.client.events, [*self._first, *self._news.take()])
             self._first.clear()
 
     def paid(self, credit: Credit) -> None:
@@ -165,7 +165,7 @@ class ClientSide:
             lasts: Whether there are ranks that can go on without it.
         """
         if not self.alone:
-            self._switchboard.send(self.client.events, Goodbye())
+            self._router.send(self.client.events, Goodbye())
         self.lose(message.how, message.seconds if lasts else 0.0)
 
     def take(self, number: int, message: Attach) -> None:
@@ -177,7 +177,7 @@ class ClientSide:
         end = os.pidfd_open(message.pid)
         newcomer = Client(number, message.pid, end, message.notebook, message.seat)
         if not self.alone:
-            self._switchboard.send(self.client.events, Displaced(str(newcomer)))
+            self._router.send(self.client.events, Displaced(str(newcomer)))
             self._give_up()
         self.client, self.left, self.leave_at, self.ending = newcomer, None, None, None
         self._ledger = Ledger()
@@ -194,7 +194,7 @@ class ClientSide:
         if self.client.end in self._poller:
             self._poller.unregister(self.client.end)
             os.close(self.client.end)
-        self._switchboard.disconnect(self.client.events)
+        self._router.disconnect(self.client.events)
         self._news, self._first = Bundle(), []
         self._held = False
         for credit in self._ledger.settle():

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nbdist.controller.base.logwriter import LogWriter
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.base.outputlog import LastOutput, NewOutput
-from nbdist.controller.base.switchboard import Switchboard
 from nbdist.controller.clients.client_side import ClientSide
 from nbdist.wire.messages.visitor_messages import Follow, Followed, Overtaken, Printed
 
@@ -18,12 +18,12 @@ class Followers:
     """Answers those who follow.
 
     Args:
-        switchboard: To send by.
+        router: To send by.
         log: The output log.
     """
 
-    def __init__(self, switchboard: Switchboard, log: LogWriter) -> None:
-        self._switchboard = switchboard
+    def __init__(self, router: MessageRouter, log: LogWriter) -> None:
+        self._router = router
         self._log = log
 
     def answer(self, visitor: bytes, question: Follow, side: ClientSide, ranks: Sequence[int]) -> None:
@@ -35,14 +35,14 @@ class Followers:
             side: The client's side.
             ranks: Those that live.
         """
-        self._switchboard.connect(visitor)
+        self._router.connect(visitor)
         running, count = side.unseen.running(), side.ended.count
         ended, missed = side.ended.since(question.ended) if question.position >= 0 else ([], 0)
 
         def send(printed: list[Printed], new: NewOutput) -> None:
             # An end is reported behind all that was printed before it.
             ends = (ended, count, missed) if new.whole else ([], question.ended, 0)
-            self._switchboard.send(
+            self._router.send(
                 visitor,
                 Followed(
                     side.client.pid,
@@ -57,7 +57,7 @@ class Followers:
                     Overtaken(ends[2], new.dropped),
                 ),
             )
-            self._switchboard.drop([visitor])  # until it asks again
+            self._router.drop([visitor])  # until it asks again
 
         def send_tails(tails: dict[int, LastOutput], new: NewOutput) -> None:
             send([Printed(serial, *record) for serial, last in tails.items() for record in last.records], new)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nbdist.controller.base.logwriter import LogWriter
-from nbdist.controller.base.switchboard import Switchboard
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.clients.client_side import ClientSide
+from nbdist.controller.clients.descriptions import Descriptions
 from nbdist.controller.clients.followers import Followers
-from nbdist.controller.clients.portraits import Portraits
 from nbdist.controller.ranks.members import Members
 from nbdist.wire.base.message import Message
 from nbdist.wire.messages.cells import Interrupt
@@ -22,19 +22,19 @@ class Visitors:
     """The visitors of a session.
 
     Args:
-        switchboard: To send by.
+        router: To send by.
         side: The client's side.
         log: The output log.
 
     Attributes:
-        portraits: Descriptions that are being made.
+        descriptions: Descriptions that are being made.
     """
 
-    def __init__(self, switchboard: Switchboard, side: ClientSide, log: LogWriter) -> None:
-        self._switchboard = switchboard
+    def __init__(self, router: MessageRouter, side: ClientSide, log: LogWriter) -> None:
+        self._router = router
         self._side = side
-        self._followers = Followers(switchboard, log)
-        self.portraits = Portraits(switchboard)
+        self._followers = Followers(router, log)
+        self.descriptions = Descriptions(router)
 
     def receive(self, visitor: bytes, message: Message, members: Members | None, hosts: Sequence[str]) -> bool:
         """Answer a visitor.
@@ -52,13 +52,13 @@ class Visitors:
             for serial, ranks in members.cells.left().items():
                 members.stop(Interrupt(serial, ranks))
         if isinstance(message, Describe | InterruptAll):
-            self.portraits.make(visitor, self._side, members, list(hosts))
+            self.descriptions.make(visitor, self._side, members, list(hosts))
             return False
         if isinstance(message, Follow):
             living = [rank for rank in members.everyone() if members.lives(rank)] if members is not None else []
             self._followers.answer(visitor, message, self._side, living)
             return False
-        self._switchboard.disconnect(visitor)
+        self._router.disconnect(visitor)
         if not isinstance(message, Shutdown):
             return False
         self._side.send(Broken(_STOPPED, wanted=True))

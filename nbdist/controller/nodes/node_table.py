@@ -18,7 +18,7 @@ from nbdist.base import limits
 from nbdist.base.network import endpoint
 from nbdist.base.processes import describe_owner
 from nbdist.base.text import counted
-from nbdist.controller.base.switchboard import Switchboard
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.nodes.node_starters import NodeStarters
 from nbdist.wire.base.message import VERSION, Message
 from nbdist.wire.frames import encode
@@ -79,15 +79,15 @@ class NodeTable:
     """The nodes.
 
     Args:
-        switchboard: To send by.
+        router: To send by.
         tell: Gives the notebook a message.
         lost: Called with a node that has gone, and in what way, in words.
     """
 
     def __init__(
-        self, switchboard: Switchboard, tell: Callable[[Message], None], lost: Callable[[KnownNode, str], None]
+        self, router: MessageRouter, tell: Callable[[Message], None], lost: Callable[[KnownNode, str], None]
     ) -> None:
-        self._switchboard = switchboard
+        self._router = router
         self._tell = tell
         self._lost = lost
         self._nodes = {0: KnownNode(0, socket.gethostname())}
@@ -158,7 +158,7 @@ class NodeTable:
 
     def _open(self, wanted: NodesWanted) -> str:
         try:
-            return self._switchboard.open_to(wanted.listen or wanted.address, wanted.port)
+            return self._router.open_to(wanted.listen or wanted.address, wanted.port)
         except zmq.ZMQError as error:
             where = endpoint(wanted.address, wanted.port)
             if error.errno == zmq.EADDRINUSE:
@@ -183,7 +183,7 @@ class NodeTable:
         seats = []
         for seat in wanted:
             if seat not in taken:
-                keys = self._switchboard.invite(self._url)
+                keys = self._router.invite(self._url)
                 self._guests[keys.public_key] = seat
                 seats.append(Seat(seat, str(Token(keys.server_key, keys.secret_key))))
         if not seats:
@@ -274,7 +274,7 @@ class NodeTable:
         for starter in waiting - {self._starter_of.get(node.seat) for node in self}:
             self.starters.end(starter)
         for key in self._guests:
-            self._switchboard.dismiss(key)
+            self._router.dismiss(key)
         self._guests.clear()
         self.due_to_come = float("inf")
 
@@ -314,18 +314,18 @@ class NodeTable:
             key: Its public key.
             message: Who it is.
         """
-        self._switchboard.connect(guest)
+        self._router.connect(guest)
         if why := self._objection(key, message):
-            self._switchboard.send(guest, Refused(why, used=key not in self._guests))
+            self._router.send(guest, Refused(why, used=key not in self._guests))
             self._tell(Progress("nodes", f"{message.host} could not join: {why}"))
-            self._switchboard.disconnect(guest)
+            self._router.disconnect(guest)
             return False
         number, self._next = self._next, self._next + 1
         seat = self._guests.pop(key)
-        keys = self._switchboard.welcome(key, number, self._url)
+        keys = self._router.welcome(key, number, self._url)
         assert self._wanted is not None
-        self._switchboard.send(guest, Welcome(number, socket.gethostname(), keys, self._wanted.timeout))
-        self._switchboard.disconnect(guest)
+        self._router.send(guest, Welcome(number, socket.gethostname(), keys, self._wanted.timeout))
+        self._router.disconnect(guest)
         names = {node.host for node in self}
         host = message.host if message.host not in names else f"{message.host}#{number}"
         now = time.monotonic()
@@ -360,12 +360,12 @@ class NodeTable:
         self.starters.end()
         for number in [node.number for node in self if node.number]:
             del self._nodes[number]
-            self._switchboard.lose(number)
+            self._router.lose(number)
         self.uninvite()
         self._gone.clear()
         self._starter_of.clear()
         if self._url:
-            self._switchboard.close_to_others(self._url)
+            self._router.close_to_others(self._url)
         self._url, self._wanted = "", None
         self._ping_at = float("inf")
 
@@ -375,7 +375,7 @@ class NodeTable:
         """Send a message, or one that is encoded, to a node's agent."""
         if node in self._nodes:
             frame = message if isinstance(message, bytes) else encode(message)
-            self._switchboard.forward(node_lane(lane, node), frame)
+            self._router.forward(node_lane(lane, node), frame)
 
     def broadcast(self, message: Message, others: bool = False) -> None:
         """Send to all agents; `others`: but not to ours."""
@@ -397,7 +397,7 @@ class NodeTable:
         self._ping_at = now + self._ping_period if len(self._nodes) > 1 else float("inf")
         for node in [node for node in self if node.number]:
             lane, was_cut_off = node_lane(AGENT_CONTROL, node.number), node.cut_off
-            node.cut_off = not self._switchboard.reach(lane, Ping(now))
+            node.cut_off = not self._router.reach(lane, Ping(now))
             quiet = now - node.heard
             timeout = self._timeout if node.answers else max(self._timeout, limits.NODE_TIMEOUT)  # its agent starts
             if was_cut_off and node.cut_off:
@@ -420,7 +420,7 @@ class NodeTable:
         self.send(node.number, Shutdown())  # should it hear that, it need not find out by itself
         if self._nodes.pop(node.number, None) is not None:
             self._gone[node.number] = node
-            self._switchboard.lose(node.number)
+            self._router.lose(node.number)
             self._lost(node, why)
 
     def connected(self, number: int) -> None:

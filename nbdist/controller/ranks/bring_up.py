@@ -14,7 +14,7 @@ class BringUp:
     """A start that is under way.
 
     Args:
-        epoch: The number of the set of ranks.
+        incarnation: The number of the set of ranks.
         shares: By node, what is to be started there.
         address: Where the store is to listen.
         interface: The network between the nodes; "": the one that leads to the store.
@@ -23,13 +23,13 @@ class BringUp:
 
     def __init__(
         self,
-        epoch: int,
+        incarnation: int,
         shares: Mapping[int, StartOptions],
         address: str,
         interface: str,
         send: Callable[[int, Message], None],
     ) -> None:
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._shares = dict(shares)
         self._store = StoreAddress(address)
         self._interface = interface
@@ -51,11 +51,11 @@ class BringUp:
                 self._spawn(node)
 
     def _spawn(self, node: int) -> None:
-        self._send(node, Spawn(self._epoch, self._shares[node], self._store, self._interface))
+        self._send(node, Spawn(self._incarnation, self._shares[node], self._store, self._interface))
 
     def take_in(self, node: int, share: StartOptions) -> None:
         """Have a node prepare what newcomers are forked from: one that has come since the start."""
-        self._send(node, Spawn(self._epoch, share, self._store, self._interface, later=True))
+        self._send(node, Spawn(self._incarnation, share, self._store, self._interface, later=True))
 
     @property
     def forked(self) -> bool:

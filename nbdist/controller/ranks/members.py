@@ -1,4 +1,4 @@
-"""The ranks of one epoch, on the nodes where they are: how they come up, take cells, and end.
+"""The ranks of one incarnation, on the nodes where they are: how they come up, take cells, and end.
 
 Owns which rank is where, and who lives. Knows neither who joins as a node nor what cells do.
 """
@@ -14,19 +14,19 @@ from nbdist.base.limits import Slack
 from nbdist.base.processes import describe_exit
 from nbdist.base.ranks import RankNames
 from nbdist.controller.base.inquiries import AskRanks
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.base.rank_order import Rank
-from nbdist.controller.base.switchboard import Switchboard
-from nbdist.controller.cells.cell_cargo import CellCargo
 from nbdist.controller.cells.cell_entry import CellEntry
+from nbdist.controller.cells.cell_transfers import CellTransfers
 from nbdist.controller.cells.recovery import Recovery
 from nbdist.controller.cells.running_cells import Cells
 from nbdist.controller.nodes.node_table import KnownNode, NodeTable
-from nbdist.controller.nodes.whereabouts import Whereabouts
+from nbdist.controller.nodes.placement import Placement
 from nbdist.controller.ranks.bring_up import BringUp
 from nbdist.controller.ranks.newcomers import Newcomers
 from nbdist.wire.base.message import Message
 from nbdist.wire.frames import encode
-from nbdist.wire.lanes import AGENT_FREIGHT, RANK_CELL, RANK_CONTROL, RANK_LANES, lane
+from nbdist.wire.lanes import AGENT_TRANSFERS, RANK_CELL, RANK_CONTROL, RANK_LANES, lane
 from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Reply
 from nbdist.wire.messages.healing import EndRanks, Renumbered, Resize, Respawn
 from nbdist.wire.messages.life import Died, Obstacle, Progress, RankInfo, Started, StartFailed, StartOptions
@@ -39,52 +39,52 @@ class Members:
     """The ranks.
 
     Args:
-        epoch: Their number among all sets of ranks that this controller starts.
+        incarnation: Their number among all sets of ranks that this controller starts.
         shares: By node, what is to be started there.
         address: Where their store is to listen.
         interface: The network between the nodes; "": the one that leads to the store.
         nodes: To send to agents by.
-        switchboard: To send to ranks by.
+        router: To send to ranks by.
         tell: Gives the notebook a message.
         keep: Writes output to the log, as of `Rank`.
         first_serial: Where the notebook's count of cells begins.
 
     Attributes:
         ranks: By number.
-        up, up_at: Whether all are ready, and since when, in seconds since the epoch.
+        up, up_at: Whether all are ready, and since when, in seconds since the incarnation.
         ending: Whether they are to end.
         cells: What they run.
         backend: Of their process group; "none" without one.
-        cargo: What these take along to other nodes, and bring back.
+        transfers: What these take along to other nodes, and bring back.
         where: Which node each is on.
         newcomers: Processes that take the places of dead ranks.
     """
 
     def __init__(
         self,
-        epoch: int,
+        incarnation: int,
         shares: Mapping[int, StartOptions],
         address: str,
         interface: str,
         nodes: NodeTable,
-        switchboard: Switchboard,
+        router: MessageRouter,
         tell: Callable[[Message], None],
         keep: Callable[[int, int, int, int, bytes], None],
         first_serial: int,
     ) -> None:
-        self.epoch = epoch
-        self.where = Whereabouts(shares, nodes)
+        self.incarnation = incarnation
+        self.where = Placement(shares, nodes)
         self._nodes = nodes
-        self._switchboard = switchboard
+        self._router = router
         self._tell = tell
         self._keep = keep
-        self.cargo = CellCargo(lambda node, message: nodes.send(node, message, AGENT_FREIGHT))
+        self.transfers = CellTransfers(lambda node, message: nodes.send(node, message, AGENT_TRANSFERS))
         self._first_serial = first_serial
         self.ranks = {number: self._new_rank(number, 0) for number in self.where.ranks}
         self.up, self.up_at, self.ending = False, 0.0, False
         self._entry = CellEntry(self)
         self.cells = Cells(self, self._entry.execute)
-        self._bring_up = BringUp(epoch, shares, address, interface, nodes.send)
+        self._bring_up = BringUp(incarnation, shares, address, interface, nodes.send)
         self.backend = ""
         self._left: set[int] = set()  # nodes on which no process of it is left
         self._late: set[int] = set()  # ranks whose displays have not come at the end of their cell
@@ -97,7 +97,7 @@ class Members:
         """Send to a rank, if it lives."""
         present = self.present(rank)
         if present is not None and not present.dead:
-            self._switchboard.send(lane(name, self.epoch, present.slot, present.life), message)
+            self._router.send(lane(name, self.incarnation, present.slot, present.life), message)
 
     def present(self, rank: int) -> Rank | None:
         """Return the newest process in a rank's place; None if there is no such rank."""
@@ -112,13 +112,13 @@ class Members:
     def to_ranks(self, name: str, ranks: Sequence[int], message: Message) -> None:
         """Send the same to ranks, as far as they live; once to each node."""
         present = [found for rank in ranks if (found := self.present(rank)) is not None and not found.dead]
-        lanes = [lane(name, self.epoch, found.slot, found.life) for found in present]
-        self._switchboard.forward_to_all(lanes, encode(message))
+        lanes = [lane(name, self.incarnation, found.slot, found.life) for found in present]
+        self._router.forward_to_all(lanes, encode(message))
 
     def to_notebook(self, message: Message) -> None:
         """Send to the notebook. What a value of another node lies in is brought here first."""
         if isinstance(message, Reply):
-            self.cargo.collect(message, self.where.node_of(message.rank), self._tell)
+            self.transfers.collect(message, self.where.node_of(message.rank), self._tell)
         else:
             self._tell(message)
 
@@ -230,7 +230,7 @@ class Members:
             self.up, self.up_at = True, time.time()
             notes = self._bring_up.notes
             self.to_notebook(
-                Started(self.epoch, self.infos(), self.backend, notes, self._first_serial, self.slack.answers)
+                Started(self.incarnation, self.infos(), self.backend, notes, self._first_serial, self.slack.answers)
             )
         elif now > self._bring_up.due:
             self.fail(self._bring_up.describe_stuck(self.names.describe(missing)))
@@ -361,7 +361,7 @@ class Members:
         """Note that a node is gone, and its ranks with it."""
         cause = f"node {node.number} ({node.host}) is lost: {why}"
         self._left.add(node.number)
-        self.cargo.lose(node.number)
+        self.transfers.lose(node.number)
         if self.ending:
             return
         if not self.up:
@@ -382,8 +382,8 @@ class Members:
     def _part_ended(self, reply: Reply) -> None:
         """Note that a cell is over on a rank."""
         self.cells.ended(reply, time.monotonic())
-        if self.cargo.holds(reply.serial) and all(rank.serial != reply.serial for rank in self.ranks.values()):
-            self.cargo.drop(reply.serial)
+        if self.transfers.holds(reply.serial) and all(rank.serial != reply.serial for rank in self.ranks.values()):
+            self.transfers.drop(reply.serial)
 
     # --- for newcomers
 
@@ -411,7 +411,7 @@ class Members:
         return Rank(number, self._tell, self._keep, self._part_ended, slot, life, names)
 
     def _forget_lanes(self, rank: Rank) -> None:
-        self._switchboard.drop(lane(name, self.epoch, rank.slot, rank.life) for name in RANK_LANES)
+        self._router.drop(lane(name, self.incarnation, rank.slot, rank.life) for name in RANK_LANES)
 
     def respawn(self, rank: Rank) -> None:
         """Have a newcomer forked."""
@@ -419,11 +419,11 @@ class Members:
         if node in self._left:
             self._left.discard(node)
             self._bring_up.take_in(node, self.where.share_of(node))
-        self.to_agent_of(rank.rank, Respawn(self.epoch, rank.slot, rank.life, self.where.post(rank.rank)))
+        self.to_agent_of(rank.rank, Respawn(self.incarnation, rank.slot, rank.life, self.where.post(rank.rank)))
 
     def end_rank(self, rank: int) -> None:
         """End the process of a rank by force."""
-        self.to_agent_of(rank, EndRanks(self.epoch, [self.where.slot_of(rank)]))
+        self.to_agent_of(rank, EndRanks(self.incarnation, [self.where.slot_of(rank)]))
 
     def dismiss(self, ranks: Sequence[int]) -> None:
         """Forget ranks that were to be more, and could not be."""
@@ -473,7 +473,7 @@ class Members:
 
     def quiet(self) -> bool:
         """Return whether nothing runs on the living, and nothing is being repaired."""
-        return self.cells.quiet and not self.cargo.moving
+        return self.cells.quiet and not self.transfers.moving
 
     # --- end
 
@@ -489,13 +489,13 @@ class Members:
             if rank.ready:
                 self.to_rank(RANK_CELL, rank.rank, Quit())
         for node in self.where.shares:
-            self._nodes.send(node, Kill(self.epoch, grace if self.up else 0.0))
+            self._nodes.send(node, Kill(self.incarnation, grace if self.up else 0.0))
 
     def gone(self, node: int) -> None:
         """Note that none of its processes is left on a node."""
         self._left.add(node)
         if self.all_gone:
-            self.cargo.close()
+            self.transfers.close()
 
     @property
     def all_gone(self) -> bool:

@@ -14,7 +14,7 @@ from nbdist.base.ranks import describe_ranks
 from nbdist.base.text import counted
 from nbdist.controller.base.rank_order import Rank
 from nbdist.controller.cells.cell_history import CellHistory
-from nbdist.controller.nodes.whereabouts import Whereabouts
+from nbdist.controller.nodes.placement import Placement
 from nbdist.controller.ranks.replacement import Healing, MembershipChange, Places
 from nbdist.wire.base.message import Message
 from nbdist.wire.messages.cells import Execute, InOrder
@@ -31,7 +31,7 @@ class Hosts(Places, Protocol):
     up: bool
     ending: bool
     ranks: dict[int, Rank]
-    where: Whereabouts
+    where: Placement
     backend: str
 
     def dead(self) -> list[int]:
@@ -235,10 +235,10 @@ class Newcomers:
                 )
         return ""
 
-    def rejoin(self, now: float) -> None:
+    def join_groups(self, now: float) -> None:
         """Bring newcomers into their groups."""
         if self._healing is not None:
-            self._healing.rejoin(now)
+            self._healing.join_groups(now)
 
     def give_up(self) -> None:
         """Stop replacing ranks, at the user's request."""

@@ -62,7 +62,7 @@ class MembershipChange:
 class Places(Protocol):
     """What the set of ranks does for this module."""
 
-    epoch: int
+    incarnation: int
 
     def to_rank(self, lane: str, rank: int, message: Message) -> None:
         """Send to the newest process of a rank."""
@@ -222,7 +222,7 @@ class Healing:
         if not self._adopting and self._phase == "resize":
             self._join(time.monotonic())
 
-    def rejoin(self, now: float) -> None:
+    def join_groups(self, now: float) -> None:
         """Bring the newcomers into their groups: they are set up."""
         if self._phase == "set up" and self._change.numbers is not None:
             self._resize(self._change.numbers, now)

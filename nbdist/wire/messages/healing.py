@@ -90,7 +90,7 @@ class Replaced(Message, frozen=True):
     numbers: dict[int, int] = {}
 
 
-class Rejoin(Message, frozen=True):
+class JoinGroups(Message, frozen=True):
     """The newcomers are set up: bring them into their groups."""
 
 
@@ -145,16 +145,16 @@ class Renumbered(Message, frozen=True):
 
 
 class Respawn(Message, frozen=True):
-    """Fork a rank of an epoch into a slot. life: the number of processes that the slot has had before."""
+    """Fork a rank of an incarnation into a slot. life: the number of processes that the slot has had before."""
 
-    epoch: int
+    incarnation: int
     slot: int
     life: int
     post: Post
 
 
 class EndRanks(Message, frozen=True):
-    """End the ranks in some slots of an epoch by force."""
+    """End the ranks in some slots of an incarnation by force."""
 
-    epoch: int
+    incarnation: int
     slots: list[int]

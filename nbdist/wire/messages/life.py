@@ -151,7 +151,7 @@ class Started(Message, frozen=True):
     first_serial: where the client's count of cells starts. slack: seconds that answers may take beyond their limits.
     """
 
-    epoch: int
+    incarnation: int
     ranks: list[RankInfo]
     backend: str
     notes: list[str]

@@ -10,7 +10,7 @@ from nbdist.wire.messages.life import Obstacle, StartOptions
 
 
 class StoreAddress(msgspec.Struct, frozen=True):
-    """Where the rendezvous store of an epoch is. port: 0 while it is not open."""
+    """Where the rendezvous store of an incarnation is. port: 0 while it is not open."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -27,7 +27,7 @@ class RankSetup(msgspec.Struct, frozen=True):
     if there are fewer.
     """
 
-    epoch: int
+    incarnation: int
     rank: int
     url: str
     server_key: bytes
@@ -93,7 +93,7 @@ class Spawn(Message, frozen=True):
     leads to the store. later: none is forked before a Respawn asks for it: the others are there already.
     """
 
-    epoch: int
+    incarnation: int
     options: StartOptions
     store: StoreAddress = StoreAddress()
     interface: str = ""
@@ -101,50 +101,50 @@ class Spawn(Message, frozen=True):
 
 
 class StoreOpened(Message, frozen=True):
-    """The epoch's store listens: ranks of other nodes may be forked."""
+    """The incarnation's store listens: ranks of other nodes may be forked."""
 
-    epoch: int
+    incarnation: int
     store: StoreAddress
 
 
 class Spawned(Message, frozen=True):
     """A rank's process exists."""
 
-    epoch: int
+    incarnation: int
     rank: int
     pid: int
 
 
 class Spawning(Message, frozen=True):
-    """All ranks of the epoch are forked. notes: lines for the user."""
+    """All ranks of the incarnation are forked. notes: lines for the user."""
 
-    epoch: int
+    incarnation: int
     notes: list[str]
 
 
 class SpawnFailed(Message, frozen=True):
-    """The agent could not start the epoch; it has cleaned up."""
+    """The agent could not start the incarnation; it has cleaned up."""
 
-    epoch: int
+    incarnation: int
     text: str
     obstacle: Obstacle = "other"
 
 
 class Kill(Message, frozen=True):
-    """End the ranks of an epoch, by force after `grace` seconds."""
+    """End the ranks of an incarnation, by force after `grace` seconds."""
 
-    epoch: int
+    incarnation: int
     grace: float
 
 
 class Exited(Message, frozen=True):
-    """A process of the epoch has ended, all its output is read and its process group is gone.
+    """A process of the incarnation has ended, all its output is read and its process group is gone.
 
     rank: None for the store. code: as in subprocess, -9 for SIGKILL. cause: the end it follows from, if it is not its
     own.
     """
 
-    epoch: int
+    incarnation: int
     rank: int | None
     pid: int
     code: int
@@ -154,6 +154,6 @@ class Exited(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """No process of the epoch is left."""
+    """No process of the incarnation is left."""
 
-    epoch: int
+    incarnation: int

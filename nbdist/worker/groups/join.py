@@ -38,7 +38,7 @@ def environment(setup: RankSetup) -> dict[str, str]:
         "MASTER_PORT": str(place.master_port if place.master_addr else setup.store.port),
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
-        "TORCHELASTIC_RUN_ID": place.run or f"nbdist-{setup.epoch}",
+        "TORCHELASTIC_RUN_ID": place.run or f"nbdist-{setup.incarnation}",
         # The user's own init_process_group() then connects to our store instead of opening one.
         _AGENT_STORE: "True",
     }
@@ -147,7 +147,7 @@ def join(setup: RankSetup, store: Any, attempt: int = 0) -> str:
     bound = bound_device(setup, backend)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"nbdist/{setup.epoch}/{attempt}", store),
+        store=dist.PrefixStore(f"nbdist/{setup.incarnation}/{attempt}", store),
         rank=setup.rank,
         world_size=setup.world_size,
         timeout=timedelta(seconds=setup.options.timeout),

@@ -74,7 +74,7 @@ class Collectives:
     """All process groups of this rank.
 
     Args:
-        epoch: Number of the set of ranks.
+        incarnation: Number of the set of ranks.
         store: Where the session's rendezvous store listens.
 
     Attributes:
@@ -83,10 +83,10 @@ class Collectives:
         stranded: What the main thread waits in and for whom, where that can't happen any more; "" for nothing.
     """
 
-    def __init__(self, epoch: int, store: StoreAddress) -> None:
+    def __init__(self, incarnation: int, store: StoreAddress) -> None:
         self.record = Record()
         self.timeouts = Timeouts()
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._address = store
         self._store: Any = None
         self._clients: set[str] = set()  # inodes of the connections to stores that rendezvous of ours have opened
@@ -373,7 +373,7 @@ class Collectives:
             # What still waits for a collective of before must not wait forever.
             self._abort(name, living[name], limit=_RENEWAL_LIMIT)
             self._groups.setdefault(name, _Group()).epolls.clear()
-            store = dist.PrefixStore(f"nbdist/{self._epoch}/generation/{generation}/{name}", base)
+            store = dist.PrefixStore(f"nbdist/{self._incarnation}/generation/{generation}/{name}", base)
             known = self._groups[name]
             try:
                 with self._created(name, living[name].size()):
@@ -442,7 +442,7 @@ class Collectives:
         """
         import torch.distributed as dist
 
-        votes = dist.PrefixStore(f"nbdist/{self._epoch}/{topic}", self.store())
+        votes = dist.PrefixStore(f"nbdist/{self._incarnation}/{topic}", self.store())
         votes.set(str(rank), "yes" if yes else "no")
         names = [str(other) for other in ranks]
         votes.wait(names, _RENEWAL_LIMIT)

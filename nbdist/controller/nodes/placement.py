@@ -39,7 +39,7 @@ class Machines(Protocol):
     def __contains__(self, number: int, /) -> bool: ...
 
 
-class Whereabouts:
+class Placement:
     """Where ranks are.
 
     Args:
@@ -64,7 +64,7 @@ class Whereabouts:
         self._next = max(self._seats, default=-1) + 1  # slot
         self._processes = Counter(self._seats.keys())  # that each slot has had
         self._coming = range(0)  # ranks that are to come, by the numbers that they have until then
-        self._then: Whereabouts | None = None  # how it will be then
+        self._then: Placement | None = None  # how it will be then
         self._note()
 
     def _note(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from nbdist.controller.nodes.node_table import KnownNode
-from nbdist.controller.nodes.whereabouts import Whereabouts
+from nbdist.controller.nodes.placement import Placement
 from nbdist.wire.messages.life import Place, StartOptions
 
 
@@ -14,11 +14,11 @@ def options(count: int, gpus: int = 0, place: Place | None = None) -> StartOptio
     return StartOptions(count, {}, "/", [], [], 0o022, 1024, gpus=names, place=place)
 
 
-def two_nodes() -> tuple[Whereabouts, dict[int, KnownNode]]:
+def two_nodes() -> tuple[Placement, dict[int, KnownNode]]:
     """Ranks 0 and 1 on node 0, 2 and 3 on node 1."""
     nodes = {0: KnownNode(0, "a"), 1: KnownNode(1, "b")}
     shares = {node: options(2, 2, Place(2 * node, 4, node, 2)) for node in nodes}
-    return Whereabouts(shares, nodes), nodes
+    return Placement(shares, nodes), nodes
 
 
 def test_ranks_that_stay_keep_slot_and_gpu_under_new_numbers() -> None:
@@ -41,7 +41,7 @@ def test_without_its_lost_node_a_session_has_one_machine() -> None:
 
 
 def test_newcomers_get_slots_of_their_own_on_gpus_that_are_free() -> None:
-    where = Whereabouts({0: options(4, 4)}, {0: KnownNode(0, "a")})
+    where = Placement({0: options(4, 4)}, {0: KnownNode(0, "a")})
     where.renumber({0: 0, 2: 1, 3: 2})
     assert where.expect({0: 2}, [str(number) for number in range(5)]) == [3, 4]
     where.take_in()
@@ -66,7 +66,7 @@ def test_newcomers_are_last_until_they_are_taken_in_and_then_numbered_machine_by
 
 
 def test_newcomers_that_are_given_up_leave_no_trace_but_their_slots() -> None:
-    where = Whereabouts({0: options(3, 3)}, {0: KnownNode(0, "a")})
+    where = Placement({0: options(3, 3)}, {0: KnownNode(0, "a")})
     where.expect({0: 2}, None)
     where.renumber({0: 0, 1: 1, 2: 2})
     assert len(where.ranks) == 3 and where.post(0).place.world_size == 3

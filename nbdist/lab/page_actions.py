@@ -23,8 +23,8 @@ from nbdist.errors import NbdistError, UsageError
 from nbdist.lab.cell_steps_seen import CellStepsSeen
 from nbdist.lab.cells_seen import CellsSeen
 from nbdist.lab.page_messages import (
+    ActionName,
     CellOnRanks,
-    Deed,
     LogPage,
     PageReply,
     PageRequest,
@@ -73,7 +73,7 @@ class NotebookVerbs(Protocol):
         """Return why the last cell's steps took as long as they did."""
 
 
-class Deeds:
+class PageActions:
     """Does what pages ask for.
 
     Args:
@@ -87,7 +87,7 @@ class Deeds:
         self._gpus = len(visible_gpus())
         self._steps = CellStepsSeen()
         observers.subscribe(self._steps)
-        self._actions: dict[Deed, Callable[[PageRequest], Brought]] = {
+        self._actions: dict[ActionName, Callable[[PageRequest], Brought]] = {
             "state": lambda request: "",
             "interrupt": lambda request: _interrupt(request.ranks or None, now=False),
             "interrupt-now": lambda request: _interrupt(request.ranks or None, now=True),

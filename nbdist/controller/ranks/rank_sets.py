@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 
 from nbdist.base.text import counted
-from nbdist.controller.base.switchboard import Switchboard
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.nodes.node_table import NodeTable, NoEntrance
 from nbdist.controller.nodes.shares import shared_out
 from nbdist.controller.ranks.members import Members
@@ -20,12 +20,12 @@ from nbdist.wire.messages.output import Notice
 from nbdist.wire.questions.questions import WatchNodes
 
 
-class Succession:
+class RankSets:
     """The sets of ranks of a controller, one after the other.
 
     Args:
         nodes: Where ranks can be.
-        switchboard: To send to ranks by.
+        router: To send to ranks by.
         tell: Gives the notebook a message.
         keep: Writes output to the log, as of `Rank`.
         begin_set: Called with a new set's linger.
@@ -40,7 +40,7 @@ class Succession:
     def __init__(
         self,
         nodes: NodeTable,
-        switchboard: Switchboard,
+        router: MessageRouter,
         tell: Callable[[Message], None],
         keep: Callable[[int, int, int, int, bytes], None],
         begin_set: Callable[[float], None],
@@ -49,11 +49,11 @@ class Succession:
         self.members: Members | None = None
         self.started: Start | None = None
         self.choices = Choices()
-        self._epoch = 0
+        self._incarnation = 0
         self._serials = itertools.count(1)  # blocks of them: no client gives a number that another has given
         self._pending: Start | None = None  # waits for the end of the present set, or for nodes to come
         self._nodes = nodes
-        self._switchboard = switchboard
+        self._router = router
         self._tell = tell
         self._keep = keep
         self._begin_set = begin_set
@@ -101,15 +101,15 @@ class Succession:
             self._tell(StartFailed(str(error)))
             return
         self._pending, self.started, self.choices = None, message, Choices()
-        self._epoch += 1
+        self._incarnation += 1
         self._begin_set(message.linger)
         self.members = Members(
-            self._epoch,
+            self._incarnation,
             shares,
             message.nodes.address if message.nodes is not None else "127.0.0.1",
             message.nodes.interface if message.nodes is not None else "",
             self._nodes,
-            self._switchboard,
+            self._router,
             self._tell,
             self._keep,
             self.first_serial(),
@@ -155,7 +155,7 @@ class Succession:
         if self.members is None or not self.members.all_gone:
             return
         self.members = None
-        self._switchboard.forget(b"rank")
+        self._router.forget(b"rank")
         if self._pending is not None:
             self.start(self._pending)
         else:

@@ -1,7 +1,7 @@
 """What cells take along to other machines, and what their values lie in there: brought before a cell begins, and
 before its reply reaches the notebook.
 
-Knows cells and replies; `cargo` moves the bytes.
+Knows cells and replies; `transfers` moves the bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from nbdist.controller.nodes.cargo import Cargo
+from nbdist.controller.nodes.segment_transfers import SegmentTransfers
 from nbdist.wire.base.message import Message
 from nbdist.wire.base.parcel import Parcel, Segment
 from nbdist.wire.messages.cells import Execute, Failure, Reply
 
 
-class CellCargo:
+class CellTransfers:
     """The parcels of all cells of a set of ranks.
 
     Args:
@@ -25,7 +25,7 @@ class CellCargo:
     """
 
     def __init__(self, send: Callable[[int, Message | bytes], None]) -> None:
-        self._cargo = Cargo(send)
+        self._transfers = SegmentTransfers(send)
         self._on_their_way: dict[int, Execute] = {}  # cells whose parcels are brought to other nodes
         self._parcels: dict[int, dict[int, Parcel]] = {}  # by cell, for each other node its own
         self._deliveries: dict[int, int] = {}  # by cell, what was brought for it
@@ -58,7 +58,7 @@ class CellCargo:
                 self._parcels[message.serial] = parcels
             done(message, why and f"{whole.name} could not be sent to other nodes: {why}")
 
-        self._deliveries[message.serial] = self._cargo.deliver(whole.segments, sorted(nodes), arrived)
+        self._deliveries[message.serial] = self._transfers.deliver(whole.segments, sorted(nodes), arrived)
 
     def withdraw(self, serial: int) -> Execute | None:
         """Return the cell, which no longer waits for its parcel; None if it has begun."""
@@ -76,7 +76,7 @@ class CellCargo:
         """Free what was brought for a cell: it has ended."""
         self._parcels.pop(serial, None)
         if (key := self._deliveries.pop(serial, None)) is not None:
-            self._cargo.drop(key)
+            self._transfers.drop(key)
 
     # --- from other nodes
 
@@ -100,24 +100,24 @@ class CellCargo:
             else:
                 tell(msgspec.structs.replace(reply, parcel=msgspec.structs.replace(parcel, segments=segments)))
 
-        key = self._cargo.fetch(parcel.segments, node, arrived)
+        key = self._transfers.fetch(parcel.segments, node, arrived)
         self._collections.setdefault(reply.serial, []).append(key)
 
     def release(self, serial: int) -> None:
         """Free what a cell has sent: the notebook has it, or does not want it."""
         for key in self._collections.pop(serial, ()):
-            self._cargo.drop(key)
+            self._transfers.drop(key)
 
     # --- agents
 
     def handle(self, node: int, message: Message) -> None:
         """Handle a part of a value that an agent sends or takes."""
-        self._cargo.handle(node, message)
+        self._transfers.handle(node, message)
 
     def lose(self, node: int) -> None:
         """Note that a node is gone."""
-        self._cargo.lose(node)
+        self._transfers.lose(node)
 
     def close(self) -> None:
         """Free everything."""
-        self._cargo.close()
+        self._transfers.close()

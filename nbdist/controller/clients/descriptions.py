@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from nbdist.base.processes import describe_exit
-from nbdist.controller.base.switchboard import Switchboard
+from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.clients.client_side import ClientSide
 from nbdist.controller.ranks.members import Members
 from nbdist.wire.messages.life import Died
@@ -30,7 +30,7 @@ class Standing:
 
 
 @dataclass
-class _Portrait:
+class _Requested:
     visitor: bytes
     standing: Standing
     nodes: list[str]
@@ -39,16 +39,16 @@ class _Portrait:
     held: list[ProcessMemory] = field(default_factory=list)
 
 
-class Portraits:
+class Descriptions:
     """Descriptions that are being made.
 
     Args:
-        switchboard: To send them by.
+        router: To send them by.
     """
 
-    def __init__(self, switchboard: Switchboard) -> None:
-        self._switchboard = switchboard
-        self._open: list[tuple[_Portrait, ClientSide]] = []
+    def __init__(self, router: MessageRouter) -> None:
+        self._router = router
+        self._open: list[tuple[_Requested, ClientSide]] = []
 
     def make(self, visitor: bytes, side: ClientSide, members: Members | None, nodes: list[str]) -> None:
         """Describe the session to a visitor, as soon as its ranks have answered.
@@ -60,33 +60,33 @@ class Portraits:
             nodes: The names of the machines.
         """
         standing = _standing_of(members) if members is not None else Standing()
-        portrait = _Portrait(visitor, standing, nodes, standing.ranks, time.monotonic() + _LIMIT)
-        self._open.append((portrait, side))
+        request = _Requested(visitor, standing, nodes, standing.ranks, time.monotonic() + _LIMIT)
+        self._open.append((request, side))
 
         def answered(rank: int, answer: ProcessMemory | NoAnswer, now: float) -> None:
-            portrait.left -= 1
+            request.left -= 1
             if isinstance(answer, ProcessMemory):
-                portrait.held.append(answer)
+                request.held.append(answer)
             self.tick(now)
 
         if members is not None and members.up:
             living = [rank for rank in members.everyone() if members.lives(rank)]
             members.cells.ask(living, GetMemory(), answered)
         else:
-            portrait.left = 0
+            request.left = 0
         self.tick(time.monotonic())
 
     def due(self) -> float | None:
         """Return when `tick` should be called."""
-        return min((portrait.due for portrait, _ in self._open), default=None)
+        return min((request.due for request, _ in self._open), default=None)
 
     def tick(self, now: float) -> None:
         """Send what is ready, or has waited long enough."""
         ready = [each for each in self._open if each[0].left <= 0 or now >= each[0].due]
         self._open = [each for each in self._open if each not in ready]
-        for portrait, side in ready:
-            self._switchboard.send(portrait.visitor, _describe(portrait, side, now))
-            self._switchboard.drop([portrait.visitor])
+        for request, side in ready:
+            self._router.send(request.visitor, _describe(request, side, now))
+            self._router.drop([request.visitor])
 
 
 def _standing_of(members: Members) -> Standing:
@@ -109,9 +109,9 @@ def _how_it_ended(died: Died | None) -> str:
     return "" if died is None else died.cause or describe_exit(died.code)
 
 
-def _describe(portrait: _Portrait, side: ClientSide, now: float) -> Description:
-    told = portrait.standing
-    held = [each.on_gpu if told.gpus else each.private for each in portrait.held]
+def _describe(request: _Requested, side: ClientSide, now: float) -> Description:
+    told = request.standing
+    held = [each.on_gpu if told.gpus else each.private for each in request.held]
     return Description(
         os.getpid(),
         side.client.pid,
@@ -120,7 +120,7 @@ def _describe(portrait: _Portrait, side: ClientSide, now: float) -> Description:
         side.client.notebook,
         side.client.seat,
         told.ranks,
-        portrait.nodes,
+        request.nodes,
         told.gpus,
         sum(each or 0 for each in held),
         told.running,

@@ -60,7 +60,7 @@ class RankRecovery:
     """
 
     def __init__(self, setup: RankSetup, control: ControlThread, keyboard: Keyboard) -> None:
-        self.collectives = Collectives(setup.epoch, setup.store)
+        self.collectives = Collectives(setup.incarnation, setup.store)
         self.make_group_again: Callable[[int], None] = lambda attempt: None
         self.adopted: Callable[[], None] = lambda: None
         self._setup = setup

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from nbdist.wire.base.message import Message
 from nbdist.wire.base.parcel import Segment
-from nbdist.wire.freight import GivenSegments, Incoming, Outgoing
 from nbdist.wire.messages.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.segment_copies import GivenSegments, Incoming, Outgoing
 from nbdist.wire.segments import Unreachable
 
 Segments = list[Segment]
@@ -37,7 +37,7 @@ class _Collection:
     done: Callable[[Segments, str], None]
 
 
-class Cargo:
+class SegmentTransfers:
     """All values on their way, and those that have arrived.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.agent.storage import NodeStorage
-from nbdist.controller.nodes.cargo import Cargo
+from nbdist.controller.nodes.segment_transfers import SegmentTransfers
 from nbdist.wire import segments
 from nbdist.wire.base.message import Message
 from nbdist.wire.base.parcel import Segment
@@ -20,11 +20,11 @@ Found = tuple[list[Segment], str]
 
 
 class Way:
-    """A controller's cargo and the storage of node 1, with what is sent between them."""
+    """A controller's transfers and the storage of node 1, with what is sent between them."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[bool, Message | bytes]] = []  # whether to the controller
-        self.cargo = Cargo(lambda node, message: self.queue.append((False, message)))
+        self.transfers = SegmentTransfers(lambda node, message: self.queue.append((False, message)))
         self.storage = NodeStorage(lambda message: self.queue.append((True, message)))
         self.largest = 0
 
@@ -34,7 +34,7 @@ class Way:
             message = as_message(sent)
             self.largest = max(self.largest, len(self.queue))
             if up:
-                self.cargo.handle(1, message)
+                self.transfers.handle(1, message)
             else:
                 self.storage.handle(message)
             messages -= 1
@@ -63,11 +63,11 @@ def read(segment: Segment) -> bytes:
 
 def test_a_value_gets_to_a_node_whole(value: Segment) -> None:
     way, found = Way(), list[tuple[dict[int, list[Segment]], str]]()
-    key = way.cargo.deliver([value], [1], lambda there, why: found.append((there, why)))
+    key = way.transfers.deliver([value], [1], lambda there, why: found.append((there, why)))
     way.carry()
     [(there, why)] = found
     assert not why and read(there[1][0]) == DATA
-    way.cargo.drop(key)
+    way.transfers.drop(key)
     way.carry()
     with pytest.raises(segments.Unreachable):
         segments.open_segment(there[1][0])
@@ -80,50 +80,50 @@ def test_a_value_gets_whole_to_nodes_that_are_not_equally_fast(value: Segment) -
     def send(node: int, message: Message | bytes) -> None:
         queues[node].append(as_message(message))
 
-    cargo = Cargo(send)
+    transfers = SegmentTransfers(send)
     storages = {
-        1: NodeStorage(lambda message: cargo.handle(1, as_message(message))),
-        2: NodeStorage(lambda message: cargo.handle(2, as_message(message))),
+        1: NodeStorage(lambda message: transfers.handle(1, as_message(message))),
+        2: NodeStorage(lambda message: transfers.handle(2, as_message(message))),
     }
-    key = cargo.deliver([value], [1, 2], lambda there, why: found.append(there))
+    key = transfers.deliver([value], [1, 2], lambda there, why: found.append(there))
     for node in (1, 2):  # the first has all before the second has begun
         while queues[node]:
             storages[node].handle(queues[node].pop(0))
     assert [read(found[0][node][0]) == DATA for node in (1, 2)] == [True, True]
-    cargo.drop(key)
+    transfers.drop(key)
     for node in (1, 2):
         storages[node].handle(queues[node].pop(0))
 
 
 def test_no_more_is_under_way_than_allowed(value: Segment) -> None:
     way = Way()
-    way.cargo.deliver([value], [1], lambda there, why: None)
+    way.transfers.deliver([value], [1], lambda there, why: None)
     way.carry()
     assert way.largest * (120 << 10) < 2 * (4 << 20)
 
 
 def test_a_value_that_has_come_stays_when_its_node_is_lost(value: Segment) -> None:
     way, found = Way(), list[Found]()
-    way.cargo.fetch([value], 1, lambda there, why: found.append((there, why)))
+    way.transfers.fetch([value], 1, lambda there, why: found.append((there, why)))
     way.carry()
-    way.cargo.lose(1)
+    way.transfers.lose(1)
     [(there, why)] = found
     assert not why and read(there[0]) == DATA
 
 
 def test_a_value_that_is_coming_is_given_up_with_its_node(value: Segment) -> None:
     way, found = Way(), list[Found]()
-    way.cargo.fetch([value], 1, lambda there, why: found.append((there, why)))
+    way.transfers.fetch([value], 1, lambda there, why: found.append((there, why)))
     way.carry(5)
-    way.cargo.lose(1)
+    way.transfers.lose(1)
     way.carry()
     assert found == [([], "node 1 is lost")]
 
 
 def test_a_delivery_waits_for_no_node_that_is_lost(value: Segment) -> None:
     way, found = Way(), list[tuple[dict[int, list[Segment]], str]]()
-    way.cargo.deliver([value], [1, 2], lambda there, why: found.append((there, why)))
-    way.cargo.lose(2)
+    way.transfers.deliver([value], [1, 2], lambda there, why: found.append((there, why)))
+    way.transfers.lose(2)
     way.carry()
     assert [sorted(there) for there, _ in found] == [[1]]
 
@@ -131,7 +131,7 @@ def test_a_delivery_waits_for_no_node_that_is_lost(value: Segment) -> None:
 def test_a_value_whose_sender_has_ended_is_an_error(value: Segment) -> None:
     way, found = Way(), list[Found]()
     gone = Segment(value.pid, value.fd, value.inode + 1, value.size)
-    way.cargo.fetch([gone], 1, lambda there, why: found.append((there, why)))
+    way.transfers.fetch([gone], 1, lambda there, why: found.append((there, why)))
     way.carry()
     [(there, why)] = found
     assert not there and "another file" in why

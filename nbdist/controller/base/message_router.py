@@ -40,7 +40,7 @@ _RANKS = tuple(f"{name}/".encode() for name in RANK_LANES)
 _RELAYS = tuple(f"{name}/".encode() for name in RELAY_LANES)
 
 
-class Switchboard:
+class MessageRouter:
     """Listens on loopback for those who have keys, and where it is told to for other nodes.
 
     Args:

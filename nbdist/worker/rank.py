@@ -42,12 +42,13 @@ from nbdist.wire.questions.knowing import GetFailure, Release
 from nbdist.wire.questions.question import Done
 from nbdist.wire.questions.stopping import Enter, GetFlight, Rest
 from nbdist.worker.cell import debug_server, failures, keyboard, launched
-from nbdist.worker.cell.interrupts import cancel_alarm
+from nbdist.worker.cell.interrupts import InterruptGate, cancel_alarm
 from nbdist.worker.cell.shell import RankShell
-from nbdist.worker.control.control_thread import ControlThread
+from nbdist.worker.control.control_thread import ControlThread, Waker
 from nbdist.worker.groups import join
 from nbdist.worker.groups.default_group import DefaultGroup
 from nbdist.worker.groups.flight_record import last_collectives
+from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.lanes import streams
 from nbdist.worker.lanes.display_lane import DisplayLane
 from nbdist.worker.lanes.widget_relay import WidgetRelay
@@ -55,6 +56,7 @@ from nbdist.worker.processes import spawning
 from nbdist.worker.processes.orphans import Orphans
 from nbdist.worker.rank_environment import take_on
 from nbdist.worker.recovery.rank_recovery import RankRecovery
+from nbdist.worker.recovery.rank_stop import RankStop
 from nbdist.worker.recovery.resizing import take_post
 
 _LOOKS = ("debug", "debugpy", "pull")  # what keeps the frames of the last failure when it begins
@@ -157,15 +159,18 @@ class RankProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cells = self._connect(RANK_CELL)
         self._lane = DisplayLane(self._connect(RANK_DISPLAY), setup.rank, setup.token)
+        waker = Waker()
+        gate = InterruptGate(waker.wake)
+        self._keyboard = keyboard.Keyboard(self._lane, lambda: bool(gate.running))
+        self._collectives = Collectives(setup.incarnation, setup.store)
+        self._group = DefaultGroup(setup, self._collectives.store)
+        self._stop = RankStop(self._collectives, gate, self._keyboard, waker)
+        self._recovery = RankRecovery(setup, self._collectives, self._group, self._stop)
         stale = limits.STALE + setup.options.slack
-        self._control = ControlThread(self._context, self._connect(RANK_CONTROL), setup.rank, stale)
-        self._keyboard = keyboard.Keyboard(self._lane, lambda: bool(self._control.gate.running))
+        self._control = ControlThread(self._connect(RANK_CONTROL), setup.rank, stale, self._stop, waker)
+        self._control.answers |= self._recovery.answers
         self._control.answers |= dict([Release.by(self._release), Enter.by(self._keyboard.enter), Rest.by(self._rest)])
         self._control.questions.answers |= dict([GetFlight.by(lambda question: last_collectives(question.count))])
-        self._recovery = RankRecovery(setup, self._control, self._keyboard)
-        self._group = DefaultGroup(setup, self._recovery.collectives.store)
-        self._recovery.make_group_again = self._group.make_again
-        self._recovery.adopted = self._group.adopted
         self._parcels: dict[int, transfer.Packed] = {}
         self._names: list[str] = []
         self._company = 1  # ranks that run what runs now
@@ -187,13 +192,11 @@ class RankProcess:
         self._control.start()
         try:
             self._recovery.install()
-            collectives = self._recovery.collectives
-            join.separate_rendezvous(self._number_of_cell, collectives.connecting)
+            join.separate_rendezvous(self._number_of_cell, self._collectives.connecting)
             device = join.device(self._setup)
             self._control.questions.gpu = device.index or 0
-            self._shell = RankShell.make(self._lane, self._own_names(device))
-            self._shell.explain = collectives.explain
-            self._shell.undisturbed = self._control.gate.undisturbed
+            names = self._own_names(device)
+            self._shell = RankShell.make(self._lane, names, self._collectives.explain, self._stop.undisturbed)
             self._keyboard.install()
             self._control.questions.shell = self._shell
             self._control.answers |= dict([GetFailure.by(lambda question: self._shell.known_failure)])
@@ -216,7 +219,7 @@ class RankProcess:
 
     def _number_of_cell(self) -> int:
         """Return the number of the running cell among those of these ranks: the same on all nodes of a launch."""
-        return self._control.gate.running % SERIALS
+        return self._stop.running % SERIALS
 
     def _own_names(self, device: Any) -> dict[str, Any]:
         setup = self._setup
@@ -277,7 +280,7 @@ class RankProcess:
             else:
                 self._shell.forget_failure()
             self._company = len(task.ranks)
-            alone = self._recovery.collectives.stand_ins
+            alone = self._collectives.stand_ins
             participants.begin(None if task.kind == "launch" or alone else task.ranks, alone=alone)
             self._recovery.begin(task.serial)
             self._switch_steps(task)
@@ -296,7 +299,7 @@ class RankProcess:
             self._put_in_order()
             if self._group.destroyed:
                 reply = msgspec.structs.replace(reply, grouped=False)
-            if self._recovery.collectives.broken():
+            if self._collectives.broken():
                 reply = msgspec.structs.replace(reply, broken=True)
         except BaseException as error:  # from what surrounds the task, or from a signal handler that ran then
             if reply is None or reply.failure is None:
@@ -357,12 +360,12 @@ class RankProcess:
         """Run the work so that whatever it raises, an interrupt at its very end too, becomes its reply."""
         try:
             # A launched function that catches the interrupt may save what it has; the next one ends it.
-            with self._control.gate.open(task.serial, once=task.kind == "launch"):
+            with self._stop.open(task.serial, once=task.kind == "launch"):
                 reply = work(task)
             failure = self._shell.failure  # what IPython has shown instead of raising it
             if failure is not None and reply.status == "ok":
                 reply = self._failed(task, failure)
-            elif self._control.gate.was_given(task.serial):
+            elif self._stop.was_given(task.serial):
                 reply = msgspec.structs.replace(reply, caught=True)
         except BaseException as error:
             reply = self._failed(task, self._shell.fail(error))
@@ -448,11 +451,11 @@ class RankProcess:
 
     def _rest(self, order: Rest) -> Done:
         """Wait for other ranks without a limit, until the cell has ended. In the control thread."""
-        self._recovery.collectives.timeouts.suspend(order.serial)
+        self._collectives.timeouts.suspend(order.serial)
         return Done()
 
     def _failed(self, task: Execute, failure: Failure) -> Reply:
-        if failure.kind == "lost" and self._control.gate.was_asked(task.serial) and self._recovery.collectives.is_cut:
+        if failure.kind == "lost" and self._stop.has_cut(task.serial):
             failure = msgspec.structs.replace(failure, name="KeyboardInterrupt", kind="interrupted")
         status: Outcome = "interrupted" if failure.kind in ("interrupted", "stopped") else "error"
         return Reply(task.serial, self._setup.rank, status, failure, names=self._changed_names())

@@ -27,6 +27,10 @@ _INTERRUPTS = {signal.SIGINT}
 _NOT_THE_USERS = {"IPython", "asyncio", "contextlib", "nbdist", "torch"}
 
 
+def _never() -> bool:
+    return False
+
+
 class StepStop(KeyboardInterrupt):
     """The cell was stopped between two steps: models, optimizers and groups are whole. Run the cell again to go on."""
 
@@ -36,14 +40,10 @@ class InterruptGate:
 
     Args:
         wake: Called from any thread when `resend_due` has changed.
-
-    Attributes:
-        held: Whether the main thread must not be interrupted right now: an optimizer's step is applied whole. Whoever
-            holds looks at `pending` in the end.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.held: Callable[[], bool] = lambda: False
+        self._held = _never
         self._wake = wake
         self._insist = False  # it has been held back for long enough
         self._main = threading.main_thread().ident or 0
@@ -88,19 +88,22 @@ class InterruptGate:
             self._settled, self._due = self._running, None
 
     @contextlib.contextmanager
-    def open(self, serial: int, *, once: bool = False) -> Iterator[None]:
+    def open(self, serial: int, *, once: bool = False, held: Callable[[], bool] = _never) -> Iterator[None]:
         """Let requests for this serial number raise KeyboardInterrupt while the body runs.
 
         Args:
             serial: What runs.
             once: Whether a request is met when it has been raised; else it is raised again until the body ends, unless
                 that has a clause for it.
+            held: Whether the main thread must not be interrupted right now: an optimizer's step is applied whole.
+                Whoever holds looks at `pending` in the end.
         """
         # A cell may have set a handler of its own, or blocked the signal: that holds until its end.
         if signal.getsignal(signal.SIGINT) != self._handle:
             signal.signal(signal.SIGINT, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
         self._programs.begin()
+        self._held = held
         self._running, self._once = serial, once
         try:
             if self._asked == serial:  # asked before the cell came
@@ -109,15 +112,16 @@ class InterruptGate:
         finally:
             self._running = 0
             self._due = None
+            self._held = _never
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Hold interrupts back in the body, until they are sent again."""
-        held, self.held = self.held, lambda: True
+        held, self._held = self._held, lambda: True
         try:
             yield
         finally:
-            self.held = held
+            self._held = held
 
     def request(self, serial: int, *, again: bool = False) -> None:
         """Interrupt the cell `serial`, now or when it starts, and its programs. From any thread.
@@ -168,7 +172,7 @@ class InterruptGate:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._running and self._wanted == self._running and os.getpid() == self._pid:
-            if self.held() and not self._insist:
+            if self._held() and not self._insist:
                 return
             self._wanted = 0
             if self._insist and isinstance(sys.exc_info()[1], KeyboardInterrupt):

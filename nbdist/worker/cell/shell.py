@@ -146,8 +146,8 @@ class RankShell(InteractiveShell):
     _failures: list[tuple[BaseException, Failure]]  # what has failed in what runs, or ran last, the first first
     _kept: list[tuple[BaseException, Failure]]  # ... and in the last cell, if something else than a cell has run since
     _gone: KnownFailure  # what has failed last of what was forgotten
-    explain: Callable[[BaseException], NbdistError | None] = staticmethod(lambda error: None)
-    undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    _explain: Callable[[BaseException], NbdistError | None]
+    _undisturbed: Callable[[], contextlib.AbstractContextManager[None]]
 
     @classmethod
     def prepare(cls) -> RankShell:
@@ -163,8 +163,21 @@ class RankShell(InteractiveShell):
         return shell
 
     @classmethod
-    def make(cls, lane: DisplayLane, names: dict[str, Any]) -> RankShell:
-        """Return the shell, with these names in its namespace; it replaces the notebook's, if that was inherited."""
+    def make(
+        cls,
+        lane: DisplayLane,
+        names: dict[str, Any],
+        explain: Callable[[BaseException], NbdistError | None],
+        undisturbed: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> RankShell:
+        """Return the shell; it replaces the notebook's, if that was inherited.
+
+        Args:
+            lane: What cells display goes there.
+            names: In its namespace.
+            explain: Returns an error that explains another one, if there is more to say.
+            undisturbed: Holds interrupts back in its body.
+        """
         there = shells.current()
         shell = cls.prepare() if there is None or isinstance(there, cls) else cls._in_place_of(there)
         shell.lane = lane
@@ -172,6 +185,7 @@ class RankShell(InteractiveShell):
         shell.user_ns["_dh"][:] = [Path.cwd()]
         shell.own_names = names
         shell.user_ns.update(names)
+        shell._explain, shell._undisturbed = explain, undisturbed
         shell._loop = CellLoop()
         shell.loop_runner = shell._loop.run
         shell.set_hook("show_in_pager", page.as_hook(shell._show_in_pager), 99)  # type: ignore[no-untyped-call]
@@ -363,7 +377,7 @@ class RankShell(InteractiveShell):
         if isinstance(error, SyntaxError):
             frames: Any = tracebacks.extract_tb(trimmed) if compiled else []
             return str(self.SyntaxTB.stb2text(self.SyntaxTB.structured_traceback(type(error), error, frames)))
-        error = self.explain(error) or error
+        error = self._explain(error) or error
         rendered = failures.render(type(error), error, trimmed, self.InteractiveTB)
         explained = oom.explain(error, self.user_ns)
         return f"{rendered}\n{explained}" if explained else rendered
@@ -373,10 +387,10 @@ class RankShell(InteractiveShell):
         interrupt = failures.answered_by_exit(error)
         if interrupt is not None:
             error, traceback = interrupt, interrupt.__traceback__
-        with self.undisturbed():  # else the interrupt that follows from a failure elsewhere would hide this one
+        with self._undisturbed():  # else the interrupt that follows from a failure elsewhere would hide this one
             rendered = self._rendered(error, traceback, compiled=compiled)
         self.caught = self.caught or failures.passed_through_step(error)
-        failure = failures.describe(self.explain(error) or error, rendered)
+        failure = failures.describe(self._explain(error) or error, rendered)
         parts = shells.chain(error)
         known = (place for place, (earlier, _) in enumerate(self._failures) if any(earlier is part for part in parts))
         place = next(known, len(self._failures))
@@ -397,7 +411,7 @@ class RankShell(InteractiveShell):
     def system(self, cmd: str) -> None:
         """Run `!cmd`, with the rank's own stdout and stderr."""
         command = self.var_expand(cmd, depth=1)  # type: ignore[no-untyped-call]
-        self.user_ns["_exit_code"] = run_command(command, self.undisturbed)
+        self.user_ns["_exit_code"] = run_command(command, self._undisturbed)
 
     system_piped = system_raw = system
 

@@ -1,110 +1,78 @@
-"""How this rank is stopped, and how it goes on: the rank's side of the controller's ladder and recovery.
+"""How this rank goes on after a stop, a failure, or the death of another: the rank's side of the controller's recovery.
 
-Owns the step counter, the process groups and what is exact; answers what the controller asks of them, in the control
-thread, and does what Recover says, on the main thread. Knows nothing of the shell or of sockets.
+Owns what is exact, and what a cell has left: it reports where this rank stands, in the control thread, and does what
+Recover, Adopt and Resize say, on the main thread. Independent of the shell and of sockets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nbdist.metrics.events import step_events
 from nbdist.train import active_training
 from nbdist.wire.messages.cells import Failure, InOrder, Recover
 from nbdist.wire.messages.healing import Adopt, Resize
 from nbdist.wire.messages.rank_processes import RankSetup
-from nbdist.wire.questions.question import Done
-from nbdist.wire.questions.stopping import (
-    Aim,
-    Arm,
-    Cut,
-    Disarm,
-    Forbid,
-    Forbidden,
-    GetPosition,
-    GetStack,
-    GetState,
-    Meet,
-    RankState,
-    StepsMade,
-    Strand,
-)
-from nbdist.worker.cell.keyboard import Keyboard
-from nbdist.worker.control.control_thread import ControlThread
+from nbdist.wire.questions.question import Question
+from nbdist.wire.questions.stopping import Forbid, Forbidden, GetState, RankState
+from nbdist.worker.control.slow_questions import Work
+from nbdist.worker.groups.default_group import DefaultGroup
 from nbdist.worker.groups.new_world import NewWorld
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery import reset_models
 from nbdist.worker.recovery.batchnorm import Statistics
 from nbdist.worker.recovery.exact import ExactState
-from nbdist.worker.recovery.position import PositionProbe
 from nbdist.worker.recovery.random_record import RandomRecord
+from nbdist.worker.recovery.rank_stop import RankStop
 from nbdist.worker.recovery.resizing import take_groups
-from nbdist.worker.recovery.step_stop import StepCounter
 
 _STATISTICS_STAY = "BatchNorm statistics of the lost step are kept; start with `--exact` to restore them"
 
 
 class RankRecovery:
-    """Stops the cell that runs, and puts in order what a failed one has left.
+    """Puts in order what a cell has left.
 
     Args:
         setup: What this rank is.
-        control: Asks for the stops; from now on it also answers the questions that belong to them.
-        keyboard: What waits for the user.
+        collectives: The process groups.
+        group: The default one.
+        stop: What ends cells.
 
     Attributes:
-        collectives: The process groups.
-        make_group_again: Makes the default group, given a number that no making of it has had before.
-        adopted: Called when this rank has taken a dead one's place in its groups.
+        answers: What answers the controller at once, by the type of question.
     """
 
-    def __init__(self, setup: RankSetup, control: ControlThread, keyboard: Keyboard) -> None:
-        self.collectives = Collectives(setup.incarnation, setup.store)
-        self.make_group_again: Callable[[int], None] = lambda attempt: None
-        self.adopted: Callable[[], None] = lambda: None
+    def __init__(self, setup: RankSetup, collectives: Collectives, group: DefaultGroup, stop: RankStop) -> None:
+        self._collectives = collectives
+        self._group = group
+        self._stop = stop
+        self._steps = stop.steps
         self._setup = setup
         self._world = NewWorld()  # of the last change; groups of before, until models have let go of them
         self._news: list[str] = []  # about it
-        self._control = control
         self._events = step_events.of_this_thread()
-        self._steps = StepCounter(control.wake)
         self._folder = setup.folder  # goes with this process; what lies beside it, with the session
         self._joining = setup.newcomer
         self._settle: Callable[[], None] = lambda: None
         self._exact = ExactState() if setup.options.exact else None
         self._statistics = Statistics()
-        self._progress = PositionProbe(self.collectives, control.gate, keyboard)
         self._serial = 0  # the newest cell, and how it ended
         self._failure: Failure | None = None
         self._in_step = False
-        control.gate.held = lambda: self._events.in_step or self._steps.finishing()
-        control.on_interrupt = self._progress.mark
-        control.on_resend = self._progress.note_moves
-        control.overdue = self._steps.overdue
-        control.on_overdue = self._interrupt_body
-        control.answers |= dict(
+        self.answers: dict[type[Question[Any]], Work] = dict(
             [
-                GetPosition.by(self._progress.look),
-                GetStack.by(self._progress.stack),
-                Arm.by(self._arm),
-                Aim.by(self._aim),
-                Meet.by(self._meet),
-                Disarm.by(self._disarm),
-                Cut.by(self._free),
-                Strand.by(self._strand),
                 GetState.by(self._state),
-                Forbid.by(lambda question: Forbidden(self.collectives.forbid(question.groups))),
+                Forbid.by(lambda question: Forbidden(collectives.forbid(question.groups))),
             ]
         )
 
     def install(self) -> None:
         """See the groups that are made and the steps that are taken from now on."""
-        self.collectives.watch()
+        self._collectives.watch()
         reset_models.let_groups_outlive_ddp()
         self._steps.install()
-        self._steps.after_step = self._after_step
-        self._steps.on_stop = self._control.gate.give
         self._statistics.install()
         self._events.listen(after=self._statistics.mark)
         if self._exact is not None:
@@ -115,8 +83,8 @@ class RankRecovery:
     def begin(self, serial: int) -> None:
         """Begin a cell. On the main thread, where nothing interrupts yet."""
         self._serial, self._failure, self._in_step = serial, None, False
-        self.collectives.begin()
-        self.collectives.timeouts.begin(serial)
+        self._collectives.begin()
+        self._collectives.timeouts.begin(serial)
         self._steps.begin(serial)
         self._statistics.mark()
         if self._exact is not None:
@@ -131,81 +99,26 @@ class RankRecovery:
             in_step: Whether it failed in the middle of a training step.
         """
         self._steps.end(serial)
-        self.collectives.timeouts.resume()
+        self._collectives.timeouts.resume()
         self._failure, self._in_step = failure, in_step
         if self._exact is not None and self._was_interrupted() and not self._stopped_at_step():
             self._exact.restore()
 
-    # --- stopping, in the control thread
-
-    def _arm(self, question: Arm) -> StepsMade:
-        if self._control.gate.is_settled(question.serial):  # it is stopping in its own way
-            return StepsMade(count=0, stepping=False, running=False)
-        return self._steps.arm(question.serial)
-
-    def _aim(self, order: Aim) -> Done:
-        self._steps.aim(order.serial, order.target)
-        return Done()
-
-    def _meet(self, order: Meet) -> Done:
-        if self._control.gate.is_settled(order.serial):
-            return Done()
-        self._steps.aim(order.serial, order.target, hurry=True)
-        if self._steps.count >= order.target:
-            self._progress.mark()
-            self._control.gate.request(order.serial)
-        return Done()
-
-    def _disarm(self, order: Disarm) -> Done:
-        self._steps.disarm(order.serial)
-        return Done()
-
-    def _free(self, order: Cut) -> Done:
-        gate = self._control.gate
-        if gate.running == order.serial and (
-            order.force or (self._progress.stands_still() and not gate.is_settled(order.serial))
-        ):
-            self.collectives.cut()
-        return Done()
-
-    def _strand(self, order: Strand) -> Done:
-        if self._control.gate.running == order.serial:
-            self.collectives.stranded = order.why
-            self._control.gate.request(order.serial)
-            if not self._progress.in_meeting():
-                self.collectives.cut()
-        return Done()
-
-    def _interrupt_body(self) -> None:
-        """Interrupt the loop's body where it is, because it does not end."""
-        serial = self._control.gate.running
-        self._steps.disarm(serial)
-        self._control.gate.request(serial)
-
-    def _after_step(self) -> None:
-        """Let the loop count a step for which an interrupt was held back, then stop. On the main thread."""
-        if self._control.gate.pending and not self._steps.finishing():
-            serial = self._control.gate.running
-            self._steps.arm(serial)
-            self._steps.aim(serial, self._steps.count)
-
-    # --- going on
-
     def _state(self, question: GetState) -> RankState:
         """Return where this rank stands after the cell. In the control thread, while the main thread runs nothing."""
         current = question.serial == self._serial
-        if current and self._control.gate.was_asked(question.serial) and not self._steps.count:
+        if current and self._stop.was_asked(question.serial) and not self._steps.count:
             reset_models.begin_forwards_alike()  # with a step, the models are reset anyway
         return RankState(
-            groups=self.collectives.groups(current=current),
-            count=self.collectives.numbered,
+            groups=self._collectives.groups(current=current),
+            count=self._collectives.numbered,
             current=current,
             caught=current and self._caught(),
             steps=self._steps.count if current else 0,
             rescheduled=current and self._steps.rescheduled(),
             lifetime=self._exact.steps if self._exact is not None else 0,
             stopped=self._steps.stopped if current and self._stopped_at_step() else None,
-            recipes=self.collectives.recipes() if question.recipes else {},
+            recipes=self._collectives.recipes() if question.recipes else {},
         )
 
     def recover(self, task: Recover) -> InOrder:
@@ -213,19 +126,19 @@ class RankRecovery:
         failure = ""
         keep_buckets = False
         try:
-            self.collectives.renew(task.generation, task.renew, task.stale, task.count)
+            self._collectives.renew(task.generation, task.renew, task.stale, task.count)
             if task.regroup:
-                self.make_group_again(task.generation)
+                self._group.make_again(task.generation)
             if task.reset:
                 topic = f"buckets settled, generation {task.generation}, cell {task.serial}"  # never voted on before
-                keep_buckets = self.collectives.agree(
+                keep_buckets = self._collectives.agree(
                     topic, reset_models.buckets_settled(), task.ranks, self._setup.rank
                 )
         except Exception as error:  # the ranks live on, and the user is told
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        self.collectives.lose(task.lost, task.dead)
+        self._collectives.lose(task.lost, task.dead)
         if failure or task.lost:
-            self.collectives.drop_stand_ins(failure or "a rank has died")
+            self._collectives.drop_stand_ins(failure or "a rank has died")
         if not task.reset:
             return InOrder(failure)
         report = reset_models.reset_models(keep_buckets=keep_buckets, moved=self._statistics.moved)
@@ -263,9 +176,9 @@ class RankRecovery:
     def adopt(self, task: Adopt) -> InOrder:
         """Take the place of a dead rank in its groups. On the main thread."""
         try:
-            self.collectives.adopt(task.recipes, self._setup.rank)
+            self._collectives.adopt(task.recipes, self._setup.rank)
             active_training.newcomer = True
-            self.adopted()
+            self._group.adopted()
         except Exception as error:
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
         return InOrder()
@@ -279,8 +192,8 @@ class RankRecovery:
         """
         self._setup = setup
         try:
-            self._world, self._news = take_groups(self.collectives, setup, task)
-            self.adopted()
+            self._world, self._news = take_groups(self._collectives, setup, task)
+            self._group.adopted()
         except Exception as error:
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
         return InOrder()
@@ -289,7 +202,7 @@ class RankRecovery:
         """Return whether what went wrong in the cell may have caught a model in the middle of a step."""
         if self._stopped_at_step():
             return False
-        broken = self.collectives.broken().values()
+        broken = self._collectives.broken().values()
         if broken and reset_models.communicate_in(broken):  # it may have been in a step whose error the cell has caught
             return True
         return self._in_step or (self._was_interrupted() and self._steps.count > 0)

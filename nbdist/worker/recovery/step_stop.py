@@ -46,23 +46,29 @@ class StepCounter:
 
     Args:
         wake: Called from the main thread when `overdue` has a new answer.
+        after_step: Called after each step when the main thread may be interrupted again.
+        on_stop: Called with the frame in which the main thread is about to be stopped.
 
     Attributes:
         available: Whether steps are counted.
         reason: Why not, if they are not.
         count: Steps that the cell has made.
         stopped: The step after which the cell was stopped; None if it was not, or has gone on since.
-        after_step: Called after each step when the main thread may be interrupted again.
-        on_stop: Called with the frame in which the main thread is about to be stopped.
     """
 
-    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        wake: Callable[[], None] = lambda: None,
+        *,
+        after_step: Callable[[], None] = lambda: None,
+        on_stop: Callable[[FrameType], None] = lambda frame: None,
+    ) -> None:
         self.available = False
         self.reason = "the hooks are not installed"
         self.count = 0
         self.stopped: int | None = None
-        self.after_step: Callable[[], None] | None = None
-        self.on_stop: Callable[[FrameType], None] = lambda frame: None
+        self.after_step = after_step
+        self._on_stop = on_stop
         self._wake = wake
         self._serial = 0
         self._finished = 0
@@ -212,8 +218,7 @@ class StepCounter:
             frame = None if code.co_name == "<module>" else frame.f_back
 
     def _over(self) -> None:
-        if self.after_step is not None:
-            self.after_step()
+        self.after_step()
         if self._requests:
             self._meet()
 
@@ -224,7 +229,7 @@ class StepCounter:
             return
         target = request.wait()  # it may be interrupted here
         if target is not None and self.count >= target:
-            self.on_stop(sys._getframe(1))
+            self._on_stop(sys._getframe(1))
             raise KeyboardInterrupt
 
     def _frames_since_step(self) -> list[tuple[FrameType, int]]:
@@ -267,7 +272,7 @@ class StepCounter:
         request.over = True
         self._leave_body()
         self.stopped = self.count
-        self.on_stop(sys._getframe(1))
+        self._on_stop(sys._getframe(1))
         raise StepStop(f"stopped after step {self.count:,}")
 
     def _leave_body(self) -> None:

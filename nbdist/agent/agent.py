@@ -22,11 +22,10 @@ from nbdist.agent import surroundings
 from nbdist.agent.forks.fork_channel import ForkChannel
 from nbdist.agent.forks.warm_template import WarmTemplate, find_torch
 from nbdist.agent.link import EVENTS, Link
-from nbdist.agent.native_stacks import NativeStacks
 from nbdist.agent.pipes import PipeReader
 from nbdist.agent.process_set import STORE, ProcessSet
 from nbdist.agent.relay import Relay
-from nbdist.agent.slow_looks import SlowLooks, memory_of
+from nbdist.agent.slow_looks import NativeStacks, SlowLooks, memory_of
 from nbdist.agent.storage import NodeStorage
 from nbdist.base.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group, state_of
 from nbdist.metrics.node.sampler import Sampler

@@ -26,9 +26,8 @@ from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.base.outputlog import LastOutput, OutputLog, Part
 from nbdist.controller.base.rank_order import Rank
 from nbdist.controller.clients.client_side import ClientSide
-from nbdist.controller.clients.descriptions import status_of
 from nbdist.controller.clients.takeover import attached, hindrance, started_with
-from nbdist.controller.clients.visitors import Visitors
+from nbdist.controller.clients.visitors import Visitors, status_of
 from nbdist.controller.nodes.node_table import KnownNode, NodeTable
 from nbdist.controller.ranks.members import Members
 from nbdist.controller.ranks.rank_sets import RankSets

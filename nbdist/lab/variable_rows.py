@@ -9,8 +9,8 @@ from nbdist.client.requests.compared_variables import (
     has_figures,
     look_at_statistics,
     look_at_variables,
+    look_inside,
 )
-from nbdist.client.requests.variable_entries import look_inside
 from nbdist.client.session.current import get_session
 from nbdist.client.session.session import rank_set_of
 from nbdist.errors import UsageError

@@ -50,8 +50,7 @@ from nbdist.worker.groups.default_group import DefaultGroup
 from nbdist.worker.groups.flight_record import last_collectives
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.lanes import streams
-from nbdist.worker.lanes.display_lane import DisplayLane
-from nbdist.worker.lanes.widget_relay import WidgetRelay
+from nbdist.worker.lanes.display_lane import DisplayLane, WidgetRelay
 from nbdist.worker.processes import spawning
 from nbdist.worker.processes.orphans import Orphans
 from nbdist.worker.rank_environment import take_on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbdist.controller.clients.credit import Ledger
+from nbdist.controller.clients.client_side import Ledger
 from nbdist.wire.messages.output import STDOUT, Credit, Display, Notice, Output, WidgetMessage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.worker.groups.gpu_defaults import ALLOCATOR_VARIABLES, gpu_defaults
+from nbdist.worker.groups.join import ALLOCATOR_VARIABLES, gpu_defaults
 
 KERNEL = "6.8.0-generic"
 

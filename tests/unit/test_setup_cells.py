@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.client.healing.setup_cells import definitions
+from nbdist.client.healing.heal import definitions
 
 
 def test_imports_functions_and_classes_stay_on_their_lines() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from nbdist.controller.nodes.node_table import KnownNode, NoEntrance
-from nbdist.controller.nodes.shares import shared_out
+from nbdist.controller.nodes.placement import shared_out
 from nbdist.wire.messages.life import StartOptions
 from nbdist.wire.processes.nodes import NodesWanted
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.native_stacks import NativeStacks
-from nbdist.agent.slow_looks import SlowLooks
+from nbdist.agent.slow_looks import NativeStacks, SlowLooks
 from nbdist.base.ranks import ONE_NODE, RankNames
 from nbdist.client.reports.stack_report import Stack, render, stack_of, with_native_frames
 from nbdist.errors import UsageError

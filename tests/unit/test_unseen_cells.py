@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.client.start.farewell import linger_or_default
-from nbdist.controller.clients.ended_cells import EndedCells
-from nbdist.controller.clients.unseen_cells import UnseenCells
+from nbdist.controller.clients.unseen_cells import EndedCells, UnseenCells
 from nbdist.errors import UsageError
 from nbdist.wire.base.parcel import Parcel, Span
 from nbdist.wire.messages.cells import Execute, Kind, Reply

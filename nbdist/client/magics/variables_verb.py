@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 
 from nbdist.client.requests.compared_variables import (
+    Inside,
     difference,
     has_figures,
     look_at_statistics,
     look_at_variables,
+    look_inside,
     render_statistics,
     render_variables,
 )
-from nbdist.client.requests.variable_entries import Inside, look_inside
 from nbdist.client.session.current import get_session
 from nbdist.client.session.session import rank_set_of
 from nbdist.errors import UsageError

@@ -2,24 +2,107 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from nbdist import transfer
+from nbdist.base.ranks import describe_ranks, format_ranks
+from nbdist.base.text import nearest
 from nbdist.client.base import interruption
 from nbdist.client.base.results import CellResult
 from nbdist.client.ranks.rank_set import Ranks, RankSet
+from nbdist.client.ranks.task import Task
 from nbdist.client.reports.flight import COUNT
 from nbdist.client.reports.logs import read_logs
-from nbdist.client.requests import gpu_snapshots
 from nbdist.client.requests.debugging import debug, serve_debugpy
-from nbdist.client.requests.named_values import check_named, explain_missing, pack_named
 from nbdist.client.requests.status import look_at_flight, look_at_stacks, status_of
-from nbdist.errors import RankError
+from nbdist.errors import NbdistError, RankError, TransferError, UsageError
 from nbdist.metrics.allocation import memory_snapshot
+
+
+def record(rank_set: RankSet, events: int) -> None:
+    """Record allocations and frees on ranks from now on, as many on each; 0 stops recording.
+
+    Raises:
+        UsageError: No rank has a GPU.
+    """
+    living = rank_set.living()
+    _check_gpus(rank_set, living)
+    rank_set.set_up(memory_snapshot.record, events, ranks=living)
+
+
+def write(rank_set: RankSet, rank: int, path: str | Path | None) -> Path:
+    """Write the snapshot of a rank; None for `snapshot-rank0.pickle` in the current folder. Returns the file.
+
+    Raises:
+        UsageError: The rank has no GPU.
+        RankError: This torch doesn't support it.
+    """
+    _check_gpus(rank_set, [rank])
+    target = Path(path or f"snapshot-rank{rank}.pickle").expanduser().resolve()
+    rank_set.set_up(memory_snapshot.write, target, ranks=[rank])
+    return target
+
+
+def _check_gpus(rank_set: RankSet, ranks: Sequence[int]) -> None:
+    if ranks and all(info.device == "cpu" for info in rank_set.ranks if info.rank in ranks):
+        raise UsageError(memory_snapshot.NO_GPU)
+
+
+def check_named(values: object) -> None:
+    """Check what `push` was given.
+
+    Raises:
+        UsageError: It is not a dict, or a name is not a variable name.
+    """
+    if not isinstance(values, Mapping):
+        raise UsageError(f"push takes a dict, not {type(values).__name__}: `session.push({{'x': x}})`")
+    for name in values:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UsageError(f"{name!r} is not a variable name: `session.push({{'x': x}})`")
+
+
+def pack_named(values: Mapping[str, Any]) -> transfer.Packed:
+    """Pack all values in one parcel, so that tensors that share memory still do; an error names the variable."""
+    try:
+        return transfer.pack(dict(values), name=next(iter(values)) if len(values) == 1 else "values")
+    except TransferError:
+        for name, value in values.items():
+            transfer.check(value, name=name)
+        raise
+
+
+def explain_missing(name: str, task: Task, error: RankError, names: Mapping[int, Sequence[str]]) -> NbdistError:
+    """Return the error for a `pull` that failed: which ranks lack the name, and which have it or a similar one."""
+    missing = [
+        rank
+        for rank, failure in task.failures.items()
+        if failure.name == "NameError" and _lacks(names.get(rank, ()), name)
+    ]
+    if len(missing) != len(task.failures):
+        return error
+    have = [rank for rank in task.ranks if rank not in missing]
+    text = f"{describe_ranks(sorted(missing))} {'has' if len(missing) == 1 else 'have'} no {name!r}"
+    if have:
+        verb = "has" if len(have) == 1 else "have"
+        text += f" ({describe_ranks(have)} {verb}: `%distributed pull {name} -r {format_ranks(have)}`)"
+    if close := nearest(name, {known for rank in missing for known in names.get(rank, [])}, 3):
+        text += f"; similar names: {', '.join(sorted(close))}"
+    elif not have:
+        text += "; define it in a `%%distributed` cell first"
+    return UsageError(text)
+
+
+def _lacks(known: Sequence[str], expression: str) -> bool:
+    """Return whether an expression uses an unknown name; otherwise what it calls has raised."""
+    used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+    return not used <= {*known, *vars(builtins)}
 
 
 class RankRequests:
@@ -95,7 +178,7 @@ class RankRequests:
         Raises:
             UsageError: No rank has a GPU.
         """
-        gpu_snapshots.record(self._rank_set, events)
+        record(self._rank_set, events)
 
     def snapshot(self, rank: int, path: str | Path | None = None) -> Path:
         """Write torch's memory snapshot of a rank, for https://pytorch.org/memory_viz.
@@ -111,7 +194,7 @@ class RankRequests:
             UsageError: The rank has no GPU.
             RankError: This torch doesn't support it.
         """
-        return gpu_snapshots.write(self._rank_set, rank, path)
+        return write(self._rank_set, rank, path)
 
     def interrupt(self, ranks: Ranks = None, *, now: bool = False) -> bool:
         """Stop what ranks run, after the current step if they train. A second call stops them at once.

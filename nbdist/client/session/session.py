@@ -23,9 +23,8 @@ from nbdist.base.text import counted
 from nbdist.client.base import interruption
 from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.base.results import CellResult
-from nbdist.client.healing.heal import HealReport, heal
+from nbdist.client.healing.heal import HealReport, ShrinkReport, grow, heal, shrink
 from nbdist.client.healing.on_death import ON_DEATH, OnDeath, heal_all, outlive
-from nbdist.client.healing.resize import ShrinkReport, grow, shrink
 from nbdist.client.ranks.background import BackgroundCell
 from nbdist.client.ranks.rank_set import Ranks, RankSet
 from nbdist.client.requests.rank_requests import RankRequests

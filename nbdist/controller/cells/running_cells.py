@@ -1,6 +1,7 @@
 """The running cells: which ranks run them, how they are stopped, and what is repaired after one fails.
 
-Drives a ladder and a watch per cell, and the repairs between cells. Handles messages, not sockets.
+Drives a ladder and a watch per cell, and the repairs between cells. While a rank waits for a line from the user, nobody
+times out waiting for it. Handles messages, not sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import msgspec
 from nbdist.base import limits
 from nbdist.controller.base.inquiries import A, AskRanks, Handler, Inquiries
 from nbdist.controller.cells.ladder import Ladder
-from nbdist.controller.cells.open_prompts import OpenPrompts
 from nbdist.controller.cells.recovery import FailedCell, Recovery
 from nbdist.controller.cells.repairs import Repairs, Wires
 from nbdist.controller.cells.watch import Pauses, Watch
@@ -26,7 +26,46 @@ from nbdist.wire.messages.output import Prompt
 from nbdist.wire.messages.visitor_messages import RunningCell
 from nbdist.wire.questions.question import NoAnswer, Question
 from nbdist.wire.questions.questions import OF_AGENTS, Answer, Ask
-from nbdist.wire.questions.stopping import Cut, Strand
+from nbdist.wire.questions.stopping import Cut, Enter, Rest, Strand
+
+_NOBODY = "the notebook that ran this cell is gone, so input is not available"
+
+
+class OpenPrompts:
+    """The prompts that have not been answered. `ask`: asks control threads."""
+
+    def __init__(self, ask: AskRanks) -> None:
+        self._ask = ask
+        self._open: dict[int, Prompt] = {}
+        self._rested: set[int] = set()  # cells whose ranks no longer hurry
+
+    def add(self, prompt: Prompt, serial: int, ranks: Sequence[int]) -> None:
+        """Note that a rank waits for the user.
+
+        Args:
+            prompt: What it asks.
+            serial: The cell it runs.
+            ranks: All ranks of that cell.
+        """
+        self._open[prompt.rank] = prompt
+        if serial not in self._rested:
+            self._rested.add(serial)
+            self._ask(ranks, Rest(serial))
+
+    def answered(self, rank: int) -> None:
+        """Note that the user has answered a rank, or that it no longer asks."""
+        self._open.pop(rank, None)
+
+    def forget(self, serial: int) -> None:
+        """Note that a cell is over on all ranks."""
+        self._rested.discard(serial)
+
+    def refuse_all(self) -> None:
+        """Have every rank that asks fail instead: nobody is left to answer."""
+        prompts, self._open = self._open, {}
+        for rank, prompt in prompts.items():
+            self._ask([rank], Enter(prompt.sequence, _NOBODY, "refused"))
+
 
 _PAUSE = 1.0  # seconds, after an error
 

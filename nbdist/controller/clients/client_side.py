@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,17 +15,38 @@ import msgspec
 import zmq
 
 from nbdist.controller.base.message_router import MessageRouter
-from nbdist.controller.clients.credit import Ledger
-from nbdist.controller.clients.ended_cells import EndedCells
-from nbdist.controller.clients.unseen_cells import UnseenCells
+from nbdist.controller.clients.unseen_cells import EndedCells, UnseenCells
 from nbdist.wire.base.message import Message
 from nbdist.wire.bundle import Bundle
 from nbdist.wire.frames import encode
 from nbdist.wire.lanes import CLIENT_EVENTS, FIRST_CLIENT, node_lane
 from nbdist.wire.messages.handover import Attach, Displaced, Ending, Goodbye, Leave, Leaving
 from nbdist.wire.messages.healing import Renumbered
-from nbdist.wire.messages.output import Credit, Display, WidgetMessage
+from nbdist.wire.messages.output import Credit, Display, Output, WidgetMessage
 from nbdist.wire.processes.setup import ControllerSetup
+
+
+class Ledger:
+    """An account for each rank's output, and one for its displays and widget messages."""
+
+    def __init__(self) -> None:
+        self._owed: Counter[tuple[int, bool]] = Counter()  # by rank, and whether for items
+
+    def passed_on(self, message: Message) -> None:
+        """Record that this was sent to the notebook."""
+        if isinstance(message, Output):
+            self._owed[message.rank, False] += len(message.data)
+        elif isinstance(message, (Display, WidgetMessage)):
+            self._owed[message.rank, True] += message.size
+
+    def paid(self, credit: Credit) -> None:
+        """Record that the notebook paid for some of it."""
+        self._owed[credit.rank, credit.items] -= credit.size
+
+    def settle(self) -> list[Credit]:
+        """Return all that is owed, so that someone else can pay it: the notebook is gone."""
+        owed, self._owed = self._owed, Counter()
+        return [Credit(rank, size, items) for (rank, items), size in owed.items() if size > 0]
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,39 @@ A cell is kept until its client begins another one on its ranks, which it does o
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from nbdist.controller.clients.ended_cells import EndedCells
 from nbdist.wire.base.message import Message
 from nbdist.wire.messages.cells import Execute, Recovered, Reply
 from nbdist.wire.messages.handover import UnseenCell
 from nbdist.wire.messages.life import Died
 from nbdist.wire.messages.output import Notice, Output
 from nbdist.wire.messages.visitor_messages import FollowedCell
+
+_KEPT = 100
+
+
+class EndedCells:
+    """Cells in the order of their ends, counted from the session's start."""
+
+    def __init__(self) -> None:
+        self._cells: deque[FollowedCell] = deque(maxlen=_KEPT)
+        self.count = 0
+
+    def add(self, cell: FollowedCell) -> None:
+        """Note that a cell has ended."""
+        self._cells.append(cell)
+        self.count += 1
+
+    def since(self, seen: int) -> tuple[list[FollowedCell], int]:
+        """Return the cells that have ended after the first `seen`, and how many of them are not kept any more."""
+        first = self.count - len(self._cells)
+        return list(self._cells)[max(0, seen - first) :], max(0, first - seen)
+
 
 _NOTICES = 100  # lines that are kept for the next client
 

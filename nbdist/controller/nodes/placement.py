@@ -1,4 +1,4 @@
-"""Which rank is on which node, in which slot there, and how that node is called. Knows nothing of what ranks do.
+"""Which rank is on which node, in which slot there; what the node is called; which node starts which ranks. Pure.
 
 A slot is the number by which a rank's lanes and its agent know it: its rank at the start. Ranks can get other numbers;
 slots stay, and no two processes have had the same slot and life.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,10 +16,57 @@ import msgspec
 
 from nbdist.base.ranks import RankNames
 from nbdist.controller.base.rank_order import Rank
-from nbdist.controller.nodes.node_table import KnownNode
-from nbdist.controller.nodes.shares import without_surroundings
+from nbdist.controller.nodes.node_table import KnownNode, NoEntrance
 from nbdist.wire.messages.healing import Post
 from nbdist.wire.messages.life import Place, RankInfo, StartOptions
+from nbdist.wire.processes.nodes import NodesWanted
+
+
+def shared_out(
+    options: StartOptions, wanted: NodesWanted | None, nodes: Iterable[KnownNode]
+) -> dict[int, StartOptions]:
+    """Return what each node has to start. Ranks are numbered node by node.
+
+    Args:
+        options: What the notebook asks for, on its own machine.
+        wanted: Which nodes; None: only that machine.
+        nodes: Those that have come.
+
+    Raises:
+        NoEntrance: A node has no GPU, and no number of ranks was given.
+    """
+    if wanted is None or wanted.count == 1:
+        return {0: options}
+    ordered = sorted(nodes, key=lambda node: node.seat)
+    counts = {node.number: _count(options, wanted, node) for node in ordered}
+    working = [number for number, count in counts.items() if count]
+    world, gpus = sum(counts.values()), {node.number: node.gpus for node in nodes}
+    gpus[0] = len(options.gpus or [])
+    each_has_its_own = all(gpus[number] >= count for number, count in counts.items())
+    shares, first = {}, 0
+    for number, count in counts.items():
+        shares[number] = msgspec.structs.replace(
+            options if number == 0 else without_surroundings(options),
+            count=count,
+            backend=options.backend or ("cpu:gloo,cuda:nccl" if each_has_its_own else "gloo"),
+            place=Place(first, world, working.index(number) if count else 0, len(working)),
+        )
+        first += count
+    return shares
+
+
+def _count(options: StartOptions, wanted: NodesWanted, node: KnownNode) -> int:
+    count = wanted.ranks_of(node.seat)
+    if node.number == 0:
+        return 0 if count == 0 else options.count
+    if not (count := count or node.gpus):
+        raise NoEntrance(f"node {node.number} ({node.host}) has no GPU, so pass the number of ranks per node: `-n 8`")
+    return count
+
+
+def without_surroundings(options: StartOptions) -> StartOptions:
+    """Remove what belongs to the notebook's machine; other nodes have their own."""
+    return msgspec.structs.replace(options, environment={}, sys_path=[], gpus=None, open_files=0, umask=0)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from nbdist.base.text import counted
 from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.nodes.node_table import NodeTable, NoEntrance
-from nbdist.controller.nodes.shares import shared_out
+from nbdist.controller.nodes.placement import shared_out
 from nbdist.controller.ranks.members import Members
 from nbdist.wire.base.message import Message
 from nbdist.wire.messages.handover import Choices

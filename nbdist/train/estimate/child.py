@@ -1,6 +1,6 @@
-"""The process that estimates: takes settings and a task, and tells the memory that a step takes by each setting.
+"""The process that estimates: takes settings and a task, and returns the memory that a step takes with each setting.
 
-Watches the step by torch's memory tracker. Knows nothing of devices or of how results are shown.
+Watches the step with torch's memory tracker, and which modules keep which activations for the backward pass.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import json
 import linecache
 import os
 import pickle
+import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -21,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -28,12 +31,106 @@ from torch.distributed.tensor import DTensor
 
 from nbdist.base import trees
 from nbdist.errors import UsageError
+from nbdist.metrics.compute.counting import Counting
 from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
 from nbdist.train import state as training
-from nbdist.train.estimate.details import details_of
-from nbdist.train.estimate.tracker import CountedFakeTensorMode, tracker_of
 from nbdist.train.estimate.trial_step import CPU, KernelsOfGpu, Step, TrialSetup, make_step, nothing_moves
 from nbdist.train.prepare import strategies
+
+_REST = "outside of modules"
+
+
+def details_of(step: Step) -> dict[str, Any]:
+    """Return what a step keeps by module, and what it computes.
+
+    Args:
+        step: Which is used up.
+
+    Returns:
+        "modules": bytes that are saved in the forward pass of one micro-batch, by the innermost module that runs then;
+        "flops": of the step, None if they can't be counted here.
+    """
+    return {"flops": _flops(step), "modules": _saved_by_module(step)}
+
+
+def _flops(step: Step) -> int | None:
+    with Counting() as counting:
+        step()
+    step.forget_gradients()
+    return None if counting.tally.uncounted else counting.tally.hardware
+
+
+def _saved_by_module(step: Step) -> dict[str, int]:
+    """Run a forward pass and note what autograd saves, each storage once; parameters are no activations."""
+    running = [_REST]
+    saved: Counter[str] = Counter()
+    known = {tensor.untyped_storage()._cdata for tensor in step.model.parameters()}
+    kept: list[torch.Tensor] = []  # so that no other storage gets the place of one
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        base = tensor._base if tensor._base is not None else tensor
+        if storage._cdata not in known and not isinstance(base, nn.Parameter):
+            known.add(storage._cdata)
+            kept.append(tensor)
+            saved[running[-1]] += storage.nbytes()
+        return tensor
+
+    handles = []
+    for name, module in step.model.named_modules():
+        label = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name) or type(module).__name__
+        handles.append(module.register_forward_pre_hook(lambda *_, label=label: running.append(label), prepend=True))
+        handles.append(module.register_forward_hook(lambda *_: _leave(running), always_call=True))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = step.forward()
+    del loss
+    for handle in handles:
+        handle.remove()
+    return dict(saved.most_common())
+
+
+def _leave(running: list[str]) -> None:
+    running.pop()
+
+
+class CountedFakeTensorMode(FakeTensorMode):
+    """A mode that knows how many times it has been entered.
+
+    DTensor enters it once more to find the whole shape of what an operation on shards returns.
+    """
+
+    entered = 0
+
+    def __enter__(self) -> Any:
+        self.entered += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered -= 1
+        super().__exit__(*error)
+
+
+def tracker_of(mode: CountedFakeTensorMode) -> Any:
+    """Return a tracker of what is held under this mode, which has been entered already.
+
+    With some versions of torch (seen: 2.11), an operation on shards also counted with its whole shape: the temporary
+    memory of AdamW's multi-tensor step was 7 shards instead of one.
+
+    Raises:
+        ImportError: This version of torch has no such tracker.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    entered = mode.entered
+
+    class ShardTracker(MemTracker):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if mode.entered > entered:
+                return func(*args, **kwargs or {})
+            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    return ShardTracker()
+
 
 _MIB = 2**20
 _OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))

@@ -28,7 +28,7 @@ from nbdist.train import state as training
 from nbdist.train.collective.flags import Flag
 from nbdist.train.loop import precision
 from nbdist.train.loop.gradients import parameters_of
-from nbdist.train.sharding.unexchanged import drop_unexchanged, parameter_groups
+from nbdist.train.sharding.shards import drop_unexchanged, parameter_groups
 from nbdist.train.state import Living, State
 
 

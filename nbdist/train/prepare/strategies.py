@@ -31,8 +31,8 @@ from nbdist.train.structure import float8
 from nbdist.train.structure.activations import keep_less
 from nbdist.train.structure.batch_norms import is_batch_norm
 from nbdist.train.structure.blocks import Ends, compile_blocks, find_blocks, find_ends, refuse_without_blocks
+from nbdist.train.structure.quantized import is_wrapper
 from nbdist.train.structure.shadow import restore
-from nbdist.train.structure.wrappers import is_wrapper
 
 
 def strategy_in_effect(plan: Plan) -> Strategy:

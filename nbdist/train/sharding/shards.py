@@ -1,8 +1,12 @@
-"""Shards that have changed: what FSDP2 gathered of them before is out of date. Knows nothing of who changes them."""
+"""What FSDP2 has gathered and must drop: parameters whose shards have changed, gradients of a step that was given up.
+
+The latter leans on private parts of torch, as there is no public way.
+"""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 
@@ -18,3 +22,18 @@ def gather_again(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, sharded):
             part.reshard()
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters of one FSDP2 module, by its state; newer torches may have several."""
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in found if group is not None]
+
+
+def drop_unexchanged(group: Any) -> None:
+    """Drop what a group's parameters have gathered since their gradients were last exchanged."""
+    for parameter in group.fsdp_params:
+        if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None

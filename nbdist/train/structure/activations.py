@@ -16,8 +16,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nbdist.train.structure.caches import CacheArguments
+from nbdist.train.structure.quantized import is_wrapper
 from nbdist.train.structure.shadow import shadow
-from nbdist.train.structure.wrappers import is_wrapper
 
 Kind = Literal["none", "full", "selective", "selective-half"]
 

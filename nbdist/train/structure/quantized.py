@@ -1,8 +1,8 @@
-"""State that an optimizer keeps quantized, as those of torchao do: how checkpoints hold it.
+"""Tensors that are made of several others, as quantized weights; how checkpoints hold quantized optimizer state.
 
-They hold its values, in the type that it stands for, since blocks of codes can't be divided among other ranks. Codes
-that values are brought back into may differ in the last place: torchao's scale of a block is its largest value, and in
-maps of 8 and 4 bits the largest negative number has no code of its own.
+They hold the values of such state, in the type that it stands for, since blocks of codes can't be divided among other
+ranks. Codes that values are brought back into may differ in the last place: torchao's scale of a block is its largest
+value, and in maps of 8 and 4 bits the largest negative number has no code of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import UsageError
-from nbdist.train.structure.wrappers import is_wrapper
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is made of several others: its class follows torch's protocol for taking it apart."""
+    kind = type(tensor)
+    return kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 def is_quantized(value: torch.Tensor) -> bool:

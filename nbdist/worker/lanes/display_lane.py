@@ -1,6 +1,7 @@
 """A rank's rich output: results, displays, widget messages, each at its place in the rank's stdout.
 
-A payload travels by zmq; a mark in the pipe says where it belongs, so that text and displays keep their order.
+A payload travels by zmq; a mark in the pipe says where it belongs, so that text and displays keep their order. Comms of
+widgets that live on a rank (ipywidgets, tqdm.notebook) are relayed to the page and back.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import comm
 import msgspec
 import zmq
+from comm.base_comm import BaseComm
 
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.messages.output import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, ItemKind, Prompt, WidgetMessage
@@ -132,3 +135,26 @@ def _plain_value(value: Any) -> Any:
     except Exception:  # a key that is a tuple, a list that holds itself, ...
         return repr(value)
     return plain
+
+
+class WidgetRelay:
+    """Makes this process's comms talk through the rank's display lane."""
+
+    def __init__(self, lane: DisplayLane) -> None:
+        class RankComm(BaseComm):
+            def publish_msg(
+                self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
+            ) -> None:
+                target = keys.get("target_name", "")
+                raw = [bytes(buffer) for buffer in buffers or []]
+                lane.relay(msg_type, self.comm_id, target, data or {}, metadata or {}, raw)
+
+        comm.create_comm = RankComm
+
+    def deliver(self, message: WidgetMessage) -> None:
+        """Hand a message of the page to its widget. Runs on the main thread, between cells, as in a notebook."""
+        content = {"comm_id": message.comm_id, "data": message.data}
+        envelope = {"content": content, "metadata": message.metadata, "buffers": list(message.buffers)}
+        manager = comm.get_comm_manager()
+        handle: Any = manager.comm_close if message.event == "comm_close" else manager.comm_msg
+        handle(None, None, envelope)

@@ -19,7 +19,7 @@ from itertools import compress
 from typing import Any
 
 from nbdist.train import active_training
-from nbdist.train.sharding.unexchanged import drop_unexchanged, parameter_groups
+from nbdist.train.sharding.shards import drop_unexchanged, parameter_groups
 
 
 @dataclass(frozen=True)

@@ -299,13 +299,17 @@ def test_the_badge_leaves_the_end_of_a_long_line_to_be_read(two: Notebook) -> No
     assert cell.locator(".cm-line").last.evaluate(end) <= badge["x"]
 
 
-def test_the_badge_of_a_cell_of_one_line_leaves_the_active_cells_own_buttons_alone(two: Notebook) -> None:
-    two.choose(3)
-    badge = two.page.locator(".jp-Cell").nth(3).locator(".nbdist-badge-of-cell")
-    expect(badge).to_have_css("opacity", "0")
-    badge.focus()
-    two.page.keyboard.press("Shift")  # what has the focus by keys is shown
+@pytest.mark.parametrize("index", [0, 2, 3, 4])
+def test_the_badge_and_the_active_cells_own_buttons_lie_side_by_side(two: Notebook, index: int) -> None:
+    two.choose(index)
+    cell = two.page.locator(".jp-Cell").nth(index)
+    badge, buttons = cell.locator(".nbdist-badge-of-cell"), cell.locator(".jp-cell-toolbar")
     expect(badge).to_have_css("opacity", "1")
+    expect(buttons).to_be_visible()
+    ours, others = badge.bounding_box(), buttons.bounding_box()
+    assert ours and others
+    beside = ours["x"] >= others["x"] + others["width"] or others["x"] >= ours["x"] + ours["width"]
+    assert beside or ours["y"] >= others["y"] + others["height"]
 
 
 def test_the_tiles_of_the_narrow_panel_are_equally_wide(two: Notebook) -> None:

@@ -11,6 +11,8 @@ import { StandIn } from "./stand_in";
 import { ON_ALL, ON_KERNEL, onRanks, READ_ONLY_CELL, RUN_ON, runOn } from "./strings";
 
 const NAME = "badge-of-cell";
+const LETTER = 6.5; // pixels at most, on average, in the font of badges
+const EDGES = 16; // pixels: what is around the text
 
 export class Badge {
   private readonly standIn: StandIn;
@@ -62,9 +64,9 @@ export class Badge {
     if (this.cell.isDisposed) return;
     const source = this.cell.model.sharedModel.getSource();
     const place = placeOf(source, this.isAuto());
-    const lines = source.includes("\n") ? "many" : "one";
+    const low = source.split("\n", 3).length < 3;
     const locked = isLocked(this.cell);
-    const key = JSON.stringify([place, lines, locked]);
+    const key = JSON.stringify([place, low, locked]);
     if (key === this.drawn) return;
     this.drawn = key;
     this.place = place.kind;
@@ -77,9 +79,10 @@ export class Badge {
     for (const element of [button, this.picker?.element]) {
       if (element === undefined) continue;
       element.dataset["place"] = place.kind;
-      element.dataset["lines"] = lines;
     }
     this.input?.classList.toggle("nbdist-on-ranks", this.onRanks);
+    this.input?.classList.toggle("nbdist-low", low);
+    this.input?.style.setProperty("--nbdist-badge", `${text.length * LETTER + EDGES}px`);
     this.picker?.draw();
   };
 }

@@ -3,6 +3,6 @@
   let scope;
   (window._JUPYTERLAB ??= {}).nbdist = {
     init: (shared) => void (scope = shared),
-    get: async (name) => (await import(new URL("extension.5PGT22VX.js", base).href)).load(name, scope),
+    get: async (name) => (await import(new URL("extension.NBODZIKO.js", base).href)).load(name, scope),
   };
 })();

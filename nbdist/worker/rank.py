@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
 import os
 import signal
@@ -200,7 +201,8 @@ class RankProcess:
             self._control.questions.shell = self._shell
             self._control.answers |= dict([GetFailure.by(lambda question: self._shell.known_failure)])
             self._names = self._current_names()
-            spawning.install(self._shell.is_main, join.own_store, lambda: self._company)
+            own_meeting_point = functools.partial(join.own_meeting_point, join.meeting_point())
+            spawning.install(self._shell.is_main, join.own_store, own_meeting_point, lambda: self._company)
             backend = self._group.make()
         except Exception as error:
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))

@@ -150,6 +150,27 @@ def test_a_program_that_spawns_the_ranks_of_the_tutorial_runs_on_one_rank(
     assert ranks.ok("%%distributed -r 0\nprint(dict(os.environ))").stdout == before
 
 
+SPAWNED_GROUP = """
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+def train(index):
+    dist.init_process_group("gloo", rank=index, world_size=2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"sum {total.item()}\\n", end="", flush=True)
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=2)
+"""
+
+
+def test_spawned_processes_that_are_told_no_address_meet_at_one_of_their_own(ranks: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "grouped.py").write_text(SPAWNED_GROUP)
+    before = ranks.ok("%%distributed -r 0\nimport os\nprint(dict(os.environ))").stdout
+    assert ranks.ok(f"%%distributed -r 0\n%run {tmp_path}/grouped.py").lines == {0: ["sum 2.0", "sum 2.0"]}
+    assert ranks.ok("%%distributed -r 0\nprint(dict(os.environ))").stdout == before
+    assert ranks.ok(f"%%distributed\n{SUM}").lines == both("2.0")
+
+
 def test_a_program_that_spawns_on_several_ranks_says_that_they_are_ranks_already(ranks: Kernel, tmp_path: Path) -> None:
     (tmp_path / "twice.py").write_text(SPAWNING)
     line = "nbdist: mp.spawn starts 1 process on each rank"

@@ -228,7 +228,7 @@ def separate_rendezvous(
     """
     from torch.distributed import PrefixStore
 
-    ours = _meeting_point()
+    ours = meeting_point()
     # Not `from torch.distributed import rendezvous`: that is the function of the same name.
     handlers = getattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
     original = handlers.get("env")
@@ -238,12 +238,12 @@ def separate_rendezvous(
 
     def handler(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         nonlocal latest
-        if os.getpid() != own and _meeting_point() == ours:
+        if os.getpid() != own and meeting_point() == ours:
             raise UsageError(_STARTED_BY_A_RANK.format(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")))
         serial = cell()
         latest = (serial, latest[1] + 1 if latest[0] == serial else 1)
         rendezvous = original(*args, **kwargs)
-        with connecting(int(os.environ.get("MASTER_PORT", "0"))), own_store(_meeting_point() != ours):
+        with connecting(int(os.environ.get("MASTER_PORT", "0"))), own_store(meeting_point() != ours):
             store, rank, world_size = next(rendezvous)
         # The store of several nodes outlives a restart.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -253,7 +253,8 @@ def separate_rendezvous(
     handlers["env"] = handler
 
 
-def _meeting_point() -> tuple[str | None, str | None]:
+def meeting_point() -> tuple[str | None, str | None]:
+    """Return the address and port at which a rendezvous of this process meets."""
     return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
 
 
@@ -270,6 +271,29 @@ def own_store(wanted: bool = True) -> Iterator[None]:
             os.environ[_AGENT_STORE] = before
         elif wanted:
             del os.environ[_AGENT_STORE]
+
+
+@contextlib.contextmanager
+def own_meeting_point(ours: tuple[str | None, str | None]) -> Iterator[None]:
+    """Let processes that are spawned in the body form a group of their own, with a store that one of them opens.
+
+    They meet where the script says, or else at a free port: at the rank's own address, the session has its store.
+
+    Args:
+        ours: The session's meeting point.
+    """
+    before = meeting_point()
+    if before == ours:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    try:
+        with own_store():
+            yield
+    finally:
+        os.environ |= {
+            name: value for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), before, strict=True) if value is not None
+        }
 
 
 def serve_store(listener: socket.socket) -> Any:

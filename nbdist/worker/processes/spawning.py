@@ -14,7 +14,10 @@ from nbdist.errors import UsageError
 
 
 def install(
-    is_main: Callable[[Any], bool], own_store: Callable[[], AbstractContextManager[None]], company: Callable[[], int]
+    is_main: Callable[[Any], bool],
+    own_store: Callable[[], AbstractContextManager[None]],
+    own_meeting_point: Callable[[], AbstractContextManager[None]],
+    company: Callable[[], int],
 ) -> None:
     """Make spawning a function that new processes can't import raise, instead of failing once they have imported torch.
 
@@ -22,7 +25,8 @@ def install(
 
     Args:
         is_main: Whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run.
-        own_store: In its body, processes are started that serve the store of their group, which nobody else does.
+        own_store: In its body, processes are forked that serve the store of their group, which nobody else does.
+        own_meeting_point: In its body, processes are spawned that do so, and are not to meet at the rank's address.
         company: The number of ranks that run what runs now.
     """
     module: Any = importlib.import_module("torch.multiprocessing.spawn")  # the package has a function of this name
@@ -36,7 +40,7 @@ def install(
             raise UsageError(_advice(fn))
         if company() > 1:
             print(_notice(fn, kwargs.get("nprocs", args[1] if len(args) > 1 else 1)), flush=True)
-        with own_store():
+        with own_store() if method == "fork" else own_meeting_point():
             return original(_apart(fn) if method == "fork" else fn, *args, **kwargs)
 
     module.start_processes = package.start_processes = start_processes

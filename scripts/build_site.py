@@ -1,6 +1,6 @@
 """Build the site from Markdown that reads on its own: gather the pages, write the reference, run Sphinx.
 
-The sources know nothing of the site. What a page needs to be part of it, its place in the list and links that lead to
+The sources do not mention the site. What a page needs to be part of it, its place in the list and links that lead to
 pages instead of files, is made here, in a copy.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import posixpath
 import re
 import shutil
 import subprocess
@@ -47,7 +48,11 @@ CHAPTERS = {
         "from_jupyter_distributed",
         "from_ipyparallel",
     ),
-    "About": ("performance", "gpu", "compatibility", "architecture", "decisions", "contributing", "changelog"),
+    "About": ("performance", "gpu", "compatibility", "architecture", "contributing", "changelog"),
+    "Decisions": (
+        "decisions",
+        *(f"decisions/{path.stem}" for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))),
+    ),
 }
 TOP = {"README.md": "index", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
 
@@ -109,34 +114,42 @@ def sphinx(builder: str, output: Path) -> int:
 
 def gather_pages() -> None:
     for name, page in TOP.items():
-        text = with_links((ROOT / name).read_text(encoding="utf-8"), prefix="docs/")
+        text = with_links((ROOT / name).read_text(encoding="utf-8"), name)
         (SOURCE / f"{page}.md").write_text(text + (contents() if page == "index" else ""), encoding="utf-8")
-    for path in (ROOT / "docs").iterdir():
+    for path in (ROOT / "docs").rglob("*.*"):
+        copy = SOURCE / path.relative_to(ROOT / "docs")
+        copy.parent.mkdir(exist_ok=True)
         if path.suffix == ".md":
-            (SOURCE / path.name).write_text(with_links(path.read_text(encoding="utf-8")), encoding="utf-8")
+            text = with_links(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
+            copy.write_text(text, encoding="utf-8")
         else:
-            shutil.copy(path, SOURCE)
+            shutil.copy(path, copy)
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(EXECUTED / path.name, SOURCE / "notebooks")
     shutil.copy(ROOT / "LICENSE", SOURCE)
 
 
-def with_links(text: str, prefix: str = "") -> str:
-    """A page whose links lead to pages of the site, wherever its file lies."""
+def with_links(text: str, name: str) -> str:
+    """A page whose links lead to pages of the site, given the name of its file, relative to the repository."""
 
     def link(found: re.Match[str]) -> str:
-        target = found[1].removeprefix(prefix).removeprefix("../")
-        name, _, anchor = target.partition("#")
-        name = f"{TOP[name]}.md" if name in TOP else name
-        return f"]({name}{'#' if anchor else ''}{anchor})"
+        target, _, anchor = found[1].partition("#")
+        to = place(posixpath.normpath(posixpath.join(posixpath.dirname(name), target)))
+        return f"]({posixpath.relpath(to, posixpath.dirname(place(name)) or '.')}{'#' if anchor else ''}{anchor})"
 
     return re.sub(r"\]\((?!https?:|#)([^)]+)\)", link, text)
 
 
+def place(name: str) -> str:
+    """Where a file of the repository is in the site's sources."""
+    return f"{TOP[name]}.md" if name in TOP else name.removeprefix("docs/")
+
+
 def contents() -> str:
     """The list of all pages, which the theme shows at the side."""
-    missing = {path.stem for path in SOURCE.glob("*.md")} | {path.stem for path in (ROOT / "docs").glob("*.md")}
-    missing -= {*TOP.values(), *(page for pages in CHAPTERS.values() for page in pages)}
+    docs = ROOT / "docs"
+    missing = {str(path.relative_to(docs).with_suffix("")) for path in docs.rglob("*.md")}
+    missing -= {page for pages in CHAPTERS.values() for page in pages}
     if missing:
         raise SystemExit(f"{__file__}: these pages are in no chapter: {', '.join(sorted(missing))}")
     return "".join(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # --- how late what others write down may be: a decision by two looks at it needs them further apart than that.
-# The list of all such decisions: docs/decisions.md, "Records that are written late".
+# The list of all such decisions: docs/decisions/late_records.md.
 
 COLLECTIVE_LATE = 0.1  # that a collective has ended: NCCL's watchdog looks every 100 ms (kWatchdogThreadSleepMillis)
 MACHINE_LATE = 10.0  # a look at a machine: as long as the sampler waits for a driver that takes its time

@@ -1,4 +1,4 @@
-"""Messages are plain American English: a list of turns that a reader would stumble over."""
+"""Messages and the pages for newcomers are plain American English: a list of turns that a reader would stumble over."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "nbdist"
+DOCS = ROOT.parent / "docs"
+PAGES = [DOCS / "architecture.md", DOCS / "decisions.md", *sorted((DOCS / "decisions").glob("*.md"))]
 BANNED = {  # what to write instead
     r"\b(?<!there )(?<!there's )is no (?!longer|faster|more)(?=[a-z])": "is not a ...",
     r"\bare no (?=(state|name|number)\b)": "are not ...",
@@ -51,3 +53,10 @@ def messages() -> list[tuple[str, str]]:
 def test_no_message_has_a_turn_that_is_not_plain_english(pattern: str) -> None:
     found = [f"{place}: {text!r}" for place, text in messages() if re.search(pattern, text, re.IGNORECASE)]
     assert not found, f"write {BANNED[pattern]!r} instead:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_page_on_the_architecture_or_its_decisions_has_one(page: Path) -> None:
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    found = [text[max(0, at.start() - 30) : at.end() + 30] for turn in BANNED for at in re.finditer(turn, text, re.I)]
+    assert found == []

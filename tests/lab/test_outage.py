@@ -104,6 +104,7 @@ def test_a_network_that_drops_everything_is_noticed_though_no_connection_is_clos
     with counting(lab, browser, tmp_path) as (notebook, network, sidebar):
         status = notebook.page.locator(".nbdist-status")
         note = notebook.page.locator(".nbdist-tabs").get_by_role("status")
+        expect(note).to_have_text("")  # their code has come by the network
         with network.silent():
             expect(status).to_have_text("Ranks: no connection")
             expect(sidebar.get_by_role("status").first).to_contain_text("The Jupyter server cannot be reached.")

@@ -16,7 +16,8 @@ from nbdist.client.session import session as sessions
 from nbdist.client.session.current import current_session
 from nbdist.client.session.session import rank_set_of
 from nbdist.client.start.idle_controller import prewarm
-from nbdist.client.start.node_arguments import WayIn, nodes_wanted
+from nbdist.client.start.node_arguments import nodes_wanted
+from nbdist.client.start.start_settings import StartSettings
 from nbdist.errors import TransferError, UsageError
 from nbdist.launch import in_process, on_ranks
 from nbdist.launch.fork import fork_launch
@@ -95,7 +96,7 @@ def notebook_launcher(
         _refuse(given | {"mixed_precision": None if mixed_precision == "no" else mixed_precision})
         num_processes = len(on.ranks)
     elif on is not None:
-        nodes = nodes_wanted(1, num_processes, WayIn(), on)
+        _, nodes = nodes_wanted(StartSettings(num_processes=num_processes, on=on))
         assert nodes is not None
         num_processes = 1 if nodes.ranks_of(0) == 0 else nodes.ranks_of(0)
     request = Request(

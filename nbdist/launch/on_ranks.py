@@ -20,7 +20,8 @@ from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.ranks.rank_set import RankSet
 from nbdist.client.ranks.task import Task
 from nbdist.client.start.session_plan import for_launch
-from nbdist.client.start.start_options import Arguments
+from nbdist.client.start.start_options import start_options
+from nbdist.client.start.start_settings import StartSettings
 from nbdist.client.start.starting import PortTaken, StartLine
 from nbdist.errors import RankError, RankTimeout, UsageError
 from nbdist.launch.launch_errors import launch_error
@@ -182,7 +183,7 @@ def options(request: Request, place: Place | None = None, port: int = 0, fork_ad
         fork_address: The address where the notebook forks them.
     """
     gpus = [] if request.cpu else request.gpus
-    found = Arguments(gpus, None, False, None).options(request.count)
+    found = start_options(StartSettings(gpus=gpus, init=False), request.count)
     found = found.with_variables(
         {
             **request.environment,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.base.checks import check_choice, check_seconds, check_whole, is_whole
+from nbdist.client.start.start_settings import check_value
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
 from nbdist.wire.processes.nodes import NodesWanted
@@ -57,7 +58,7 @@ class Request:
         if not isinstance(self.args, (tuple, list)):
             raise UsageError(f"args must be a tuple, not {_a_type(self.args)}: `args=(value,)` for one argument")
         _check_call(self.function, self.args)
-        check_whole("num_nodes", self.num_nodes, 1)
+        check_value("num_nodes", self.num_nodes)
         check_whole("node_rank", self.node_rank, 0)
         if self.node_rank >= self.num_nodes:
             raise UsageError(
@@ -68,7 +69,7 @@ class Request:
         object.__setattr__(self, "num_processes", _count(self.num_processes, self.gpus, self.cpu))
         object.__setattr__(self, "mixed_precision", _precision(self.mixed_precision))
         object.__setattr__(self, "use_port", _port(self.use_port))
-        _check_text("master_addr", self.master_addr)
+        check_value("master_addr", self.master_addr)
         check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS)
         _check_text("rdzv_endpoint", self.rdzv_endpoint, empty=True)
         if not isinstance(self.rdzv_conf, (Mapping, type(None))):
@@ -81,7 +82,7 @@ class Request:
         if self.start_method is not None:
             check_choice("start_method", self.start_method, START_METHODS)
         if self.timeout is not None:
-            check_seconds("timeout", self.timeout)
+            check_value("timeout", self.timeout)
         if not isinstance(self.all_results, bool):
             raise UsageError(f"all_results must be True or False, not {self.all_results!r}")
         if self.start_method == "fork" and not self.alone:
@@ -173,7 +174,7 @@ def _check_call(function: Callable[..., Any], args: Sequence[Any]) -> None:
         ) from None
 
 
-def _count(count: object, gpus: Sequence[int | str] | None, cpu: bool) -> int:
+def _count(count: int | None, gpus: Sequence[int | str] | None, cpu: bool) -> int:
     if count is None:
         found = 0 if cpu else len(gpus) if gpus is not None else len(visible_gpus())
         if not found:
@@ -181,7 +182,8 @@ def _count(count: object, gpus: Sequence[int | str] | None, cpu: bool) -> int:
                 "this machine has no GPU, so give the number of ranks: `notebook_launcher(train, num_processes=2)`"
             )
         return found
-    return check_whole("num_processes", count, 1)
+    check_value("num_processes", count)
+    return count
 
 
 def _check_gpus(gpus: object) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nbdist.base import network
-from nbdist.client.start.node_arguments import WayIn, nodes_wanted
+from nbdist.client.start.node_arguments import nodes_wanted
+from nbdist.client.start.start_settings import StartSettings
 from nbdist.errors import UsageError
 
 
@@ -34,6 +37,7 @@ def test_all_others_are_not(address: str) -> None:
 def test_an_address_that_is_not_private_is_refused_if_it_has_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine need not have one: where it does, it says so."""
     monkeypatch.setattr(network, "is_local", lambda address: True)
-    assert nodes_wanted(2, 1, WayIn("10.0.0.1", private=True)) is not None
+    settings = StartSettings(num_processes=1, num_nodes=2, master_addr="10.0.0.1", private_network=True)
+    assert nodes_wanted(settings)[1] is not None
     with pytest.raises(UsageError, match=r"8\.8\.8\.8 is not the address of a private network"):
-        nodes_wanted(2, 1, WayIn("8.8.8.8", private=True))
+        nodes_wanted(replace(settings, master_addr="8.8.8.8"))

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from nbdist.base.ranks import describe_ranks
 from nbdist.client.base import interruption
 from nbdist.client.healing.heal import HealReport
 from nbdist.client.ranks.rank_set import RankSet
 from nbdist.client.reports import death_report
+from nbdist.client.start.start_settings import OnDeath
 from nbdist.errors import NbdistError, RankDied
 from nbdist.train.compare.resume import ResumeReport, resume
 
 T = TypeVar("T")
 _TRIES = 3  # that a cell has from one step on
 _LEAVE_LIMIT = 5.0  # seconds for ranks to leave a cell in which others have died
-OnDeath = Literal["ask", "heal", "stop"]
-ON_DEATH: tuple[OnDeath, ...] = ("ask", "heal", "stop")
 
 
 def outlive(

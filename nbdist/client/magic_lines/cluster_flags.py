@@ -28,8 +28,7 @@ _OPTIONS = {
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
-    parser.add_argument("--on", metavar="NAME", help="use the machines of a profile in ~/.config/nbdist/clusters.toml")
+    """Add the flags, except for `--on`."""
     parser.add_argument(
         "--hosts",
         type=split_commas,

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from nbdist.base.text import split_commas
 from nbdist.client.costs.cell_memory import MODES
-from nbdist.client.healing.on_death import ON_DEATH
-from nbdist.client.magic_lines.cluster_flags import add_cluster_flags
 from nbdist.client.magic_lines.magic_line import (
     MagicParser,
-    count,
     item,
     linger,
     number,
@@ -20,6 +16,7 @@ from nbdist.client.magic_lines.magic_line import (
     variable_item,
 )
 from nbdist.client.magic_lines.plan_line import plan_parser
+from nbdist.client.magic_lines.start_flags import add_start_flag, add_start_flags
 from nbdist.client.reports.flight import COUNT
 from nbdist.metrics.allocation.memory_snapshot import EVENTS
 
@@ -100,64 +97,7 @@ def verb_parsers() -> dict[str, MagicParser]:
 
 def _start() -> MagicParser:
     parser = MagicParser("%distributed start", "Start ranks.", number="-n")
-    _add_group(parser)
-    parser.add_argument(
-        "--num-nodes",
-        type=number,
-        default=1,
-        metavar="N",
-        help="number of machines, including this one; -n is then the number of ranks on each",
-    )
-    parser.add_argument("--master-addr", metavar="ADDRESS", help="address at which the others reach this machine")
-    parser.add_argument(
-        "--master-port",
-        type=number,
-        metavar="PORT",
-        help="port on which this machine waits for them (default: any free port)",
-    )
-    parser.add_argument(
-        "--interface", metavar="NAME", help="network interface between them (default: the one that leads to ADDRESS)"
-    )
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="write the tokens to join with to FILE instead of printing them"
-    )
-    parser.add_argument(
-        "--node-timeout",
-        type=seconds,
-        metavar="S",
-        help="seconds without an answer until another machine's ranks count as lost (default: 60)",
-    )
-    parser.add_argument("--private-network", action="store_true", help="refuse addresses outside private networks")
-    add_cluster_flags(parser)
-    parser.add_argument(
-        "--gpus", type=split_commas, metavar="LIST", help="which GPUs, for example 0,2 (default: one per rank)"
-    )
-    parser.add_argument(
-        "--backend", metavar="NAME", help="backend of the process group (default: nccl and gloo with GPUs, else gloo)"
-    )
-    parser.add_argument("--no-init", action="store_true", help="don't call init_process_group; your cells call it")
-    parser.add_argument(
-        "--timeout", type=seconds, metavar="S", help="seconds until a collective times out (default: 1800)"
-    )
-    parser.add_argument(
-        "--linger",
-        type=linger,
-        metavar="TIME",
-        help="how long ranks outlive a crash of the kernel, for `attach`: 90, 15m, 12h (default: 15m; 0: not at all)",
-    )
-    parser.add_argument("--keep", action="store_true", help="keep the ranks when the kernel shuts down normally, too")
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="restore what an interrupted step changed: buffers (BatchNorm) and random numbers",
-    )
-    parser.add_argument(
-        "--on-death",
-        choices=ON_DEATH,
-        default="ask",
-        help="when ranks die in a cell: only report it, replace them and run the cell again, or end the session "
-        "(default: ask, which only reports it)",
-    )
+    add_start_flags(parser)
     parser.add_argument(
         "--replace", action="store_true", help="first stop the session that is running or that a crash left behind"
     )
@@ -205,7 +145,7 @@ def _stop() -> MagicParser:
 def _restart() -> MagicParser:
     what = "End the ranks and start fresh ones; their variables are lost."
     parser = MagicParser("%distributed restart", what, number="-n")
-    _add_group(parser)
+    add_start_flag(parser, "num_processes")
     return parser
 
 
@@ -428,9 +368,3 @@ def _variables() -> MagicParser:
 
 def _add_ranks(parser: MagicParser) -> None:
     parser.add_argument("-r", "--ranks", metavar="RANKS", help="which ranks, for example 0,2-3 (default: all)")
-
-
-def _add_group(parser: MagicParser) -> None:
-    parser.add_argument(
-        "-n", "--num-processes", dest="n", type=count, metavar="N", help="number of ranks (default: one per GPU)"
-    )

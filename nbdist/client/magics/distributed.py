@@ -30,6 +30,7 @@ from nbdist.client.debugger import breakpoints
 from nbdist.client.magic_lines import parsers
 from nbdist.client.magic_lines.cluster_flags import cluster_flags
 from nbdist.client.magic_lines.magic_line import HelpShown, suggest_verb, without_comment
+from nbdist.client.magic_lines.start_flags import start_keywords
 from nbdist.client.magics import looking
 from nbdist.client.magics import plan_verb as plans
 from nbdist.client.magics.completion import install_completion
@@ -291,7 +292,7 @@ class DistributedMagics(Magics):
         running = living_session()
         if running is not None:
             if not arguments.replace:
-                count = arguments.n or len(running.ranks)
+                count = arguments.num_processes or len(running.ranks)
                 raise UsageError(
                     f"a session with {counted(len(running.ranks), 'rank')} is already running: "
                     f"`%distributed restart -n {count}` for fresh ranks, "
@@ -299,26 +300,7 @@ class DistributedMagics(Magics):
                 )
             running.close()
         settle_previous(replace=arguments.replace, say=print)
-        self._session = Session(
-            arguments.n,
-            num_nodes=arguments.num_nodes,
-            master_addr=arguments.master_addr,
-            master_port=arguments.master_port,
-            interface=arguments.interface,
-            token_file=arguments.token_file,
-            node_timeout=arguments.node_timeout,
-            private_network=arguments.private_network,
-            on=cluster_flags(arguments),
-            gpus=arguments.gpus,
-            backend=arguments.backend,
-            init=not arguments.no_init,
-            timeout=arguments.timeout,
-            linger=arguments.linger,
-            keep=arguments.keep,
-            exact=arguments.exact,
-            on_death=arguments.on_death,
-            progress=_show_progress,
-        )
+        self._session = Session(**start_keywords(arguments), progress=_show_progress)
         print(_ready(self._session))
 
     def _attach(self, arguments: argparse.Namespace) -> None:
@@ -351,7 +333,7 @@ class DistributedMagics(Magics):
 
     def _restart(self, arguments: argparse.Namespace) -> None:
         session = session_to_restart()
-        session.restart(arguments.n, progress=_show_progress)
+        session.restart(arguments.num_processes, progress=_show_progress)
         print(_ready(session))
 
     def _status(self, arguments: argparse.Namespace) -> None:

@@ -17,22 +17,23 @@ from typing import Any, TypeVar
 import msgspec
 
 from nbdist import shells
-from nbdist.base.checks import check_choice, check_seconds
+from nbdist.base.checks import check_seconds
 from nbdist.base.ranks import describe_ranks
 from nbdist.base.text import counted
 from nbdist.client.base import interruption
 from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.base.results import CellResult
 from nbdist.client.healing.heal import HealReport, ShrinkReport, grow, heal, shrink
-from nbdist.client.healing.on_death import ON_DEATH, OnDeath, heal_all, outlive
+from nbdist.client.healing.on_death import heal_all, outlive
 from nbdist.client.ranks.background import BackgroundCell
 from nbdist.client.ranks.rank_set import Ranks, RankSet
 from nbdist.client.requests.rank_requests import RankRequests
 from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.start import farewell
-from nbdist.client.start.node_arguments import WayIn, check_more_nodes, nodes_wanted
+from nbdist.client.start.node_arguments import check_more_nodes, nodes_wanted
 from nbdist.client.start.session_plan import SessionPlan
-from nbdist.client.start.start_options import Arguments
+from nbdist.client.start.start_options import start_options
+from nbdist.client.start.start_settings import OnDeath, StartSettings
 from nbdist.client.start.starting import StartLine
 from nbdist.errors import (
     UsageError,
@@ -117,15 +118,11 @@ class Session(RankRequests):
         progress: Callable[[StartLine], None] = lambda line: None,
     ) -> None:
         _refuse_on_ranks()
-        check_seconds("linger", linger, zero=True)
-        check_choice("on_death", on_death, ON_DEATH)
-        self._on_death = on_death
-        self._rank_set = RankSet(farewell.linger_or_default(linger), keep)
-        self._arguments = Arguments(gpus, backend, init, timeout, exact)
+        given = StartSettings.among(locals())  # the settings are this function's arguments: a test compares them
+        self._settings, self._nodes = nodes_wanted(given)
+        self._rank_set = RankSet(farewell.linger_or_default(self._settings.linger), self._settings.keep)
         self._plan = SessionPlan()
-        way = WayIn(master_addr, master_port, interface, node_timeout, token_file, private_network)
-        self._nodes = nodes_wanted(num_nodes, num_processes, way, on)
-        options = self._plan.carry(self._arguments.options(self._own_ranks(num_processes)), self._nodes)
+        options = self._start_options(self._settings.num_processes)
         if replace:
             _stop_others()
         farewell.watch_kernel()
@@ -135,10 +132,9 @@ class Session(RankRequests):
     def _take_over(self, name: str | None, *, take: bool, show: Callable[[str], None]) -> None:
         told, attachment = take_over(self._rank_set, name, take=take)
         began = told.started
-        self._arguments = Arguments(began.gpus, began.backend, began.init, began.timeout, began.exact)
+        self._settings = StartSettings.among(msgspec.structs.asdict(began) | {"on_death": began.choices.on_death})
         self._nodes = began.nodes
         self._plan = SessionPlan()
-        self._on_death = began.choices.on_death
         self._plan.adopt(Plan.from_json(began.choices.plan))
         farewell.watch_kernel()
         _sessions[:] = [weakref.ref(known) for known in (*known_sessions(), self)]
@@ -158,8 +154,11 @@ class Session(RankRequests):
         if self._nodes is not None and num_processes is not None:
             here = [0] if self._nodes.ranks_of(0) == 0 else []
             self._nodes = msgspec.structs.replace(self._nodes, ranks=num_processes, shares=here)
-        count = self._own_ranks(num_processes or len(self.ranks))
-        self._bring_up(self._plan.carry(self._arguments.options(count), self._nodes), progress)
+        self._bring_up(self._start_options(num_processes or len(self.ranks)), progress)
+
+    def _start_options(self, count: int | None) -> StartOptions:
+        options = start_options(self._settings, self._own_ranks(count))
+        return self._plan.carry(options, self._nodes)
 
     def _bring_up(self, options: StartOptions, progress: Callable[[StartLine], None]) -> None:
         self._rank_set.start(options, progress, self._nodes)
@@ -167,7 +166,7 @@ class Session(RankRequests):
 
     def _keep_choices(self) -> None:
         """Give the controller what a client that attaches has to know."""
-        self._rank_set.traffic.send(Choices(self.plan.to_json(), self._on_death, self._nodes))
+        self._rank_set.traffic.send(Choices(self.plan.to_json(), self._settings.on_death, self._nodes))
 
     @classmethod
     def attach(
@@ -436,7 +435,7 @@ class Session(RankRequests):
             self._rank_set,
             num_processes,
             ranks,
-            lambda total: self._arguments.options(total).gpus,
+            lambda total: start_options(self._settings, total).gpus,
             self._catch_up,
             machines=num_nodes,
             progress=progress,
@@ -462,7 +461,7 @@ def rank_set_of(session: Session) -> RankSet:
 def outlive_deaths(session: Session, attempt: Callable[[], T], report: Callable[[str], object] = print) -> T:
     """Run a cell by `attempt`, and do what the session is to do when ranks die under it. `report`: shows that."""
     replace = functools.partial(heal_all, session._rank_set, session.heal, report)
-    return outlive(attempt, session._on_death, replace, session.close, session._rank_set.set_up, report)
+    return outlive(attempt, session._settings.on_death, replace, session.close, session._rank_set.set_up, report)
 
 
 def start_in_background(

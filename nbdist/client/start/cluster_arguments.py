@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from nbdist.base import network
+from nbdist.client.start.start_settings import START_SETTINGS, StartSettings
 from nbdist.cluster.cluster_profiles import profile, profiles_file
 from nbdist.cluster.engines.engine import Layout, load, options_of
 from nbdist.errors import UsageError
 
-
-class OfSession(msgspec.Struct, frozen=True):
-    """What a profile may set of the session, besides its engine's options. n: of ranks on each node."""
-
-    n: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    interface: str | None = None
-    node_timeout: float | None = None
-    private_network: bool = False
+_PROFILED = {setting.profile: name for name, setting in START_SETTINGS.items() if setting.profile}
+_TYPES = get_type_hints(StartSettings)
+_OfSession = msgspec.defstruct(
+    "_OfSession", [(key, _TYPES[name] | msgspec.UnsetType, msgspec.UNSET) for key, name in _PROFILED.items()]
+)
 
 
 @dataclass(frozen=True)
@@ -33,13 +29,13 @@ class Cluster:
         engine: Its name.
         options: Its own, as JSON.
         layout: Which nodes.
-        session: What the profile sets besides.
+        session: Settings of the session that the profile sets, by name.
     """
 
     engine: str
     options: str
     layout: Layout
-    session: OfSession
+    session: Mapping[str, Any]
 
 
 def cluster_of(on: str | Mapping[str, Any], nodes: int | None) -> Cluster:
@@ -61,11 +57,7 @@ def cluster_of(on: str | Mapping[str, Any], nodes: int | None) -> Cluster:
     if not isinstance(engine_name, str):
         raise UsageError(f'{where} has no engine: `engine = "ssh"`, for example')
     engine = load(engine_name)
-    of_session = {name: given.pop(name) for name in OfSession.__struct_fields__ if name in given}
-    try:
-        session = msgspec.convert(of_session, OfSession)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{where}: {error}") from None
+    session = _session_settings({key: given.pop(key) for key in _PROFILED if key in given}, where)
     if nodes is not None:
         if "nodes" not in engine.Options.__struct_fields__:
             raise UsageError(
@@ -74,6 +66,17 @@ def cluster_of(on: str | Mapping[str, Any], nodes: int | None) -> Cluster:
         given["nodes"] = nodes
     options = options_of(engine, engine_name, given, where)
     return Cluster(engine_name, msgspec.json.encode(options).decode(), engine.check(options), session)
+
+
+def _session_settings(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of the session that a profile sets, by their own names."""
+    try:
+        typed = msgspec.structs.asdict(msgspec.convert(given, _OfSession))
+        found = {_PROFILED[key]: value for key, value in typed.items() if value is not msgspec.UNSET}
+        StartSettings(**found)
+    except (msgspec.ValidationError, UsageError) as error:
+        raise UsageError(f"{where}: {error}") from None
+    return found
 
 
 def manifest_of(on: str | Mapping[str, Any] | None, nodes: int | None) -> str:
@@ -91,7 +94,7 @@ def manifest_of(on: str | Mapping[str, Any] | None, nodes: int | None) -> str:
     if cluster is None or not hasattr(engine, "manifest"):
         raise UsageError("--dry-run shows what --kubernetes would create: add `--kubernetes`, or leave it out")
     options = msgspec.json.decode(cluster.options, type=engine.Options)
-    return str(engine.manifest(options, f"{cluster.session.master_addr or own_address(cluster)}:PORT"))
+    return str(engine.manifest(options, f"{cluster.session.get('master_addr') or own_address(cluster)}:PORT"))
 
 
 def own_address(cluster: Cluster) -> str:

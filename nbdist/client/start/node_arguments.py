@@ -6,41 +6,16 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from nbdist.base import limits, network
-from nbdist.base.checks import check_seconds, check_whole
+from nbdist.base.checks import check_whole
+from nbdist.client.start.start_settings import NODES_EXAMPLE, START_SETTINGS, StartSettings
 from nbdist.errors import UsageError
 from nbdist.wire.processes.nodes import NodesWanted
-
-_EXAMPLE = "%distributed start --num-nodes 2 --master-addr 10.0.0.1"
-_LARGEST_PORT = (1 << 16) - 1
-
-
-@dataclass(frozen=True)
-class WayIn:
-    """How other nodes come in, as the user says.
-
-    Attributes:
-        address: Of this machine, for the others.
-        port: Where it listens; None: anywhere.
-        interface: The network between them; None: the one that leads to `address`.
-        timeout: Seconds that a node may be silent until it is given up; None: as usual.
-        token_file: Where the tokens that they join with are written; None: they are printed.
-        private: Whether to refuse a network that is not private.
-    """
-
-    address: str | None = None
-    port: int | None = None
-    interface: str | None = None
-    timeout: float | None = None
-    token_file: str | os.PathLike[str] | None = None
-    private: bool = False
 
 
 def check_more_nodes(nodes: NodesWanted | None, count: int, ranks: object) -> None:
@@ -59,101 +34,66 @@ def check_more_nodes(nodes: NodesWanted | None, count: int, ranks: object) -> No
         raise UsageError("-r adds ranks on machines of this session, --num-nodes on new machines: use only one of them")
     if nodes is None:
         raise UsageError(
-            f"this session has one machine, which others can't join: start it with, for example, `{_EXAMPLE}`"
+            f"this session has one machine, which others can't join: start it with, for example, `{NODES_EXAMPLE}`"
         )
 
 
-def nodes_wanted(
-    count: int, ranks: int | None, way: WayIn, on: str | Mapping[str, Any] | None = None
-) -> NodesWanted | None:
+def nodes_wanted(settings: StartSettings) -> tuple[StartSettings, NodesWanted | None]:
     """Check which nodes a session is to have.
 
-    Args:
-        count: How many, this machine too.
-        ranks: On each; None: one for each GPU.
-        way: How they come in.
-        on: The cluster whose nodes are to be started; None: they join by themselves.
-
     Returns:
-        The nodes; None: this machine only.
+        The settings, with those of the cluster's profile where the user has left them at their defaults; and the nodes,
+        None: this machine only.
 
     Raises:
         UsageError: They can't be had like that.
     """
-    check_whole("num_nodes", count, 1, _EXAMPLE)
-    if on is not None:
-        if way.token_file is not None:
+    if settings.on is not None:
+        if settings.token_file is not None:
             raise UsageError("token_file is for nodes that you start yourself, but nbdist starts these: leave it out")
-        return _started(on, count if count > 1 else None, ranks, way)
-    if count == 1:
-        given = {
-            "master_addr": way.address,
-            "master_port": way.port,
-            "interface": way.interface,
-            "node_timeout": way.timeout,
-            "token_file": way.token_file,
-            "private_network": way.private or None,
-        }
-        if useless := [name for name, value in given.items() if value is not None]:
+        return _started(settings, settings.on)
+    if settings.num_nodes == 1:
+        if useless := [name for name in settings.given() if START_SETTINGS[name].several_nodes]:
             raise UsageError(f"{useless[0]} is for sessions on several machines: add `--num-nodes 2`, or leave it out")
-        return None
-    if way.address is None:
-        raise UsageError(f"the other machines need an address of this one: `{_EXAMPLE}` ({_own_addresses()})")
-    _check(way)
-    file = _new_file(way.token_file) if way.token_file is not None else ""
-    wanted = NodesWanted(count, _checked(way.address, way), way.port or 0, ranks, way.interface or "", token_file=file)
-    return _with_timeout(wanted, way.timeout)
+        return settings, None
+    if settings.master_addr is None:
+        raise UsageError(f"the other machines need an address of this one: `{NODES_EXAMPLE}` ({_own_addresses()})")
+    file = _new_file(settings.token_file) if settings.token_file is not None else ""
+    return settings, _wanted(settings, settings.num_nodes, settings.master_addr, token_file=file)
 
 
-def _started(on: str | Mapping[str, Any], count: int | None, ranks: int | None, way: WayIn) -> NodesWanted:
-    """Return nodes that an engine starts. What is given here wins over the profile."""
+def _started(given: StartSettings, on: str | Mapping[str, Any]) -> tuple[StartSettings, NodesWanted]:
+    """Return nodes that an engine starts. What the user has set wins over the profile."""
     from nbdist.client.start.cluster_arguments import cluster_of, own_address  # others need not wait for it
 
-    cluster = cluster_of(on, count)
-    layout, profile = cluster.layout, cluster.session
-    ranks = profile.n if ranks is None else ranks
-    way = WayIn(
-        way.address or profile.master_addr,
-        profile.master_port if way.port is None else way.port,
-        way.interface or profile.interface,
-        profile.node_timeout if way.timeout is None else way.timeout,
-        private=way.private or profile.private_network,
-    )
-    if ranks is not None:
-        check_whole("the number of ranks", ranks, 1, "-n 8")
-    _check(way)
-    wanted = NodesWanted(
+    cluster = cluster_of(on, given.num_nodes if given.num_nodes > 1 else None)
+    settings, layout = given.completed(cluster.session), cluster.layout
+    return settings, _wanted(
+        settings,
         1 + len(layout.ranks),
-        _checked(way.address or own_address(cluster), way),
-        way.port or 0,
-        ranks,
-        way.interface or "",
-        layout.patience,
-        [layout.here, *layout.ranks],
-        cluster.engine,
-        cluster.options,
+        settings.master_addr or own_address(cluster),
+        patience=layout.patience,
+        shares=[layout.here, *layout.ranks],
+        engine=cluster.engine,
+        engine_options=cluster.options,
         listen=layout.listen,
     )
-    return _with_timeout(wanted, way.timeout)
 
 
-def _with_timeout(wanted: NodesWanted, timeout: float | None) -> NodesWanted:
-    return wanted if timeout is None else msgspec.structs.replace(wanted, timeout=timeout)
-
-
-def _check(way: WayIn) -> None:
-    port, interface = way.port, way.interface
-    check_seconds("node_timeout", way.timeout)
-    if way.timeout is not None and way.timeout < limits.SHORTEST_NODE_TIMEOUT:
-        raise UsageError(
-            f"node_timeout must be at least {limits.SHORTEST_NODE_TIMEOUT:g} seconds, got {way.timeout:g}: "
-            "`--node-timeout 60` is the default"
-        )
-    if port is not None and check_whole("master_port", port, 1, "--master-port 29500") > _LARGEST_PORT:
-        raise UsageError(f"master_port must be at most {_LARGEST_PORT}, not {port}: `--master-port 29500`")
+def _wanted(settings: StartSettings, count: int, address: str, **others: Any) -> NodesWanted:
+    interface, timeout = settings.interface, settings.node_timeout
     if interface is not None and interface not in psutil.net_if_addrs():
         known = ", ".join(sorted(psutil.net_if_addrs()))
         raise UsageError(f"this machine has no network interface {interface!r}: it has {known}")
+    return NodesWanted(
+        count,
+        _checked(address, settings),
+        settings.master_port or 0,
+        settings.num_processes,
+        interface or "",
+        timeout=limits.NODE_TIMEOUT if timeout is None else timeout,
+        **others,
+    )
 
 
 def _new_file(given: str | os.PathLike[str]) -> str:
@@ -170,7 +110,7 @@ def _new_file(given: str | os.PathLike[str]) -> str:
     return str(file)
 
 
-def _checked(given: str, way: WayIn) -> str:
+def _checked(given: str, settings: StartSettings) -> str:
     """Return the address of this machine that is meant.
 
     Raises:
@@ -192,8 +132,8 @@ def _checked(given: str, way: WayIn) -> str:
         raise UsageError(
             f"master_addr {given} is not an address of this machine, where the notebook runs: {_own_addresses()}"
         )
-    if way.private:
-        _check_private(address, way.interface)
+    if settings.private_network:
+        _check_private(address, settings.interface)
     return address
 
 

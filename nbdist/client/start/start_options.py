@@ -1,4 +1,4 @@
-"""The options of a start: the user's arguments, checked, and the notebook's state at that moment."""
+"""The options of a start: the session's settings, and the notebook's state at that moment."""
 
 from __future__ import annotations
 
@@ -9,68 +9,56 @@ import resource
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from nbdist import shells
 from nbdist.base import limits
-from nbdist.base.checks import LONGEST, check_seconds, check_whole
-from nbdist.base.text import counted, did_you_mean, split_commas
+from nbdist.base.checks import LONGEST
+from nbdist.base.text import counted, split_commas
+from nbdist.client.start.start_settings import START_SETTINGS, StartSettings
 from nbdist.devices import nccl_variables, visible_gpus
 from nbdist.errors import UsageError
 from nbdist.wire.messages.life import PATIENCE_VARIABLE, SLACK_VARIABLE, StartOptions
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets NCCL 2.30 or newer put several ranks on one GPU
-_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "cpu:gloo,cuda:nccl")
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a Session that apply to each of its starts, with the same meaning."""
+def start_options(settings: StartSettings, count: int | None) -> StartOptions:
+    """Return the start options.
 
-    gpus: Sequence[int | str] | int | str | None
-    backend: str | None
-    init: bool
-    timeout: float | None
-    exact: bool = False
+    Args:
+        settings: The session's.
+        count: Number of ranks; None for one per GPU.
 
-    def options(self, count: int | None) -> StartOptions:
-        """Return the start options.
-
-        Args:
-            count: Number of ranks; None for one per GPU.
-
-        Raises:
-            UsageError: An argument is invalid.
-        """
-        gpus = _choose_gpus(self.gpus)
-        if count is None and not gpus:
-            raise UsageError("this machine has no GPU, so give the number of ranks: `%distributed start -n 2`")
-        if count is None:
-            count = len(gpus)
-        check_whole("the number of ranks", count, 1, "%distributed start -n 2")
-        check_seconds("timeout", self.timeout)
-        found = StartOptions(
-            count=count,
-            environment={**os.environ, **(nccl_variables() if len(gpus[:count]) > 1 else {})},
-            cwd=_current_folder(),
-            sys_path=list(sys.path),
-            argv=_arguments(),
-            umask=_umask(),
-            open_files=_open_files(count),
-            gpus=gpus[:count] or None,
-            backend=self.backend,
-            init=bool(self.init),
-            timeout=_TIMEOUT if self.timeout is None else float(self.timeout),
-            patience=_patience(),
-            slack=_slack(),
-            exact=bool(self.exact),
-            changed=_changed_variables(),
-            own_path=_own_path(),
-        )
-        _check_backend(found)
-        return found
+    Raises:
+        UsageError: They can't be had on this machine.
+    """
+    gpus = _choose_gpus(settings.gpus)
+    if count is None and not gpus:
+        raise UsageError("this machine has no GPU, so give the number of ranks: `%distributed start -n 2`")
+    if count is None:
+        count = len(gpus)
+    START_SETTINGS["num_processes"].check("num_processes", count)
+    for_ranks = {name: getattr(settings, name) for name in StartOptions.__struct_fields__ if name in START_SETTINGS}
+    for_ranks["gpus"] = gpus[:count] or None
+    for_ranks["timeout"] = _TIMEOUT if settings.timeout is None else float(settings.timeout)
+    found = StartOptions(
+        count=count,
+        environment={**os.environ, **(nccl_variables() if len(gpus[:count]) > 1 else {})},
+        cwd=_current_folder(),
+        sys_path=list(sys.path),
+        argv=_arguments(),
+        umask=_umask(),
+        open_files=_open_files(count),
+        patience=_patience(),
+        slack=_slack(),
+        changed=_changed_variables(),
+        own_path=_own_path(),
+        **for_ranks,
+    )
+    _check_backend(found)
+    return found
 
 
 def _patience() -> float:
@@ -129,14 +117,7 @@ def _choose_gpus(wanted: Sequence[int | str] | int | str | None) -> list[str]:
 
 def _check_backend(options: StartOptions) -> None:
     backend, count, gpus = options.backend, options.count, options.gpus or []
-    if backend is None:
-        return
-    if not isinstance(backend, str):
-        raise UsageError(f"backend must be a str, not {backend!r}: `backend='gloo'`")
-    if backend not in _BACKENDS:
-        hint = did_you_mean(backend, _BACKENDS, "`--backend {}`")
-        raise UsageError(f"backend {backend!r} is unknown{hint} Allowed values: {', '.join(_BACKENDS)}")
-    if "nccl" not in backend or (gpus and os.environ.get(SHARED_GPUS) == "1"):
+    if backend is None or "nccl" not in backend or (gpus and os.environ.get(SHARED_GPUS) == "1"):
         return
     if options.gpus_are_parts and count > 1:
         raise UsageError(

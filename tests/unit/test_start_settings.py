@@ -17,6 +17,7 @@ from nbdist.client.start.node_arguments import nodes_wanted
 from nbdist.client.start.start_settings import START_SETTINGS, StartSettings
 from nbdist.errors import UsageError
 from nbdist.launch.request import Request
+from nbdist.wire.messages.life import RankSettings
 
 ROOT = Path(__file__).parents[2]
 OF_THE_CALL = {"replace", "progress"}  # keywords of `Session` that say how to start it, not what it is
@@ -48,6 +49,10 @@ def test_the_docstring_of_a_session_explains_each_keyword_in_order() -> None:
     documented = re.search(r"Args:\n(.*?)\n\n", inspect.getdoc(Session) or "", re.DOTALL)
     assert documented is not None
     assert re.findall(r"^    (\w+):", documented[1], re.MULTILINE) == [each.name for each in keywords()]
+
+
+def test_ranks_know_settings_by_the_names_that_they_have_in_a_session() -> None:
+    assert set(RankSettings.__struct_fields__) <= set(START_SETTINGS)
 
 
 # --- values

@@ -18,7 +18,7 @@ from nbdist.base.text import counted, split_commas
 from nbdist.client.start.start_settings import START_SETTINGS, StartSettings
 from nbdist.devices import nccl_variables, visible_gpus
 from nbdist.errors import UsageError
-from nbdist.wire.messages.life import PATIENCE_VARIABLE, SLACK_VARIABLE, StartOptions
+from nbdist.wire.messages.life import PATIENCE_VARIABLE, SLACK_VARIABLE, RankSettings, StartOptions
 
 _TIMEOUT = 1800.0  # seconds, torch's own default
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets NCCL 2.30 or newer put several ranks on one GPU
@@ -40,7 +40,7 @@ def start_options(settings: StartSettings, count: int | None) -> StartOptions:
     if count is None:
         count = len(gpus)
     START_SETTINGS["num_processes"].check("num_processes", count)
-    for_ranks = {name: getattr(settings, name) for name in StartOptions.__struct_fields__ if name in START_SETTINGS}
+    for_ranks = {name: getattr(settings, name) for name in RankSettings.__struct_fields__}
     for_ranks["gpus"] = gpus[:count] or None
     for_ranks["timeout"] = _TIMEOUT if settings.timeout is None else float(settings.timeout)
     found = StartOptions(

@@ -7,7 +7,7 @@ from nbdist.controller.clients.client_side import ClientSide
 from nbdist.controller.clients.unseen_cells import UnseenCells
 from nbdist.controller.ranks.members import Members
 from nbdist.wire.messages.handover import Attach, Attached, Choices, StartedWith
-from nbdist.wire.messages.life import Start
+from nbdist.wire.messages.life import RankSettings, Start
 from nbdist.wire.messages.output import Output
 
 
@@ -33,17 +33,8 @@ def hindrance(side: ClientSide, members: Members | None, message: Attach, *, end
 
 def started_with(start: Start, choices: Choices) -> StartedWith:
     """Return what a later start needs to know of this one, and what was chosen since."""
-    options = start.options
-    return StartedWith(
-        options.gpus,
-        options.backend,
-        options.init,
-        options.timeout,
-        options.exact,
-        start.linger,
-        choices.nodes or start.nodes,
-        choices,
-    )
+    settings = {name: getattr(start.options, name) for name in RankSettings.__struct_fields__}
+    return StartedWith(start.linger, choices.nodes or start.nodes, choices, **settings)
 
 
 def attached(

@@ -8,7 +8,7 @@ import msgspec
 
 from nbdist.wire.base.message import Message, Seconds
 from nbdist.wire.messages.cells import Kind, Recovered, Reply
-from nbdist.wire.messages.life import Died, RankInfo
+from nbdist.wire.messages.life import Died, RankInfo, RankSettings
 from nbdist.wire.messages.output import Output
 from nbdist.wire.processes.nodes import NodesWanted
 
@@ -46,14 +46,9 @@ class Choices(Message, frozen=True):
     nodes: NodesWanted | None = None
 
 
-class StartedWith(msgspec.Struct, frozen=True):
+class StartedWith(RankSettings, frozen=True):
     """What the last start was told, as far as another start needs it: as in StartOptions and Start."""
 
-    gpus: list[str] | None
-    backend: str | None
-    init: bool
-    timeout: Seconds
-    exact: bool
     linger: Seconds
     nodes: NodesWanted | None
     choices: Choices

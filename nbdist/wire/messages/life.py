@@ -43,13 +43,25 @@ else:
     SystemText = Any  # msgspec has no union of text and bytes
 
 
-class StartOptions(msgspec.Struct, frozen=True):
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a session that its ranks have to know, on each of its starts: by the names of its keywords.
+
+    exact: also restore buffers and random numbers that an interrupted step changed.
+    """
+
+    gpus: list[str] | None = None
+    backend: str | None = None
+    init: bool = True
+    timeout: Seconds = 1800.0
+    exact: bool = False
+
+
+class StartOptions(RankSettings, frozen=True):
     """The options of a `start`. The environment is the notebook's at that moment.
 
     count: of ranks on this node; 0: only the store of those on others.
     patience: seconds without progress after which the start fails.
     slack: seconds that answers of ranks may take beyond their limits, as on a loaded machine.
-    exact: also restore buffers and random numbers that an interrupted step changed.
     fresh: each rank is its own Python process, not forked from the template.
     port: the port of the rendezvous store; 0 for any. place: position of these ranks among those of other nodes.
     all_results: whether a launched function's return values come back from all ranks, or from rank 0 only.
@@ -65,13 +77,8 @@ class StartOptions(msgspec.Struct, frozen=True):
     argv: list[SystemText]
     umask: int
     open_files: int  # maximum open files of the notebook (RLIMIT_NOFILE)
-    gpus: list[str] | None = None
-    backend: str | None = None
-    init: bool = True
-    timeout: Seconds = 1800.0
     patience: Seconds = 120.0
     slack: Seconds = 0.0
-    exact: bool = False
     fresh: bool = False
     port: int = 0
     place: Place | None = None

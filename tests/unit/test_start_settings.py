@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,33 @@ def test_a_flag_sets_one_setting(line: str, name: str, value: object) -> None:
 def test_a_flag_with_a_wrong_value_is_one_error(line: str, says: str) -> None:
     message = refusal(lambda: typed(line))
     assert message.startswith("%distributed start: ") and says in message
+
+
+# --- the form in JupyterLab
+
+
+def test_the_form_has_the_fields_of_the_table() -> None:
+    fields = json.loads((ROOT / "labextension/src/lab/start_fields.json").read_text())
+    assert fields == [
+        {"name": name, "flag": setting.flags(name)[0], **asdict(setting.form)}
+        for name, setting in START_SETTINGS.items()
+        if setting.form is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fits"),
+    [
+        *(("num_processes", text, True) for text in ("1", "8", "02", "999", "1000", "1024")),
+        *(("num_processes", text, False) for text in ("0", "00", "1025", "1030", "2000", "10000", "two", "-1", "1.5")),
+        *(("gpus", text, True) for text in ("0", "0,2", "10,11")),
+        *(("gpus", text, False) for text in ("0,", ",", "0 2", "a")),
+    ],
+)
+def test_the_form_takes_what_the_flag_takes(name: str, text: str, fits: bool) -> None:
+    form = START_SETTINGS[name].form
+    assert form is not None
+    assert bool(re.search(form.pattern, text)) is fits
 
 
 # --- profiles

@@ -8,36 +8,28 @@ import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
 import { isReadOnly } from "./read_only";
 import { precisions, strategies } from "./plan_words.json";
+import settings from "./start_fields.json"; // what nbdist's table of settings has for this form
 import {
-  BAD_COUNT,
-  BAD_GPUS,
-  DEVICES,
-  DEVICES_CAPTION,
-  DEVICES_EMPTY,
   PLAN,
   PLAN_CAPTION,
   PLAN_UNSET,
   PRECISION,
   READ_ONLY,
   START,
-  START_CAPTION,
   START_CAPTION_CPU,
-  START_EMPTY,
-  START_LEGEND,
   START_NOTE,
   WRITE_AND_RUN,
   WRITES,
 } from "./strings";
 
-const MOST = 1024;
-const GPUS = /^\d+(,\d+)*$/;
+const CPU_RANKS = "2"; // where there is no GPU to count
+
+type Setting = (typeof settings)[number];
 
 export class StartForm {
   readonly element = make("form", "start");
   panel: NotebookPanel | null = null;
-  private readonly count = make("input", "start-input");
-  private readonly gpus = make("input", "start-input");
-  private readonly gpusField = field(DEVICES, this.gpus);
+  private readonly inputs = new Map(settings.map((setting) => [setting, inputOf(setting)]));
   private readonly plan = make("select", "start-input");
   private readonly precision = make("select", "start-input");
   private readonly preview = make("pre", "start-preview");
@@ -48,17 +40,13 @@ export class StartForm {
   private known = "";
 
   constructor(private readonly lab: Modules) {
-    this.count.inputMode = "numeric";
-    this.count.placeholder = START_EMPTY;
-    this.count.title = START_CAPTION;
-    this.gpus.placeholder = DEVICES_EMPTY;
-    this.gpus.title = DEVICES_CAPTION;
     this.plan.title = PLAN_CAPTION;
     const offered = strategies.filter((name) => name !== "none"); // the plan form below has it
     this.plan.append(option("", PLAN_UNSET), ...offered.map((name) => option(name, name)));
     this.precision.append(...precisions.map((name) => option(name, name)));
     this.problem.setAttribute("role", "alert");
-    const fields = [field(START_LEGEND, this.count), this.gpusField, field(PLAN, this.plan), field(PRECISION, this.precision)];
+    const fields = [...this.inputs].map(([{ label }, input]) => field(label, input));
+    fields.push(field(PLAN, this.plan), field(PRECISION, this.precision));
     const title = make("h3", "start-title", START);
     this.element.append(title, make("p", "start-note", START_NOTE), ...fields, make("p", "start-note", WRITES), this.preview, this.problem, this.submit);
     this.element.addEventListener("input", this.check);
@@ -75,18 +63,14 @@ export class StartForm {
     this.loaded = link?.state !== null;
     if (gpus !== undefined && this.known !== `${gpus}`) {
       this.known = `${gpus}`;
-      this.count.placeholder = gpus === 0 ? "2" : START_EMPTY;
-      this.count.title = gpus === 0 ? START_CAPTION_CPU : START_CAPTION;
-      this.gpusField.hidden = gpus === 0;
+      for (const [setting, input] of this.inputs) fit(setting, input, gpus === 0);
     }
     this.check();
   }
 
   /** The cell that the form describes. */
   private get source(): string {
-    const count = this.count.value.trim() || (this.known === "0" ? "2" : "");
-    const gpus = this.gpusField.hidden ? "" : this.gpus.value.trim();
-    const start = ["%distributed start", count && `-n ${count}`, gpus && `--gpus ${gpus}`].filter(Boolean).join(" ");
+    const start = ["%distributed start", ...this.flags].join(" ");
     const lines = this.loaded ? [start] : ["%load_ext nbdist", start];
     if (this.plan.value !== "") {
       const precision = this.precision.value === precisions[0] ? "" : ` --precision ${this.precision.value}`;
@@ -95,13 +79,20 @@ export class StartForm {
     return lines.join("\n");
   }
 
+  private get flags(): string[] {
+    const words: string[] = [];
+    for (const [{ name, flag }, input] of this.inputs) {
+      const text = input.parentElement?.hidden === true ? "" : input.value.trim();
+      const value = text === "" && name === "num_processes" && this.known === "0" ? CPU_RANKS : text;
+      if (value !== "") words.push(`${flag} ${value}`);
+    }
+    return words;
+  }
+
   private readonly check = (): void => {
-    const count = this.count.value.trim();
-    const gpus = this.gpus.value.trim();
-    let problem = "";
-    if (count !== "" && !(/^\d+$/.test(count) && Number(count) >= 1 && Number(count) <= MOST)) problem = BAD_COUNT;
-    else if (gpus !== "" && !GPUS.test(gpus)) problem = BAD_GPUS;
-    else if (this.panel !== null && isReadOnly(this.panel)) problem = READ_ONLY;
+    const wrong = [...this.inputs].find(([setting, input]) => !fits(setting, input.value.trim()));
+    let problem = wrong?.[0].problem ?? "";
+    if (problem === "" && this.panel !== null && isReadOnly(this.panel)) problem = READ_ONLY;
     this.precision.disabled = this.plan.value === "";
     write(this.problem, problem);
     this.submit.disabled = problem !== "" || (this.panel !== null && this.starting.has(this.panel));
@@ -122,6 +113,25 @@ export class StartForm {
       this.check();
     }
   }
+}
+
+function inputOf(setting: Setting): HTMLInputElement {
+  const input = make("input", "start-input");
+  if (setting.name === "num_processes") input.inputMode = "numeric";
+  fit(setting, input, false);
+  return input;
+}
+
+/** Say what an empty field means where there are GPUs, or none, which leaves nothing to choose from. */
+function fit(setting: Setting, input: HTMLInputElement, cpu: boolean): void {
+  const counts = setting.name === "num_processes";
+  input.placeholder = cpu && counts ? CPU_RANKS : setting.empty;
+  input.title = cpu && counts ? START_CAPTION_CPU : setting.caption;
+  if (setting.name === "gpus" && input.parentElement !== null) input.parentElement.hidden = cpu;
+}
+
+function fits(setting: Setting, text: string): boolean {
+  return text === "" || new RegExp(setting.pattern).test(text);
 }
 
 function field(label: string, input: HTMLElement): HTMLLabelElement {

@@ -30,22 +30,14 @@ export function anotherVersion(version: string): string {
 // --- start form
 
 export const START = "Start ranks";
-export const START_LEGEND = "Number of ranks";
 export const START_NOTE = "Ranks are processes that run cells with %%distributed in their first line, each on its own GPU if there are any.";
-export const START_EMPTY = "1 per GPU";
-export const START_CAPTION = "How many ranks to start; empty: one for each GPU";
 export const START_CAPTION_CPU = "How many ranks to start; empty: 2";
-export const DEVICES = "GPUs";
-export const DEVICES_EMPTY = "all";
-export const DEVICES_CAPTION = "Which GPUs ranks may use, for example 0,2; empty: all";
 export const PLAN = "Plan";
 export const PLAN_UNSET = "not set here";
 export const PLAN_CAPTION = "Adds a line that sets the plan; 'not set here' leaves the plan as it is";
 export const PRECISION = "Precision";
 export const WRITES = "Adds this cell to the notebook and runs it:";
 export const WRITE_AND_RUN = "Add and run";
-export const BAD_COUNT = "Number of ranks: a whole number from 1 to 1024, or empty.";
-export const BAD_GPUS = "GPUs: indices such as 0,2, or empty.";
 
 // --- plan form
 

@@ -124,6 +124,25 @@ class ClusterProfile(Kind):
 # --- what is known of a setting
 
 
+@dataclass(frozen=True)
+class FormField:
+    """The field of a setting in JupyterLab's form, a line of text. The page has them as `start_fields.json`.
+
+    Attributes:
+        label: Its name.
+        caption: What to enter.
+        empty: What an empty field means, in a word or two.
+        pattern: A regular expression for what may be entered.
+        problem: What is shown for anything else.
+    """
+
+    label: str
+    caption: str
+    empty: str
+    pattern: str
+    problem: str
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class StartSetting:
     """All that is known of a setting besides its name and its type.
@@ -138,6 +157,7 @@ class StartSetting:
         example: What to type instead of a wrong value.
         profile: Its name in a cluster's profile; "": profiles can't set it.
         several_nodes: Whether it is only for sessions on several machines.
+        form: Its field in JupyterLab's form; None: the form leaves it out.
     """
 
     kind: Kind
@@ -149,6 +169,7 @@ class StartSetting:
     example: str = ""
     profile: str = ""
     several_nodes: bool = False
+    form: FormField | None = None
 
     def check(self, name: str, value: object) -> None:
         """Refuse what it can't be.
@@ -201,6 +222,13 @@ class StartSettings:
         label="the number of ranks",
         example="%distributed start -n 2",
         profile="n",
+        form=FormField(
+            "Number of ranks",
+            "How many ranks to start; empty: one for each GPU",
+            "1 per GPU",
+            "^0*([1-9][0-9]{0,2}|10[01][0-9]|102[0-4])$",
+            "Number of ranks: a whole number from 1 to 1024, or empty.",
+        ),
     )
     num_nodes: int = _setting(
         1,
@@ -256,7 +284,17 @@ class StartSettings:
         None, ClusterProfile(), "use the machines of a profile in ~/.config/nbdist/clusters.toml", metavar="NAME"
     )
     gpus: Sequence[int | str] | int | str | None = _setting(
-        None, Gpus(), "which GPUs, for example 0,2 (default: one per rank)", metavar="LIST"
+        None,
+        Gpus(),
+        "which GPUs, for example 0,2 (default: one per rank)",
+        metavar="LIST",
+        form=FormField(
+            "GPUs",
+            "Which GPUs ranks may use, for example 0,2; empty: all",
+            "all",
+            "^[0-9]+(,[0-9]+)*$",
+            "GPUs: indices such as 0,2, or empty.",
+        ),
     )
     backend: str | None = _setting(
         None,

@@ -1,6 +1,6 @@
 """What benchmarks share: rounds that let noise hit both sides, rows with units, processes' memory and time.
 
-Knows nothing of what is measured.
+Independent of what is measured.
 """
 
 from __future__ import annotations

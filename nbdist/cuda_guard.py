@@ -2,7 +2,7 @@
 
 Once CUDA is initialized, processes that are forked from this one can't use it. This module owns the callback in torch's
 lazy initialization that notes the culprit, and the questions asked before a fork. It never imports torch or initializes
-CUDA itself, and knows nothing of sessions, ranks or launchers.
+CUDA itself, and is independent of sessions, ranks or launchers.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _with_imports(frames: Sequence[FrameType]) -> Iterator[tuple[FrameType, bool]]:
-    """Yield each frame that is no machinery of imports, and whether it is importing."""
+    """Yield each frame that is not machinery of imports, and whether it is importing."""
     importing = False
     for frame in frames:
         if _is_import(frame):

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, found without initializing CUDA in this process. Knows nothing of ranks."""
+"""The GPUs of this machine, found without initializing CUDA in this process. Independent of ranks."""
 
 from __future__ import annotations
 

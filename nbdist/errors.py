@@ -1,4 +1,4 @@
-"""The errors that nbdist raises. Knows nothing of torch, the wire or Jupyter.
+"""The errors that nbdist raises. Independent of torch, the wire or Jupyter.
 
 NbdistError
 ├── UsageError            what was typed can't be done; nothing has changed

@@ -1,4 +1,4 @@
-"""The plan: how models are made distributed. Values only; knows nothing of torch, ranks or notebooks.
+"""The plan: how models are made distributed. Values only; independent of torch, ranks or notebooks.
 
 Its settings are declared in `planning.settings`; what can't be is in `planning.rules`, how a plan is described in
 `planning.describe`, what others read of it in `planning.variables`.
@@ -115,7 +115,7 @@ class Plan(Settings):
         """Return the plan that `to_json` wrote. Settings that are missing have their defaults.
 
         Raises:
-            UsageError: It is no JSON object, or a setting is unknown or wrong.
+            UsageError: It is not a JSON object, or a setting is unknown or wrong.
         """
         try:
             settings = json.loads(text)

@@ -1,6 +1,6 @@
 """What the notebook's IPython shell and the ranks' have in common: what they keep alive, and letting go of it.
 
-Knows nothing of sessions or the wire.
+Independent of sessions or the wire.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sessions of this user on this machine, seen from outside: `nbdist ls`, `nbdist stop`, and what attaches.
 
-A session's key file, which only its owner can read, is how it is found and reached. Knows nothing of notebooks.
+A session's key file, which only its owner can read, is how it is found and reached. Independent of notebooks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What there is to run on a machine with an NVIDIA GPU, the most telling first: tests marked `gpu`, and benchmarks.
 
-Reads the tests without importing them, since a machine may lack what they import. Knows nothing of how they are run.
+Reads the tests without importing them, since a machine may lack what they import. Independent of how they are run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What became of checks and benchmarks on a GPU: kept in a folder, as data to go on with and as a page to read.
 
-Knows nothing of how they are run.
+Independent of how they are run.
 """
 
 from __future__ import annotations

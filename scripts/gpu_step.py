@@ -1,7 +1,7 @@
 """Run a check or a benchmark on a GPU, with a limit, and judge it; several at once where several threads do so.
 
 Each is a process group of its own with files of its own. All that it starts carries a mark in its environment, so that
-nothing outlives it. Knows nothing of which there are, in which order they run and where results are kept.
+nothing outlives it. Independent of which there are, in which order they run and where results are kept.
 """
 
 from __future__ import annotations

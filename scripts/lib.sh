@@ -1,5 +1,5 @@
 # What the scripts share: where things are, how they speak, how the environment comes about.
-# Sourced by bash; knows nothing of what a script does with the environment.
+# Sourced by bash; independent of what a script does with the environment.
 #
 # NBDIST_VENV    where the environment lives (default: .venv in the repository)
 # NBDIST_PYTHON  the Python that makes it (default: python3)

@@ -2,7 +2,7 @@
 
 Owns the part of docs/performance.md between its two marker comments, and nothing else of that page: a block for each
 benchmark, in the order of their names. A run of some writes their blocks and keeps the others; where those are of
-another machine or other versions, each says so itself. Knows nothing of what a benchmark measures: each one is a
+another machine or other versions, each says so itself. Independent of what a benchmark measures: each one is a
 program that prints its results, line by line, and exits with 0.
 
 Exit code: 0, or 1 when a benchmark failed.

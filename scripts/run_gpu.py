@@ -3,7 +3,7 @@
 Each has a limit of its own, so that one that hangs costs its limit and no more. With --lanes, checks run side by side.
 Results are kept after each, so that a run that was cut off goes on with --resume. Needs a Python with torch 2.8 or
 newer and no network: what else nbdist needs is taken from wheels that --pack has fetched before, and put on the path.
-Standard library only. Knows nothing of what a check or a benchmark does: a check is a test marked `gpu`, a benchmark a
+Standard library only. Independent of what a check or a benchmark does: a check is a test marked `gpu`, a benchmark a
 program.
 
 Exit code: 0 all that was asked for passed; 1 something failed or hung; 2 nothing could run; 3 the time was over first.

@@ -1,7 +1,7 @@
 """Run a notebook in a real kernel and show it in the terminal while it runs.
 
 Owns the run, what is printed, and the two files it leaves: the executed notebook and the same as a page of
-HTML. Knows nothing of nbdist: any notebook will do. The kernel is always this environment's Python, whatever
+HTML. Independent of nbdist: any notebook will do. The kernel is always this environment's Python, whatever
 other kernels are installed on the machine.
 
 Exit code: 0, or 1 when a cell failed or the kernel died, or 130 after Ctrl-C.

@@ -1,5 +1,5 @@
 /**
- * What the kernel has told: the other end of nbdist/panel/updates.py. Knows nothing of the page.
+ * What the kernel has told: the other end of nbdist/panel/updates.py. Independent of the page.
  */
 
 import type { Point, Trend } from "./strip";

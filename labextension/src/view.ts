@@ -1,7 +1,7 @@
 /**
  * The panel in plain DOM: whoever has an element and a way to the kernel can show it.
  *
- * Owns what the reader sees and does: rows or a map, which rank is chosen, pause. Knows no widget and no notebook.
+ * Owns what the reader sees and does: rows or a map, which rank is chosen, pause. Independent of widgets.
  */
 
 import { Cell, metricMenu, scale } from "./heat";

@@ -1,7 +1,7 @@
 """The agent: one process per node that owns its ranks.
 
 Starts the template, has ranks forked, reads their pipes and reports their ends. It outlives neither whoever has started
-it nor its connection to the controller. Knows nothing of cells.
+it nor its connection to the controller. Independent of cells.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The processes of one set of ranks on this node: the ranks, and where it is here their rendezvous store.
 
-Owns which of them are asked for, which are there, and what each is told. Knows neither the controller nor the template.
+Owns which of them are asked for, which are there, and what each is told. Independent of the controller and of the
+template.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the ranks of this node and a controller on another one say to each other, over two connections.
 
-One thread, so that neither a rank's output nor the agent's work delays it. Knows nothing of the messages.
+One thread, so that neither a rank's output nor the agent's work delays it. Independent of the messages.
 """
 
 from __future__ import annotations

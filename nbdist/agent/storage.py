@@ -1,6 +1,6 @@
 """What values that come from other machines lie in on this node, and what is read here for them.
 
-Knows nothing of what the values are.
+Independent of what the values are.
 """
 
 from __future__ import annotations

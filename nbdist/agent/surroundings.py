@@ -1,6 +1,6 @@
 """What ranks find on a node that is not the notebook's: its own environment, folders and GPUs, and what the user set.
 
-Knows nothing of processes.
+Independent of processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Addresses and interfaces of this machine, as others see them. Knows nothing of ranks."""
+"""Addresses and interfaces of this machine, as others see them. Independent of ranks."""
 
 from __future__ import annotations
 

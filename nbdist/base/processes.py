@@ -1,4 +1,4 @@
-"""Linux process control: sessions, death signals, descendants. Knows nothing of ranks or the wire.
+"""Linux process control: sessions, death signals, descendants. Independent of ranks or the wire.
 
 Processes are signalled only while they can't have been replaced by a stranger: through a pidfd, or as children that
 we have not reaped yet.

@@ -1,6 +1,6 @@
 """One process for each node, where a launcher starts one for each rank: the first runs, the others wait for its end.
 
-They agree by the name of a socket, which ends with its process. Knows nothing of what runs.
+They agree by the name of a socket, which ends with its process. Independent of what runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """This machine becomes a node of a session on another one: `nbdist join 10.0.0.1:29500`.
 
-Owns the agent that it starts, and ends with it. Knows nothing of ranks.
+Owns the agent that it starts, and ends with it. Independent of ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The notebook's cells that ran on ranks: which they are, on which ranks, what failed there, and each rank's bars.
 
-Kept from the moment nbdist is loaded, as a page may come later. Knows nothing of messages.
+Kept from the moment nbdist is loaded, as a page may come later. Independent of messages.
 """
 
 from __future__ import annotations

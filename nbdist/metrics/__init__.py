@@ -1,4 +1,4 @@
-"""What training costs: memory, FLOPs, time. Knows nothing of notebooks, sessions or the wire: it works anywhere."""
+"""What training costs: memory, FLOPs, time. Independent of notebooks, sessions or the wire: it works anywhere."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Experiments: a stretch of work whose names are deleted at its end, with what it consumed, gave back and leaked.
 
-In the manner of IPyExperiments. Owns which names go and how the figures are defined; works on any namespace. Knows
-nothing of notebooks: what else keeps values alive there is let go of by a function that it is given.
+In the manner of IPyExperiments. Owns which names go and how the figures are defined; works on any namespace.
+Independent of notebooks: what else keeps values alive there is let go of by a function that it is given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a piece of code costs in memory: what it consumed, where it peaked, on the CPU and on each GPU.
 
-Owns the definitions and the meter. Runs no thread and waits for no device. Knows nothing of notebooks or ranks: it
+Owns the definitions and the meter. Runs no thread and waits for no device. Independent of notebooks or ranks: it
 works in any script.
 
     >>> with MemoryMeter() as meter:

@@ -1,6 +1,6 @@
 """A profile of what one process does: torch's profiler around a piece of work, its trace on disk and a summary.
 
-Owns the definitions of the summary's shares, and how traces of several ranks become one. Knows nothing of cells.
+Owns the definitions of the summary's shares, and how traces of several ranks become one. Independent of cells.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What training steps come to: sums over all their time, so that rates are what was done in it.
 
-Knows nothing of hooks, nor of when a step begins.
+Independent of hooks, nor of when a step begins.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepPart(TimedStep):
     Args:
         step: The whole step.
         kind: What it was.
-        beside: Whether it is no part of a count.
+        beside: Whether it is not part of a count.
     """
 
     def __init__(self, step: TimedStep, kind: Part, *, beside: bool) -> None:

@@ -382,7 +382,7 @@ class StepMeter:
             self._unit = found.unit or self._unit
 
     def _begin_count(self, begin: Callable[[], None]) -> None:
-        """Begin to count within a step, if that is worth it: its time so far is no part of what counting takes."""
+        """Begin to count within a step, if that is worth it: its time so far is not part of what counting takes."""
         begin()
         if self._counts.under_way:
             self._gathered.waited_beside = self._gathered.waiting or 0.0

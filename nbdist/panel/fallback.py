@@ -1,6 +1,6 @@
 """The panel without JavaScript: text for a terminal, and HTML that stays in a saved notebook.
 
-Knows nothing of notebooks. The HTML carries its own look and no script, so that it survives what cleans outputs;
+Independent of notebooks. The HTML carries its own look and no script, so that it survives what cleans outputs;
 without its style it is a plain table.
 """
 

@@ -1,6 +1,6 @@
 """The figures above the ranks: memory, speed and waiting of all of them together.
 
-Owns how they are made of Samples, and their words. Knows nothing of single rows.
+Owns how they are made of Samples, and their words. Independent of single rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a Sample means to a reader: a row for each rank, a line for each node, the figures above them, the warnings.
 
-Owns every definition and every word that the panel shows. Knows nothing of notebooks, of HTML, or of how it is sent.
+Owns every definition and every word that the panel shows. Independent of notebooks, of HTML, or of how it is sent.
 """
 
 from __future__ import annotations

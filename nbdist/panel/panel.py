@@ -1,6 +1,6 @@
 """The widget: brings a Feed to a notebook, and keeps the copy without JavaScript that stands in the saved notebook.
 
-Knows nothing of where values come from (`panel_feed`) or what they mean (`model`).
+Independent of where values come from (`panel_feed`) or what they mean (`model`).
 """
 
 from __future__ import annotations

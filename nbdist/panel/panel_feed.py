@@ -1,6 +1,6 @@
 """What a page is told of the ranks: follows a session, takes Samples, and does what a reader asks.
 
-Owns what one page, or several that show the same, knows. Knows nothing of widgets, of how messages travel, or of
+Owns what one page, or several that show the same, knows. Independent of widgets, of how messages travel, or of
 what values mean (`model`).
 """
 

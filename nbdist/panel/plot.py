@@ -1,4 +1,4 @@
-"""Memory and TFLOPS over time, by matplotlib. Knows nothing of where the points are from."""
+"""Memory and TFLOPS over time, by matplotlib. Independent of where the points are from."""
 
 from __future__ import annotations
 

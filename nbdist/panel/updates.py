@@ -1,6 +1,6 @@
 """What the page has been told, and the little that it has to be told next: at most 2 KB at a time.
 
-Owns the encoding that labextension/src/state.ts reads. Knows nothing of what the values mean, or of how they travel.
+Owns the encoding that labextension/src/state.ts reads. Independent of what the values mean, or of how they travel.
 
 The full state goes out when ranks come or go. Afterwards an update carries the columns that differ, of the rows whose
 change would be seen: `[index, columns as bits, values...]`. What does not fit waits: first come rows that deserve a

@@ -1,6 +1,6 @@
 """What a setting of a plan is: its values, by kind, and all else that rules, flags and tables ask of it.
 
-Knows nothing of which settings there are.
+Independent of which settings there are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The settings of a plan: each declared once, with its values, its default, whom it is for, its flag and its words.
 
-Rules, flags and tables read them here. Knows nothing of how settings go together, of torch, ranks or notebooks.
+Rules, flags and tables read them here. Independent of how settings go together, of torch, ranks or notebooks.
 """
 
 from __future__ import annotations

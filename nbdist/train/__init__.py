@@ -1,4 +1,4 @@
-"""What training code on a rank calls. Knows nothing of notebooks, sessions or the wire: it works under torchrun too.
+"""What training code on a rank calls. Independent of notebooks, sessions or the wire: it works under torchrun too.
 
 All of it is had as `nbdist.prepare`, `nbdist.accumulate`, ...; names and meanings are Accelerate's where it has them.
 `state` is what one process knows of its training; everything else works on it. A room imports only those below it.

@@ -1,4 +1,4 @@
-"""How a process takes on another plan while it runs. Knows nothing of who decided that, and imports no torch."""
+"""How a process takes on another plan while it runs. Independent of who decided that, and imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process knows of its training: the plan, and what has been prepared. Knows nothing of how any of it works.
+"""What one process knows of its training: the plan, and what has been prepared. Independent of how any of it works.
 
 One State at a time is current; the functions of `nbdist.train` work on it. It does not keep alive what was prepared:
 a model that nobody else holds is gone, as when a cell that prepares one is run again.

@@ -1,7 +1,7 @@
 """How values travel between two processes of one machine: an object becomes a `Parcel`, and an object again.
 
 Owns pickling (functions and classes of a notebook go by value), the memory that large buffers travel in, and
-the words for what can't travel. Knows nothing of sockets, sessions or ranks: whoever calls it carries the
+the words for what can't travel. Independent of sockets, sessions or ranks: whoever calls it carries the
 parcel, which is small. Imports neither torch nor numpy until a value holds something of theirs.
 
 A payload below 1 MiB lies inside the parcel. A larger one is written straight from its owners' memory into

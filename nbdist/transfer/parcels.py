@@ -1,6 +1,6 @@
 """Parcels and the memory that large ones travel in: memfd segments, written once and mapped copy-on-write.
 
-Knows bytes and tensor storages; knows nothing of pickling.
+Knows bytes and tensor storages; independent of pickling.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Bundle:
         self._last[message.rank] = place
 
     def take(self) -> list[bytes]:
-        """Return the frames to be sent, and start anew."""
+        """Return the frames to be sent, and start again."""
         parts, self._parts = self._parts, []
         self._shared.clear()
         self._last.clear()

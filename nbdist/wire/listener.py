@@ -1,6 +1,6 @@
 """A socket that listens for those who have keys, and knows who they are.
 
-Knows nothing of messages: the controller listens for all, an agent for the ranks of its own node.
+Independent of messages: the controller listens for all, an agent for the ranks of its own node.
 """
 
 from __future__ import annotations

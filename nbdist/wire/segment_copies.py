@@ -1,6 +1,6 @@
 """Segments on their way between two machines: read here chunk by chunk, written there.
 
-Both ends, for the controller and for agents. Knows neither sockets nor what the segments hold.
+Both ends, for the controller and for agents. Independent of sockets, and of what the segments hold.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Incoming:
         """Write what has come. Returns whether it was the last.
 
         Raises:
-            OSError: There is no memory for it, or it is no part of what was to come.
+            OSError: There is no memory for it, or it is not part of what was to come.
         """
         sizes = self._sizes[chunk.number : chunk.number + 1] if chunk.number >= 0 else []
         if not sizes or not 0 <= chunk.offset <= sizes[0] - len(chunk.data):

@@ -1,6 +1,6 @@
 """Memory of one process that others of its machine can map: a memfd, written once, then sealed.
 
-Knows nothing of what lies in it.
+Independent of what lies in it.
 """
 
 from __future__ import annotations

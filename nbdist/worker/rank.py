@@ -1,6 +1,6 @@
 """The process of a rank, from the fork to its end: becomes itself, joins the group, runs what it is told.
 
-Knows its lanes and its shell; knows nothing of other ranks but through torch.
+Knows its lanes and its shell; independent of other ranks but through torch.
 """
 
 from __future__ import annotations

@@ -34,6 +34,9 @@ BANNED = {  # what to write instead
     r"\b(is|are|was|were) said\b": "is reported",
     r"\b(colour|behaviour|favour|whilst|amongst)": "American spelling",
 }
+IN_DOCSTRINGS = [
+    turn for turn in BANNED if any(word in turn for word in ("is no", "anew", "dear", "knows", "for ever", "colour"))
+]
 
 
 @functools.cache
@@ -52,6 +55,24 @@ def messages() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("pattern", BANNED)
 def test_no_message_has_a_turn_that_is_not_plain_english(pattern: str) -> None:
     found = [f"{place}: {text!r}" for place, text in messages() if re.search(pattern, text, re.IGNORECASE)]
+    assert not found, f"write {BANNED[pattern]!r} instead:\n" + "\n".join(found)
+
+
+@functools.cache
+def docstrings() -> list[tuple[str, str]]:
+    """Every docstring in the code, in one line, and where it is."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node) or ""
+                found.append((f"{path.relative_to(ROOT.parent)}:{node.body[0].lineno}", " ".join(text.split())))
+    return found
+
+
+@pytest.mark.parametrize("pattern", IN_DOCSTRINGS)
+def test_no_docstring_has_one_of_these(pattern: str) -> None:
+    found = [f"{place}: {text!r}" for place, text in docstrings() if re.search(pattern, text, re.IGNORECASE)]
     assert not found, f"write {BANNED[pattern]!r} instead:\n" + "\n".join(found)
 
 

@@ -1,5 +1,5 @@
 /**
- * The line of a cell that says where it runs: `%%distributed -r 0,2-3`. Text in, text out; knows no notebook.
+ * The line of a cell that says where it runs: `%%distributed -r 0,2-3`. Text in, text out; independent of notebooks.
  *
  * `auto`: whether the kernel runs other cells on all ranks, too (`%distributed auto on`), except below `%%local`.
  */

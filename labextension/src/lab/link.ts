@@ -2,7 +2,7 @@
  * A notebook's way to nbdist in its kernel.
  *
  * Opens a line only if the notebook mentions nbdist, so that other kernels are left alone: when the page has connected, and
- * after each cell as long as the kernel has not answered. Knows nothing of what is shown.
+ * after each cell as long as the kernel has not answered. Independent of what is shown.
  */
 
 import { KernelLine, randomName, type KernelMessage } from "../kernel_line";

@@ -1,5 +1,5 @@
 /**
- * The lines of a cell's output by rank: "[0-2] text" is a line of ranks 0, 1 and 2. Text in, text out; knows no page.
+ * The lines of a cell's output by rank: "[0-2] text" is a line of ranks 0, 1 and 2. Text in, text out; independent of pages.
  */
 
 const LABEL = /^\[([0-9,-]+)\](?: \([^)]*\))? /;

@@ -1,5 +1,5 @@
 /**
- * A cell's output taken apart by rank, while it grows, and the lines of it that a reader wants. Knows no page.
+ * A cell's output taken apart by rank, while it grows, and the lines of it that a reader wants. Independent of pages.
  *
  * Of a line only its place and its label are kept, eight bytes: there may be hundreds of thousands.
  */

@@ -182,7 +182,7 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = (), price
 
 
 def _unseen(samples: Mapping[int, StepSample]) -> str:
-    """Return why no step was seen in a cell that seems to train; empty if none does. One pass is no loop."""
+    """Return why no step was seen in a cell that seems to train; empty if none does. One pass is not a loop."""
     reasons = sorted({sample.why for sample in samples.values() if sample.passes > 1})
     return "\n".join(textwrap.wrap(f"training steps n/a: {'; '.join(reasons)}", _WIDTH)) if reasons else ""
 

@@ -1,6 +1,6 @@
 """A connection to debugpy on a rank, which speaks the Debug Adapter Protocol.
 
-Lives in the loop of the kernel's control thread. Knows the protocol's envelope; knows nothing of ranks or the notebook.
+Lives in the loop of the kernel's control thread. Knows the protocol's envelope; independent of ranks or the notebook.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lines that code on ranks reads from the user: one rank's prompt after the other in the notebook's input field.
 
-Knows nothing of cells but the thread that waits for theirs.
+Independent of cells but for the thread that waits for theirs.
 """
 
 from __future__ import annotations

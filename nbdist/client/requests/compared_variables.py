@@ -206,7 +206,7 @@ def look_at_statistics(rank_set: RankSet, ranks: Sequence[int], name: str) -> di
     """Return the figures of a tensor on each rank, with histograms over a common range.
 
     Raises:
-        UsageError: It is no tensor of numbers, or a cell is running.
+        UsageError: It is not a tensor of numbers, or a cell is running.
     """
     first = _figures(rank_set, ranks, GetFigures(name))
     lows = [each.low for each in first.values() if each.low is not None]
@@ -257,7 +257,7 @@ def difference(rank_set: RankSet, variable: Variable, one: int, other: int) -> s
     """Return in words where a tensor differs on two ranks.
 
     Raises:
-        UsageError: It is no tensor on one of them, or a cell is running.
+        UsageError: It is not a tensor on one of them, or a cell is running.
     """
     forms = variable.held
     first, second = forms.get(one), forms.get(other)

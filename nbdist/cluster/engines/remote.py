@@ -1,6 +1,6 @@
 """`nbdist join` on another machine, through a program that runs commands there (ssh, srun).
 
-Owns that program's process. Knows nothing of how the machine was found.
+Owns that program's process. Independent of how the machine was found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The controller's one socket: which lanes may connect, which are connected, and messages waiting for the others.
 
-Owns the socket, its keys and the key file, and knows which lanes lead over another node. Knows nothing of what the
+Owns the socket, its keys and the key file, and knows which lanes lead over another node. Independent of what the
 messages mean.
 """
 

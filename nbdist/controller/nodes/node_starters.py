@@ -1,6 +1,6 @@
 """The processes that start other nodes for us (`nbdist.cluster.starter`): one for each batch of nodes that is missing.
 
-Owns their pipes. Knows nothing of what they report.
+Owns their pipes. Independent of what they report.
 """
 
 from __future__ import annotations

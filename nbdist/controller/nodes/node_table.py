@@ -1,6 +1,6 @@
 """The nodes of a session: who has come, who is silent, who is lost, and how their clocks differ from ours.
 
-Owns the address where other nodes come in. Knows nothing of ranks.
+Owns the address where other nodes come in. Independent of ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Brings large values from the machine that they lie on to those that need them.
 
-Between agents and this process, which holds what comes to the notebook's machine. Knows nothing of what they are.
+Between agents and this process, which holds what comes to the notebook's machine. Independent of what they are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ranks of one incarnation, on the nodes where they are: how they come up, take cells, and end.
 
-Owns which rank is where, and who lives. Knows neither who joins as a node nor what cells do.
+Owns which rank is where, and who lives. Independent of who joins as a node, and of what cells do.
 """
 
 from __future__ import annotations

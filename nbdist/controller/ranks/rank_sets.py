@@ -1,6 +1,6 @@
 """Which set of ranks there is, which has been asked for next, and when one follows the other.
 
-Knows the nodes that a set waits for; knows nothing of what ranks do.
+Knows the nodes that a set waits for; independent of what ranks do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs products of given sizes and times them, one beside another. The random numbers of training are not drawn from.
 
-Has no opinion on sizes.
+Independent of sizes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Torch's memory snapshot of one process: which tensor holds which part of the device's memory, and who allocated it.
 
-Owns the bounds: how many events are kept, and how large a file may become. Knows nothing of sessions.
+Owns the bounds: how many events are kept, and how large a file may become. Independent of sessions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an out-of-memory error means: what was asked for, who has the memory, and what would help.
 
 Owns which errors count and the words. The figures come from torch, the driver and /proc as they are when it is asked:
-the error's frames still hold what they held. Knows nothing of notebooks.
+the error's frames still hold what they held. Independent of notebooks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def explain(error: BaseException, *namespaces: Mapping[str, Any]) -> str:
         namespaces: Where the user's names are; those of the error's frames are looked at too.
 
     Returns:
-        Aligned lines; empty: the error is no such one.
+        Aligned lines; empty: the error is not one of these.
     """
     where = device_of(error)
     if not where:

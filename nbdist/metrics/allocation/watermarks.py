@@ -4,7 +4,7 @@ A peak counter (the kernel's VmHWM, torch's of a device) is one for all and can 
 up to a reset are noted for every scope that is open, so that scopes may nest or overlap and none loses anything; what
 the user reads of torch's counters is one more such scope, which never ends.
 
-Owns when counters are reset. Knows nothing of what is measured with them.
+Owns when counters are reset. Independent of what is measured with them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Counts the FLOPs of the operations that run: the dispatch mode that sees them, and what it has seen.
 
-Knows nothing of models, steps or time. Model FLOPs are what the mathematics needs; hardware FLOPs add what is computed
+Independent of models, steps or time. Model FLOPs are what the mathematics needs; hardware FLOPs add what is computed
 again: checkpointed blocks, and the scores that fused attention does not keep. Formulas and conventions: `formulas`.
 """
 
@@ -188,8 +188,8 @@ class Tally:
 class Counting:
     """Counts what runs in the thread in which it was entered, and in the backward passes that start there.
 
-    As a context manager, or with `enter` and `leave` around a part that is no block. An operation that raises ends the
-    count, as it may have been the count that it could not bear.
+    As a context manager, or with `enter` and `leave` around a part that is not a block. An operation that raises ends
+    the count, as it may have been the count that it could not bear.
 
     Args:
         eagerly: Whether compiled code runs eagerly inside. Otherwise it runs as it is, and its graphs are counted by

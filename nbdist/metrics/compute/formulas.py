@@ -2,7 +2,7 @@
 
 A multiply-add is 2 FLOPs; what is elementwise (activations, norms, softmax, optimizers) is not counted. Attention is
 counted without a discount for causal masks, as torch, Megatron and torchtitan do, unless the half is asked for.
-Knows torch's operations and their schemas; knows nothing of models or steps.
+Knows torch's operations and their schemas; independent of models or steps.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def register_flops(operation: Any, formula: Callable[..., int]) -> None:
             `out_shape`; gives FLOPs, with a multiply-add as 2. A formula given before is replaced.
 
     Raises:
-        UsageError: There is no such operation, or the formula is no function.
+        UsageError: There is no such operation, or the formula is not a function.
     """
     if not callable(formula):
         raise UsageError(f"a formula is a function, not {formula!r}: `lambda a, b, out_shape: 2 * a[0] * a[1] * b[1]`")

@@ -1,7 +1,7 @@
 """The graphs of torch.compile: which code calls them, and what each takes by its operations, before they are fused.
 
 Fused kernels are not made of operations that could be counted. So a graph is run once more on the side, without data,
-for each shape in which it is called while somebody counts. Knows nothing of FLOPs.
+for each shape in which it is called while somebody counts. Independent of FLOPs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What has a formula is counted, the rest is named.
 
-Only what is loaded already is looked at. Knows nothing of how it is shown.
+Only what is loaded already is looked at. Independent of how it is shown.
 """
 
 from __future__ import annotations

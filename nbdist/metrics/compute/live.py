@@ -1,6 +1,6 @@
 """Counts the FLOPs of training steps as they run: now and then one whole step.
 
-Owns when a step is counted and what is known of each shape. Knows nothing of time but what it is told, and nothing of
+Owns when a step is counted and what is known of each shape. Independent of time, but for what it is told, and of
 hooks: `steps` calls it at the end of each step.
 """
 
@@ -255,7 +255,7 @@ class LiveCounts:
             shape: Of the step that has just ended.
             steps: That this lap has had.
             has_batches: Whether steps begin with a batch that is seen. The count waits for it then: a validation before
-                it is no part of the step.
+                it is not part of the step.
         """
         self._postponed = None
         self.want(shape, steps)

@@ -1,4 +1,4 @@
-"""One call of an operation, as formulas of FLOPs want it: arguments by the names of its schema. Knows no formula."""
+"""One call of an operation, as formulas of FLOPs want it: arguments by the names of its schema."""
 
 from __future__ import annotations
 

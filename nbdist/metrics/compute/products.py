@@ -92,7 +92,7 @@ def product_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mult
         kwargs: As it was called.
 
     Returns:
-        The sizes; None for an operation that is no matrix product or attention of torch's.
+        The sizes; None for an operation that is not a matrix product or attention of torch's.
     """
     name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
     first = _FACTORS.get(name)

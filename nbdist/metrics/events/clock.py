@@ -2,7 +2,7 @@
 
 Owns the two clocks: the processor's, and for GPUs events in the stream, which are read once they have passed. A loop
 that prints its loss every tenth step looks to the processor like nine short steps and a long one; to the device it does
-not. Knows nothing of what a step is.
+not. Independent of what a step is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sees when the loop of a thread evaluates: code that runs without gradients, and between `model.eval()` and `train()`.
 
 Code without gradients alone may be part of the training, as a teacher is. What torch itself runs without them, such as
-clipping gradients, is not seen, nor is `torch.set_grad_enabled(False)` outside of a `with` block. Knows no steps.
+clipping gradients, is not seen, nor is `torch.set_grad_enabled(False)` outside of a `with` block. Independent of steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A private function of torch's that others want to hear of: wrapped while anybody listens, and put back behind them.
 
-Knows nothing of what is heard.
+Independent of what is heard.
 """
 
 from __future__ import annotations

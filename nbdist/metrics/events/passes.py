@@ -1,6 +1,6 @@
 """Sees every backward pass of this process: the one place through which `backward` and `torch.autograd.grad` go.
 
-Knows nothing of what the listeners want to know.
+Independent of what the listeners want to know.
 """
 
 from __future__ import annotations

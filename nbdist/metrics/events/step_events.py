@@ -1,7 +1,7 @@
 """When an optimizer's step begins and ends: the one place that hooks every step, for all who want to know.
 
 A step is an outermost call of `Optimizer.step` in one thread, outside of backward passes. What GradScaler skips is
-none; a call inside another one, as of wrapped and inherited optimizers, is part of it. Knows nothing of cells or time.
+none; a call inside another one, as of wrapped and inherited optimizers, is part of it. Independent of cells or time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How long a rank waits in collectives, so that the one for which all others wait can be found: it waits least.
 
 Two sources: torch's own log of DDP's backward passes, and on the CPU the time in `Work.wait`, which FSDP2 and plain
-collectives go through. Knows nothing of what other ranks do. On GPUs the latter only queues, so it says nothing there.
+collectives go through. Independent of what other ranks do. On GPUs the latter only queues, so it says nothing there.
 """
 
 from __future__ import annotations

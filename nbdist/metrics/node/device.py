@@ -27,7 +27,7 @@ def look(rank: int, inherited: int = 0, gpu: int = 0) -> RankSample:
     Args:
         rank: Its rank.
         inherited: Bytes of anonymous memory that it was forked with, and so shares.
-        gpu: Its GPU, as torch counts. CUDA's current device is no help: each thread has one of its own.
+        gpu: Its GPU, as torch counts. CUDA's current device is of no help: each thread has one of its own.
     """
     return msgspec.structs.replace(look_at_host(rank, inherited), **look_at_gpu(gpu))
 

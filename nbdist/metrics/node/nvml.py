@@ -1,7 +1,7 @@
 """What the NVIDIA driver tells of its GPUs, MIG instances included, as GpuSamples.
 
 Owns how NVML is asked and what its refusals mean. Creates no CUDA context, reads nothing over PCIe but what NVML keeps.
-Knows nothing of ranks; who maps them to GPUs does so by UUID.
+Independent of ranks; who maps them to GPUs does so by UUID.
 """
 
 from __future__ import annotations

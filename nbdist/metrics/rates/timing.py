@@ -1,4 +1,4 @@
-"""How long an operation takes: by the host's clock on a CPU, by the device's own on a GPU. Has no opinion on rates."""
+"""How long an operation takes: by the host's clock on a CPU, by the device's own on a GPU. Independent of rates."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A checkpoint is written under `name.partial`. Its manifest, which lists all files with their sizes, comes last; then the
 folder gets its name. One that it replaces waits as `name.previous` in between. So whenever a save is killed, a whole
-checkpoint stays, and what is not whole can be told. Knows nothing of ranks or of what the files hold.
+checkpoint stays, and what is not whole can be told. Independent of ranks or of what the files hold.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint tells of itself; None for what is no whole checkpoint."""
+    """Return what a checkpoint tells of itself; None for what is not a whole checkpoint."""
     if path.name.endswith(PARTIAL):
         return None
     try:

@@ -2,7 +2,7 @@
 
 A rank that replaces a dead one gets its part from the next rank, and the others go back to theirs: a checkpoint without
 a disk, for shards of which there is no replica. Two versions are kept until all ranks have the newer one, so a death in
-between leaves the older one whole. Knows nothing of sessions or of who has died.
+between leaves the older one whole. Independent of sessions or of who has died.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 New files appear beside the old ones, and one rename makes them the model: `model.safetensors` itself where it is one
 file, else the index. So a save that is killed leaves the earlier model whole, and other files of the folder alone.
-Knows nothing of ranks or modules.
+Independent of ranks or modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a checkpoint gets onto the disk: each rank writes its part, then all agree, then it gets its name.
 
 Either at once or in a thread, which talks to the other ranks in a process group of its own and so does not disturb
-training. Knows nothing of what is saved.
+training. Independent of what is saved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copies of tensors in CPU memory, from which a checkpoint is written while training changes the originals.
 
-The copies are used again by the next save: fresh memory costs more time than the copying. Knows nothing of files.
+The copies are used again by the next save: fresh memory costs more time than the copying. Independent of files.
 """
 
 from __future__ import annotations

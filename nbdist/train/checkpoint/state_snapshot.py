@@ -1,4 +1,4 @@
-"""A state taken apart for a checkpoint, and put together again. Knows nothing of files, and of ranks only its own.
+"""A state taken apart for a checkpoint, and put together again. Independent of files, and of ranks only its own.
 
 Tensors of models and optimizers get names that hold for any strategy and number of ranks. All else, such as random
 generators and the position in the data, is a tree of plain values that belongs to this rank.

@@ -1,7 +1,7 @@
 """Where the weights of a model come from: safetensors, the hub, pickled files, DCP folders, a state dict on rank 0.
 
 Each knows the shapes of its tensors, and fills others with them so that a rank never holds more than its own part and
-one tensor. Knows nothing of modules or plans.
+one tensor. Independent of modules or plans.
 """
 
 from __future__ import annotations

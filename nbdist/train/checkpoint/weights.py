@@ -1,6 +1,6 @@
 """The weights that a model is given: whether they fit it, storage for what is on the meta device, and filling it.
 
-Where they come from is in `nbdist.train.checkpoint.weight_sources`. Knows nothing of plans or strategies.
+Where they come from is in `nbdist.train.checkpoint.weight_sources`. Independent of plans or strategies.
 """
 
 from __future__ import annotations

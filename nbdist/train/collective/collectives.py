@@ -2,7 +2,7 @@
 
 Ranks that call one of these with different shapes are told so on all ranks, instead of hanging: they compare first, on
 the CPU where the backend can, so that nothing waits for the device. A lone number travels with the comparison.
-Knows nothing of models.
+Independent of models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gather(data: Any) -> Any:
         The same structure. No gradient flows through it.
 
     Raises:
-        UsageError: Shapes differ between ranks (pad them first), or something is no tensor.
+        UsageError: Shapes differ between ranks (pad them first), or something is not a tensor.
     """
     return _each("gather", data, _gathered, of_all=_shaped)
 
@@ -100,7 +100,7 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: 
         New tensors in the same structure.
 
     Raises:
-        UsageError: Shapes differ between ranks, something is no tensor, or the reduction is another.
+        UsageError: Shapes differ between ranks, something is not a tensor, or the reduction is another.
     """
     known = reduction in ("mean", "sum", "none")
     failure = "" if known else f'reduction={reduction!r} is unknown: allowed values: "mean", "sum" and "none"'
@@ -132,7 +132,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
         from_process: The rank whose values all get.
 
     Raises:
-        UsageError: Shapes differ between ranks, something is no tensor, or there is no such rank.
+        UsageError: Shapes differ between ranks, something is not a tensor, or there is no such rank.
     """
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
         from_process: The rank whose objects all get.
 
     Raises:
-        UsageError: It is no list, lists are not as long or sources not the same on all ranks, or there is no such rank.
+        UsageError: It is not a list, lengths or sources differ between ranks, or there is no such rank.
     """
     is_list = isinstance(items, list)
     no_list = f"broadcast_object_list takes a list, not {type(items).__name__}: write [value]"
@@ -178,7 +178,7 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
         pad_first: Whether the fill comes in front.
 
     Raises:
-        UsageError: Ranks hold different numbers of tensors, or something is no tensor.
+        UsageError: Ranks hold different numbers of tensors, or something is not a tensor.
     """
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Questions that are answered by yes or no, and asked as an attribute or as a call: `if flag:` and `if flag():`.
 
-A function alone would be true wherever its parentheses are forgotten. Knows nothing of what is asked.
+A function alone would be true wherever its parentheses are forgotten. Independent of what is asked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensors inside lists, tuples, dicts and the other structures that batches are: taken out, put back, replaced.
 
-Knows nothing of ranks, devices or loaders.
+Independent of ranks, devices or loaders.
 """
 
 from __future__ import annotations

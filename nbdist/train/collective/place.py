@@ -1,6 +1,6 @@
 """Where this process is, as plain values: `nbdist.device`, `nbdist.process_index`, `nbdist.num_processes`.
 
-These are properties of Accelerate's object. Each is looked up when it is read. Knows nothing of models.
+These are properties of Accelerate's object. Each is looked up when it is read. Independent of models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The random generators of this process: Python's, NumPy's, torch's on the CPU and on this rank's GPU.
 
-Knows nothing of samplers, loaders, checkpoints or process groups.
+Independent of samplers, loaders, checkpoints or process groups.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who does what, and in which order: the main process, turns, shares of inputs, a flag that any rank can raise.
 
-Knows nothing of models.
+Independent of models.
 """
 
 from __future__ import annotations

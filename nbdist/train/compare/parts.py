@@ -37,7 +37,7 @@ class Entry:
         digest: Hash of its bytes.
         form: Type and shape of a tensor; tensors of the same form can be copied into each other. "value" for others.
         device: Type of the tensor's device.
-        shard: Which part of a sharded tensor it is, None if it is no DTensor.
+        shard: Which part of a sharded tensor it is, None if it is not a DTensor.
         mates: Of a shard: the ranks whose shards make up the whole.
     """
 

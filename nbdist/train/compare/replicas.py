@@ -3,7 +3,7 @@
 Ranks first tell each other a hash per tensor, in one gather of objects. From then on all know the same and decide
 alike: what is wrong raises on every rank before anything has changed, and only what differs is sent. Tensors travel
 as bytes, so they are equal to the last bit afterwards, NaN included. A shard (FSDP2, tensor parallelism) is compared
-with, and taken from, ranks that hold the same shard. Knows nothing of the wire or the notebook; works under torchrun.
+with, and taken from, ranks that hold the same shard. Independent of the wire or the notebook; works under torchrun.
 
 What the two functions are given is read and written in `nbdist.train.compare.parts`.
 """

@@ -1,4 +1,4 @@
-"""Rank 0 reads for all: each rank is handed its batch of every round. Knows nothing of samplers, epochs or loaders.
+"""Rank 0 reads for all: each rank is handed its batch of every round. Independent of samplers, epochs or loaders.
 
 For each round rank 0 tells all ranks what their batches look like, and that it could not read on if so; then the bytes
 of all tensors of a rank's batch travel as one piece.

@@ -1,4 +1,4 @@
-"""Where a loader is in its epochs, and how ranks agree on it. Knows nothing of samplers, batches or devices."""
+"""Where a loader is in its epochs, and how ranks agree on it. Independent of samplers, batches or devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches on their way to the device, and how long the training waits for them. Knows no ranks, samplers or epochs."""
+"""Batches on their way to the device, and how long the training waits for them. Independent of samplers."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class PreparedLoader(DataLoader[Any]):
         unless the dataset is an iterable one that shares itself out.
 
         Raises:
-            UsageError: It is no state of this loader.
+            UsageError: It is not a state of this loader.
         """
         manner = self._manner
         place = EpochPosition.of_state(
@@ -365,7 +365,7 @@ class PreparedLoader(DataLoader[Any]):
         return None if total is None else self._manner.deal.share(total)
 
     def _known_tail(self) -> int:
-        """Real samples of the last round. Of uneven ones none but the first ranks take part in it, so it is no help."""
+        """Real samples of the last round. With uneven ones, only the first ranks take part in it."""
         if self._source is None or not self._manner.shares:
             return -1
         return self._source.remainder if self.even_batches or self._manner.world_size == 1 else -1

@@ -54,7 +54,7 @@ def prepare_loader(
         `state_dict()` and `load_state_dict()`.
 
     Raises:
-        UsageError: It is no DataLoader, or what was said of it can't be.
+        UsageError: It is not a DataLoader, or what was said of it can't be.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -103,7 +103,7 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoa
         num_batches: How many batches of this rank are left out of each iteration.
 
     Raises:
-        UsageError: It is no loader of which batches can be skipped, or the number is negative.
+        UsageError: It is not a loader of which batches can be skipped, or the number is negative.
     """
     if num_batches < 0:
         raise UsageError(f"num_batches={num_batches} is negative: skip_first_batches(loader, 0) skips nothing")

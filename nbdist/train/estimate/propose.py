@@ -1,4 +1,4 @@
-"""Which strategy fits the memory: tries the estimate of one after the other. Knows nothing of who asks."""
+"""Which strategy fits the memory: tries the estimate of one after the other. Independent of who asks."""
 
 from __future__ import annotations
 

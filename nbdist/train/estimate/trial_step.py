@@ -1,7 +1,7 @@
 """A training step on tensors without values, as one rank makes it.
 
 Models are made distributed by the same functions as in `prepare`, sharding among ranks that aren't there included; only
-DDP is left out, which looks at values. Knows nothing of what is measured.
+DDP is left out, which looks at values. Independent of what is measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory given back, and batches made smaller until they fit.
 
-Knows nothing of strategies.
+Independent of strategies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gradients once they are whole: the mean over a window, norms over all shards, clipping.
 
-Knows nothing of strategies: a gradient is a tensor or a DTensor.
+Independent of strategies: a gradient is a tensor or a DTensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
         as gradients are not whole yet.
 
     Raises:
-        UsageError: `max_norm` is no positive number.
+        UsageError: `max_norm` is not a positive number.
     """
     _refuse_bad_limit("max_norm", max_norm)
     state = training.current()
@@ -52,7 +52,7 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Cut each gradient's elements off at `-clip_value` and `clip_value`. Does nothing inside an accumulation window.
 
     Raises:
-        UsageError: `clip_value` is no positive number.
+        UsageError: `clip_value` is not a positive number.
     """
     _refuse_bad_limit("clip_value", clip_value)
     state = training.current()

@@ -1,6 +1,6 @@
 """Local SGD: ranks step alone, and their parameters are averaged every few steps.
 
-Knows nothing of loops or optimizers.
+Independent of loops or optimizers.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
             scheduler.step()
             optimizer.zero_grad()
 
-Knows nothing of how models are distributed beyond how their gradients' exchange is put off.
+Independent of how models are distributed beyond how their gradients' exchange is put off.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def backward(loss: torch.Tensor, **kwargs: Any) -> None:
         kwargs: As for `torch.Tensor.backward`.
 
     Raises:
-        UsageError: The loss is no tensor.
+        UsageError: The loss is not a tensor.
     """
     if not isinstance(loss, torch.Tensor):
         raise UsageError(

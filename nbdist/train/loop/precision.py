@@ -1,6 +1,6 @@
 """Precisions: autocast around forwards, FSDP's policy, the scaler of fp16.
 
-Knows nothing of strategies, optimizers or loops.
+Independent of strategies, optimizers or loops.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def unscale(state: training.State, optimizer: torch.optim.Optimizer) -> None:
 def scaled_step(
     state: training.State, optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer], Any]
 ) -> bool:
-    """Make a step unless a gradient is no number.
+    """Make a step unless a gradient is not a number.
 
     Args:
         state: The training.

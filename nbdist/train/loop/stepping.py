@@ -1,7 +1,7 @@
 """Prepared optimizers and schedulers: objects of their own classes, whose `step` knows of windows and of fp16.
 
 Inside an accumulation window `step` and `zero_grad` do nothing, and after a step that fp16 skipped neither does the
-scheduler's. Knows nothing of models or loaders.
+scheduler's. Independent of models or loaders.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a plan asks of the whole process: seeds, determinism, TF32, activations of compiled code, NUMA, collection.
 
-Knows nothing of models.
+Independent of models.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def set_seed(seed: int, *, per_rank: bool = False) -> None:
         per_rank: Whether each rank adds its rank.
 
     Raises:
-        UsageError: The seed is no such number.
+        UsageError: The seed is not such a number.
     """
     if not is_whole(seed):
         raise UsageError(f"seed={seed!r} is not a seed: give an integer of 0 or more, for example 42")

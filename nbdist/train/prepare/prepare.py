@@ -1,7 +1,7 @@
 """`prepare`: models, optimizers, loaders and schedulers become what the plan says.
 
 Owns which plan and which state are in effect, and that ranks agree before anything changes. How each kind of object is
-prepared stands in `strategies`, `stepping` and the data modules. Knows nothing of notebooks.
+prepared stands in `strategies`, `stepping` and the data modules. Independent of notebooks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Strategies: a model becomes one that ranks train together, by torch's own DDP and FSDP2.
 
-Knows nothing of optimizers, loaders or loops. The order matters: layers are replaced first, then blocks are
+Independent of optimizers, loaders or loops. The order matters: layers are replaced first, then blocks are
 checkpointed, then compiled, then sharded.
 """
 

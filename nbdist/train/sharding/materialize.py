@@ -1,6 +1,6 @@
 """Models on the meta device get storage and first values, and all ranks get those of rank 0.
 
-Knows nothing of plans or of sharding: it is told which modules.
+Independent of plans or of sharding: it is told which modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Device meshes of this process. Each is made once: its process groups hold threads, files and memory of the device.
 
-Knows nothing of plans or models.
+Independent of plans or models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What blocks keep for backward: less of it (activation checkpointing), or in CPU memory (activation offload).
 
-Knows nothing of ranks, plans or of how blocks are found.
+Independent of ranks, plans or of how blocks are found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The blocks of a model and the large layers beside them: which they are; and torch.compile for each block.
 
-Knows nothing of ranks, sharding or training loops.
+Independent of ranks, sharding or training loops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""fp8 by torchao: which linear layers compute in it, and by which recipe. Knows nothing of strategies or loops."""
+"""fp8 by torchao: which linear layers compute in it, and by which recipe. Independent of strategies or loops."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A method of one object replaced, while its class stays: `isinstance`, pickling and copies work as before.
 
-Knows nothing of models or optimizers.
+Independent of models or optimizers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A CSV file that grows by a row at a time, and by columns when new ones come. Knows nothing of trackers or ranks."""
+"""A CSV file that grows by a row at a time, and by columns when new ones come. Independent of trackers or ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where the numbers of a training go: CSV, TensorBoard, W&B, MLflow, Comet, through their own libraries.
 
 Only rank 0 writes; the other ranks may call everything, and wait for nothing. A library is imported when it is used.
-Knows nothing of models or plans.
+Independent of models or plans.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     """Write numbers to all trackers. May be called on any rank; only rank 0 does something.
 
     Args:
-        values: Numbers, and tensors of one element, by name; of nested dicts the names are joined by "/". What is no
-            number is left out, and that is said once.
+        values: Numbers, and tensors of one element, by name; of nested dicts the names are joined by "/". What is not
+            a number is left out, and that is said once.
         step: What they belong to; by default the optimizer steps made so far.
 
     Raises:

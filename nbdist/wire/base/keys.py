@@ -55,6 +55,6 @@ def read_home(path: Path) -> Home:
 
     Raises:
         OSError: It can't be read.
-        msgspec.DecodeError: It is no key file.
+        msgspec.DecodeError: It is not a key file.
     """
     return msgspec.json.decode(path.read_bytes(), type=Home)

@@ -19,7 +19,7 @@ class InterruptAll(Message, frozen=True):
 
 
 class RunningCell(msgspec.Struct, frozen=True):
-    """number: in the notebook, 0 if it is no cell. ranks: how many run it. seconds: for how long it has run."""
+    """number: in the notebook, 0 if it is not a cell. ranks: how many run it. seconds: for how long it has run."""
 
     number: int
     ranks: int

@@ -75,7 +75,7 @@ def decode_report(line: bytes) -> Report:
     """Decode a line.
 
     Raises:
-        msgspec.DecodeError: It is no report.
+        msgspec.DecodeError: It is not a report.
     """
     report: Report = _decoder.decode(line)
     return report

@@ -1,6 +1,6 @@
 """Has `inspect` find the source of classes that cells define: it looks for their module's file, and cells have others.
 
-Owns which cell a class is from. Knows nothing of how cells run.
+Owns which cell a class is from. Independent of how cells run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From an exception on a rank to what is sent of it. Knows nothing of the wire's other messages or the shell's work."""
+"""From an exception on a rank to what is sent of it. Independent of the wire's other messages or the shell's work."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ class _Sink:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses tensors: an error report is no way to copy them, and unpickling one may wake the notebook's CUDA."""
+    """Refuses tensors: an error report is not a way to copy them, and unpickling one may wake the notebook's CUDA."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")

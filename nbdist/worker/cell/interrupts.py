@@ -1,6 +1,6 @@
 """Who may be interrupted when: KeyboardInterrupt reaches exactly the cell that was meant, or nobody.
 
-Knows the main thread's signals; knows nothing of the wire.
+Knows the main thread's signals; independent of the wire.
 """
 
 from __future__ import annotations

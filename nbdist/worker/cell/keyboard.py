@@ -1,7 +1,7 @@
 """What code on a rank reads from the user: `input()`, `getpass()`, and the debuggers that read by them.
 
 A line is asked for in the rank's output lane, so that it comes after what was printed before, and arrives by the
-control thread. Knows nothing of what the notebook does to get it.
+control thread. Independent of what the notebook does to get it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether this process has lost its GPU: after a failed kernel CUDA answers every further call with the same error.
 
-Goes by the type and the code of what torch raises, never by its text. Knows nothing of cells.
+Goes by the type and the code of what torch raises, never by its text. Independent of cells.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Programs that a cell has started: Ctrl-C reaches them as it does where no ranks are, together with the cell.
 
-Knows processes as the kernel lists them; knows nothing of cells but when they began.
+Knows processes as the kernel lists them; independent of cells but when they began.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Programs:
 
 
 def waits_in_system() -> bool:
-    """Return whether `os.system` is under way: C then ignores SIGINT, of which Python knows nothing."""
+    """Return whether `os.system` is under way: C then ignores SIGINT, which Python does not notice."""
     return signal.getsignal(signal.SIGINT) != signal.SIG_IGN and _is_ignored(signal.SIGINT)
 
 

@@ -1,6 +1,6 @@
 """What `%run` of one script leaves for `%run` of the next: each finds the modules beside itself, as under torchrun.
 
-Owns which folders had scripts. Knows nothing of shells.
+Owns which folders had scripts. Independent of shells.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The IPython shell of a rank: as in a notebook, but its results and displays go out by the rank's display lane.
 
-Owns how a cell is compiled, named, run and rendered. Knows nothing of the wire.
+Owns how a cell is compiled, named, run and rendered. Independent of the wire.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A thread's stack as people read it: from the user's cell inwards. Knows nothing of ranks or the wire."""
+"""A thread's stack as people read it: from the user's cell inwards. Independent of ranks or the wire."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def _stored(value: Any, held: Mapping[str, Any]) -> list[tuple[str, Any]] | None
 
 @lru_cache(maxsize=4096)
 def _keeps_more(base: type) -> bool:
-    """Return whether a class is made by code in C, which may keep what is no attribute."""
+    """Return whether a class is made by code in C, which may keep what is not an attribute."""
     for name, member in base.__dict__.items():
         if type(member) is types.GetSetDescriptorType and name not in ("__dict__", "__weakref__"):
             return True

@@ -1,6 +1,6 @@
 """A connection to this rank's debugpy for a notebook on another machine.
 
-Two threads of its own: the control thread never waits for debugpy. Knows nothing of the protocol.
+Two threads of its own: the control thread never waits for debugpy. Independent of the protocol.
 """
 
 from __future__ import annotations

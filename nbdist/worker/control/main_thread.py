@@ -1,4 +1,4 @@
-"""Looks that only the main thread may take, on behalf of other threads. Knows nothing of what is looked at."""
+"""Looks that only the main thread may take, on behalf of other threads. Independent of what is looked at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The descriptors of this process: which are sockets and epoll sets, and what ends a connection. Knows no torch."""
+"""The descriptors of this process: which are sockets and epoll sets, and what ends a connection. Imports no torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 While cells are watched, only the counters of each group are read, which torch keeps up to date by itself: its list of
 collectives asks CUDA, and is read only when the user wants it. Probes what it uses; where torch keeps no record,
-nothing is known. Knows nothing of cells or other ranks.
+nothing is known. Independent of cells or other ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Another default group in place of the one that there was, of more or fewer ranks; what becomes of the other groups.
 
-Knows nothing of models or cells. What connects the new group is `Collectives.renew`, on all its ranks.
+Independent of models or cells. What connects the new group is `Collectives.renew`, on all its ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process groups of a rank that lives on: where they stand, how a stuck one is freed, how a broken one is renewed.
 
-Knows nothing of cells, models or sockets; torch's private parts: `torch_groups`.
+Independent of cells, models or sockets; torch's private parts: `torch_groups`.
 
 An interrupt between two collectives leaves ranks a collective apart, and then sums are silently wrong. So ranks compare
 how many collectives each has entered, and a group that is out of step gets a new backend inside the living ProcessGroup

@@ -1,6 +1,6 @@
 """What torch knows of process groups, and backends that take the place of others: private parts, probed when used.
 
-Knows nothing of what is kept of a group here, or of cells.
+Independent of what is kept of a group here, or of cells.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`torch.multiprocessing.spawn` on a rank: what can't work fails at once, and what does is no part of the session."""
+"""`torch.multiprocessing.spawn` on a rank: what can't work fails at once, and what does is not part of the session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def install(
 ) -> None:
     """Make spawning a function that new processes can't import raise, instead of failing once they have imported torch.
 
-    What is spawned is no part of the session, and a line says so where several ranks do it.
+    What is spawned is not part of the session, and a line says so where several ranks do it.
 
     Args:
         is_main: Whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run.

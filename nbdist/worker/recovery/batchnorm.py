@@ -1,6 +1,6 @@
 """Whether BatchNorm has counted another batch since the last optimizer step: only then has a lost step moved something.
 
-Costs a look at a counter of each layer, and at no value. Knows nothing of cells or of what a step is.
+Costs a look at a counter of each layer, and at no value. Independent of cells or of what a step is.
 """
 
 from __future__ import annotations

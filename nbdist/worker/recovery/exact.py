@@ -1,7 +1,7 @@
 """What moves in a step besides parameters: buffers (BatchNorm's statistics) and random state, kept as they were at the
 end of the last optimizer step, so that a lost step can be undone (`--exact`).
 
-Knows which models live; knows nothing of cells or the wire. Random generators that the user has made
+Knows which models live; independent of cells or the wire. Random generators that the user has made
 (`torch.Generator`, `numpy.random.default_rng`) are not among what is kept: nothing knows of them.
 """
 

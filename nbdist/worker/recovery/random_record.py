@@ -1,6 +1,6 @@
 """The random state of a rank after its last steps, in a file that outlives its process (`--exact`).
 
-A rank that takes a dead one's place goes on with its random numbers. Knows nothing of steps but their number.
+A rank that takes a dead one's place goes on with its random numbers. Independent of steps but for their number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models that a lost step has left half done: finds those that live in this rank and makes them ready for the next.
 
 Leans on private parts of torch (DDP's reducer, FSDP2's state, GradScaler's state); each is probed when used, and a
-missing one costs that model only, with a note. Knows nothing of process groups' backends, cells or the wire: whoever
+missing one costs that model only, with a note. Independent of process groups' backends, cells or the wire: whoever
 calls it has put the groups in order before, and calls it on all ranks, because a reset DDP model agrees on its
 buckets again, with a collective, in its next forward.
 """

@@ -1,7 +1,7 @@
 """The steps of a rank: counts those of a cell's optimizers, and stops it between two, at the end of the loop's body.
 
-Owns, while a stop is pending, the main thread's trace function. What a step is: `metrics.events.step_events`. Knows
-nothing of sockets, of other ranks, or of who asks.
+Owns, while a stop is pending, the main thread's trace function. What a step is: `metrics.events.step_events`.
+Independent of sockets, of other ranks, or of who asks.
 
 Ranks stop after the same step without a collective: each is armed and says how many steps it has made. As an armed rank
 waits before and after its next step, none can pass the largest of these counts + 1, and that becomes everybody's

@@ -45,12 +45,12 @@ class Page:
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        from nbdist.lab.lines import TARGET
-        from nbdist.lab.page_messages import PROTOCOL
+        from nbdist.wire.pages.page_messages import PAGE_PROTOCOL
+        from nbdist.wire.pages.targets import PAGE_TARGET
 
         self._client = kernel.client
         self._numbers = itertools.count(1)
-        self._send("comm_open", target_name=TARGET, data={"page": "benchmark", "protocol": PROTOCOL})
+        self._send("comm_open", target_name=PAGE_TARGET, data={"page": "benchmark", "protocol": PAGE_PROTOCOL})
         self._read_until(lambda news: news["type"] == "state")
 
     def begin(self, what: str) -> int:

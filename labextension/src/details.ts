@@ -2,7 +2,8 @@
  * One rank closely: everything that is known of it, and what can be asked for.
  */
 
-import { held, onGpu, type Rank } from "./state";
+import type { RankRow } from "./generated/wire";
+import { held, onGpu } from "./state";
 import { partName } from "./row";
 import * as strings from "./strings";
 import { badgeOf, degrees, make, milliseconds, nameOf, partOf, percent, size, speed, stateOf, watts } from "./words";
@@ -29,7 +30,7 @@ export class Details {
     this.element.hidden = true;
   }
 
-  draw(rank: Rank, node: string): void {
+  draw(rank: RankRow, node: string): void {
     this.element.hidden = false;
     const facts = factsOf(rank, node);
     const now = JSON.stringify(facts);
@@ -47,7 +48,7 @@ function fact(label: string, value: string): HTMLElement {
   return make("div", "fact", make("span", "label", label), make("span", "", value));
 }
 
-function factsOf(rank: Rank, node: string): [label: string, value: string][] {
+function factsOf(rank: RankRow, node: string): [label: string, value: string][] {
   const { facts: labels } = strings;
   const facts: [string, string][] = [
     [labels.device, [rank.device, rank.gpu].filter(Boolean).join(", ")],
@@ -65,7 +66,7 @@ function factsOf(rank: Rank, node: string): [label: string, value: string][] {
   return facts;
 }
 
-function gpuMemory(rank: Rank): [label: string, value: string][] {
+function gpuMemory(rank: RankRow): [label: string, value: string][] {
   const { facts: labels } = strings;
   return [
     [labels.tensors, size(rank.allocated)],
@@ -81,6 +82,6 @@ function gpuMemory(rank: Rank): [label: string, value: string][] {
   ];
 }
 
-function cpuMemory(rank: Rank): [label: string, value: string][] {
+function cpuMemory(rank: RankRow): [label: string, value: string][] {
   return [[strings.facts.own, partOf(held(rank), rank.total)]];
 }

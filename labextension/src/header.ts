@@ -3,7 +3,7 @@
  * these went, pause and rate.
  */
 
-import type { Head, Stat } from "./state";
+import type { PanelHead, Stat } from "./generated/wire";
 import * as strings from "./strings";
 import { Strip, type Trend } from "./strip";
 import { age, make, option, shortName, write } from "./words";
@@ -49,7 +49,7 @@ export class Header {
   }
 
   /** @param paused - Whether the reader wants it to rest; the kernel may learn it only when its cell has ended. */
-  draw(head: Head, trend: Trend, paused: boolean): void {
+  draw(head: PanelHead, trend: Trend, paused: boolean): void {
     this.paused = paused;
     write(this.title, head.title);
     write(this.pause, paused ? strings.resume : strings.pause);
@@ -71,7 +71,7 @@ export class Header {
    * @param lost - Whether the kernel has been restarted.
    * @returns whether what is shown is of now, or rests because the reader wants it to.
    */
-  drawLive(head: Head, paused: boolean, silence: number, lost: boolean): boolean {
+  drawLive(head: PanelHead, paused: boolean, silence: number, lost: boolean): boolean {
     const late = silence > Math.max(LATE * head.rate, LATE);
     const now = lost ? "lost" : head.live === "ended" ? "ended" : paused ? "paused" : late ? "late" : "live";
     const words = {

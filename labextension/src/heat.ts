@@ -2,8 +2,9 @@
  * Many ranks as a map: a cell for each, colored by how far it is from the median, grouped by node.
  */
 
+import type { Metric, RankRow } from "./generated/wire";
 import { sentence } from "./row";
-import { remarks, type Metric, type Rank, type State } from "./state";
+import { remarks, type State } from "./state";
 import * as strings from "./strings";
 import { make, option, write } from "./words";
 
@@ -53,7 +54,7 @@ export class Cell {
     this.element.tabIndex = -1;
   }
 
-  draw(rank: Rank, state: State, metric: Metric, index: number): void {
+  draw(rank: RankRow, state: State, metric: Metric, index: number): void {
     const known = rank.state !== "dead" && state.level(metric, index) !== null;
     this.paint(known ? Math.round(deviation(state, metric, index) * SHADES) : null);
     write(this.name, rank.state === "dead" ? "✕" : rank.name);

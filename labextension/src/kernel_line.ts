@@ -23,7 +23,8 @@ export interface LineKernel {
   sendControlMessage(message: object, expectReply: boolean): { readonly done: Promise<unknown> };
 }
 
-export class KernelLine {
+/** A line that opens with `Opening` and then carries `Call`s. */
+export class KernelLine<Opening extends object, Call extends object> {
   private readonly id = randomName();
   private answered = false;
 
@@ -37,14 +38,14 @@ export class KernelLine {
    * Resolves when the kernel has handled it: to whether it has such a target, which it greets before. Rejects when the
    * kernel ends or restarts.
    */
-  async open(target: string, data: object): Promise<boolean> {
+  async open(target: string, data: Opening): Promise<boolean> {
     this.kernel.iopubMessage.connect(this.heard);
     await this.tell("comm_open", { target_name: target, data });
     return this.answered;
   }
 
   /** Returns whether there is a kernel to hear it. */
-  send(data: object): boolean {
+  send(data: Call): boolean {
     const handled = this.tell("comm_msg", { data });
     handled?.catch(() => undefined); // the kernel ends
     return handled !== null;

@@ -2,7 +2,8 @@
  * One rank as a row: its memory as a stacked bar, how busy and warm it is, and what deserves a look.
  */
 
-import { held, onGpu, remarks, shown, type Rank } from "./state";
+import type { RankRow } from "./generated/wire";
+import { held, onGpu, remarks, shown } from "./state";
 import * as strings from "./strings";
 import { badgeOf, degrees, make, milliseconds, nameOf, partOf, percent, size, stateOf, svg, watts, write } from "./words";
 
@@ -43,7 +44,7 @@ export class Row {
     this.element.tabIndex = -1;
   }
 
-  draw(rank: Rank, history: (number | null)[] | undefined, { largest, known }: Beside): void {
+  draw(rank: RankRow, history: (number | null)[] | undefined, { largest, known }: Beside): void {
     write(this.name, rank.name);
     write(this.device, rank.device);
     if (onGpu(rank)) this.bar.draw(rank);
@@ -61,7 +62,7 @@ export class Row {
     this.element.setAttribute("aria-label", sentence(rank));
   }
 
-  private drawBadges(rank: Rank, known: string): void {
+  private drawBadges(rank: RankRow, known: string): void {
     const found = remarks(rank, known);
     const words = JSON.stringify(found);
     if (this.badges.dataset["words"] === words) return;
@@ -97,7 +98,7 @@ export function headings(gpus: boolean): HTMLElement {
 }
 
 /** A rank in one sentence, for who listens. */
-export function sentence(rank: Rank): string {
+export function sentence(rank: RankRow): string {
   const { spoken } = strings;
   const parts = [strings.rankOn(nameOf(rank), rank.device), rank.state, spoken.memory(partOf(shown(rank), rank.total))];
   if (rank.utilization !== null) parts.push(spoken.utilization(percent(rank.utilization)));
@@ -119,7 +120,7 @@ class Bar {
     this.element.setAttribute("aria-hidden", "true");
   }
 
-  draw(rank: Rank): void {
+  draw(rank: RankRow): void {
     const total = rank.total;
     this.element.classList.toggle("nbdist-unknown", total === null || shown(rank) === null);
     const words: string[] = [];
@@ -135,7 +136,7 @@ class Bar {
   }
 
   /** A rank that shares its machine: the machine's bar has all of them, this one what is its own. */
-  drawOwn(rank: Rank, largest: number): void {
+  drawOwn(rank: RankRow, largest: number): void {
     const own = held(rank);
     this.element.classList.toggle("nbdist-unknown", own === null);
     PARTS.forEach((_, index) => {
@@ -160,7 +161,7 @@ export class MachineBar {
     this.element.setAttribute("aria-hidden", "true");
   }
 
-  draw(ranks: Rank[], used: number | null, total: number | null): void {
+  draw(ranks: RankRow[], used: number | null, total: number | null): void {
     if (this.segments.length !== ranks.length + 1) {
       this.segments = [...ranks.map(() => make("i", "part nbdist-segment")), make("i", "part nbdist-others")];
       this.element.replaceChildren(...this.segments);
@@ -178,7 +179,7 @@ export class MachineBar {
 }
 
 /** What a part of a bar is called: where the driver hides processes, the rest is not only others'. */
-export function partName(rank: Rank, part: Part): string {
+export function partName(rank: RankRow, part: Part): string {
   return part === "others" && rank.non_torch === null && rank.process === null ? strings.outsideTorch : strings.parts[part];
 }
 

@@ -2,12 +2,11 @@
  * How a figure went: an area over the last ten minutes, with the cells that ran as bands.
  */
 
+import type { Point } from "./generated/wire";
 import * as strings from "./strings";
 import { svg } from "./words";
 
-/** When (seconds since 1970), the cell (0: none), and a figure for each name; null: it was not known. */
-export type Point = [at: number, cell: number, ...figures: (number | null)[]];
-
+/** Points of several figures, and what these are. */
 export interface Trend {
   names: string[];
   points: Point[];

@@ -6,29 +6,19 @@
 
 import { Cell, metricMenu, scale } from "./heat";
 import { Details } from "./details";
+import type { Metric, NodeRow, PanelFrame, PanelNews, PanelWish, RankRow } from "./generated/wire";
 import { Header } from "./header";
 import { headings, MachineBar, PARTS, Row, type Beside } from "./row";
-import { held, onGpu, remarks, State, urgency, type Frame, type HeadUpdate, type Metric, type Node, type Rank, type Update } from "./state";
+import { held, onGpu, remarks, State, urgency } from "./state";
 import * as strings from "./strings";
 import { make, nameOf, partOf, percent, write } from "./words";
-
-export type { Frame, Update } from "./state";
-
-/** A wish of the reader: "pause", "rate", "choose", "metric", "peak", "snapshot". */
-export interface Wish {
-  type: string;
-  value: boolean | number | string | null;
-}
-
-/** What the kernel says. */
-export type Message = Update | HeadUpdate | { type: "note"; text: string };
 
 /** A panel in the page. */
 export interface View {
   /** Show this instead of all that was there. */
-  load(frame: Frame): void;
+  load(frame: PanelFrame): void;
   /** What came next. */
-  receive(message: Message): void;
+  receive(message: PanelNews): void;
   /** The kernel has been restarted: nothing comes any more. */
   lose(): void;
   /** Take it out of the page. */
@@ -47,7 +37,7 @@ const TICK = 1000; // milliseconds between two looks at the clock
  * @param parent - Where.
  * @param send - What brings the reader's wishes to the kernel. Returns whether they hold while a cell runs, too.
  */
-export function createView(parent: HTMLElement, send: (wish: Wish) => boolean): View {
+export function createView(parent: HTMLElement, send: (wish: PanelWish) => boolean): View {
   const view = new Panel(send);
   parent.append(view.element);
   return view;
@@ -78,7 +68,7 @@ class Panel implements View {
   private heard = Date.now();
   private lost = false;
 
-  constructor(private readonly send: (wish: Wish) => boolean) {
+  constructor(private readonly send: (wish: PanelWish) => boolean) {
     this.header = new Header({ pause: this.pause, rate: this.setRate, peak: this.measurePeak });
     this.details = new Details(this.snapshot, this.close);
     this.menu = metricMenu(this.show);
@@ -97,13 +87,13 @@ class Panel implements View {
     this.draw();
   }
 
-  load(frame: Frame): void {
+  load(frame: PanelFrame): void {
     this.state.load(frame);
     this.hear();
     this.drawAll();
   }
 
-  receive(message: Message): void {
+  receive(message: PanelNews): void {
     if (message.type === "note") {
       this.say(message.text);
       return;
@@ -148,7 +138,7 @@ class Panel implements View {
 
   private readonly measurePeak = (): void => {
     this.say(this.busy ? strings.peakLater : strings.peakRequested);
-    this.send({ type: "peak", value: null });
+    this.send({ type: "peak" });
   };
 
   private readonly snapshot = (): void => {
@@ -379,7 +369,7 @@ class NodeLine {
    * @param rate - Seconds between two looks that are asked for; a node may need longer.
    * @param ranks - What its bar shows.
    */
-  draw(node: Node, rate: number, ranks: Rank[]): void {
+  draw(node: NodeRow, rate: number, ranks: RankRow[]): void {
     const facts = [node.gpus, node.why];
     if (node.cpu !== null) facts.push(strings.spoken.cpu(percent(node.cpu)));
     if (node.used !== null && node.total !== null) facts.push(strings.spoken.memory(partOf(node.used, node.total)));
@@ -393,7 +383,7 @@ class NodeLine {
   }
 }
 
-function weight(rank: Rank | undefined, known: string): number {
+function weight(rank: RankRow | undefined, known: string): number {
   if (rank === undefined) return 0;
   return rank.state === "stuck" && remarks(rank, known).length === 0 ? 0 : urgency(rank);
 }

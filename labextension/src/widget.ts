@@ -2,17 +2,18 @@
  * The panel as an anywidget: connects `view` with the kernel, and hides the copy that the notebook keeps.
  */
 
+import { PANEL_TARGET, type PanelFrame, type PanelNews, type PanelOpening, type PanelWish } from "./generated/wire";
 import { KernelLine, type LineKernel } from "./kernel_line";
 import * as strings from "./strings";
-import { createView, type Frame, type Message, type Wish } from "./view";
+import { createView } from "./view";
 
 /** What anywidget hands over, as far as it is used here. */
 interface Model {
-  get(name: "frame"): Frame;
+  get(name: "frame"): PanelFrame;
   on(event: "change:frame", listener: () => void): void;
-  on(event: "msg:custom", listener: (message: Message) => void): void;
-  off(event: string, listener: (message: Message) => void): void;
-  send(wish: Wish): void;
+  on(event: "msg:custom", listener: (message: PanelNews) => void): void;
+  off(event: string, listener: (message: PanelNews) => void): void;
+  send(wish: PanelWish): void;
   widget_manager?: { kernel?: Kernel | null };
 }
 
@@ -27,19 +28,18 @@ interface Signal {
   disconnect(slot: (sender: unknown, status: string) => void): unknown;
 }
 
-const TARGET = "nbdist.panel";
-const WAIT: readonly string[] = ["snapshot", "peak"]; // by the widget's own comm: they need the kernel's main thread
+const WAIT: readonly PanelWish["type"][] = ["snapshot", "peak"]; // by the widget's own comm: they need the kernel's main thread
 const GONE: readonly string[] = ["restarting", "autorestarting", "dead"]; // states of a kernel that has lost the panel
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   let line = directLine(model);
-  line?.open(TARGET, { id: model.get("frame").id }).then(
+  line?.open(PANEL_TARGET, { id: model.get("frame").id }).then(
     (heard) => {
       if (!heard) line = null; // it is another kernel
     },
     () => undefined, // the kernel ends
   );
-  const send = (wish: Wish): boolean => {
+  const send = (wish: PanelWish): boolean => {
     const direct = line !== null && !WAIT.includes(wish.type);
     const heard = line !== null && direct ? line.send(wish) : sendBy(model, wish);
     if (!heard) view.receive({ type: "note", text: strings.kernelEnded });
@@ -49,7 +49,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const load = (): void => {
     view.load(model.get("frame"));
   };
-  const receive = (message: Message): void => {
+  const receive = (message: PanelNews): void => {
     view.receive(message);
   };
   const onStatus = (_: unknown, status: string): void => {
@@ -60,10 +60,10 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   load();
   model.on("change:frame", load);
   model.on("msg:custom", receive);
-  send({ type: "opened", value: null });
+  send({ type: "opened" });
   const showCopy = hideCopy(model.get("frame").id);
   const leave = (): void => {
-    send({ type: "closed", value: null });
+    send({ type: "closed" });
   };
   window.addEventListener("pagehide", leave); // a page that is reloaded or left does not call what is returned here
   return () => {
@@ -79,7 +79,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
 }
 
 /** Send by the widget's own comm. Returns whether there is a kernel to hear it. */
-function sendBy(model: Model, wish: Wish): boolean {
+function sendBy(model: Model, wish: PanelWish): boolean {
   try {
     model.send(wish);
     return true;
@@ -89,7 +89,7 @@ function sendBy(model: Model, wish: Wish): boolean {
 }
 
 /** What the kernel hears while a cell runs, too; null: the front end has none, and what it sends waits for the cell's end. */
-function directLine(model: Model): KernelLine | null {
+function directLine(model: Model): KernelLine<PanelOpening, PanelWish> | null {
   const kernel = model.widget_manager?.kernel;
   return kernel?.sendControlMessage === undefined ? null : new KernelLine(kernel as LineKernel);
 }

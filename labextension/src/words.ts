@@ -4,7 +4,7 @@
  * Both are tested with tests/unit/figures.json.
  */
 
-import type { Rank } from "./state";
+import type { RankRow } from "./generated/wire";
 
 /** MiB for people: "61.2 GiB". */
 export function size(mebibytes: number | null): string {
@@ -58,13 +58,13 @@ export function speed(value: number | null): string {
 }
 
 /** "rank 3", or what else it is. */
-export function nameOf(rank: Rank): string {
+export function nameOf(rank: RankRow): string {
   return rank.rank < 0 ? rank.name : `rank ${rank.name}`;
 }
 
 const MARKS: Record<string, string> = { busy: "●", idle: "○", stuck: "◐", dead: "✕" };
 
-export function stateOf(rank: Rank): string {
+export function stateOf(rank: RankRow): string {
   return `${MARKS[rank.state] ?? "?"} ${rank.state}`;
 }
 

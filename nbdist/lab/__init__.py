@@ -1,6 +1,7 @@
 """What JupyterLab's pages reach in a kernel: nbdist's side of the extension in `labextension/src/lab`.
 
-page_messages.py    what goes over the lines
+What goes over the lines is in `nbdist.wire.pages`.
+
 page_actions.py     what buttons do, also while a cell runs
 variable_rows.py    variables of ranks for a page
 cells_seen.py       where cells ran, and what failed there

@@ -22,13 +22,14 @@ from nbdist.base.ranks import format_ranks
 from nbdist.client.ranks import observers
 from nbdist.lab.cells_seen import CellSeen, CellsSeen
 from nbdist.panel import control_comms
+from nbdist.wire.pages.targets import PAGE_TARGET
 
 if TYPE_CHECKING:
     from nbdist.lab.page_actions import NotebookVerbs, PageActions
-    from nbdist.lab.page_messages import News, PageCall, PageOpening, PageRequest, PageWish, SessionState
     from nbdist.lab.state_watch import StateWatch
-
-TARGET = "nbdist.page"
+    from nbdist.panel.panel_feed import Feed
+    from nbdist.wire.pages.page_messages import News, PageCall, PageOpening, PageRequest, SessionState
+    from nbdist.wire.pages.panel_messages import PanelWish
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def offer(notebook: NotebookVerbs) -> None:
     """Let pages open lines to this kernel."""
     cells = CellsSeen()
     observers.subscribe(cells)
-    control_comms.offer(TARGET, _Lines(notebook, cells).open)
+    control_comms.offer(PAGE_TARGET, _Lines(notebook, cells).open)
 
 
 class _Lines:
@@ -72,13 +73,13 @@ class _Lines:
 
     def open(self, line: control_comms.ControlLine, opening: Any) -> control_comms.Hearer | None:
         """Greet a page, and hear it from now on."""
-        from nbdist.lab.page_messages import PROTOCOL, Greeting, PageOpening
+        from nbdist.wire.pages.page_messages import PAGE_PROTOCOL, Greeting, PageOpening
 
         page = _read(opening, PageOpening)
         if page is None:
             return None
-        line.send(msgspec.to_builtins(Greeting(PROTOCOL, __version__)))
-        if page.protocol != PROTOCOL:
+        line.send(msgspec.to_builtins(Greeting(PAGE_PROTOCOL, __version__)))
+        if page.protocol != PAGE_PROTOCOL:
             return lambda _: None  # it says so, and asks nothing
         for name in (page.page, *page.left):
             if (gone := self._open.pop(name, None)) is not None:
@@ -113,10 +114,10 @@ class _PageLine:
         self._calls.put(None)
 
     def _run(self) -> None:
-        from nbdist.lab.page_messages import FrameNews, PageCall, StateNews
         from nbdist.panel.panel_feed import Feed
+        from nbdist.wire.pages.page_messages import FrameNews, PageCall, StateNews
 
-        feed = Feed(self._line.send, lambda: self._send(FrameNews(feed.state())))
+        feed = Feed(self._send, lambda: self._send(FrameNews(feed.state())))
 
         def tell(state: SessionState) -> None:
             self._send(StateNews(state))
@@ -135,8 +136,8 @@ class _PageLine:
                 except Exception:  # a mistake of ours, and the page goes on
                     _log.exception("nbdist could not handle a page's message")
 
-    def _do(self, call: PageCall, feed: Any) -> None:
-        from nbdist.lab.page_messages import SLOW
+    def _do(self, call: PageCall, feed: Feed) -> None:
+        from nbdist.wire.pages.page_messages import SLOW
 
         if call.request is not None and call.request.do in SLOW:  # meanwhile, buttons still act
             threading.Thread(target=self._answer, args=(call.request,), name="nbdist-page", daemon=True).start()
@@ -148,7 +149,7 @@ class _PageLine:
             self._lines.cells.look(self._page, call.look.id, call.look.rank)
 
     def _answer(self, request: PageRequest) -> None:
-        from nbdist.lab.page_messages import PageReply
+        from nbdist.wire.pages.page_messages import PageReply
 
         actions = self._lines.actions
         try:
@@ -174,21 +175,23 @@ class _Reader:
         self._send = send
 
     def cells(self, cells: list[CellSeen]) -> None:
-        from nbdist.lab.page_messages import CellRan, CellsNews
+        from nbdist.wire.pages.page_messages import CellRan, CellsNews
 
         ran = [CellRan(each.id, each.number, format_ranks(each.ranks), format_ranks(each.failed)) for each in cells]
         self._send(CellsNews(ran))
 
     def bars(self, name: str, rank: int, bars: dict[str, str], whole: bool) -> None:
-        from nbdist.lab.page_messages import BarsNews
+        from nbdist.wire.pages.page_messages import BarsNews
 
         self._send(BarsNews(name, rank, bars, whole))
 
 
-def _hear_wish(feed: Any, wish: PageWish) -> None:
-    if wish.type == "opened" and feed.view is not None:
+def _hear_wish(feed: Feed, wish: PanelWish) -> None:
+    from nbdist.wire.pages.panel_messages import ViewOpened
+
+    if isinstance(wish, ViewOpened) and feed.view is not None:
         feed.send_all()  # the page shows it in a new element, which knows nothing of what was sent before
-    feed.hear(msgspec.to_builtins(wish))
+    feed.hear(wish)
 
 
 def _read(data: Any, kind: type[Any]) -> Any:

@@ -22,7 +22,8 @@ from nbdist.devices import visible_gpus
 from nbdist.errors import NbdistError, UsageError
 from nbdist.lab.cell_steps_seen import CellStepsSeen
 from nbdist.lab.cells_seen import CellsSeen
-from nbdist.lab.page_messages import (
+from nbdist.lab.variable_rows import entry_rows, figure_rows, gap, variable_rows
+from nbdist.wire.pages.page_messages import (
     ActionName,
     CellOnRanks,
     LogPage,
@@ -32,7 +33,6 @@ from nbdist.lab.page_messages import (
     PlanField,
     SessionState,
 )
-from nbdist.lab.variable_rows import entry_rows, figure_rows, gap, variable_rows
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 

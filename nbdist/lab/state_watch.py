@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from nbdist.lab.page_messages import SessionState
+from nbdist.wire.pages.page_messages import SessionState
 
 _PERIOD = 0.25  # seconds between two looks, at what this process knows anyway
 

@@ -14,8 +14,8 @@ from nbdist.client.requests.compared_variables import (
 from nbdist.client.session.current import get_session
 from nbdist.client.session.session import rank_set_of
 from nbdist.errors import UsageError
-from nbdist.lab.page_messages import FigureRow, VariableRow
 from nbdist.panel.figures import finite
+from nbdist.wire.pages.page_messages import FigureRow, VariableRow
 
 
 def variable_rows(name: str) -> list[VariableRow]:

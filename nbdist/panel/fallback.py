@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from nbdist.base.text import duration, flop_rate, part_of, percent, size
-from nbdist.panel.figures import Stat, marked, min_mean_max
+from nbdist.base.text import duration, flop_rate, part_of, percent, size, span
+from nbdist.panel.figures import marked, min_mean_max
 from nbdist.panel.model import Row, View, urgency
+from nbdist.wire.pages.panel_messages import Alert, Stat
 
 _BAR = 22  # characters
 _LINES = 32  # of nodes and of ranks in a summary of many
@@ -33,13 +34,13 @@ def text(view: View, *, ended: bool = False) -> str:
         ended: Whether the session is over, so that this is the last of it.
     """
     head = " · ".join([view.title, *_status(ended), time.strftime("%H:%M:%S", time.localtime(view.at))])
-    figures = _aligned([[stat.label, stat.value, stat.remark] for stat in view.stats])
+    figures = _aligned([[stat.label, stat.value, _remark(stat)] for stat in view.stats])
     nodes = [_text_node(view, index) for index in range(len(view.nodes))]
     more = [f"… and {len(nodes) - _LINES} more machines"] if len(nodes) > _LINES else []
     chosen = _worth_a_look(view)
     rest = [f"worth a look:\n{_text_table(chosen[:_LINES])}", *_beyond(chosen)] if chosen else []
     legend = [_legend(view)] if chosen or not view.heat else []
-    alert = [f"⚠ {view.alert.sentence}"] if view.alert is not None else []
+    alert = [f"⚠ {sentence(view.alert)}"] if view.alert is not None else []
     return "\n".join([head, *alert, figures, *nodes[:_LINES], *more, *rest, *legend])
 
 
@@ -159,12 +160,12 @@ def _style(identity: str) -> str:
 
 
 def _html_alert(view: View) -> str:
-    return f"<p><b>⚠ {escape(view.alert.sentence)}</b></p>" if view.alert is not None else ""
+    return f"<p><b>⚠ {escape(sentence(view.alert))}</b></p>" if view.alert is not None else ""
 
 
 def _html_stat(stat: Stat) -> str:
     value = f"{_CELL};{_QUIET}" if stat.level == "stale" else _CELL
-    styled = ((stat.label, _CELL), (stat.value, value), (stat.remark, f"{_CELL};{_QUIET}"))
+    styled = ((stat.label, _CELL), (stat.value, value), (_remark(stat), f"{_CELL};{_QUIET}"))
     return "<tr>" + "".join(f'<td style="{style}">{escape(words)}</td>' for words, style in styled) + "</tr>"
 
 
@@ -221,6 +222,16 @@ def _html_legend(view: View) -> str:
 
 
 # --- what both say
+
+
+def sentence(alert: Alert) -> str:
+    """Return why ranks are stuck, and for how long."""
+    return alert.words if alert.seconds is None else f"{alert.words} ({span(alert.seconds)})"
+
+
+def _remark(stat: Stat) -> str:
+    """Return the note, marked where it is a warning."""
+    return f"⚠ {stat.note}" if stat.level in ("warn", "bad") else stat.note
 
 
 def _status(ended: bool) -> list[str]:

@@ -8,39 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from nbdist.base.text import duration, figures, flop_rate, flop_unit, flops_in, percent, size, sizes
 from nbdist.metrics.node.sample import EVALUATING, STALLING, RankSample, StepSample
+from nbdist.wire.pages.panel_messages import Stat
 
 UNEVEN = 1.05  # times the mean memory
 WORKING = ("busy", "stuck")  # states of a rank that runs something
 TRENDS = ("memory", "step", "flops", "mfu", "throughput", "waiting")  # keys of figures that are drawn over time
 _LONGEST = 96  # characters of an explanation
 
-Look = Literal["warn", "bad", "stale"]  # of a figure; stale: of steps that are over
 Trend = tuple["float | None", ...]
-
-
-class Stat(NamedTuple):
-    """One figure over all ranks, in words.
-
-    Attributes:
-        key: What it is, whatever its label: of `TRENDS` where it is drawn over time.
-        action: What a reader may ask for beside it, "peak" or nothing.
-    """
-
-    key: str
-    label: str
-    value: str
-    note: str = ""
-    level: Look | None = None
-    action: str = ""
-
-    @property
-    def remark(self) -> str:
-        """The note, marked where it is a warning."""
-        return f"⚠ {self.note}" if self.level in ("warn", "bad") else self.note
 
 
 class Together(NamedTuple):

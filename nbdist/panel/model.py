@@ -9,19 +9,18 @@ import socket
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from nbdist.base.text import counted, percent, size, span
+from nbdist.base.text import counted, percent, size
 from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, held_at_look, non_torch
-from nbdist.panel.figures import WORKING, Stat, Together, Trend, clip, finite, ratio, seconds_of, stats_of, trend_of
+from nbdist.panel.figures import WORKING, Together, Trend, clip, finite, ratio, seconds_of, stats_of, trend_of
+from nbdist.wire.pages.panel_messages import Alert, Level, Stat
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows
 AT_POWER_LIMIT = "power limit"  # a reason for lower clocks that is no fault
 NEARLY_FULL = 0.95  # share of a device's memory
 FRAGMENTED = 0.1  # share of a device's memory that torch holds empty, while allocations were retried
 STRAGGLING = 1.1  # times the median step
-
-Level = Literal["warn", "bad"]
 
 
 class Row(NamedTuple):
@@ -110,25 +109,6 @@ class Node(NamedTuple):
     total: int | None = None
     period: float | None = None
     why: str = ""
-
-
-class Alert(NamedTuple):
-    """What keeps ranks from going on.
-
-    Attributes:
-        words: In one sentence.
-        doing: What most of them wait in and for whom, as in their rows.
-        seconds: For how long they have been seen so.
-    """
-
-    words: str
-    doing: str
-    seconds: float | None
-
-    @property
-    def sentence(self) -> str:
-        """The words, and for how long."""
-        return self.words if self.seconds is None else f"{self.words} ({span(self.seconds)})"
 
 
 class View(NamedTuple):

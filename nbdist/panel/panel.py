@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anywidget
+import msgspec
 import traitlets
 
 from nbdist import shells
@@ -20,12 +21,13 @@ from nbdist.panel import control_comms, fallback
 from nbdist.panel.model import view_of
 from nbdist.panel.panel_feed import Feed, SampleSource
 from nbdist.panel.plot import Point, plot
+from nbdist.wire.pages.panel_messages import PanelGreeting, PanelNews, PanelOpening
+from nbdist.wire.pages.targets import PANEL_TARGET
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BUILT = Path(__file__).parent / "static"
-_TARGET = "nbdist.panel"  # of comms that pages open to be heard while a cell runs
 
 
 class Panel(anywidget.AnyWidget):
@@ -53,7 +55,7 @@ class Panel(anywidget.AnyWidget):
     def __init__(
         self, session: Session | None = None, *, rate: float | None = None, source: SampleSource | None = None
     ) -> None:
-        self._feed = Feed(self.send, self._send_all, session, source)
+        self._feed = Feed(self._tell, self._send_all, session, source)
         if rate is not None:
             self._feed.rate = rate
         super().__init__()
@@ -61,7 +63,7 @@ class Panel(anywidget.AnyWidget):
         self._feed.follow()
         self._watch_cells()
         self._all[self._feed.identity] = self
-        control_comms.offer(_TARGET, self._on_line)
+        control_comms.offer(PANEL_TARGET, self._on_line)
 
     # --- what a user calls
 
@@ -116,7 +118,11 @@ class Panel(anywidget.AnyWidget):
 
     def state(self) -> dict[str, Any]:
         """Return what the page knows, for a page that opens now."""
-        return self._feed.state()
+        frame: dict[str, Any] = msgspec.to_builtins(self._feed.state())
+        return frame
+
+    def _tell(self, news: PanelNews) -> None:
+        self.send(msgspec.to_builtins(news))
 
     def _send_all(self) -> None:
         self.send_state("frame")
@@ -173,11 +179,14 @@ class Panel(anywidget.AnyWidget):
     @classmethod
     def _on_line(cls, line: control_comms.ControlLine, opening: Any) -> control_comms.Hearer | None:
         """Hear a page on a line of its own, also while a cell runs; the answers go over the widget's."""
-        panel = cls._all.get(str(opening.get("id")) if isinstance(opening, dict) else "")
+        try:
+            panel = cls._all.get(msgspec.convert(opening, PanelOpening).id)
+        except msgspec.ValidationError:  # no page of ours
+            return None
         if panel is None:
             return None
         heard = weakref.WeakMethod(panel._on_message)
-        line.send({"type": "greeting"})
+        line.send(msgspec.to_builtins(PanelGreeting()))
 
         def hear(message: Any) -> None:
             if message is not None and (on_message := heard()) is not None:
@@ -187,4 +196,4 @@ class Panel(anywidget.AnyWidget):
 
     def _on_message(self, _: object, content: Any, __: object) -> None:
         """Handle a reader's action on a page. Without its own line it arrives when the running cell has ended."""
-        self._feed.hear(content)
+        self._feed.read(content)

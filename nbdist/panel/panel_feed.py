@@ -12,7 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
+
+import msgspec
 
 from nbdist.base.text import size
 from nbdist.client.costs.cell_steps import measure_peaks, without_peak
@@ -24,9 +26,25 @@ from nbdist.metrics.allocation import memory_snapshot
 from nbdist.metrics.node.sample import Sample
 from nbdist.panel.left_alone import LeftAlone
 from nbdist.panel.model import View, view_of
-from nbdist.panel.updates import METRICS, Updates
+from nbdist.panel.updates import Updates
+from nbdist.wire.pages.panel_messages import (
+    ChooseRow,
+    Live,
+    MeasurePeak,
+    PanelFrame,
+    PanelNews,
+    PanelNote,
+    PanelWish,
+    Pause,
+    SetRate,
+    ShowMetric,
+    TakeSnapshot,
+    ViewClosed,
+    ViewOpened,
+)
 
 _PEAK_SECONDS = 1.0  # that a measurement of the peak takes, about
+_WISHES = [each.__struct_config__.tag for each in get_args(PanelWish)]
 _FIRST_LOOK = 1.0  # seconds that somebody who asks for values waits for something to show
 
 
@@ -59,7 +77,7 @@ class Feed:
 
     def __init__(
         self,
-        send: Callable[[dict[str, Any]], None],
+        send: Callable[[PanelNews], None],
         send_all: Callable[[], None],
         session: Session | None = None,
         source: SampleSource | None = None,
@@ -132,7 +150,7 @@ class Feed:
 
     # --- Samples
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> PanelFrame:
         """Return what the page knows, for a page that opens now."""
         with self._lock:
             return self._updates.state()
@@ -195,7 +213,7 @@ class Feed:
             self._updates.reset(self.view, self._live(), self.rate)
             self._send_all()
 
-    def _live(self) -> str:
+    def _live(self) -> Live:
         return "ended" if self.ended else "paused" if self._paused else "live"
 
     def _tell(self) -> None:
@@ -218,61 +236,62 @@ class Feed:
 
     # --- what a reader asks
 
-    def hear(self, content: Any) -> None:
-        """Handle a reader's action on a page: {"type": ..., "value": ...}. A note answers nonsense."""
-        handlers = {
-            "opened": self._on_opened,
-            "closed": self._on_closed,
-            "pause": self._on_pause,
-            "rate": self._on_rate,
-            "choose": self._on_choose,
-            "metric": self._on_metric,
-            "peak": self._on_peak,
-            "snapshot": self._on_snapshot,
-        }
-        handler = handlers.get(content.get("type", "")) if isinstance(content, dict) else None
-        if handler is None:
-            return  # a page of another version
+    def read(self, content: Any) -> None:
+        """Handle what a page has sent: nonsense is answered by a note, and what another version sends by nothing."""
         try:
-            handler(content.get("value"))
+            wish = msgspec.convert(content, PanelWish)
+        except msgspec.ValidationError:
+            if isinstance(content, dict) and content.get("type") in _WISHES:
+                self._say(f"the page sent something that makes no sense here: {content!r}"[:200])
+            return
+        self.hear(wish)
+
+    def hear(self, wish: PanelWish) -> None:
+        """Do what a reader wants; a note says why it can't be done."""
+        try:
+            self._do(wish)
         except NbdistError as error:
             self._say(str(error).splitlines()[0])
-        except (TypeError, ValueError, LookupError):
-            self._say(f"the page sent something that makes no sense here: {content!r}"[:200])
 
-    def _on_opened(self, _: object) -> None:
+    def _do(self, wish: PanelWish) -> None:
+        match wish:
+            case ViewOpened():
+                self._on_opened()
+            case ViewClosed():
+                self._on_closed()
+            case Pause(value):
+                self.paused = value
+            case SetRate(value):
+                self.rate = value
+            case ChooseRow(value):
+                self._updates.chosen = value
+            case ShowMetric(value):
+                self._updates.metric = value
+            case MeasurePeak():
+                self._on_peak()
+            case TakeSnapshot(value):
+                self._on_snapshot(value)
+
+    def _on_opened(self) -> None:
         self._views += 1
         self.follow()
         if not self._paused:
             self._wake()
 
-    def _on_closed(self, _: object) -> None:
+    def _on_closed(self) -> None:
         self._views -= 1
         if self._views <= 0:
             self._views = 0
             self.rest()
 
-    def _on_pause(self, value: Any) -> None:
-        self.paused = bool(value)
-
-    def _on_rate(self, value: Any) -> None:
-        self.rate = float(value)
-
-    def _on_choose(self, value: Any) -> None:
-        self._updates.chosen = None if value is None else int(value)
-
-    def _on_metric(self, value: Any) -> None:
-        self._updates.metric = METRICS[METRICS.index(value)]
-
-    def _on_snapshot(self, value: Any) -> None:
-        rank = int(value)
+    def _on_snapshot(self, rank: int) -> None:
         name = "this process" if rank < 0 else f"rank {rank}"
         path = self._snapshot(rank)
         self._say(
             f"{name}: {path.name} ({size(path.stat().st_size)}) is written; https://pytorch.org/memory_viz shows it"
         )
 
-    def _on_peak(self, _: object) -> None:
+    def _on_peak(self) -> None:
         session = self._looked_at()
         if self.of_session and (session is None or _is_over(session)):
             raise UsageError("its session has ended: `%distributed start` starts another")
@@ -290,7 +309,7 @@ class Feed:
         return session.snapshot(rank)
 
     def _say(self, text: str) -> None:
-        self._send({"type": "note", "text": text})
+        self._send(PanelNote(text))
 
 
 def _is_over(session: Session | None) -> bool:

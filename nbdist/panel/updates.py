@@ -1,6 +1,7 @@
 """What the page has been told, and the little that it has to be told next: at most 2 KB at a time.
 
-Owns the encoding that labextension/src/state.ts reads. Independent of what the values mean, or of how they travel.
+Owns what is told when; labextension/src/state.ts puts it together again. Independent of what the values mean, or of
+how they travel.
 
 The full state goes out when ranks come or go. Afterwards an update carries the columns that differ, of the rows whose
 change would be seen: `[index, columns as bits, values...]`. What does not fit waits: first come rows that deserve a
@@ -14,26 +15,44 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from nbdist.panel.figures import TRENDS, clip, finite
 from nbdist.panel.model import Node, Row, View, urgency
+from nbdist.wire.pages.panel_messages import (
+    HISTORY,
+    LEVELS,
+    METRICS,
+    TREND_POINTS,
+    HeadNews,
+    HeadUpdate,
+    Layer,
+    Live,
+    MapLevels,
+    Metric,
+    NodeRow,
+    PanelFrame,
+    PanelHead,
+    PanelUpdate,
+    Point,
+    RankRow,
+    RowDelta,
+)
 
 LIMIT = 2048  # bytes of an update, as JSON, with the widget's envelope
-HISTORY = 60  # looks that a sparkline shows
-TREND_STEP, TREND_POINTS = 2.0, 300  # seconds between two points of what is drawn over time, and how many are kept
-METRICS = ("memory", "utilization", "temperature", "step")  # that a heat map can show
+TREND_STEP = 2.0  # seconds between two points of what is drawn over time
 _ENVELOPE = 64  # {"method": "custom", "content": {...}}
 _NODES_SHARE = 0.25  # of an update that lines of nodes may take
-_LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _UNKNOWN = "."
-_STATE = "state"  # told like a metric, by its first letter, for those of all ranks change at once
+_STATE: Final = "state"  # told like a metric, by its first letter, for those of all ranks change at once
 _CHOSEN = 5  # the weight of the row that the reader looks at
 _HOTTEST = 100.0  # degrees Celsius
 _MIB = 1024**2
 
 Encoded = list[Any]
-Delta = list[Any]
 
 
 class Updates:
@@ -49,10 +68,10 @@ class Updates:
 
     def __init__(self, identity: str) -> None:
         self.chosen: int | None = None
-        self.metric = METRICS[0]
+        self.metric: Metric = METRICS[0]
         self._turn = 0
         self._identity = identity
-        self._head: dict[str, Any] = {"title": "", "alert": None, "stats": [], "live": "live", "rate": 1}
+        self._head = PanelHead("", None, [], "live", 1.0)
         self._ranks = _Table()
         self._nodes = _Table()
         self._levels = _Levels()
@@ -65,7 +84,7 @@ class Updates:
         """Return whether an update can lead from what the page knows to this; else the full state has to."""
         return self._layout == _layout(view)
 
-    def reset(self, view: View, live: str, rate: float) -> None:
+    def reset(self, view: View, live: Live, rate: float) -> None:
         """Note what the page knows from now on: the caller sends it the `state`."""
         if not self.fits(view):
             self._history = [deque(maxlen=HISTORY) for _ in view.rows if not view.heat]
@@ -75,54 +94,57 @@ class Updates:
         self._nodes.reset(view.nodes, _encode_node, _seen_of_node)
         self._levels.reset(view)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> PanelFrame:
         """Return all that the page knows, for a page that opens later, so that it understands updates."""
-        return {
-            "id": self._identity,
-            "columns": list(Row._fields),
-            "node_columns": list(Node._fields),
-            "heat": self._heat,
-            "head": self._head,
-            "ranks": self._ranks.told,
-            "nodes": self._nodes.told,
-            "levels": self._levels.told,
-            "history": [list(values) for values in self._history],
-            "trends": list(TRENDS),
-            "trend": list(self._trend),
-        }
+        return PanelFrame(
+            id=self._identity,
+            columns=list(RankRow.__struct_fields__),
+            node_columns=list(NodeRow.__struct_fields__),
+            heat=self._heat,
+            head=self._head,
+            ranks=self._ranks.told,
+            nodes=self._nodes.told,
+            levels=MapLevels(**self._levels.told),
+            history=[list(values) for values in self._history],
+            trends=list(TRENDS),
+            trend=list(self._trend),
+        )
 
-    def update_head(self, live: str, rate: float) -> dict[str, Any]:
+    def update_head(self, live: Live, rate: float) -> HeadUpdate:
         """Return what to tell the page of that which no look brings."""
-        self._head = {**self._head, "live": live, "rate": rate}
-        return {"type": "head", "head": {"live": live, "rate": rate}}
+        self._head = msgspec.structs.replace(self._head, live=live, rate=rate)
+        return HeadUpdate(HeadNews(live=live, rate=rate))
 
-    def update(self, view: View, live: str, rate: float) -> dict[str, Any]:
+    def update(self, view: View, live: Live, rate: float) -> PanelUpdate:
         """Return what to tell the page next, for a view that `fits`."""
         for values, row in zip(self._history, view.rows, strict=False):
             values.append(_drawn(row))
         head = _head(view, live, rate)
-        message: dict[str, Any] = {"type": "update"}
-        if head != self._head:
-            message["head"], self._head = _news(self._head, head), head
-        if not self._trend or not 0 <= view.at - self._trend[-1][0] < TREND_STEP:
-            self._trend.append(_encode_trend(view))
-            message["point"] = self._trend[-1]
+        update = PanelUpdate(head=_news(self._head, head), point=self._next_point(view))
+        self._head = head
 
         def left(key: str) -> int:
-            return LIMIT - _ENVELOPE - len(_json({**message, key: []}))
+            return LIMIT - _ENVELOPE - len(_json(update)) - len(f', "{key}": []')
 
-        message["nodes"] = self._nodes.changes(view.nodes, {}, int(left("nodes") * _NODES_SHARE))
+        update.nodes = self._nodes.changes(view.nodes, {}, int(left("nodes") * _NODES_SHARE))
         self._turn += 1
         if self._heat and self._turn % 2:
-            message["levels"] = self._levels.changes(view, self._order_of_levels(), left("levels"))
-            message["ranks"] = self._ranks.changes(view.rows, self._weights(view), left("ranks"))
+            update.levels = self._levels.changes(view, self._order_of_levels(), left("levels"))
+            update.ranks = self._ranks.changes(view.rows, self._weights(view), left("ranks"))
         else:
             share = 0.5 if self._heat else 1.0
-            message["ranks"] = self._ranks.changes(view.rows, self._weights(view), int(left("ranks") * share))
-            message["levels"] = self._levels.changes(view, self._order_of_levels(), left("levels"))
-        return {key: value for key, value in message.items() if value}
+            update.ranks = self._ranks.changes(view.rows, self._weights(view), int(left("ranks") * share))
+            update.levels = self._levels.changes(view, self._order_of_levels(), left("levels"))
+        return update
 
-    def _order_of_levels(self) -> list[str]:
+    def _next_point(self, view: View) -> Point | UnsetType:
+        """Return the next point of what is drawn over time, if it is due."""
+        if self._trend and 0 <= view.at - self._trend[-1][0] < TREND_STEP:
+            return UNSET
+        self._trend.append(_encode_trend(view))
+        return self._trend[-1]
+
+    def _order_of_levels(self) -> list[Metric]:
         first = self._turn // 2 % len(METRICS)
         order = [*METRICS[first:], *METRICS[:first]]
         return sorted(order, key=lambda metric: metric != self.metric) if self._turn % 2 else order
@@ -153,12 +175,12 @@ class _Table:
         self.told, self._seen = [encode(row) for row in rows], [look(row) for row in rows]
         self._waiting = [0] * len(rows)
 
-    def changes(self, rows: Sequence[Any], weights: Mapping[int, int], budget: int) -> list[Delta]:
+    def changes(self, rows: Sequence[Any], weights: Mapping[int, int], budget: int) -> list[RowDelta]:
         """Return the rows to send, within so many bytes; they count as told."""
         seen = [self._look(row) for row in rows]
         changed = [index for index in range(len(rows)) if seen[index] != self._seen[index]]
         changed.sort(key=lambda index: (-weights.get(index, 0), -self._waiting[index]))
-        found: list[Delta] = []
+        found: list[RowDelta] = []
         for index in changed:
             self._waiting[index] += 1
         for index in changed:
@@ -176,17 +198,17 @@ class _Levels:
     """What a heat map draws: of each metric a character for each rank."""
 
     def __init__(self) -> None:
-        self.told: dict[str, str] = {}
+        self.told: dict[Layer, str] = {}
 
     def reset(self, view: View) -> None:
         self.told = _levels(view) if view.heat else {}
 
-    def changes(self, view: View, order: Sequence[str], budget: int) -> list[Delta]:
+    def changes(self, view: View, order: Sequence[Layer], budget: int) -> list[tuple[Layer, int, str]]:
         """Return the stretch of each metric that differs, within a limit of bytes."""
         if not self.told:
             return []
         now = _levels(view)
-        found: list[Delta] = []
+        found: list[tuple[Layer, int, str]] = []
         for metric in (_STATE, *order):
             old, new = self.told[metric], now[metric]
             differ = [index for index in range(len(new)) if old[index] != new[index]]
@@ -196,12 +218,12 @@ class _Levels:
             first = differ[0]
             stretch = new[first : min(differ[-1] + 1, first + room)]
             self.told[metric] = old[:first] + stretch + old[first + len(stretch) :]
-            found.append([metric, first, stretch])
+            found.append((metric, first, stretch))
             budget = room - len(stretch)
         return found
 
 
-def _difference(index: int, old: Encoded, new: Encoded) -> Delta:
+def _difference(index: int, old: Encoded, new: Encoded) -> RowDelta:
     columns = [column for column in range(len(new)) if old[column] != new[column]]
     return [index, sum(1 << column for column in columns), *(new[column] for column in columns)]
 
@@ -210,21 +232,21 @@ def _layout(view: View) -> list[Any]:
     return [[(row.rank, row.node) for row in view.rows], [node.name for node in view.nodes]]
 
 
-def _head(view: View, live: str, rate: float) -> dict[str, Any]:
-    alert = [*view.alert[:2], _rounded(view.alert.seconds, 3)] if view.alert is not None else None
-    return {"title": view.title, "alert": alert, "stats": [list(s) for s in view.stats], "live": live, "rate": rate}
+def _head(view: View, live: Live, rate: float) -> PanelHead:
+    alert = view.alert and view.alert._replace(seconds=_rounded(view.alert.seconds, 3))
+    return PanelHead(view.title, alert, list(view.stats), live, rate)
 
 
-def _news(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def _news(old: PanelHead, new: PanelHead) -> HeadNews | UnsetType:
     """Return what differs of a head; for a figure that does not, 0 stands in its place."""
-    found = {key: value for key, value in new.items() if value != old.get(key)}
-    if "stats" in found and len(old["stats"]) == len(new["stats"]):
-        pairs = zip(old["stats"], new["stats"], strict=True)
-        found["stats"] = [0 if before == after else after for before, after in pairs]
-    return found
+    before, after = msgspec.structs.asdict(old), msgspec.structs.asdict(new)
+    found = {key: value for key, value in after.items() if value != before[key]}
+    if "stats" in found and len(old.stats) == len(new.stats):
+        found["stats"] = [0 if one == other else other for one, other in zip(old.stats, new.stats, strict=True)]
+    return HeadNews(**found) if found else UNSET
 
 
-def _encode_trend(view: View) -> Encoded:
+def _encode_trend(view: View) -> Point:
     """Return when, the cell, and the figures of `TRENDS`, whose scale is the page's."""
     return [round(view.at, 1), view.cell, *(_rounded(value, 3) for value in view.trend)]
 
@@ -260,17 +282,17 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _encode_row(row: Row) -> Encoded:
-    """MiB, percent, milliseconds, TFLOPS."""
-    return _encode(row._fields, row)
+    return _encode(RankRow, row)
 
 
 def _encode_node(node: Node) -> Encoded:
-    """MiB, percent."""
-    return _encode(node._fields, node)
+    return _encode(NodeRow, node)
 
 
-def _encode(fields: Sequence[str], values: Sequence[Any]) -> Encoded:
-    return [_WRITERS[name](value) if name in _WRITERS else value for name, value in zip(fields, values, strict=True)]
+def _encode(kind: type[msgspec.Struct], row: Row | Node) -> Encoded:
+    """Return the values of a struct of the page's, in its units."""
+    values = ((name, getattr(row, name)) for name in kind.__struct_fields__)
+    return [_WRITERS[name](value) if name in _WRITERS else value for name, value in values]
 
 
 def _seen_in_map(row: Row) -> Any:
@@ -295,7 +317,7 @@ def _seen_of_node(node: Node) -> Any:
     )
 
 
-def _levels(view: View) -> dict[str, str]:
+def _levels(view: View) -> dict[Layer, str]:
     slowest = max((row.work for row in view.rows if row.work is not None), default=None)
     largest = max((row.held for row in view.rows if row.held is not None), default=None)
     return {
@@ -308,7 +330,7 @@ def _levels(view: View) -> dict[str, str]:
 
 
 def _level(share: float | None) -> str:
-    return _UNKNOWN if share is None else _LEVELS[max(0, min(63, round(share * 63)))]
+    return _UNKNOWN if share is None else LEVELS[max(0, min(63, round(share * 63)))]
 
 
 def _coarse(value: float | None, steps: int) -> int | None:
@@ -328,4 +350,4 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 def _json(value: Any) -> bytes:
     """Encode like Jupyter's client library."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(msgspec.to_builtins(value), ensure_ascii=False, allow_nan=False).encode()

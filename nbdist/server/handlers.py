@@ -15,12 +15,7 @@ from tornado import web
 from nbdist import visits
 from nbdist.errors import UsageError
 from nbdist.server import machine
-
-
-class _Named(msgspec.Struct, frozen=True):
-    """The body of a request: the session that is meant."""
-
-    name: str
+from nbdist.wire.pages.machine_messages import NamedSession
 
 
 class _MachineHandler(APIHandler):
@@ -45,7 +40,7 @@ class _SessionHandler(APIHandler):
     @authorized
     async def post(self) -> None:
         try:
-            name = msgspec.json.decode(self.request.body, type=_Named).name
+            name = msgspec.json.decode(self.request.body, type=NamedSession).name
             await asyncio.to_thread(self._act, name)
         except msgspec.DecodeError as error:
             raise web.HTTPError(400, str(error)) from None

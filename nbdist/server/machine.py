@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 
-import msgspec
 import psutil
 
 from nbdist import visits
@@ -12,68 +11,7 @@ from nbdist._version import __version__
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.nvml import read_once
 from nbdist.metrics.node.sample import GpuSample
-from nbdist.wire.messages.visitor_messages import RunningCell
-
-PROTOCOL = 1
-
-
-class SessionRow(msgspec.Struct, frozen=True):
-    """A session.
-
-    Attributes:
-        name: By which it is attached and stopped.
-        answers: Whether it has answered; if not, nothing else is known.
-        notebook: The file of its client, or of the last one; empty if unknown.
-        client: "there", or how the last one has left.
-        ranks: How many it has.
-        nodes: The names of its machines.
-        gpus: How many its ranks use.
-        memory: Bytes that its ranks hold.
-        running: What they run.
-        since: When they were ready, in seconds since 1970.
-    """
-
-    name: str
-    answers: bool
-    notebook: str = ""
-    client: str = ""
-    ranks: int = 0
-    nodes: list[str] = []
-    gpus: int = 0
-    memory: int = 0
-    running: list[RunningCell] = []
-    since: float = 0.0
-
-
-class Holder(msgspec.Struct, frozen=True):
-    """A process that holds memory of a GPU. `session`: whose rank it is; empty: none of this user's here."""
-
-    pid: int
-    memory: int
-    user: str
-    program: str
-    session: str
-
-
-class GpuRow(msgspec.Struct, frozen=True):
-    """A GPU, its memory in bytes, and who holds it."""
-
-    index: int
-    name: str
-    total: int | None
-    used: int | None
-    utilization: float | None
-    holders: list[Holder]
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """The machine of a server. `protocol`, `version`: what the server speaks, and its nbdist."""
-
-    protocol: int
-    version: str
-    host: str
-    sessions: list[SessionRow]
-    gpus: list[GpuRow]
+from nbdist.wire.pages.machine_messages import MACHINE_PROTOCOL, GpuRow, Holder, Machine, SessionRow
 
 
 def look() -> Machine:
@@ -83,7 +21,7 @@ def look() -> Machine:
     none: list[GpuSample] = []
     gpus = within_limit(read_once, none)
     return Machine(
-        PROTOCOL,
+        MACHINE_PROTOCOL,
         __version__,
         socket.gethostname(),
         [_row(each) for each in found],

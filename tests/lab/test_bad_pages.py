@@ -155,13 +155,13 @@ def test_a_kernel_of_another_version_is_named(lab: Lab, browser: Browser, protoc
 @pytest.mark.parametrize("protocol", [1, 99])
 def test_a_page_of_another_version_learns_which_one_the_kernel_has(lab: Lab, browser: Browser, protocol: int) -> None:
     from nbdist import __version__
-    from nbdist.lab.page_messages import PROTOCOL
+    from nbdist.wire.pages.page_messages import PAGE_PROTOCOL
 
     with Notebook(lab, browser, ["%load_ext nbdist"]) as notebook:
         notebook.run(0)
         script = PAGE.format(kernel=f"{CURRENT}.sessionContext.session.kernel")
         greeting = notebook.page.evaluate(script, protocol)
-        assert greeting == {"type": "greeting", "protocol": PROTOCOL, "version": __version__}
+        assert greeting == {"type": "greeting", "protocol": PAGE_PROTOCOL, "version": __version__}
 
 
 def test_a_server_of_another_version_is_named(lab: Lab, browser: Browser) -> None:

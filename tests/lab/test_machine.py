@@ -12,7 +12,7 @@ pytest.importorskip("playwright", reason="pip install playwright")
 
 from playwright.sync_api import Browser, Locator, Route, expect
 
-from nbdist.server.machine import PROTOCOL, GpuRow, Holder, Machine
+from nbdist.wire.pages.machine_messages import MACHINE_PROTOCOL, GpuRow, Holder, Machine
 from testbed.lab import CURRENT, LOOP, Lab, Notebook, show_sidebar, start_loop
 
 pytestmark = pytest.mark.lab
@@ -159,7 +159,7 @@ def test_a_session_that_is_stopped_from_the_list_did_not_break(lab: Lab, browser
 def test_gpus_show_who_holds_them_and_a_server_without_nbdist_is_named(lab: Lab, browser: Browser) -> None:
     holders = [Holder(11, 60 * GIB, "alice", "python", "58edd547"), Holder(12, 2 * GIB, "bob", "python", "")]
     gpu = GpuRow(0, "NVIDIA H100", 80 * GIB, 62 * GIB, 0.5, holders)
-    found = msgspec.json.encode(Machine(PROTOCOL, "0.1.0", "node-a", [], [gpu]))
+    found = msgspec.json.encode(Machine(MACHINE_PROTOCOL, "0.1.0", "node-a", [], [gpu]))
     with Notebook(lab, browser, ["x = 1"]) as notebook:
         notebook.page.route("**/nbdist/machine*", lambda route: route.fulfill(body=found))
         machine = machine_of(notebook)

@@ -43,6 +43,7 @@ ALLOWED = {
     "wire.processes": "wire.base",
     "wire.messages": "metrics metrics.node wire.base wire.processes",
     "wire.questions": "metrics.node wire.base wire.messages",
+    "wire.pages": "wire.messages",
     "wire": "wire.base wire.messages wire.processes wire.questions",
     "transfer": "metrics.node wire wire.base",
     # training code
@@ -99,13 +100,13 @@ ALLOWED = {
     "client.costs": "client.ranks client.reports client.session metrics metrics.advice metrics.allocation "
     "metrics.node metrics.rates shells wire.messages wire.questions",
     "client": "client.costs client.ranks",
-    "panel": "client.costs client.session metrics.allocation metrics.node shells visits",
+    "panel": "client.costs client.session metrics.allocation metrics.node shells visits wire.pages",
     "lab": "client.base client.output client.ranks client.reports client.requests client.session devices "
-    "metrics.node panel shells",
+    "metrics.node panel shells wire.pages",
     "client.magic_lines": "client.costs client.reports client.start metrics.allocation plan planning",
     "client.magics": "client.base client.costs client.debugger client.magic_lines client.output client.ranks "
     "client.reports client.requests client.session client.start cuda_guard lab metrics.allocation metrics.node panel "
-    "plan planning shells train.estimate wire.questions",
+    "plan planning shells train.estimate wire.pages wire.questions",
     "launch": "client.base client.ranks client.start devices train transfer wire.messages wire.processes worker.cell",
     "launch.nodes": "client.output client.ranks client.reports launch shells transfer wire.messages",
     # it forks in the template's place
@@ -113,7 +114,7 @@ ALLOWED = {
     "worker.processes",
     "launcher": "client.session client.start cuda_guard launch launch.fork launch.nodes shells transfer",
     # in a Jupyter server
-    "server": "metrics.node visits wire.messages",
+    "server": "metrics.node visits wire.pages",
     # the command line
     "command": "client.magics cluster visits wire.processes",
     "__main__": "command",

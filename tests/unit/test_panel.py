@@ -18,11 +18,21 @@ import nbdist
 from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
 from nbdist.panel import fallback
-from nbdist.panel.figures import TRENDS, Stat
+from nbdist.panel.figures import TRENDS
 from nbdist.panel.model import HEAT_ABOVE, Node, Row, View, view_of
 from nbdist.panel.panel_feed import Feed
 from nbdist.panel.plot import Point, plot
-from nbdist.panel.updates import LIMIT, METRICS, Updates
+from nbdist.panel.updates import LIMIT, Updates
+from nbdist.wire.pages.panel_messages import (
+    MeasurePeak,
+    NodeRow,
+    PanelFrame,
+    PanelNews,
+    PanelNote,
+    PanelUpdate,
+    RankRow,
+    Stat,
+)
 from testbed.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
 
 ENVELOPE = {"method": "custom", "content": None}
@@ -218,8 +228,8 @@ def test_ranks_that_are_stuck_are_one_alert_who_does_not_wait_is_named_and_speed
     ranks = [RankSample(rank, state="stuck", doing=waits, step=step, since=60.0) for rank in (0, 1)]
     view = view_of(Sample(at=100.0, ranks=[*ranks, RankSample(2, state="busy", step=step)]))
     assert view.alert is not None and view.alert.doing == waits
-    assert view.alert.sentence == f"2 ranks are stuck: each {waits} (40 s)"
-    assert f"⚠ {view.alert.sentence}" in fallback.text(view) and view.alert.words in fallback.html(view)
+    assert fallback.sentence(view.alert) == f"2 ranks are stuck: each {waits} (40 s)"
+    assert f"⚠ {fallback.sentence(view.alert)}" in fallback.text(view) and view.alert.words in fallback.html(view)
     assert [row.badges for row in view.rows] == [(), (), (("bad", "not waiting with the others"),)]
     assert stat(view, "step").level == "stale" and view.flops is None
 
@@ -325,21 +335,26 @@ class Reader:
 
 
 def told(updates: Updates, sample: Sample) -> dict[str, Any]:
-    return updates.update(view_of(sample), "live", 1.0)
+    update: dict[str, Any] = msgspec.to_builtins(updates.update(view_of(sample), "live", 1.0))
+    return update
 
 
 def known(sample: Sample) -> dict[str, Any]:
     """What a page knows that opens now."""
     updates = Updates("")
     updates.reset(view_of(sample), "live", 1.0)
-    return {key: value for key, value in updates.state().items() if key != "history"}
+    return without_history(updates)
 
 
 def reader_of(sample: Sample) -> tuple[Updates, Reader]:
     updates = Updates("")
     updates.reset(view_of(sample), "live", 1.0)
-    state = {key: value for key, value in updates.state().items() if key != "history"}
-    return updates, Reader(state)
+    return updates, Reader(without_history(updates))
+
+
+def without_history(updates: Updates) -> dict[str, Any]:
+    state = json.loads(msgspec.json.encode(updates.state()))
+    return {key: value for key, value in state.items() if key != "history"}
 
 
 def test_the_page_knows_everything_after_each_update_of_8_ranks() -> None:
@@ -348,6 +363,19 @@ def test_the_page_knows_everything_after_each_update_of_8_ranks() -> None:
         reader.read(told(updates, gpus(8, tick)))
         assert reader.state["ranks"] == known(gpus(8, tick))["ranks"]
         assert reader.state["head"] == known(gpus(8, tick))["head"]
+
+
+@pytest.mark.parametrize("count", [8, 256])
+def test_a_page_is_told_what_its_types_promise(count: int) -> None:
+    updates, reader = reader_of(gpus(count))
+    for tick in range(1, 4):
+        update = told(updates, gpus(count, tick))
+        assert msgspec.convert(json.loads(json.dumps(update)), PanelUpdate).ranks
+        reader.read(update)
+    frame = msgspec.convert(reader.state | {"history": []}, PanelFrame)
+    for columns, rows, kind in ((frame.columns, frame.ranks, RankRow), (frame.node_columns, frame.nodes, NodeRow)):
+        for values in rows:
+            msgspec.convert(dict(zip(columns, values, strict=True)), kind)
 
 
 @pytest.mark.parametrize("count", [256, 1024])
@@ -421,14 +449,14 @@ def test_figures_over_time_have_a_point_every_two_seconds_and_a_gap_where_no_ran
     point = told(updates, gpus(8, 3))["point"]
     assert point[:2] == [1.7e9 + 3, 7] and dict(zip(TRENDS, point[2:], strict=True))["step"] == 0.154
     assert told(updates, stuck(gpus(8, 9)))["point"][3:] == [None] * (len(TRENDS) - 1)
-    assert [at for at, *_ in updates.state()["trend"]] == [1.7e9 + 1, 1.7e9 + 3, 1.7e9 + 9]
+    assert [at for at, *_ in updates.state().trend] == [1.7e9 + 1, 1.7e9 + 3, 1.7e9 + 9]
 
 
 def test_a_page_that_opens_late_understands_what_comes_next() -> None:
     updates, early = reader_of(gpus(256))
     for tick in range(1, 4):
         early.read(told(updates, gpus(256, tick)))
-    late = Reader(updates.state())
+    late = Reader(msgspec.to_builtins(updates.state()))
     assert late.state["ranks"] == early.state["ranks"] and late.state["levels"] == early.state["levels"]
     for tick in range(4, 9):
         update = told(updates, gpus(256, tick))
@@ -444,16 +472,12 @@ def test_other_ranks_need_the_whole_state() -> None:
 
 
 def test_columns_fit_into_the_bits_of_a_javascript_integer() -> None:
-    assert len(Row._fields) <= 31
+    assert len(RankRow.__struct_fields__) <= 31
 
 
-def test_the_pages_columns_are_the_models() -> None:
-    source = (Path(__file__).parents[2] / "labextension" / "src" / "state.ts").read_text()
-    rank = re.search(r"export interface Rank \{(.*?)\n\}", source, re.DOTALL)
-    assert rank is not None
-    assert re.findall(r"^  (\w+):", rank[1], re.MULTILINE) == list(Row._fields)
-    metrics = re.search(r"export type Metric = (.*?);", source)
-    assert metrics is not None and re.findall(r'"(\w+)"', metrics[1]) == list(METRICS)
+def test_all_that_the_model_knows_of_a_rank_or_a_machine_is_told() -> None:
+    assert RankRow.__struct_fields__ == Row._fields
+    assert NodeRow.__struct_fields__ == Node._fields
 
 
 # --- without JavaScript
@@ -561,9 +585,10 @@ def test_a_page_may_have_the_peak_measured(source: Source, monkeypatch: pytest.M
     from nbdist.metrics.rates import peaks
 
     monkeypatch.setattr(peaks, "_measured", {})
-    told: list[dict[str, Any]] = []
-    Feed(told.append, lambda: None, source=source).hear({"type": "peak", "value": None})
-    assert [message["type"] for message in told] == ["note"] and "peak" in told[0]["text"]
+    told: list[PanelNews] = []
+    Feed(told.append, lambda: None, source=source).hear(MeasurePeak())
+    (note,) = told
+    assert isinstance(note, PanelNote) and "peak" in note.text
     assert peaks.known(torch.device("cpu"), "fp32") is not None
 
 
@@ -579,7 +604,7 @@ def test_a_page_has_the_peak_measured_in_what_its_steps_compute_in(
     feed.show()
     steps = StepSample(seconds=0.1, flops=1e9, without_peak=["bf16", "fp8"])  # fp8 is not measured, so it is left out
     source.show(Sample(at=0.0, ranks=[RankSample(0, step=steps)]))
-    feed.hear({"type": "peak", "value": None})
+    feed.hear(MeasurePeak())
     assert peaks.known(torch.device("cpu"), "bf16") is not None
     assert peaks.known(torch.device("cpu"), "fp32") is None
     feed.rest()

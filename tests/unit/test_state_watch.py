@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbdist.lab.page_messages import CellOnRanks, SessionState
 from nbdist.lab.state_watch import StateWatch
+from nbdist.wire.pages.page_messages import CellOnRanks, SessionState
 from testbed.kernel import wait_until
 
 IDLE = SessionState(2, ["cpu"], [], "", [], False, 0, "58edd547")

@@ -5,13 +5,27 @@
  * after each cell as long as the kernel has not answered. Independent of what is shown.
  */
 
+import {
+  PAGE_PROTOCOL,
+  PAGE_TARGET,
+  type BarsNews,
+  type CellRan,
+  type FrameNews,
+  type Greeting,
+  type News,
+  type PageCall,
+  type PageOpening,
+  type PageReply,
+  type PageRequest,
+  type PanelNews,
+  type PanelWish,
+  type SessionState,
+} from "../generated/wire";
 import { KernelLine, randomName, type KernelMessage } from "../kernel_line";
 import { usesRanks } from "./cell_line";
 import { Heartbeat } from "./heartbeat";
 import type { Kernel, Modules, NotebookPanel } from "./jupyter";
-import { PROTOCOL, TARGET, type CellRan, type Greeting, type News, type OwnBars, type PanelNews, type Reply, type Request, type SessionState } from "./messages";
 import { anotherVersion, KERNEL_GONE } from "./strings";
-import type { Wish } from "../view";
 
 const TICK = 1000; // milliseconds between two looks at the clock while a cell runs
 const ANSWER_LIMIT = 5000; // milliseconds for an idle kernel to answer; what was on its way when the network went may be lost
@@ -22,11 +36,14 @@ const CATCH_UP_LIMIT = 120_000; // milliseconds; TCP tries again at least this o
 /** A rank whose bars are shown, and who is told of them. */
 interface Look {
   readonly rank: number;
-  readonly onBars: (bars: OwnBars) => void;
+  readonly onBars: (bars: BarsNews) => void;
 }
 
+/** What a page asks for. */
+export type Request = Omit<PageRequest, "id">;
+
 /** What a request has brought. */
-export type Outcome = Omit<Reply, "type" | "id" | "state">;
+export type Outcome = Omit<PageReply, "type" | "id" | "state">;
 
 const NO_ANSWER: Outcome = { text: KERNEL_GONE, failed: true, log: null, variables: null, figures: null, plan: null, draft: null };
 
@@ -41,7 +58,7 @@ export class Link {
   cameLate = false;
   /** Cells that this kernel has run on ranks, by their ids: of each the last run. */
   readonly ran = new Map<string, CellRan>();
-  private line: KernelLine | null = null;
+  private line: KernelLine<PageOpening, PageCall> | null = null;
   private greeted = false; // whether the kernel has answered
   private kernel: Kernel | null = null;
   /** How often ranks have been replaced from this page. */
@@ -52,7 +69,7 @@ export class Link {
   private last = 0;
   private clock = 0;
   private patience = 0;
-  private onNews: ((news: PanelNews) => void) | null = null;
+  private onNews: ((news: PanelNews | FrameNews) => void) | null = null;
   private readonly looks = new Map<string, Look>(); // by cells' ids
   private told = 0;
   private fresh = false; // whether the kernel has restarted and run nothing since
@@ -127,25 +144,25 @@ export class Link {
   }
 
   /** Tell the kernel what the reader of the panel wants. Returns whether it heard. */
-  wish(wish: Wish): boolean {
+  wish(wish: PanelWish): boolean {
     this.line?.send({ wish });
     return this.line !== null;
   }
 
   /** Have the kernel send the panel's news, until `unfollow`. */
-  follow(onNews: (news: PanelNews) => void): void {
+  follow(onNews: (news: PanelNews | FrameNews) => void): void {
     this.onNews = onNews;
-    if (this.greeted) this.wish({ type: "opened", value: null });
+    if (this.greeted) this.wish({ type: "opened" });
   }
 
   unfollow(): void {
     if (this.onNews === null) return;
     this.onNews = null;
-    if (this.greeted) this.wish({ type: "closed", value: null });
+    if (this.greeted) this.wish({ type: "closed" });
   }
 
   /** Have the kernel tell what the progress bars of this rank show in a cell; null: no longer. */
-  look(id: string, rank: number | null, onBars: (bars: OwnBars) => void): void {
+  look(id: string, rank: number | null, onBars: (bars: BarsNews) => void): void {
     if (rank === null) this.looks.delete(id);
     else this.looks.set(id, { rank, onBars });
     if (this.greeted) this.line?.send({ look: { id, rank } });
@@ -237,14 +254,14 @@ export class Link {
   private open(): void {
     const { kernel } = this;
     if (this.line !== null || this.fresh || kernel?.connectionStatus !== "connected" || !this.used) return;
-    const line = new KernelLine(kernel, (data) => {
+    const line = new KernelLine<PageOpening, PageCall>(kernel, (data) => {
       this.receive(data as News);
     });
     this.line = line;
     const opened = (heard: boolean): void => {
       if (this.line === line && !heard) this.lose(); // nbdist is not loaded there
     };
-    line.open(TARGET, { page: this.page, protocol: PROTOCOL, left: this.left }).then(opened, () => undefined);
+    line.open(PAGE_TARGET, { page: this.page, protocol: PAGE_PROTOCOL, left: [...this.left] }).then(opened, () => undefined);
     this.wait();
     this.tell();
   }
@@ -283,7 +300,7 @@ export class Link {
 
   /** The kernel has answered: say what is looked at. */
   private greet({ protocol, version }: Greeting): void {
-    if (protocol !== PROTOCOL) {
+    if (protocol !== PAGE_PROTOCOL) {
       this.trouble = anotherVersion(version);
       this.line?.close();
       this.lose();
@@ -291,7 +308,7 @@ export class Link {
     }
     this.trouble = "";
     this.greeted = true;
-    if (this.onNews !== null) this.wish({ type: "opened", value: null });
+    if (this.onNews !== null) this.wish({ type: "opened" });
     for (const [id, { rank }] of this.looks) this.line?.send({ look: { id, rank } });
   }
 
@@ -311,7 +328,7 @@ export class Link {
     this.tell();
   }
 
-  private noteBars(news: OwnBars): void {
+  private noteBars(news: BarsNews): void {
     const look = this.looks.get(news.id);
     if (look?.rank === news.rank) look.onBars(news);
   }

@@ -1,57 +1,10 @@
 /**
- * What the server tells of its machine: sessions, GPUs, and who holds what. nbdist/server/machine.py has the same.
+ * What the server tells of its machine: sessions, GPUs, and who holds what. nbdist/server answers.
  */
 
+import { MACHINE_PROTOCOL, type Machine, type NamedSession } from "../generated/wire";
 import type { Modules } from "./jupyter";
 import { SERVER_WITHOUT_US, SERVER_OTHER, SERVER_SILENT } from "./strings";
-
-const PROTOCOL = 1;
-
-export interface RunningCell {
-  number: number;
-  ranks: number;
-  seconds: number;
-}
-
-/** A session; `answers` false: nothing else is known. Memory in bytes, `since` in seconds since 1970. */
-export interface SessionRow {
-  name: string;
-  answers: boolean;
-  notebook: string;
-  client: string;
-  ranks: number;
-  nodes: string[];
-  gpus: number;
-  memory: number;
-  running: RunningCell[];
-  since: number;
-}
-
-/** A process that holds memory of a GPU; `session`: whose rank it is. */
-export interface Holder {
-  pid: number;
-  memory: number;
-  user: string;
-  program: string;
-  session: string;
-}
-
-export interface GpuRow {
-  index: number;
-  name: string;
-  total: number | null;
-  used: number | null;
-  utilization: number | null;
-  holders: Holder[];
-}
-
-export interface Machine {
-  protocol: number;
-  version: string;
-  host: string;
-  sessions: SessionRow[];
-  gpus: GpuRow[];
-}
 
 /** What the server does with a session. */
 export type Act = "interrupt" | "stop";
@@ -63,12 +16,12 @@ export async function lookAtMachine(lab: Modules): Promise<Machine | string> {
   if (response.status === 404) return SERVER_WITHOUT_US;
   if (!response.ok) return response.statusText;
   const machine = (await response.json()) as Machine;
-  return machine.protocol === PROTOCOL ? machine : SERVER_OTHER;
+  return machine.protocol === MACHINE_PROTOCOL ? machine : SERVER_OTHER;
 }
 
 /** Have the server do this. Returns why it did not; empty: it did. */
 export async function act(lab: Modules, what: Act, name: string): Promise<string> {
-  const response = await send(lab, what, { method: "POST", body: JSON.stringify({ name }) });
+  const response = await send(lab, what, { method: "POST", body: JSON.stringify({ name } satisfies NamedSession) });
   if (response === null) return SERVER_SILENT;
   return response.ok ? "" : response.statusText;
 }

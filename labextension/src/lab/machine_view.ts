@@ -2,10 +2,11 @@
  * The sessions and the GPUs of the server's machine, below the panel: also those of other notebooks, and without any.
  */
 
+import type { GpuRow, Machine, SessionRow } from "../generated/wire";
 import { make, percent, size, write } from "../words";
 import type { Modules } from "./jupyter";
 import type { Link } from "./link";
-import { act, lookAtMachine, type Act, type GpuRow, type Machine, type SessionRow } from "./machine";
+import { act, lookAtMachine, type Act } from "./machine";
 import { isReadOnly } from "./read_only";
 import * as words from "./strings";
 

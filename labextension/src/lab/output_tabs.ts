@@ -10,7 +10,7 @@ import type { Cell, Outputs } from "./jupyter";
 import { LineList } from "./line_list";
 import type { Link } from "./link";
 import { LogPages } from "./log_pages";
-import type { CellRan, OwnBars } from "./messages";
+import type { BarsNews, CellRan } from "../generated/wire";
 import { ranksOf, shownOf } from "./rank_lines";
 import { RankText, type Output, type Rows } from "./rank_text";
 import { Batch } from "./slices";
@@ -157,7 +157,7 @@ export class OutputTabs {
   }
 
   /** Each line comes before the output has it. */
-  private readonly takeBars = ({ rank, bars, whole }: OwnBars): void => {
+  private readonly takeBars = ({ rank, bars, whole }: BarsNews): void => {
     for (const [line, own] of Object.entries(bars)) this.bars.set(shownOf(line).trimEnd(), own);
     if (this.bars.size > MOST_BARS) {
       this.lookAt(null);

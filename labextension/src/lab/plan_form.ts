@@ -4,11 +4,11 @@
  * Names, values, words and refusals are the kernel's; nothing here knows which settings there are.
  */
 
+import type { PlanField } from "../generated/wire";
 import { make, option, write } from "../words";
 import { addAndRun } from "./add_cell";
 import type { Modules } from "./jupyter";
-import type { Link } from "./link";
-import type { PlanField, Request } from "./messages";
+import type { Link, Request } from "./link";
 import { isReadOnly } from "./read_only";
 import * as words from "./strings";
 

@@ -12,7 +12,6 @@ import { canAct, type Action } from "./actions";
 import { addAndRun } from "./add_cell";
 import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
-import type { PanelNews } from "./messages";
 import { MachineView } from "./machine_view";
 import { PlanForm } from "./plan_form";
 import { StartForm } from "./start_form";
@@ -166,7 +165,7 @@ export class Sidebar {
     if (link === null) return;
     this.following = true;
     this.view = createView(this.place, (wish) => link.wish(wish));
-    link.follow((news: PanelNews) => {
+    link.follow((news) => {
       if (news.type === "frame") this.view?.load(news.frame);
       else this.view?.receive(news);
     });

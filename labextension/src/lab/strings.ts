@@ -2,8 +2,7 @@
  * All words that the extension shows, in one place.
  */
 
-import type { Holder, SessionRow } from "./machine";
-import type { CellOnRanks, FigureRow, SessionState } from "./messages";
+import type { CellOnRanks, FigureRow, Holder, SessionRow, SessionState } from "../generated/wire";
 
 export const RANKS = "Ranks";
 export const NO_NOTEBOOK = "Open a notebook to see its ranks.";

@@ -4,7 +4,7 @@
 
 import { make, option, write } from "../words";
 import type { Link } from "./link";
-import type { FigureRow, VariableRow } from "./messages";
+import type { FigureRow, VariableRow } from "../generated/wire";
 import * as words from "./strings";
 
 export class VariablesView {

@@ -20,10 +20,10 @@ from nbdist.client.session.current import get_session, living_session
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.start import session_plan
 from nbdist.errors import RankError, UsageError
-from nbdist.lab.page_messages import PlanDraft, PlanField
 from nbdist.plan import Plan
 from nbdist.planning.rules import with_parts_dropped
 from nbdist.planning.settings import SETTINGS, default_of
+from nbdist.wire.pages.page_messages import PlanDraft, PlanField
 
 
 class PlanForm:

@@ -1,14 +1,16 @@
-"""What a page and the kernel say to each other; labextension/src/lab/messages.ts has the same for the page."""
+"""What a notebook's page and its kernel say to each other."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL = 6
+from nbdist.wire.pages.panel_messages import PanelFrame, PanelNews, PanelWish
 
-ActionName = Literal[
+PAGE_PROTOCOL = 6
+
+_Action = Literal[
     "state",
     "interrupt",
     "interrupt-now",
@@ -26,6 +28,7 @@ ActionName = Literal[
     "plan-draft",
     "estimate",
 ]
+ActionName = Annotated[_Action, msgspec.Meta(title="ActionName", description="What a page can ask for.")]
 
 SLOW: frozenset[ActionName] = frozenset({"estimate"})  # seconds, so they are done beside everything else
 
@@ -62,13 +65,6 @@ class PageRequest(msgspec.Struct, frozen=True):
     batch: str = ""
 
 
-class PageWish(msgspec.Struct, frozen=True):
-    """What the reader of a page's panel wants to see; `Feed.hear` takes it."""
-
-    type: str
-    value: Any = None
-
-
 class PageLook(msgspec.Struct, frozen=True):
     """A page shows the lines of a rank.
 
@@ -85,7 +81,7 @@ class PageCall(msgspec.Struct, frozen=True):
     """A message of a page: a request, a wish, or what it looks at."""
 
     request: PageRequest | None = None
-    wish: PageWish | None = None
+    wish: PanelWish | None = None
     look: PageLook | None = None
 
 
@@ -320,9 +316,9 @@ class BarsNews(msgspec.Struct, frozen=True, tag_field="type", tag="bars"):
 
 
 class FrameNews(msgspec.Struct, frozen=True, tag_field="type", tag="frame"):
-    """All that a panel shows; its changes are messages of the panel's own (`nbdist.panel.updates`)."""
+    """All that the page's panel shows."""
 
-    frame: dict[str, Any]
+    frame: PanelFrame
 
 
-News: TypeAlias = Greeting | PageReply | StateNews | CellsNews | BarsNews | FrameNews
+News: TypeAlias = Greeting | PageReply | StateNews | CellsNews | BarsNews | FrameNews | PanelNews

@@ -1,1 +1,0 @@
-function n(r,e){let t=r?.state;return t==null||r?.cut===!0?!1:e==="restart"?t.ranks>0||t.broken!=="":t.ranks===0?!1:e==="interrupt"||e==="interrupt-now"?t.cells.length>0:e==="heal"?t.dead.length>0:!0}export{n as a};

@@ -19,7 +19,7 @@ from msgspec import UNSET
 from msgspec.inspect import Field, StructType, Type, multi_type_info
 
 from nbdist.wire.pages.machine_messages import MACHINE_PROTOCOL, Machine, NamedSession
-from nbdist.wire.pages.page_messages import PAGE_PROTOCOL, News, PageCall, PageOpening
+from nbdist.wire.pages.page_messages import PAGE_PROTOCOL, News, PageCall, PageOpening, PageRequest
 from nbdist.wire.pages.panel_messages import (
     HISTORY,
     LEVELS,
@@ -36,6 +36,7 @@ TO_PAGE = {"News": News, "PanelNews": PanelNews, "RankRow": RankRow, "NodeRow": 
 FROM_PAGE = {
     "PageOpening": PageOpening,
     "PageCall": PageCall,
+    "PageRequest": PageRequest,
     "PanelOpening": PanelOpening,
     "PanelWish": PanelWish,
     "NamedSession": NamedSession,

@@ -139,7 +139,7 @@ class _PageLine:
     def _do(self, call: PageCall, feed: Feed) -> None:
         from nbdist.wire.pages.page_messages import SLOW
 
-        if call.request is not None and call.request.do in SLOW:  # meanwhile, buttons still act
+        if isinstance(call.request, SLOW):  # meanwhile, buttons still act
             threading.Thread(target=self._answer, args=(call.request,), name="nbdist-page", daemon=True).start()
         elif call.request is not None:
             self._answer(call.request)
@@ -155,7 +155,7 @@ class _PageLine:
         try:
             reply = actions.answer(request)
         except Exception as error:  # a mistake of ours: the page must not wait
-            _log.exception("nbdist could not do %s", request.do)
+            _log.exception("nbdist could not answer a %s", type(request).__name__)
             reply = PageReply(request.id, actions.state(), f"{type(error).__name__}: {error}", failed=True)
         self._send(reply)
         self._lines.watch.told(self._page, reply.state)

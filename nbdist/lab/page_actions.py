@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 from nbdist.client.ranks import observers
@@ -24,14 +24,29 @@ from nbdist.lab.cell_steps_seen import CellStepsSeen
 from nbdist.lab.cells_seen import CellsSeen
 from nbdist.lab.variable_rows import entry_rows, figure_rows, gap, variable_rows
 from nbdist.wire.pages.page_messages import (
-    ActionName,
     CellOnRanks,
+    DifferenceRequest,
+    DraftRequest,
+    EntriesRequest,
+    EstimateRequest,
+    FiguresRequest,
+    HealRequest,
+    InterruptNowRequest,
+    InterruptRequest,
     LogPage,
+    LogRequest,
     PageReply,
     PageRequest,
     PlanDraft,
     PlanField,
+    PlanRequest,
+    RestartRequest,
     SessionState,
+    StacksRequest,
+    StateRequest,
+    StopRequest,
+    VariablesRequest,
+    WhyRequest,
 )
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -87,29 +102,11 @@ class PageActions:
         self._gpus = len(visible_gpus())
         self._steps = CellStepsSeen()
         observers.subscribe(self._steps)
-        self._actions: dict[ActionName, Callable[[PageRequest], Brought]] = {
-            "state": lambda request: "",
-            "interrupt": lambda request: _interrupt(request.ranks or None, now=False),
-            "interrupt-now": lambda request: _interrupt(request.ranks or None, now=True),
-            "stacks": lambda request: _stacks(request.ranks or None),
-            "why": lambda request: notebook.why(),
-            "heal": lambda request: _heal(request.ranks or None),
-            "restart": lambda request: notebook.restart(),
-            "stop": lambda request: notebook.stop(),
-            "log": self._log,
-            "variables": lambda request: {"variables": variable_rows(request.name)},
-            "entries": _entries,
-            "figures": lambda request: {"figures": figure_rows(request.name)},
-            "difference": lambda request: gap(request.name, request.ranks),
-            "plan": lambda request: {"plan": notebook.plan_form.fields()},
-            "plan-draft": lambda request: {"draft": notebook.plan_form.draft(request.settings)},
-            "estimate": lambda request: notebook.plan_form.estimate(request.settings, request.model, request.batch),
-        }
 
     def answer(self, request: PageRequest) -> PageReply:
         """Do what is asked, and return what it has brought, or why it can't be done."""
         try:
-            brought = self._actions[request.do](request)
+            brought = self._do(request)
         except NbdistError as error:
             return PageReply(request.id, self.state(), str(error), failed=True)
         if isinstance(brought, str):
@@ -140,7 +137,43 @@ class PageActions:
             session.name,
         )
 
-    def _log(self, request: PageRequest) -> dict[str, Any]:
+    def _do(self, request: PageRequest) -> Brought:
+        match request:
+            case StateRequest():
+                return ""
+            case InterruptRequest():
+                return _interrupt(now=False)
+            case InterruptNowRequest():
+                return _interrupt(now=True)
+            case StacksRequest():
+                return _stacks()
+            case WhyRequest():
+                return self._notebook.why()
+            case HealRequest():
+                return str(get_session().heal(progress=None))
+            case RestartRequest():
+                return self._notebook.restart()
+            case StopRequest():
+                return self._notebook.stop()
+            case LogRequest():
+                return {"log": self._log(request)}
+            case VariablesRequest(name=name):
+                return {"variables": variable_rows(name)}
+            case EntriesRequest(name=name):
+                rows, left_out = entry_rows(name)
+                return {"variables": rows, "text": left_out}
+            case FiguresRequest(name=name):
+                return {"figures": figure_rows(name)}
+            case DifferenceRequest(name=name, ranks=ranks):
+                return gap(name, ranks)
+            case PlanRequest():
+                return {"plan": self._notebook.plan_form.fields()}
+            case DraftRequest(settings=settings):
+                return {"draft": self._notebook.plan_form.draft(settings)}
+            case EstimateRequest(settings=settings, model=model, batch=batch):
+                return self._notebook.plan_form.estimate(settings, model, batch)
+
+    def _log(self, request: LogRequest) -> LogPage:
         rank_set = rank_set_of(get_session())
         (rank,) = rank_set.choose(request.ranks, living=False)
         cell, doubt = self._cells.find(request.id_of_cell, request.cell, request.code)
@@ -150,33 +183,24 @@ class PageActions:
             text = f"{doubt} Its log:\n{text}"
         if failure is not None and following is None:
             text = _joined(text, _lines_with(request.words, report.of_rank(failure, rank_set.traffic.places)))
-        return {"log": LogPage(text, following)}
+        return LogPage(text, following)
 
     def _cell(self, task: Task, busy: list[int]) -> CellOnRanks:
         count, seconds = len(task.ranks), time.monotonic() - task.started
         return CellOnRanks(task.number, count, count - len(busy), seconds, self._steps.of(task.number, busy))
 
 
-def _interrupt(ranks: str | None, *, now: bool) -> str:
-    reached = get_session().interrupt(ranks, now=now)
+def _interrupt(*, now: bool) -> str:
+    reached = get_session().interrupt(now=now)
     return "" if reached else "nothing to interrupt: these ranks are idle"
 
 
-def _stacks(ranks: str | None) -> str:
+def _stacks() -> str:
     rank_set = rank_set_of(get_session())
-    return stack_report.render(look_at_stacks(rank_set, ranks), rank_set.traffic.places)
+    return stack_report.render(look_at_stacks(rank_set, None), rank_set.traffic.places)
 
 
-def _heal(ranks: str | None) -> str:
-    return str(get_session().heal(ranks, progress=None))
-
-
-def _entries(request: PageRequest) -> dict[str, Any]:
-    rows, left_out = entry_rows(request.name)
-    return {"variables": rows, "text": left_out}
-
-
-def _printed(rank_set: RankSet, cell: int, rank: int, request: PageRequest, *, failed: bool) -> tuple[str, int | None]:
+def _printed(rank_set: RankSet, cell: int, rank: int, request: LogRequest, *, failed: bool) -> tuple[str, int | None]:
     """Return a part of what a rank has printed, or the lines with what is searched, and where the next one begins."""
     try:
         log = CellLog(rank_set.traffic.read_log, cell)

@@ -51,29 +51,26 @@ export type Layer = "memory" | "state" | "step" | "temperature" | "utilization";
 export type PanelNews = PanelUpdate | HeadUpdate | PanelNote;
 export type Level = "bad" | "warn";
 /**
- * What a page can ask for.
- */
-export type ActionName =
-  | "difference"
-  | "entries"
-  | "estimate"
-  | "figures"
-  | "heal"
-  | "interrupt"
-  | "interrupt-now"
-  | "log"
-  | "plan"
-  | "plan-draft"
-  | "restart"
-  | "stacks"
-  | "state"
-  | "stop"
-  | "variables"
-  | "why";
-/**
  * What a heat map can show.
  */
 export type Metric = "memory" | "step" | "temperature" | "utilization";
+export type PageRequest =
+  | StateRequest
+  | InterruptRequest
+  | InterruptNowRequest
+  | StacksRequest
+  | WhyRequest
+  | HealRequest
+  | RestartRequest
+  | StopRequest
+  | LogRequest
+  | VariablesRequest
+  | EntriesRequest
+  | FiguresRequest
+  | DifferenceRequest
+  | PlanRequest
+  | DraftRequest
+  | EstimateRequest;
 export type PanelWish = ViewOpened | ViewClosed | Pause | SetRate | ChooseRow | ShowMetric | MeasurePeak | TakeSnapshot;
 
 /**
@@ -87,6 +84,7 @@ export interface Wire {
   Machine: Machine;
   PageOpening: PageOpening;
   PageCall: PageCall;
+  PageRequest: PageRequest;
   PanelOpening: PanelOpening;
   PanelWish: PanelWish;
   NamedSession: NamedSession;
@@ -724,28 +722,97 @@ export interface PageOpening {
  * A message of a page: a request, a wish, or what it looks at.
  */
 export interface PageCall {
-  request?: PageRequest | null;
+  request?:
+    | (
+        | StateRequest
+        | InterruptRequest
+        | InterruptNowRequest
+        | StacksRequest
+        | WhyRequest
+        | HealRequest
+        | RestartRequest
+        | StopRequest
+        | LogRequest
+        | VariablesRequest
+        | EntriesRequest
+        | FiguresRequest
+        | DifferenceRequest
+        | PlanRequest
+        | DraftRequest
+        | EstimateRequest
+      )
+    | null;
   wish?: (ViewOpened | ViewClosed | Pause | SetRate | ChooseRow | ShowMetric | MeasurePeak | TakeSnapshot) | null;
   look?: PageLook | null;
 }
 /**
- * A page asks for something.
+ * How is the session? All replies say it.
  */
-export interface PageRequest {
-  /**
-   * Its number, which the reply repeats.
-   */
+export interface StateRequest {
+  do: "state";
+  id: number;
+}
+/**
+ * Interrupt what the ranks run.
+ */
+export interface InterruptRequest {
+  do: "interrupt";
+  id: number;
+}
+/**
+ * Interrupt what the ranks run without waiting for the end of a step.
+ */
+export interface InterruptNowRequest {
+  do: "interrupt-now";
+  id: number;
+}
+/**
+ * Where is each rank in its code?
+ */
+export interface StacksRequest {
+  do: "stacks";
+  id: number;
+}
+/**
+ * Why did the last cell's steps take as long as they did?
+ */
+export interface WhyRequest {
+  do: "why";
+  id: number;
+}
+/**
+ * Replace the ranks that have died.
+ */
+export interface HealRequest {
+  do: "heal";
+  id: number;
+}
+/**
+ * Replace all ranks by fresh ones.
+ */
+export interface RestartRequest {
+  do: "restart";
+  id: number;
+}
+/**
+ * End the session.
+ */
+export interface StopRequest {
+  do: "stop";
+  id: number;
+}
+/**
+ * A page of what a rank has printed in a cell.
+ */
+export interface LogRequest {
+  do: "log";
   id: number;
   /**
-   * What.
+   * The rank.
    */
-  do: ActionName;
+  ranks: string;
   /**
-   * The ranks, as in `%%distributed -r`; empty: all.
-   */
-  ranks?: string;
-  /**
-   * Whose log: its number in the notebook; 0: the page does not know it.
+   * The cell's number in the notebook; 0: the page does not know it.
    */
   cell?: number;
   /**
@@ -757,31 +824,96 @@ export interface PageRequest {
    */
   code?: string;
   /**
-   * Where in it to begin: `next` of the page before.
+   * Where in the log to begin: `next` of the page before.
    */
   position?: number;
   /**
-   * Which lines of the log; empty: all.
+   * Only lines with these; empty: all lines.
    */
   words?: string;
+}
+/**
+ * What variables do the ranks have?
+ */
+export interface VariablesRequest {
+  do: "variables";
+  id: number;
   /**
-   * Of a variable.
+   * Of the only one that is compared, however large it is; empty: all.
    */
   name?: string;
+}
+/**
+ * What differs in a variable, as in a dict or a model?
+ */
+export interface EntriesRequest {
+  do: "entries";
+  id: number;
+  name: string;
+}
+/**
+ * The figures of a tensor on each rank.
+ */
+export interface FiguresRequest {
+  do: "figures";
+  id: number;
+  name: string;
+}
+/**
+ * Where does a tensor differ on two ranks?
+ */
+export interface DifferenceRequest {
+  do: "difference";
+  id: number;
   /**
-   * Of a plan that is drafted or estimated: those that differ from the current plan's, as text.
+   * The tensor's.
    */
-  settings?: {
+  name: string;
+  /**
+   * Both: "0,3".
+   */
+  ranks: string;
+}
+/**
+ * All settings of the plan.
+ */
+export interface PlanRequest {
+  do: "plan";
+  id: number;
+}
+/**
+ * What would change with these settings?
+ */
+export interface DraftRequest {
+  do: "plan-draft";
+  id: number;
+  /**
+   * Those that differ from the current plan's, as text.
+   */
+  settings: {
+    [k: string]: string;
+  };
+}
+/**
+ * What memory would a training step take?
+ */
+export interface EstimateRequest {
+  do: "estimate";
+  id: number;
+  /**
+   * Those that differ from the current plan's, as text.
+   */
+  settings: {
     [k: string]: string;
   };
   /**
-   * Of an estimate: an expression of rank 0.
+   * An expression of rank 0.
    */
-  model?: string;
+  model: string;
   /**
    * Likewise.
    */
-  batch?: string;
+  batch: string;
 }
 /**
  * A page shows the panel.

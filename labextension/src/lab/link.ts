@@ -40,7 +40,9 @@ interface Look {
 }
 
 /** What a page asks for. */
-export type Request = Omit<PageRequest, "id">;
+export type Request = WithoutId<PageRequest>;
+
+type WithoutId<Each> = Each extends unknown ? Omit<Each, "id"> : never;
 
 /** What a request has brought. */
 export type Outcome = Omit<PageReply, "type" | "id" | "state">;

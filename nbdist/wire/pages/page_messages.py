@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -10,59 +10,150 @@ from nbdist.wire.pages.panel_messages import PanelFrame, PanelNews, PanelWish
 
 PAGE_PROTOCOL = 6
 
-_Action = Literal[
-    "state",
-    "interrupt",
-    "interrupt-now",
-    "stacks",
-    "why",
-    "heal",
-    "restart",
-    "stop",
-    "log",
-    "variables",
-    "entries",
-    "figures",
-    "difference",
-    "plan",
-    "plan-draft",
-    "estimate",
-]
-ActionName = Annotated[_Action, msgspec.Meta(title="ActionName", description="What a page can ask for.")]
 
-SLOW: frozenset[ActionName] = frozenset({"estimate"})  # seconds, so they are done beside everything else
-
-
-class PageRequest(msgspec.Struct, frozen=True):
-    """A page asks for something.
+class _Request(msgspec.Struct, frozen=True, tag_field="do"):
+    """What a page asks for.
 
     Attributes:
         id: Its number, which the reply repeats.
-        do: What.
-        ranks: The ranks, as in `%%distributed -r`; empty: all.
-        cell: Whose log: its number in the notebook; 0: the page does not know it.
-        id_of_cell: Its id, as the page runs it with.
-        code: Its text as the page has it.
-        position: Where in it to begin: `next` of the page before.
-        words: Which lines of the log; empty: all.
-        name: Of a variable.
-        settings: Of a plan that is drafted or estimated: those that differ from the current plan's, as text.
-        model: Of an estimate: an expression of rank 0.
-        batch: Likewise.
     """
 
     id: int
-    do: ActionName
-    ranks: str = ""
+
+
+class StateRequest(_Request, frozen=True, tag="state"):
+    """How is the session? All replies say it."""
+
+
+class InterruptRequest(_Request, frozen=True, tag="interrupt"):
+    """Interrupt what the ranks run."""
+
+
+class InterruptNowRequest(_Request, frozen=True, tag="interrupt-now"):
+    """Interrupt what the ranks run without waiting for the end of a step."""
+
+
+class StacksRequest(_Request, frozen=True, tag="stacks"):
+    """Where is each rank in its code?"""
+
+
+class WhyRequest(_Request, frozen=True, tag="why"):
+    """Why did the last cell's steps take as long as they did?"""
+
+
+class HealRequest(_Request, frozen=True, tag="heal"):
+    """Replace the ranks that have died."""
+
+
+class RestartRequest(_Request, frozen=True, tag="restart"):
+    """Replace all ranks by fresh ones."""
+
+
+class StopRequest(_Request, frozen=True, tag="stop"):
+    """End the session."""
+
+
+class LogRequest(_Request, frozen=True, tag="log"):
+    """A page of what a rank has printed in a cell.
+
+    Attributes:
+        ranks: The rank.
+        cell: The cell's number in the notebook; 0: the page does not know it.
+        id_of_cell: Its id, as the page runs it with.
+        code: Its text as the page has it.
+        position: Where in the log to begin: `next` of the page before.
+        words: Only lines with these; empty: all lines.
+    """
+
+    ranks: str
     cell: int = 0
     id_of_cell: str = ""
     code: str = ""
     position: int = 0
     words: str = ""
+
+
+class VariablesRequest(_Request, frozen=True, tag="variables"):
+    """What variables do the ranks have?
+
+    Attributes:
+        name: Of the only one that is compared, however large it is; empty: all.
+    """
+
     name: str = ""
-    settings: dict[str, str] = {}
-    model: str = ""
-    batch: str = ""
+
+
+class EntriesRequest(_Request, frozen=True, tag="entries"):
+    """What differs in a variable, as in a dict or a model?"""
+
+    name: str
+
+
+class FiguresRequest(_Request, frozen=True, tag="figures"):
+    """The figures of a tensor on each rank."""
+
+    name: str
+
+
+class DifferenceRequest(_Request, frozen=True, tag="difference"):
+    """Where does a tensor differ on two ranks?
+
+    Attributes:
+        name: The tensor's.
+        ranks: Both: "0,3".
+    """
+
+    name: str
+    ranks: str
+
+
+class PlanRequest(_Request, frozen=True, tag="plan"):
+    """All settings of the plan."""
+
+
+class DraftRequest(_Request, frozen=True, tag="plan-draft"):
+    """What would change with these settings?
+
+    Attributes:
+        settings: Those that differ from the current plan's, as text.
+    """
+
+    settings: dict[str, str]
+
+
+class EstimateRequest(_Request, frozen=True, tag="estimate"):
+    """What memory would a training step take?
+
+    Attributes:
+        settings: Those that differ from the current plan's, as text.
+        model: An expression of rank 0.
+        batch: Likewise.
+    """
+
+    settings: dict[str, str]
+    model: str
+    batch: str
+
+
+PageRequest: TypeAlias = (
+    StateRequest
+    | InterruptRequest
+    | InterruptNowRequest
+    | StacksRequest
+    | WhyRequest
+    | HealRequest
+    | RestartRequest
+    | StopRequest
+    | LogRequest
+    | VariablesRequest
+    | EntriesRequest
+    | FiguresRequest
+    | DifferenceRequest
+    | PlanRequest
+    | DraftRequest
+    | EstimateRequest
+)
+SLOW = (EstimateRequest,)  # seconds, so they are done beside everything else
 
 
 class PageLook(msgspec.Struct, frozen=True):

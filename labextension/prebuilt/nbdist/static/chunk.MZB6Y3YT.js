@@ -1,1 +1,0 @@
-function r(t,n){let e=t?.state;return e==null||t?.cut===!0?!1:n==="restart"?e.ranks>0||e.broken!=="":e.ranks===0?!1:n==="interrupt"||n==="interrupt-now"?e.cells.length>0:n==="heal"?e.dead.length>0:!0}var s="nbdist.page";var i="ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";export{s as a,i as b,r as c};

@@ -1,0 +1,1 @@
+function r(n,t){let e=n?.state;return e==null||n?.cut===!0?!1:t==="restart"?e.ranks>0||e.broken!=="":e.ranks===0?!1:t==="interrupt"||t==="interrupt-now"?e.cells.length>0:t==="heal"?e.dead.length>0:!0}var a="nbdist.page";var i="ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";export{a,i as b,r as c};

@@ -667,7 +667,7 @@ export interface SessionRow {
   since: number;
 }
 /**
- * number: in the notebook, 0 if it is no cell. ranks: how many run it. seconds: for how long it has run.
+ * number: in the notebook, 0 if it is not a cell. ranks: how many run it. seconds: for how long it has run.
  */
 export interface RunningCell {
   number: number;
